@@ -18,7 +18,7 @@ import kairos_timesteps
 from kairos.cli import strategies as command
 from kairos.cli.strategies.listing import COMBINATIONS
 from kairos.cli.strategies.show import computed, warnings_of
-from kairos.report.plot_style import STYLE, Label, figure, label_lines
+from kairos.report.plot_style import STYLE, Label, create_figure, label_lines
 from kairos.report.strategy_figures import draw_strategy
 from kairos_timesteps import options
 from kairos_timesteps.base import FixedDensity
@@ -129,7 +129,7 @@ def levels() -> Part:
         "flow, shift 3": kairos_timesteps.Flow(shift=3.0).schedule,
     }
     with matplotlib.rc_context(STYLE):
-        drawing, grid = figure(6.6, 2.9)
+        drawing, grid = create_figure(6.6, 2.9)
         axes, labels = grid[0, 0], []
         for (name, schedule), color in zip(curves.items(), ("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#7A4FA3")):
             level = np.log(schedule.snr)

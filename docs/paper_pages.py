@@ -11,7 +11,7 @@ from reference import plain, table
 from kairos.config.published_results import PublishedConfig
 from kairos.costs.recipes import PEAKS, Recipe, describe_claims, load_recipes
 from kairos.costs.rendering import format_bytes
-from kairos.report.formatting import NONE, number
+from kairos.report.formatting import NONE, format_number
 
 ROOT = Path(__file__).resolve().parent.parent
 UTILISATION = 0.4
@@ -27,7 +27,7 @@ def paper(name: str) -> str:
     for one in found:
         path = one.file.relative_to(ROOT).as_posix()
         count = sum(len(list(block.numbers())) for block in one.experiment.published)
-        hours = map(number, one.gpu_hours_by_gpu(UTILISATION).values())
+        hours = map(format_number, one.gpu_hours_by_gpu(UTILISATION).values())
         its = ran.get(path, {"seconds": NONE, "result": NONE})
         rows.append(
             [

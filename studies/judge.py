@@ -31,7 +31,7 @@ from scipy import optimize, stats
 from kairos.config.experiment import load
 from kairos.forward_process import build_process
 from kairos.report.collect import collect
-from kairos.report.ranking import crossing
+from kairos.report.ranking import crossing_cost
 from kairos.section import build
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import KairosError
@@ -54,7 +54,7 @@ def read(which: str) -> pd.DataFrame:
             continue
         batch, schedule = experiment.training.batch_size, build_process(plain["diffusion"], sigma_data=1.0).schedule
         reference = {f"ref_{name}": row[results.metric] for name, row in results.reference["rows"].items()}
-        for training, milestone in results.evaluated:
+        for training, milestone in results.run_snapshots:
             cost = build(SAMPLERS, plain["methods"][training.method]["sampler"], schedule).cost(batch, 1)
             ratio = 1 + (cost.forward + 3 * cost.gradient) / (3 * batch)
             if milestone.step:
@@ -65,9 +65,9 @@ def read(which: str) -> pd.DataFrame:
                         "seed": training.seed,
                         "step": milestone.step,
                         "time": milestone.step * ratio,
-                        "seconds": training.clock.get(milestone.step),
-                        "distance": milestone.columns[results.metric],
-                        **{name: milestone.columns.get(name) for name in METRICS[1:]},
+                        "seconds": training.seconds_by_step.get(milestone.step),
+                        "distance": milestone.measured_values[results.metric],
+                        **{name: milestone.measured_values.get(name) for name in METRICS[1:]},
                         **reference,
                     }
                 )
@@ -86,7 +86,7 @@ def needed(rows: pd.DataFrame, metric: str, targets: "pd.Series[float]") -> "pd.
     """Logarithm of the time to log values `targets`, by seed; NaN where they are not reached."""
     found = {}
     for seed, own in rows.sort_values("time").groupby("seed"):
-        found[seed] = crossing(np.log(own["time"].to_numpy()), np.log(own[metric].to_numpy()), targets[seed])
+        found[seed] = crossing_cost(np.log(own["time"].to_numpy()), np.log(own[metric].to_numpy()), targets[seed])
     return pd.Series(found, dtype=float)
 
 

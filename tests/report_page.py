@@ -9,8 +9,8 @@ from PIL import Image
 from kairos.config import load
 from kairos.report import plot_style
 from kairos.report.collect import Results, collect
-from kairos.report.figures import figures_of
-from kairos.report.page import page
+from kairos.report.figures import available_figures
+from kairos.report.page import render_page
 
 
 def page_of(config: Path, folder: Path, unfinished: bool = False) -> str:
@@ -18,15 +18,15 @@ def page_of(config: Path, folder: Path, unfinished: bool = False) -> str:
     results = collect(load(config), folder, unfinished)
     draw_figures(results)
     with TemporaryDirectory() as pictures:
-        for name in figures_of(results):
+        for name in available_figures(results):
             Image.new("L", (1, 1)).save(Path(pictures, f"{name}.png"))
             Path(pictures, f"{name}.svg").write_text("<svg/>")
-        return page(results, Path(pictures))
+        return render_page(results, Path(pictures))
 
 
 def draw_figures(results: Results) -> None:
     """Draw every figure that the results have numbers for, and write none."""
-    looks = plot_style.looks(results.methods, results.baseline)
-    for draw in figures_of(results).values():
+    looks = plot_style.assign_looks(results.methods, results.baseline)
+    for draw in available_figures(results).values():
         with matplotlib.rc_context(plot_style.STYLE):
             draw(results, looks)

@@ -12,15 +12,15 @@ from torch import nn
 
 import results_tree
 from kairos.analyses import tables
-from kairos.analyses.gradients import gradients
-from kairos.analyses.noise_levels import area_levels, even_levels, log_snr_levels, optimizer_state
+from kairos.analyses.gradients import compute_gradient_moments
+from kairos.analyses.noise_levels import area_levels, even_levels, load_optimizer_state, log_snr_levels
 from kairos.analyses.registries import ANALYSES
 from kairos.cli import main
 from kairos.config import validate
 from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
 from kairos.models.registries import MODELS
-from kairos.report.analysis_figures import write
+from kairos.report.analysis_figures import write_analysis
 from kairos.training.run import train
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -54,8 +54,8 @@ def test_moments_are_those_of_all_gradients_at_once(name):
     metric = [torch.rand_like(each) + 0.5 for each in model.parameters()]
     diagonal = torch.cat([each.flatten() for each in metric]).double().numpy()
     plain, measured = (
-        gradients(model, process, x0, levels, seed=5),
-        gradients(model, process, x0, levels, seed=5, metric=metric),
+        compute_gradient_moments(model, process, x0, levels, seed=5),
+        compute_gradient_moments(model, process, x0, levels, seed=5, metric=metric),
     )
     assert model.training  # as it was
     model.eval()
@@ -101,16 +101,18 @@ def test_estimates_are_unbiased():
     norm, found = float((theta**2).sum()), []
     for seed in range(150):
         found.append(
-            gradients(Constant(theta), as_process("linear"), torch.zeros(8, 4), [(0, 0.5), (0.5, 1)], seed=seed)
+            compute_gradient_moments(
+                Constant(theta), as_process("linear"), torch.zeros(8, 4), [(0, 0.5), (0.5, 1)], seed=seed
+            )
         )
     for values, truth in (([its.variance for its in found], 1.0), ([its.products for its in found], norm / 4)):
         values = np.array(values).reshape(150, -1)
         error = values.std(0) / 150**0.5
         assert (abs(values.mean(0) - truth) < 4 * error).all() and (error < 0.3).all()
-    many = gradients(Constant(theta), as_process("linear"), torch.zeros(3000, 4), [(0, 1)])
+    many = compute_gradient_moments(Constant(theta), as_process("linear"), torch.zeros(3000, 4), [(0, 1)])
     assert many.noise_scale[0] == pytest.approx(4 / norm, rel=0.25)  # tr Sigma / ||G||²
     assert many.cosines[0, 0] == 1
-    opposite = gradients(
+    opposite = compute_gradient_moments(
         Constant(theta),
         as_process("linear"),
         torch.zeros(4000, 4),
@@ -178,7 +180,7 @@ def measured(trained, name, step, method="uniform", **options):
     named = next(named for named in plain["analyses"] if named["name"] == name)
     milestone = folder / method / f"seed0/milestones/{step:07d}"
     out = milestone.parents[1] / f"analyses/{name}.{step:07d}.csv"
-    tables.measure(named | options, milestone, folder / "latents", out, torch.device("cpu"))
+    tables.measure_snapshot(named | options, milestone, folder / "latents", out, torch.device("cpu"))
     return pd.read_csv(out)
 
 
@@ -199,8 +201,8 @@ def test_independent_parts_do_not_move_one_another(trained):
 def test_what_the_optimiser_has_counts_where_it_is_kept(trained):
     folder, plain = trained
     last = folder / "uniform/seed0/milestones/0000040"
-    assert optimizer_state(last.parent / "0000020", open_milestone(last.parent / "0000020"), "cpu") is None
-    state = optimizer_state(last, open_milestone(last), "cpu")
+    assert load_optimizer_state(last.parent / "0000020", open_milestone(last.parent / "0000020"), "cpu") is None
+    state = load_optimizer_state(last, open_milestone(last), "cpu")
     rows = measured(trained, "agreement", 40)
     assert set(measured(trained, "agreement", 20)["loss"]) == {"training"}
     plain, adam = (rows[rows["loss"] == loss] for loss in ("training", "preconditioned"))
@@ -229,12 +231,12 @@ def test_a_table_needs_all_its_parts(trained):
     for step in (0, 20):
         measured(trained, "gradient_variance", step)
     measured(trained, "gradient_variance", 40)
-    write(named, own, folder)
+    write_analysis(named, own, folder)
     assert set(pd.read_csv(folder / "analyses/gradient_variance.csv")["step"]) == {0, 20, 40}
     assert (folder / "analyses/gradient_variance.png").stat().st_size > 10_000
     (folder / "uniform/seed0/analyses/gradient_variance.0000020.csv").unlink()
     with pytest.raises(KairosError, match=r"0000020\.csv is missing; `kairos analyse --milestone`"):
-        write(named, own, folder)
+        write_analysis(named, own, folder)
 
 
 @pytest.mark.long
@@ -255,7 +257,7 @@ def test_every_process_is_measured_and_drawn(process, tmp_path):
     for named in own.analyses:
         for step in (0, 4) if "images" in named else ():
             measured((tmp_path, own.plain()), named["name"], step, "log_normal")
-        write(named, own, tmp_path)
+        write_analysis(named, own, tmp_path)
         assert (tmp_path / "analyses" / f"{named['name']}.png").exists()
         values = pd.read_csv(tmp_path / "analyses" / f"{named['name']}.csv")
         assert np.isfinite(

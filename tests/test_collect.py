@@ -43,7 +43,7 @@ def test_a_damaged_record_and_a_missing_folder_are_one_message(small, capsys, tm
     assert main(["report", "--config", str(config), "--results", str(results)]) == 1
     assert "training.json: damaged: not JSON" in capsys.readouterr().err
     assert main(["report", "--config", str(config), "--results", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere is no folder" in capsys.readouterr().err
+    assert "nowhere is not a folder" in capsys.readouterr().err
 
 
 def test_evaluations_with_other_reference_statistics_are_refused(small):
@@ -60,4 +60,4 @@ def test_only_methods_and_seeds_of_the_configuration_count(tmp_path):
     _, results = results_tree.write(tmp_path / "wide")
     config, _ = results_tree.write(tmp_path / "narrow", seeds=(1,), methods=("uniform", "p2"))
     collected = collect(load(config), results)
-    assert [(t.method, t.seed) for t in collected.trainings] == [("uniform", 1), ("p2", 1)]
+    assert [(t.method, t.seed) for t in collected.runs] == [("uniform", 1), ("p2", 1)]

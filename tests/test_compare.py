@@ -22,7 +22,7 @@ COLUMNS = [
     "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
     "p_value", "steps_factor", "time_factor",
 ]  # fmt: skip
-SEEDS = tuple(range(ranking.SEEDS))
+SEEDS = tuple(range(ranking.MIN_SEEDS))
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +67,18 @@ def test_numbers_are_those_of_the_report(tree, compare):
     text = compare(tree[1], "--format", "csv")
     assert next(csv.reader(io.StringIO(text))) == COLUMNS
     found = rows_of(text)
-    own = {row.method: row for row in ranking.compare(collect(load(tree[0]), tree[1]))}
+    own = {row.method: row for row in ranking.compare_methods(collect(load(tree[0]), tree[1]))}
     assert list(found) == list(own)
     base = own["uniform"].curve.mean[-1]
     for method, row in own.items():
         line = found[method]
         assert (line["experiment"], line["seeds"], line["step"]) == ("tiny", "5", "400")
         assert (line["metric"], line["baseline"]) == (results_tree.METRIC, "uniform")
-        assert float(line["value"]) == row.curve.mean[-1] and float(line["spread"]) == row.curve.spread[-1]
-        against = row.against or ranking.Ratio(*[np.nan] * 3)
-        factors = [row.steps.value, row.time.value]
+        assert float(line["value"]) == row.curve.mean[-1] and float(line["spread"]) == row.curve.std[-1]
+        against = row.ratio_to_baseline or ranking.Ratio(*[np.nan] * 3)
+        factors = [row.step_factor.value, row.time_factor.value]
         ratios = [1 if method == "uniform" else against.value, against.low, against.high]
-        expected = [*(base * (ratio - 1) for ratio in ratios), against.p, *factors]
+        expected = [*(base * (ratio - 1) for ratio in ratios), against.p_value, *factors]
         np.testing.assert_allclose(numbers(line), expected)
     assert found["p2"]["steps_factor"] == ""  # some seeds never reach uniform's distance
     assert float(found["min_snr"]["p_value"]) < 0.05 and float(found["min_snr"]["high"]) < 0
@@ -207,11 +207,11 @@ def test_nothing_evaluated_is_said(small, capsys):
     for folder in small[1].glob("*/seed*/evaluation"):
         shutil.rmtree(folder)
     assert main(["compare", str(small[1])]) == 1
-    assert "no training is evaluated past step 0 yet" in capsys.readouterr().err
+    assert "no training run is evaluated past step 0 yet" in capsys.readouterr().err
     for folder in small[1].glob("*/seed*/milestones"):
         shutil.rmtree(folder)
     assert main(["compare", str(small[1])]) == 1
-    assert "no milestone there yet" in capsys.readouterr().err
+    assert "contains no snapshot yet" in capsys.readouterr().err
 
 
 class _Links(HTMLParser):
@@ -235,10 +235,10 @@ def test_index_of_all_experiments(small, compare):
     content = html.unescape((root / "index.html").read_text())
     assert "2 experiments" in content and "no_results" not in content
     assert "broken/reference/reference.json is missing" in content
-    for row in ranking.compare(collect(load(small[0]), small[1])):
+    for row in ranking.compare_methods(collect(load(small[0]), small[1])):
         assert (
             f"<td>{row.method}</td>" in content
-            and formatting.plus_minus(row.curve.mean[-1], row.curve.spread[-1]) in content
+            and formatting.format_plus_minus(row.curve.mean[-1], row.curve.std[-1]) in content
         )
     links = _Links()
     links.feed(content)

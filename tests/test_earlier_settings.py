@@ -173,7 +173,7 @@ def test_results_of_another_seed_do_not_count(tmp_path: Path) -> None:
     shutil.rmtree(results / "uniform/seed1")
     shutil.copytree(results / "uniform/seed0", results / "uniform/seed1")
     found = collect(load(config), results, unfinished=True)
-    assert [training.seed for training in found.trainings] == [0]
+    assert [training.seed for training in found.runs] == [0]
     assert found.outdated == ("seed: 0 → 1 (uniform seed 1)",)
 
 

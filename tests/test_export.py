@@ -55,13 +55,15 @@ def test_tensorboard_reads_the_curves_at_their_times_and_the_grids(tree, tmp_pat
 
     folder, results = tree
     assert cli.main(["export", "tensorboard", str(folder), "--out", str(tmp_path / "events")]) == 0
-    for training in results.trainings:
+    for training in results.runs:
         events = EventAccumulator(str(tmp_path / "events" / training.method / "seed0")).Reload()
         distances = events.Scalars(results.metric)
         assert [event.step for event in distances] == [0, 100, 200, 400]
-        wanted = [one.columns[results.metric] for one in training.milestones]
+        wanted = [one.measured_values[results.metric] for one in training.snapshots]
         assert [event.value for event in distances] == pytest.approx(wanted, rel=1e-6)
-        assert distances[-1].wall_time - distances[0].wall_time == pytest.approx(training.clock[400], abs=0.01)
+        assert distances[-1].wall_time - distances[0].wall_time == pytest.approx(
+            training.seconds_by_step[400], abs=0.01
+        )
         assert [event.step for event in events.Images("samples")] == [0, 100, 200, 400]
 
 
@@ -72,7 +74,7 @@ def test_wandb_gets_an_offline_run_per_training(tree, tmp_path):
     out = tmp_path / "runs"
     subprocess.run([sys.executable, "-m", "kairos", "export", "wandb", str(folder), "--out", str(out)], check=True)
     found = {path: path.read_bytes() for path in out.glob("wandb/offline-run-*/*.wandb")}
-    assert len(found) == len(results.trainings)
+    assert len(found) == len(results.runs)
     for content in found.values():
         assert results.metric.encode() in content and b"sampler.name" in content
 
@@ -140,8 +142,8 @@ def test_hub_lists_the_milestones_of_results(tree, monkeypatch, capsys):
     results, collected = tree
     expected = sorted(
         str(results / run.method / f"seed{run.seed}" / "milestones" / f"{one.step:07}")
-        for run in collected.trainings
-        for one in run.milestones
+        for run in collected.runs
+        for one in run.snapshots
     )
     for path in (results, results.parent):
         assert cli.main(["export", "hub", str(path)]) == 0

@@ -18,7 +18,7 @@ from kairos.data.prepare import prepare
 from kairos.downloads import needs
 from kairos.evaluation import classifier
 from kairos.evaluation.registries import ClassifierOptions
-from kairos.report.collect import real_images
+from kairos.report.collect import load_real_images
 from kairos.workflow import controller
 from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import config, folder_config, write_pictures
@@ -66,7 +66,7 @@ def test_none(tmp_path, capsys):
     (tmp_path / "extractor").mkdir()
     options = ClassifierOptions(features=8, channels=4, steps=3, batch_size=8)
     assert classifier.train(options, dataset, tmp_path / "extractor")["accuracy"] is None
-    name, images = real_images(SimpleNamespace(folder=tmp_path), 9)
+    name, images = load_real_images(SimpleNamespace(folder=tmp_path), 9)
     assert name == "real, trained on" and np.array_equal(images, dataset.images[dataset.train[:9]])
 
 
@@ -75,7 +75,7 @@ def test_some_are_what_everything_is_measured_on(tmp_path):
     dataset = open_dataset(tmp_path / "dataset")
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=8)
     assert make_autoencoder(settings, dataset, tmp_path / "autoencoder", CPU)["psnr_of"] == "held-out images"
-    name, images = real_images(SimpleNamespace(folder=tmp_path), 9)
+    name, images = load_real_images(SimpleNamespace(folder=tmp_path), 9)
     assert name == "real, held out" and np.array_equal(images, dataset.images[dataset.heldout])
 
 

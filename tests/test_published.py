@@ -12,9 +12,9 @@ from scipy import stats
 import results_tree
 from kairos.config import load, validate
 from kairos.report import published_numbers
-from kairos.report.build import build
+from kairos.report.build import build_report
 from kairos.report.collect import collect
-from kairos.report.ranking import highest
+from kairos.report.ranking import highest_cost_ratio
 from report_page import page_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,12 +42,12 @@ def mean(method, step):
 
 
 def test_what_was_measured_alike_is_compared(folder):
-    rows = published_numbers.beside(collect(recipe(BLOCK), folder))
+    rows = published_numbers.compare_published_numbers(collect(recipe(BLOCK), folder))
     assert [(one.row.row, one.row.step, one.row.value) for one in rows] == [
         ("uniform", 100, 100.0), ("uniform", 200, 50.0), ("uniform", 400, 20.0), ("ours", 100, 60.0),
         ("ours", 200, 25.0),
     ]  # fmt: skip
-    assert not any(one.why for one in rows)
+    assert not any(one.obstacle for one in rows)
     assert rows[2].measured == pytest.approx(mean("uniform", 400)) and rows[3].measured == pytest.approx(
         mean("speed", 100)
     )
@@ -68,24 +68,28 @@ def test_what_was_measured_alike_is_compared(folder):
     ],
 )
 def test_what_was_measured_otherwise_is_shown_and_not_compared(folder, changed, why):
-    rows = published_numbers.beside(collect(recipe(BLOCK | changed), folder))
+    rows = published_numbers.compare_published_numbers(collect(recipe(BLOCK | changed), folder))
     one = next(row for row in rows if row.row.row == "uniform" and row.row.value == 20.0)
-    assert one.why == why and one.measured == pytest.approx(mean("uniform", 400))
-    others = [row.why for row in rows if row is not one]
+    assert one.obstacle == why and one.measured == pytest.approx(mean("uniform", 400))
+    others = [row.obstacle for row in rows if row is not one]
     assert not any(others) if "steps" in changed else set(others) == {why}
 
 
 def test_what_a_paper_leaves_open_is_no_reason(folder):
     open_ = dict.fromkeys(("extractor", "samples", "sampling_steps", "reference"))
-    assert not any(one.why for one in published_numbers.beside(collect(recipe(BLOCK | open_), folder)))
+    assert not any(
+        one.obstacle for one in published_numbers.compare_published_numbers(collect(recipe(BLOCK | open_), folder))
+    )
 
 
 def test_rows_without_a_number_of_ours_say_why(folder):
     lost = BLOCK | {"rows": {"bs": [1.0, 2.0, 3.0]}, "methods": {}, "missing": {"bs": "its density is not published"}}
-    rows = published_numbers.beside(collect(recipe(lost, BLOCK | {"column": "isc"}), folder))
-    assert [one.why for one in rows] == 3 * ["its density is not published"] + 5 * ["isc is not measured"]
+    rows = published_numbers.compare_published_numbers(collect(recipe(lost, BLOCK | {"column": "isc"}), folder))
+    assert [one.obstacle for one in rows] == 3 * ["its density is not published"] + 5 * ["isc is not measured"]
     assert all(np.isnan(one.measured) for one in rows)
-    kid = published_numbers.beside(collect(recipe(BLOCK | {"column": "kid", "scale": 0.001}), folder))
+    kid = published_numbers.compare_published_numbers(
+        collect(recipe(BLOCK | {"column": "kid", "scale": 0.001}), folder)
+    )
     assert kid[2].measured == pytest.approx(mean("uniform", 400))  # in the paper's unit
 
 
@@ -98,7 +102,12 @@ def test_the_lowest_so_far_where_the_paper_gives_that(tmp_path):
         record["metrics"][results_tree.METRIC] = value
         file.write_text(json.dumps(record))
     plain, so_far = (
-        [one.measured for one in published_numbers.beside(collect(recipe(BLOCK | {"best_so_far": best}), folder))][:3]
+        [
+            one.measured
+            for one in published_numbers.compare_published_numbers(
+                collect(recipe(BLOCK | {"best_so_far": best}), folder)
+            )
+        ][:3]
         for best in (False, True)
     )
     at = np.array([[results_tree.distance("uniform", seed, step) for step in (100, 200, 400)] for seed in SEEDS])
@@ -111,26 +120,26 @@ def test_the_lowest_so_far_where_the_paper_gives_that(tmp_path):
 def test_the_acceleration_is_the_highest_ratio_off_the_curves():
     steps = np.array([10.0, 20.0, 30.0])
     base, own = np.array([9.0, 6.0, 3.0]), np.array([6.0, 3.0, 2.0])
-    assert highest(steps, base, steps, own) == 2  # at 6: 20 over 10; at 3: 30 over 20; 2 is never reached
-    assert highest(steps, own, steps, base) == pytest.approx(1)  # both begin at 10
-    assert highest(steps, base, steps, base) == 1
+    assert highest_cost_ratio(steps, base, steps, own) == 2  # at 6: 20 over 10; at 3: 30 over 20; 2 is never reached
+    assert highest_cost_ratio(steps, own, steps, base) == pytest.approx(1)  # both begin at 10
+    assert highest_cost_ratio(steps, base, steps, base) == 1
     between = np.array([9.0, 4.5, 3.0])  # 6 is reached after 10 + 10 * 3/4.5
-    assert highest(steps, base, steps, between) == pytest.approx(max(20 / (10 + 30 / 4.5), 25 / 20))
+    assert highest_cost_ratio(steps, base, steps, between) == pytest.approx(max(20 / (10 + 30 / 4.5), 25 / 20))
 
 
 def test_accelerations_have_an_interval_over_seeds(folder):
     results = collect(recipe(BLOCK), folder)
-    (found,) = published_numbers.accelerations(results)
+    (found,) = published_numbers.compute_accelerations(results)
     assert (found.method, found.baseline) == ("speed", "uniform")
     assert found.published == pytest.approx(
-        highest(*(np.array(x) for x in ([100, 200], [100, 50], [100, 200], [60, 25])))
+        highest_cost_ratio(*(np.array(x) for x in ([100, 200], [100, 50], [100, 200], [60, 25])))
     )
     steps = np.array([100.0, 200.0, 400.0])
     curves = {
         m: [np.array([results_tree.distance(m, seed, int(s)) for s in steps]) for seed in SEEDS]
         for m in results.methods
     }
-    each = [highest(steps, base, steps, own) for base, own in zip(curves["uniform"], curves["speed"])]
+    each = [highest_cost_ratio(steps, base, steps, own) for base, own in zip(curves["uniform"], curves["speed"])]
     test = stats.ttest_1samp(np.log(each), 0).confidence_interval()
     assert found.measured.value == pytest.approx(np.exp(np.mean(np.log(each)))) and found.measured.seeds == 5
     assert [found.measured.low, found.measured.high] == pytest.approx(np.exp(test))
@@ -140,19 +149,21 @@ def test_speed_s_own_table_read_as_its_paper_reads_it():
     """MetFaces: uniform's 29.3 after 50K is met between 367.3 at 10K and 23.4 at 20K."""
     blocks = load(ROOT / "recipes/speed/table1_metfaces.yaml").published
     at = 10_000 + 10_000 * (367.3 - 29.3) / (367.3 - 23.4)
-    assert published_numbers._published(blocks, "speed", "uniform") == pytest.approx(50_000 / at)
+    assert published_numbers._published_acceleration(blocks, "speed", "uniform") == pytest.approx(50_000 / at)
 
 
 def test_claims_are_judged_by_the_interval(folder):
     said = {}
     for factor in (1.05, 1.3, 20.0):
         claim = {"factor": factor, "method": "speed", "baseline": "uniform"}
-        said[factor] = published_numbers.claimed(collect(recipe(claim=claim), folder))
+        said[factor] = published_numbers.judge_claim(collect(recipe(claim=claim), folder))
         assert said[factor].startswith(f"Claimed: speed needs {factor:g} times fewer steps for the final distance of")
     assert "confirmed at this length" in said[1.05] and "refuted at this length" in said[20.0]
-    assert published_numbers.claimed(collect(recipe(), folder)) == ""
+    assert published_numbers.judge_claim(collect(recipe(), folder)) == ""
     never = {"factor": 2.0, "method": "uniform", "baseline": "speed", "cost": "time"}
-    assert "Measured: not reached, in 5 of 5 seeds." in published_numbers.claimed(collect(recipe(claim=never), folder))
+    assert "Measured: not reached, in 5 of 5 seeds." in published_numbers.judge_claim(
+        collect(recipe(claim=never), folder)
+    )
 
 
 @pytest.mark.long
@@ -160,7 +171,7 @@ def test_report_and_table(tmp_path):
     config, folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))
     assert "published numbers" not in page_of(config, folder)
     claim = {"factor": 1.05, "method": "speed", "baseline": "uniform"}
-    build(recipe(BLOCK, BLOCK | {"table": "8", "samples": 7}, claim=claim), folder)
+    build_report(recipe(BLOCK, BLOCK | {"table": "8", "samples": 7}, claim=claim), folder)
     with open(folder / "published.csv", newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
@@ -177,5 +188,5 @@ def test_an_unfinished_experiment_has_what_there_is(tmp_path):
     folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))[1]
     for seed in SEEDS:
         (folder / f"speed/seed{seed}/evaluation/0000200.json").unlink()
-    rows = published_numbers.beside(collect(recipe(BLOCK), folder, unfinished=True))
-    assert [one.why for one in rows] == ["", "", "", "", "not measured yet"]
+    rows = published_numbers.compare_published_numbers(collect(recipe(BLOCK), folder, unfinished=True))
+    assert [one.obstacle for one in rows] == ["", "", "", "", "not measured yet"]

@@ -23,7 +23,7 @@ def holm(p):
 def test_paired_is_the_t_test_of_every_pair_corrected_by_holm():
     logs = np.random.default_rng(0).normal(np.arange(5)[:, None] * 0.05, 0.05, (5, 7))
     logs[4] = logs[3]  # two methods that are one: no difference, and no NaN
-    ratio, low, high, p = ranking.paired(logs)
+    ratio, low, high, p = ranking.compare_pairs(logs)
     pairs = list(combinations(range(5), 2))
     tests = [stats.ttest_rel(logs[a], logs[b]) for a, b in pairs]
     expected = holm([1.0 if np.isnan(test.pvalue) else test.pvalue for test in tests])
@@ -54,31 +54,33 @@ def tables(methods, seeds, noise, sets, heavy=False, effect=0.0, count=1000):
     ("noise", "sets", "heavy"), [(0.02, 0.02, False), (0.1, 0.02, False), (0.01, 0.2, False), (0.01, 0.05, True)]
 )
 def test_at_most_one_table_of_equal_methods_in_twenty_names_a_difference(methods, seeds, noise, sets, heavy):
-    p = ranking.paired(tables(methods, seeds, noise, sets, heavy))[3]
-    named = int((p < ranking.LEVEL).any(axis=(1, 2)).sum())
+    p = ranking.compare_pairs(tables(methods, seeds, noise, sets, heavy))[3]
+    named = int((p < ranking.SIGNIFICANCE_LEVEL).any(axis=(1, 2)).sum())
     assert named <= stats.binom.ppf(0.999, 1000, 0.05)  # 72
 
 
 def test_real_differences_are_found():
     for methods, seeds, effect, least in ((6, 5, 0.15, 0.9), (10, 8, 0.1, 0.9), (2, 5, 0.06, 0.8)):
-        p = ranking.paired(tables(methods, seeds, 0.02, 0.02, effect=effect))[3]
-        assert (p[:, 0, 1:] < ranking.LEVEL).mean() > least  # the first method and each of the others
-        assert (p[:, 1:, 1:] < ranking.LEVEL).any(axis=(1, 2)).mean() <= 0.072  # and not the others among themselves
+        p = ranking.compare_pairs(tables(methods, seeds, 0.02, 0.02, effect=effect))[3]
+        assert (p[:, 0, 1:] < ranking.SIGNIFICANCE_LEVEL).mean() > least  # the first method and each of the others
+        assert (p[:, 1:, 1:] < ranking.SIGNIFICANCE_LEVEL).any(
+            axis=(1, 2)
+        ).mean() <= 0.072  # and not the others among themselves
 
 
-@pytest.mark.parametrize(("seeds", "first_rank", "like_best"), [(5, 1, True), (5, 2, False), (4, 1, False)])
-def test_a_method_is_like_the_best_if_five_seeds_find_no_method_lower(seeds, first_rank, like_best):
+@pytest.mark.parametrize(("seeds", "first_rank", "may_be_best"), [(5, 1, True), (5, 2, False), (4, 1, False)])
+def test_a_method_is_like_the_best_if_five_seeds_find_no_method_lower(seeds, first_rank, may_be_best):
     empty = np.zeros(1)
     curve = ranking.Curve(empty, empty, empty, empty, empty, empty, empty, empty)
-    row = ranking.Row("uniform", curve, seeds, first_rank, 3, against=None, values={}, steps=None, time=None)
-    assert row.like_best is like_best
+    row = ranking.MethodComparison("uniform", curve, seeds, first_rank, 3, None, {}, None, None)
+    assert row.may_be_best is may_be_best
 
 
 def test_crossing():
     steps, values = np.array([0.0, 10, 20]), np.array([100.0, 50, 60])
-    assert ranking.crossing(steps, values, 75) == 5
-    assert np.isnan(ranking.crossing(steps, values, 49))
-    assert ranking.crossing(steps, values, 100) == 0
+    assert ranking.crossing_cost(steps, values, 75) == 5
+    assert np.isnan(ranking.crossing_cost(steps, values, 49))
+    assert ranking.crossing_cost(steps, values, 100) == 0
 
 
 def test_a_factor_of_training_time_needs_a_clock_in_every_seed():
@@ -89,20 +91,22 @@ def test_a_factor_of_training_time_needs_a_clock_in_every_seed():
         return ranking.Curve(steps, empty, values.mean(0), empty, empty, empty, values, np.array(clock))
 
     baseline, method = curve([[0.0, 8, 16]] * 2), curve([[0.0, 2, 4], [0.0, 1, 1]])
-    assert ranking.factor(method, baseline, "clock").value == pytest.approx(8)
-    assert ranking.factor(curve([[0.0, 2, 4], [np.nan] * 3]), baseline, "clock") is None
+    assert ranking.compute_cost_factor(method, baseline, "seconds_by_seed").value == pytest.approx(8)
+    assert ranking.compute_cost_factor(curve([[0.0, 2, 4], [np.nan] * 3]), baseline, "seconds_by_seed") is None
 
 
 def test_acceleration_counts_values_just_below_a_minimum_that_a_curve_leaves_again():
     steps = np.array([1.0, 2, 3, 4])
     baseline, method = np.array([10.0, 5, 8, 2]), np.array([10.0, 4, 3, 2])
-    assert ranking.highest(steps, baseline, steps, method) == pytest.approx(3.5 / (1 + 5 / 6))  # 1.909, just below 5
+    assert ranking.highest_cost_ratio(steps, baseline, steps, method) == pytest.approx(
+        3.5 / (1 + 5 / 6)
+    )  # 1.909, just below 5
 
 
 def test_acceleration_does_not_count_values_that_one_curve_never_reaches():
     steps = np.array([1.0, 2, 3, 4])
     baseline, method = np.array([10.0, 5, 8, 2]), np.array([10.0, 5, 6, 7])
-    assert ranking.highest(steps, baseline, steps, method) == 1
+    assert ranking.highest_cost_ratio(steps, baseline, steps, method) == 1
 
 
 def dense_acceleration(baseline, method):
@@ -121,5 +125,5 @@ def dense_acceleration(baseline, method):
 def test_acceleration_is_the_supremum_over_all_values(curves):
     baseline, method = np.array(curves, float).T
     steps = np.arange(1.0, len(curves) + 1)
-    found = ranking.highest(steps, baseline, steps, method)
+    found = ranking.highest_cost_ratio(steps, baseline, steps, method)
     assert found == pytest.approx(dense_acceleration(baseline, method), abs=0.02)

@@ -24,17 +24,17 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.files import hash_folder, read_json, sha256_file, write_json
-from kairos.report import curve_figures, densities, figures, findings, formatting, plot_style, ranking, summary_csv
-from kairos.report.build import build
+from kairos.report import curve_figures, figures, findings, formatting, plot_style, ranking
+from kairos.report.build import build_report, summary_csv
 from kairos.report.collect import collect
-from kairos.report.plot_style import spread_out
-from kairos.report.sample_figures import told_samples
+from kairos.report.plot_style import space_out_heights
+from kairos.report.sample_figures import draw_conditional_samples
 from kairos.sampling.samples_file import write_samples
 from kairos_timesteps.errors import KairosError
 from report_page import page_of
 
 METRIC = results_tree.METRIC
-SEEDS = tuple(range(ranking.SEEDS))
+SEEDS = tuple(range(ranking.MIN_SEEDS))
 ISSUE_COLUMNS = [
     "experiment", "method", "seed", "step", "images_seen", "train_seconds", METRIC, f"{METRIC}_spread", "val_loss",
     "val_vlb", "n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed",
@@ -92,13 +92,13 @@ def test_summary_numbers_are_read_back_exactly(built):
 
 def test_ranks_only_where_the_tests_find_a_difference(built):
     collected = collect(load(built[0]), built[1])
-    rows = ranking.compare(collected)
+    rows = ranking.compare_methods(collected)
     ranks = {row.method: (row.first_rank, row.last_rank) for row in rows}
     assert ranks == {
         "min_snr": (1, 1), "speed": (2, 2), "p2": (3, 4), "uniform": (3, 4), "adaptive": (5, 5), "log_normal": (6, 6),
     }  # fmt: skip
-    assert [row.method for row in rows if row.like_best] == ["min_snr"]
-    verdict = findings.verdict(collected, rows)
+    assert [row.method for row in rows if row.may_be_best] == ["min_snr"]
+    verdict = findings.summarise_outcome(collected, rows)
     best, below, above, equal, steps = verdict
     assert re.search(r"min_snr .*Fréchet distance, 17\.", best)
     assert re.search(r"uniform.*min_snr \(−2\d\.\d %\).*speed \(−2\d\.\d %\)", below)
@@ -108,41 +108,43 @@ def test_ranks_only_where_the_tests_find_a_difference(built):
 
 
 def test_the_table_gives_difference_interval_and_p(built):
-    rows = {row.method: row for row in ranking.compare(collect(load(built[0]), built[1]))}
+    rows = {row.method: row for row in ranking.compare_methods(collect(load(built[0]), built[1]))}
     finals = {method: np.log([results_tree.distance(method, seed, 400) for seed in SEEDS]) for method in rows}
     raw = [stats.ttest_rel(finals[one], finals[other]) for one, other in combinations(finals, 2)]
     own = stats.ttest_rel(finals["p2"], finals["uniform"])
     above = sum(test.pvalue >= own.pvalue for test in raw)  # Holm's step, where the larger do not exceed it
-    against = rows["p2"].against
-    assert against.p == pytest.approx(own.pvalue * above) and against.p > 0.05
+    against = rows["p2"].ratio_to_baseline
+    assert against.p_value == pytest.approx(own.pvalue * above) and against.p_value > 0.05
     assert [against.low, against.high] == pytest.approx(np.exp(own.confidence_interval()))
     assert against.value == pytest.approx(np.exp(np.mean(finals["p2"] - finals["uniform"])))
-    for cell in (*formatting.change(against), formatting.probability(against)):
+    for cell in (*formatting.format_change(against), formatting.format_p_value(against)):
         assert cell in html_of(built)
 
 
 def test_methods_that_are_not_told_apart_from_the_best_are_marked_and_no_winner_is_named(tmp_path):
     tree = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "p2"))
     collected = collect(load(tree[0]), tree[1])
-    rows = ranking.compare(collected)
-    assert all(row.like_best and (row.first_rank, row.last_rank) == (1, 2) for row in rows)
-    assert findings.verdict(collected, rows)[0].startswith("No test tells p2 and uniform apart")
+    rows = ranking.compare_methods(collected)
+    assert all(row.may_be_best and (row.first_rank, row.last_rank) == (1, 2) for row in rows)
+    assert findings.summarise_outcome(collected, rows)[0].startswith("No test tells p2 and uniform apart")
     assert page_of(*tree).count("≈ best") == 2
 
 
 def test_below_five_seeds_nothing_is_ranked_and_the_report_says_why(tmp_path):
     tree = results_tree.write(tmp_path, seeds=SEEDS[:4], methods=("uniform", "min_snr"))
     collected = collect(load(tree[0]), tree[1])
-    rows = ranking.compare(collected)
-    assert not any(row.judged or row.like_best for row in rows)
+    rows = ranking.compare_methods(collected)
+    assert not any(row.is_ranked or row.may_be_best for row in rows)
     html = page_of(*tree)
     assert "Not ranked: methods are ranked from 5 seeds on, and this experiment has 4." in html
-    assert "not ranked" in html and formatting.change(rows[0].against)[1] in html  # an interval, and no p
+    assert (
+        "not ranked" in html and formatting.format_change(rows[0].ratio_to_baseline)[1] in html
+    )  # an interval, and no p
     assert not re.search("<th>rank|Holm|≈ best|Below uniform|Above uniform|told apart|fewer steps for", html)
 
 
 def test_factors_against_uniform(built):
-    rows = {row.method: row for row in ranking.compare(collect(load(built[0]), built[1]))}
+    rows = {row.method: row for row in ranking.compare_methods(collect(load(built[0]), built[1]))}
     steps, logs = [0, 100, 200, 400], []
     for seed in SEEDS:
         curve = [results_tree.distance("min_snr", seed, step) for step in steps]
@@ -150,13 +152,19 @@ def test_factors_against_uniform(built):
         logs.append(np.log(400 / np.interp(-target, -np.array(curve), steps)))
     half = stats.t.ppf(0.975, len(SEEDS) - 1) * stats.sem(logs)
     expected = np.exp([np.mean(logs), np.mean(logs) - half, np.mean(logs) + half])
-    for factor in (rows["min_snr"].steps, rows["min_snr"].time):  # its steps take as long as uniform's
+    for factor in (rows["min_snr"].step_factor, rows["min_snr"].time_factor):  # its steps take as long as uniform's
         assert [factor.value, factor.low, factor.high] == pytest.approx(expected)
-        assert formatting.times(factor)[1] in html_of(built)
-    assert formatting.times(rows["uniform"].steps) == formatting.times(rows["uniform"].time) == ("1.00×", "")
-    assert formatting.times(rows["log_normal"].steps) == ("not reached", "in 5 of 5 seeds")
-    assert 0 < rows["p2"].steps.missed < 5 and np.isnan(rows["p2"].steps.value)  # some seeds are no reason to leave out
-    assert f"in {rows['p2'].steps.missed} of 5 seeds" in html_of(built)
+        assert formatting.format_factor(factor)[1] in html_of(built)
+    assert (
+        formatting.format_factor(rows["uniform"].step_factor)
+        == formatting.format_factor(rows["uniform"].time_factor)
+        == ("1.00×", "")
+    )
+    assert formatting.format_factor(rows["log_normal"].step_factor) == ("not reached", "in 5 of 5 seeds")
+    assert 0 < rows["p2"].step_factor.missed_seeds < 5 and np.isnan(
+        rows["p2"].step_factor.value
+    )  # some seeds are no reason to leave out
+    assert f"in {rows['p2'].step_factor.missed_seeds} of 5 seeds" in html_of(built)
 
 
 def test_time_counts_what_a_step_costs(small):
@@ -166,15 +174,15 @@ def test_time_counts_what_a_step_costs(small):
         record = read_json(path)
         record["metrics"][METRIC] = results_tree.distance("uniform", 0, step)
         write_json(path, record)
-    row = next(row for row in ranking.compare(collect(load(config), results)) if row.method == "adaptive")
-    assert row.steps.value == pytest.approx(1.0) and row.time.value == pytest.approx(1 / 1.2)
+    row = next(row for row in ranking.compare_methods(collect(load(config), results)) if row.method == "adaptive")
+    assert row.step_factor.value == pytest.approx(1.0) and row.time_factor.value == pytest.approx(1 / 1.2)
 
 
 def test_without_a_uniform_method_there_is_no_baseline(tmp_path):
     tree = results_tree.write(tmp_path, seeds=(0,), methods=("p2", "speed"))
     html = page_of(*tree)
     assert "no baseline" in html and "One seed" in html
-    assert all(row.steps is None for row in ranking.compare(collect(load(tree[0]), tree[1])))
+    assert all(row.step_factor is None for row in ranking.compare_methods(collect(load(tree[0]), tree[1])))
 
 
 def test_learned_samplers_are_listed_and_one_that_has_not_moved_is_marked(built, small):
@@ -202,7 +210,7 @@ def test_a_method_that_ends_above_the_gaussian_or_gets_worse_is_warned_of(small)
     record = read_json(path)
     record["warnings"] = ["<script>few images</script>"]
     write_json(path, record)
-    messages = list(findings.warnings(collect(load(config), results)))
+    messages = list(findings.find_warnings(collect(load(config), results)))
     assert any("adaptive ends at 120, not below a Gaussian" in message for message in messages)
     assert any(message.startswith("adaptive gets worse from step 200") for message in messages)
     assert "uniform seed 0 step 400 and 1 other evaluation: <script>few images</script>." in messages
@@ -218,7 +226,7 @@ def test_without_spreads_and_clocks_nothing_is_not_a_number(small):
             record = read_json(path)
             record["metrics"][f"{METRIC}_spread"] = None
             write_json(path, record)
-    rows = list(csv.DictReader(io.StringIO(summary_csv.text(collect(load(config), results)))))
+    rows = list(csv.DictReader(io.StringIO(summary_csv(collect(load(config), results)))))
     assert {row[f"{METRIC}_spread"] for row in rows[:-4]} == {""}
     assert {row["train_seconds"] for row in rows[:-4] if row["step"] != "0"} == {""}
     html = without_scripts(page_of(config, results))
@@ -274,16 +282,16 @@ def state_of(results):
 @pytest.mark.long
 def test_same_results_give_the_same_bytes_and_a_failure_leaves_them(small, monkeypatch):
     config, results = small
-    build(load(config), results)
+    build_report(load(config), results)
     first = state_of(results)
     assert {Path(name).suffix for name in first[0]} == {".png", ".svg"} and len(first[0]) == 16
     write_json(results / "timing" / "report.json", {"stage": "report", "cpu_seconds": 1.0})  # of this report itself
-    build(load(config), results)
+    build_report(load(config), results)
     assert state_of(results) == first
     (results / "dataset/images.npy").unlink()  # noticed only while the figures are drawn
     monkeypatch.setattr(figures, "FIGURES", {"final_samples": figures.FIGURES["final_samples"]})
     with pytest.raises(KairosError, match=r"images\.npy: is missing"):
-        build(load(config), results)
+        build_report(load(config), results)
     assert state_of(results) == first and not list(results.glob(".tmp-*"))
 
 
@@ -291,10 +299,10 @@ def test_labels_keep_their_order_and_their_distance():
     rng = np.random.default_rng(0)
     for count in (1, 2, 5, 12):
         heights = sorted(rng.random(count) * 0.4)
-        places = spread_out(heights, 0.06)
+        places = space_out_heights(heights, 0.06)
         assert all(after - before >= 0.06 - 1e-9 for before, after in pairwise(places))
         assert np.mean(places) == pytest.approx(np.mean(heights))
-    assert spread_out([0.1, 0.5, 0.9], 0.06) == pytest.approx([0.1, 0.5, 0.9])
+    assert space_out_heights([0.1, 0.5, 0.9], 0.06) == pytest.approx([0.1, 0.5, 0.9])
 
 
 @pytest.mark.long
@@ -318,7 +326,7 @@ def test_without_held_out_images_neither_page_nor_summary_has_rows_for_them(smal
     content = page_of(*small)
     assert "validation_loss" not in content and "#validation" not in content and "held-out real images" not in content
     assert "statistics of all images" in content
-    table = list(csv.DictReader(io.StringIO(summary_csv.text(collect(load(small[0]), small[1])))))
+    table = list(csv.DictReader(io.StringIO(summary_csv(collect(load(small[0]), small[1])))))
     assert {row["method"] for row in table} >= {"gaussian", "noise"} and all(row["val_loss"] == "" for row in table)
 
 
@@ -361,12 +369,12 @@ def test_what_models_were_told_is_shown_beside_their_images(small, told):
         conditions = {name: {"kind": name} for name in told}
         write_json(path, read_json(path) | {"conditions": conditions, "config": load(small[0]).plain()})
     results = collect(load(small[0]), small[1])
-    drawn = told_samples(results, {})
-    columns = ["told"] * (len(told) - 1) + ["real", *results.methods]
+    drawn = draw_conditional_samples(results, {})
+    columns = ["low resolution"] * (len(told) - 1) + ["real", *results.methods]
     assert [axes.get_title() for axes in drawn.axes[: len(columns)]] == columns
     assert len(drawn.axes) == 8 * len(columns)
     assert drawn.axes[0].texts[0].get_text() == r"a cat of \$5"
-    assert "What the model was told" in page_of(*small)
+    assert "Conditions of the model" in page_of(*small)
 
 
 def test_template_and_style_are_code_that_the_report_depends_on(tmp_path):
@@ -393,15 +401,15 @@ def test_densities_and_losses_are_drawn_in_the_process_own_time(small, process, 
     plain["diffusion"] = {"process": process}
     plain["sampling"]["scheduler"] = "euler"
     found = replace(found, experiment=validate(plain))
-    for training in found.trainings:
-        for milestone in training.milestones:
-            milestone.strategy["t"] = np.geomspace(0.002, 0.9, len(milestone.strategy))
-    looks = plot_style.looks(found.methods, found.baseline)
-    drawn = densities.panels(found, looks, "p", "p", "linear")
+    for training in found.runs:
+        for milestone in training.snapshots:
+            milestone.strategy_table["t"] = np.geomspace(0.002, 0.9, len(milestone.strategy_table))
+    looks = plot_style.assign_looks(found.methods, found.baseline)
+    drawn = curve_figures.draw_strategies(found, looks, "p", "p", "linear")
     assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in drawn.axes)
     assert all(axes.get_xlim() == pytest.approx((0.002, 0.9)) for axes in drawn.axes)
     line = drawn.axes[0].lines[0].get_ydata()
     assert line == pytest.approx(np.ones(len(line)))  # T times the mass, of uniform
     assert drawn.axes[0].get_ylabel() == "p" and drawn.axes[1].get_ylabel() == ""
-    losses = curve_figures.validation_loss(found, looks)
+    losses = curve_figures.draw_validation_loss(found, looks)
     assert losses.axes[0].get_xlabel().startswith(label) and losses.axes[0].get_xscale() == scale

@@ -101,7 +101,7 @@ def test_context_reaches_strategies_too(columns):
 
 @pytest.mark.long
 def test_pictures_of_two_strategies(kairos_strategies, tmp_path):
-    from kairos.report.strategy_figures import Compared, draw_strategy
+    from kairos.report.strategy_figures import ComparedStrategy, draw_strategy
 
     path = tmp_path / "picture.png"
     assert kairos_strategies("show", "edm:log_normal", "--compare", "edm_log_normal+edm2", "--out", path)[0] == 0
@@ -109,7 +109,7 @@ def test_pictures_of_two_strategies(kairos_strategies, tmp_path):
     t = np.linspace(0, 1, 100)
     one = {"t": t, "p": np.full(100, 0.01), "w": np.full(100, 1.0), "effective": np.full(100, 0.01)}
     two = {**one, "p": 2 * t / 99, "w": np.full(100, 5.0), "effective": 10 * t / 99}
-    drawing = draw_strategy(one, "one", [], "flow", Compared(two, "two", []))
+    drawing = draw_strategy(one, "one", [], "flow", ComparedStrategy(two, "two", []))
     for axes, key, scale in zip(drawing.axes, ("p", "w", "effective"), (100, 1, 100)):
         curves = [line.get_ydata() for line in axes.lines]
         for columns in (one, two):

@@ -10,7 +10,7 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.config.sweeps import parse_sweep_name
-from kairos.report.sweeps import swept
+from kairos.report.curve_figures import group_swept_methods
 from kairos_timesteps.errors import ConfigError
 from test_dvc import LIST_STAGES
 from workflow_copy import Copy
@@ -124,7 +124,7 @@ def test_the_report_draws_the_distance_against_the_option(tmp_path, monkeypatch)
     names = tuple(name for name in results_tree.METHODS if "=" in name)
     config, results = results_tree.write(tmp_path, (0,), ("uniform", *names))
     assert main(["report", "--config", str(config), "--results", str(results)]) == 0
-    assert "Distance against what was swept" in (results / "report.html").read_text()
+    assert "Distance against swept options" in (results / "report.html").read_text()
     drawing = (results / "figures/metric_vs_option.svg").read_text()
     assert all(f"<!-- {word} -->" in drawing for word in ("k", "1", "2.5", "10", "speed", "uniform"))
-    assert swept(list(load(config).methods)) == {"k": {"speed": dict(zip(("1", "2.5", "10"), names))}}
+    assert group_swept_methods(list(load(config).methods)) == {"k": {"speed": dict(zip(("1", "2.5", "10"), names))}}

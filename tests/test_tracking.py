@@ -71,7 +71,9 @@ def test_import_is_complete_and_importing_again_adds_nothing(tree):
         zip(training.metrics["step"], training.metrics["loss"])
     )
     distances = {m.step: m for m in client.get_metric_history(run.info.run_id, METRIC)}
-    assert {step: m.value for step, m in distances.items()} == {m.step: m.columns[METRIC] for m in training.milestones}
+    assert {step: m.value for step, m in distances.items()} == {
+        m.step: m.measured_values[METRIC] for m in training.snapshots
+    }
     assert distances[400].timestamp - distances[0].timestamp == 24_000  # 400 steps of 60 ms
     assert {"sampler.a", "val_loss", "val_vlb", "kid", "mse", "lr", "grad_norm"} <= set(run.data.metrics)
     assert {item.path for item in client.list_artifacts(record["parent"])} == {"figures", "report.html"}

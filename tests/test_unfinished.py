@@ -15,7 +15,7 @@ from kairos.config import load
 from kairos.files import read_json, write_json
 from kairos.report import curve_figures, interactive, plot_style, ranking
 from kairos.report.collect import collect
-from kairos.report.sample_figures import image_by_image
+from kairos.report.sample_figures import draw_image_by_image
 from kairos.sampling.samples_file import write_samples
 from report_page import page_of
 
@@ -71,7 +71,7 @@ def test_nothing_damaged_or_of_another_training_counts(small):
     path = results / "min_snr/seed1/training.json"
     write_json(path, read_json(path) | {"identity": "2" * 64})
     found = collect(load(small[0]), results, unfinished=True)
-    steps = {(one.method, one.seed): [own.step for own in one.milestones] for one in found.trainings}
+    steps = {(one.method, one.seed): [own.step for own in one.snapshots] for one in found.runs}
     assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 0] == [0, 100, 200]
     assert [line.partition(":")[0] for line in found.missing] == ["uniform seed 0", "min_snr seed 0"]
     assert "damaged" in found.missing[0] and "of another training" in found.missing[1]
@@ -92,10 +92,10 @@ def test_methods_without_a_common_seed_are_shown_and_not_tested(small):
     for method in ("min_snr", "adaptive"):
         shutil.rmtree(small[1] / method / "seed1/evaluation")
     found = collect(load(small[0]), small[1], unfinished=True)
-    rows = {row.method: row for row in ranking.compare(found)}
+    rows = {row.method: row for row in ranking.compare_methods(found)}
     assert {row.seeds for row in rows.values()} == {0}
     assert rows["uniform"].curve.mean[-1] == results_tree.distance("uniform", 1, 400)
-    assert np.isnan(rows["min_snr"].against.value) and not any(row.judged for row in rows.values())
+    assert np.isnan(rows["min_snr"].ratio_to_baseline.value) and not any(row.is_ranked for row in rows.values())
     assert "Not ranked" in page_of(*small, unfinished=True)
 
 
@@ -113,13 +113,15 @@ def arrays(value):
 
 def test_curves_for_a_browser_have_the_numbers_of_the_figure(small):
     found = collect(load(small[0]), small[1])
-    looks = plot_style.looks(found.methods, found.baseline)
-    items = [interactive.item(curve_figures.metric(found, looks, time=False), looks) for _ in range(2)]
+    looks = plot_style.assign_looks(found.methods, found.baseline)
+    items = [
+        interactive.convert_figure(curve_figures.draw_distance(found, looks, over_time=False), looks) for _ in range(2)
+    ]
     assert items[0] == items[1] and "<" not in items[0]
     drawn = list(arrays(json.loads(items[0])))
     for method in found.methods:
-        own = ranking.curve(found.measured, method)
-        for wanted in (own.steps, own.mean, own.mean + own.spread):
+        own = ranking.build_curve(found.measurements, method)
+        for wanted in (own.steps, own.mean, own.mean + own.std):
             assert any(len(wanted) == len(array) and np.allclose(wanted, array) for array in drawn), method
     assert all(f'"value": "{name}"' in items[0] for name in (*found.methods, "floor", "noise"))
     assert '"click_policy": "hide"' in items[0] and "HoverTool" in items[0]
@@ -128,15 +130,15 @@ def test_curves_for_a_browser_have_the_numbers_of_the_figure(small):
 def test_the_same_image_by_method_and_milestone(small):
     images = np.arange(5, dtype=np.uint8)[:, None, None, None] * np.ones((1, 8, 8, 1), np.uint8)
     found = collect(load(small[0]), small[1])
-    for number, (_, milestone) in enumerate(found.evaluated):
-        write_samples(milestone.grid.with_suffix(".npz"), images + 10 * number, {})
-    drawing = image_by_image(found, {})
+    for number, (_, milestone) in enumerate(found.run_snapshots):
+        write_samples(milestone.grid_file.with_suffix(".npz"), images + 10 * number, {})
+    drawing = draw_image_by_image(found, {})
     assert [axes.get_title() for axes in drawing.axes] == [f"image {number}" for number in (1, 2, 3, 4)]
     for number, axes in enumerate(drawing.axes):
         picture = axes.images[0].get_array()
         side = (len(picture) + 2) // len(found.methods)
         for row, method in enumerate(found.methods):
-            first = found.evaluated.index(next(one for one in found.evaluated if one[0].method == method))
+            first = found.run_snapshots.index(next(one for one in found.run_snapshots if one[0].method == method))
             values = picture[row * side, ::side][: len(found.experiment.milestones)]
             assert list(values) == [(10 * (first + k) + number) for k in range(4)]
     assert [label.get_text() for label in drawing.axes[0].get_yticklabels()] == found.methods

@@ -82,7 +82,7 @@ def test_the_import_prepares_a_comparison_a_note_and_what_mlflow_shows_of_a_run(
 
 def test_a_note_of_many_methods_stays_below_the_limit_of_older_servers(tree, monkeypatch):
     results, _ = tree
-    table = view.compare.table(results.measured)
+    table = view.compare.build_comparison_table(results.measurements)
     long = table.loc[table.index.repeat(60)].reset_index(drop=True)
     monkeypatch.setattr(view.compare, "table", lambda measured: long)
     note = view.note(results)
@@ -125,9 +125,9 @@ def test_a_fresh_browsers_first_page_shows_methods_with_their_distances(tree, tm
         finally:
             server.send_signal(signal.SIGINT)
             assert server.wait(60) == 0
-    for training in results.trainings:
+    for training in results.runs:
         assert f"{training.method} seed {training.seed}" in shown
-        assert str(training.final.columns[results.metric])[:6] in shown
+        assert str(training.last_snapshot.measured_values[results.metric])[:6] in shown
     places = [shown.index(f"{method} seed 0") for method in ("min_snr", "speed", "uniform")]
     assert places == sorted(places), "the lowest distance first"
     with pytest.raises(OSError):

@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kairos.analyses.noise_levels import agreement, log_snr_levels
+from kairos.analyses.noise_levels import log_snr_levels, measure_agreement
 from kairos.analyses.registries import AgreementOptions
 from kairos.data.latents import open_latents
 from kairos.milestones import Snapshot, open_milestone
@@ -71,7 +71,7 @@ def measure(training: Path, bins: int, images: int, count: int) -> pd.DataFrame:
     }
     known, tables = latents.load_x0(latents.train), []
     for folder in sorted((training / "milestones").iterdir())[1:]:
-        rows, opened = pd.DataFrame(agreement(options, folder, latents, "cpu")), open_milestone(folder)
+        rows, opened = pd.DataFrame(measure_agreement(options, folder, latents, "cpu")), open_milestone(folder)
         levels = [ends for _, ends in log_snr_levels(opened.process, bins, LEAST, MOST)]
         found = []
         for level, ends in enumerate(levels):

@@ -1,5 +1,6 @@
-"""Measurements that explain a comparison, each a table and a figure that can stand in a paper.
+"""Analyses that explain a comparison, each a table and a figure.
 
-`registries` names them, `gradients` and `interdependence` look at networks, `records` at what trainings have left,
-`tables` puts rows together; the figures are in `kairos.report.analysis_figures`.
+`registries` lists the analyses, and `tables` writes their tables. `noise_levels` and `interdependence` measure
+networks at snapshots, with `gradients`. `recorded_results` evaluates no network. The figures are in
+`kairos.report.analysis_figures`.
 """

@@ -1,5 +1,6 @@
-"""Interdependence of the process' parts: trained on one of them for a while, what happens to the loss on all."""
+"""Interdependence of parts of the process: the effect of training on one part on the loss of all parts."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -7,59 +8,98 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kairos.analyses.noise_levels import Row, optimizer_state
+from kairos.analyses.noise_levels import TableRow, load_optimizer_state
 from kairos.analyses.registries import InterdependenceOptions
 from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import build_fixed_loss
-from kairos.milestones import open_milestone
+from kairos.milestones import Snapshot, open_milestone
 from kairos.training.loop import train_steps
 from kairos.training.state import TrainingState
 from kairos_timesteps.validation import spread_over
 
-# what a few steps on one process need, and a rate that does not depend on how far the training went
-_HERE: dict[str, Any] = {"start_from": None, "probes": [], "compile": False, "schedule": {"name": "constant"}}
+# settings of a short training in one process, with a learning rate that does not depend on the snapshot's step
+_TRAINING_SETTINGS: dict[str, Any] = {
+    "start_from": None,
+    "probes": [],
+    "compile": False,
+    "schedule": {"name": "constant"},
+}
 
 
-def interdependence(options: InterdependenceOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:
-    """A row per part that was trained on, and the whole process as a control, and part that the loss is measured on.
+def measure_interdependence(
+    options: InterdependenceOptions, folder: Path, latents: Latents, device: Any
+) -> list[TableRow]:
+    """Train on each part of the process from a snapshot, and measure how the loss on every part changes.
 
-    After Kim et al. 2025, figure 4. The training goes on from the milestone with its weights, loss and weighting, at a
-    constant learning rate and with times drawn evenly from the part alone; the optimiser's state is the milestone's
-    where it is kept (of the last one), else it begins anew. Losses are the squared error of what is predicted on
-    held-out images, each with the same noise and times before and after; ``error`` is the standard error of the mean
-    change over images.
+    Training continues with the snapshot's weights, loss and weighting, at a constant learning rate. Times are uniform
+    in the trained part. The optimiser's state is that of the snapshot if available (at the last one), or else new.
+    Losses are squared errors of the prediction on held-out images, with equal noise and times before and after the
+    training (Kim et al. 2025, figure 4).
 
     Args:
-        options: of the analysis.
-        folder: of the milestone.
-        latents: what it was trained on.
-        device: where it is computed.
+        options: options of the analysis.
+        folder: folder of the snapshot.
+        latents: data that the snapshot was trained on.
+        device: device of the computation.
+
+    Returns:
+        A row per trained part, or ``all`` for the whole process as a control, and measured part. Column ``error`` is
+        the standard error of the mean change over images.
     """
-    opened = open_milestone(folder, "raw", device)
-    record, state, rows = opened.record, optimizer_state(folder, opened, device), []
-    fixed = build_fixed_loss(opened, latents, LossSettings(options.images, 1, options.seed), device)
-    cells = opened.process.schedule.timesteps
+    snapshot = open_milestone(folder, "raw", device)
+    optimizer_state = load_optimizer_state(folder, snapshot, device)
+    fixed_loss = build_fixed_loss(snapshot, latents, LossSettings(options.images, 1, options.seed), device)
+    cells = snapshot.process.schedule.timesteps
     parts = list(pairwise(np.linspace(0, cells, options.parts + 1).round().astype(int).tolist()))
-    spread = [spread_over((start / cells, end / cells), len(fixed.images)) for start, end in parts]
+    fractions = [spread_over((start / cells, end / cells), len(fixed_loss.images)) for start, end in parts]
 
-    def losses(network: Any) -> list[Tensor]:
-        return [fixed.errors(network, part, u, "prediction") for part, u in enumerate(spread)]
+    def compute_losses(network: Any) -> list[Tensor]:
+        """Compute the loss of each image on every part, (images,) each."""
+        return [fixed_loss.errors(network, part, u, "prediction") for part, u in enumerate(fractions)]
 
-    before = losses(opened.model)
-    for trained, (start, end) in [*enumerate(parts), ("all", (0, cells))]:
-        sampler = {"name": "uniform", "start": start, "end": end}
-        method = opened.config["methods"][record["method"]] | {"sampler": sampler}
-        plain = {"methods": {record["method"]: method}, "training": opened.config["training"] | _HERE}
-        training = TrainingState(opened.config | plain, record["method"], record["seed"], latents, device)
-        training.model.load_weights(opened.model.weights())
-        if state is not None:
-            training.optimizer.load_state_dict(state)
-        training.step = training.strategy.step = record["step"]
-        for _ in train_steps(training, record["step"] + options.steps):
+    losses_before = compute_losses(snapshot.model)
+    rows = []
+    for trained_part, (start, end) in [*enumerate(parts), ("all", (0, cells))]:
+        training = _prepare_training(snapshot, optimizer_state, start, end, latents, device)
+        for _ in train_steps(training, snapshot.record["step"] + options.steps):
             pass
-        for part, (old, new) in enumerate(zip(before, losses(training.model))):
-            row = {"trained": trained, "part": part, "u_low": parts[part][0] / cells, "u_high": parts[part][1] / cells}
-            row |= {"before": old.mean().item(), "after": new.mean().item(), "change": (new - old).mean().item()}
-            rows.append(row | {"error": ((new - old).std() / len(old) ** 0.5).item()})
+        losses_after = compute_losses(training.model)
+        for columns in _compare_losses(losses_before, losses_after, parts, cells):
+            rows.append({"trained": trained_part, **columns})
     return rows
+
+
+def _prepare_training(
+    snapshot: Snapshot, optimizer_state: dict[str, Any] | None, start: int, end: int, latents: Latents, device: Any
+) -> TrainingState:
+    """Prepare a training that continues from a snapshot, with times uniform from cell `start` to cell `end`."""
+    record = snapshot.record
+    sampler = {"name": "uniform", "start": start, "end": end}
+    method = snapshot.config["methods"][record["method"]] | {"sampler": sampler}
+    settings = snapshot.config["training"] | _TRAINING_SETTINGS
+    config = snapshot.config | {"methods": {record["method"]: method}, "training": settings}
+    training = TrainingState(config, record["method"], record["seed"], latents, device)
+    training.model.load_weights(snapshot.model.weights())
+    if optimizer_state is not None:
+        training.optimizer.load_state_dict(optimizer_state)
+    training.step = training.strategy.step = record["step"]
+    return training
+
+
+def _compare_losses(
+    losses_before: list[Tensor], losses_after: list[Tensor], parts: list[tuple[int, int]], cells: int
+) -> Iterator[TableRow]:
+    """Yield a row per part with its fractions of the process, the mean losses, and their change with standard error."""
+    for part, (before, after) in enumerate(zip(losses_before, losses_after)):
+        start, end = parts[part]
+        change = after - before
+        yield {
+            "part": part,
+            "u_low": start / cells,
+            "u_high": end / cells,
+            "before": before.mean().item(),
+            "after": after.mean().item(),
+            "change": change.mean().item(),
+            "error": (change.std() / len(before) ** 0.5).item(),
+        }

@@ -1,9 +1,10 @@
-"""Analyses of a milestone by levels of noise: gradient_variance, areas, agreement.
+"""Analyses of a snapshot by noise level: gradient_variance, areas, agreement.
 
-They look at two losses: ``training``, the experiment's own, weighted as the method weights it at the milestone
-(importance weights included), and ``vlb``, the terms of the variational bound.
+They measure two losses. ``training`` is the experiment's loss, weighted as the method weights it at the snapshot,
+importance weights included. ``vlb`` is the terms of the variational bound.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.analyses.gradients import Loss, gradients
-from kairos.analyses.registries import AgreementOptions, AreasOptions, GradientVarianceOptions, OfMilestones
+from kairos.analyses.gradients import GradientMoments, Loss, compute_gradient_moments
+from kairos.analyses.registries import AgreementOptions, AreasOptions, GradientVarianceOptions, SnapshotOptions
 from kairos.data.latents import Latents
 from kairos.increments import increments
 from kairos.losses.registries import LOSSES, LossOptions
@@ -25,120 +26,218 @@ from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.registry import split
 
-Row = dict[str, Any]
-_BOTH: Row = {"training": None, "vlb": None}  # losses, in no metric but the plain one
-Level = tuple[Row, tuple[float, float]]  # what is to be said of it, and its fractions of the process
+TableRow = dict[str, Any]
+Level = tuple[TableRow, tuple[float, float]]  # columns that describe the level, and its fractions of the process
+_LOSSES: dict[str, Any] = {"training": None, "vlb": None}  # losses, with the plain metric of gradients
 
 
 def even_levels(bins: int) -> list[Level]:
-    """Equal fractions."""
+    """Return levels that are equal fractions of the process."""
     return [({}, ends) for ends in pairwise(np.linspace(0, 1, bins + 1).tolist())]
 
 
 def area_levels(process: Any, r: float) -> list[Level]:
-    """SpeeD's areas, on the process scaled to unit variance and cut into cells, with their names under ``area``."""
-    area = increments("vp", process.schedule, r=r).area()
-    area = np.append(area[1:], area[-1:])  # its x_t is our timestep t - 1, and the last one has no increment
-    edges = np.flatnonzero(np.append(True, np.append(area[1:] != area[:-1], True)))
-    count = len(area)
-    return [({"area": str(area[start])}, (start / count, end / count)) for start, end in pairwise(edges.tolist())]
+    """Return SpeeD's areas as levels, with their names in column ``area``.
+
+    The areas are those of the process scaled to unit variance and divided into cells.
+
+    Args:
+        process: forward process.
+        r: magnitude from which a time counts as converged.
+    """
+    area_names = increments("vp", process.schedule, r=r).area()
+    # the paper's x_t is our timestep t - 1, and the last timestep has no increment
+    area_names = np.append(area_names[1:], area_names[-1:])
+    is_edge = np.concatenate([[True], area_names[1:] != area_names[:-1], [True]])
+    count = len(area_names)
+    levels: list[Level] = []
+    for start, end in pairwise(np.flatnonzero(is_edge).tolist()):
+        levels.append(({"area": str(area_names[start])}, (start / count, end / count)))
+    return levels
 
 
 def log_snr_levels(process: Any, bins: int, least: float = -9.0, most: float = 9.0) -> list[Level]:
-    """Equal ranges of ln SNR within the process' own, the cleanest first, with their middles under ``log_snr``."""
+    """Return levels that are equal ranges of ln SNR, the cleanest first, with their centres in column ``log_snr``.
+
+    Args:
+        process: forward process, which may limit the range further.
+        bins: number of levels.
+        least, most: range of ln SNR.
+    """
     log_snr = np.log(process.schedule.snr)
     edges = np.linspace(min(most, log_snr[0]), max(least, log_snr[-1]), bins + 1)
     u = np.interp(-edges, -log_snr, (np.arange(len(log_snr)) + 0.5) / len(log_snr)).tolist()
-    return [({"log_snr": float(sum(ends) / 2)}, own) for ends, own in zip(pairwise(edges), pairwise(u))]
+    levels: list[Level] = []
+    for ends, fractions in zip(pairwise(edges), pairwise(u)):
+        levels.append(({"log_snr": float(sum(ends) / 2)}, fractions))
+    return levels
 
 
-def gradient_variance(options: GradientVarianceOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:
-    """A row per loss and part of the process: density, loss and its variance, ||E g||² and the trace of g's covariance.
+def measure_gradient_variance(
+    options: GradientVarianceOptions, folder: Path, latents: Latents, device: Any
+) -> list[TableRow]:
+    """Compute density, loss and moments of the gradient g by time, a row per loss and level.
 
-    After Kim et al. 2025, figures 2 and 6: the variance is that over images, noise and times of the part.
-
-    Args:
-        options: of the analysis.
-        folder: of the milestone.
-        latents: what it was trained on.
-        device: where it is computed.
-    """
-    opened = open_milestone(folder, "raw", device)
-    return _rows(options, folder, opened, latents, even_levels(options.bins), _BOTH)
-
-
-def areas(options: AreasOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:
-    """Compute a row per loss and area of SpeeD, with the columns of `gradient_variance` (Wang et al. 2025, figure 1).
+    The columns are density, mean and variance of the loss, ||E g||² and tr Cov g, over images, noise and times of the
+    level (Kim et al. 2025, figures 2 and 6).
 
     Args:
         options: options of the analysis.
-        folder: folder of the milestone.
-        latents: the data that the milestone was trained on.
+        folder: folder of the snapshot.
+        latents: data that the snapshot was trained on.
         device: device of the computation.
     """
-    opened = open_milestone(folder, "raw", device)
-    return _rows(options, folder, opened, latents, area_levels(opened.process, options.r), _BOTH)
+    snapshot = open_milestone(folder, "raw", device)
+    return _measure_levels(options, folder, snapshot, latents, even_levels(options.bins), _LOSSES)
 
 
-def agreement(options: AgreementOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:
-    """The training loss by ln SNR, with the cosine of E g and that of every other level, ``cosine_0`` ...; as above.
+def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device: Any) -> list[TableRow]:
+    """Compute the columns of `measure_gradient_variance` by SpeeD's areas, a row per loss and area.
 
-    Where the optimiser's state is kept (at the last milestone), rows of loss ``preconditioned`` are the same in Adam's
-    metric, g' D g with D = 1/(sqrt(v) + eps).
+    Source: Wang et al. 2025, figure 1.
+
+    Args:
+        options: options of the analysis.
+        folder: folder of the snapshot.
+        latents: data that the snapshot was trained on.
+        device: device of the computation.
     """
-    opened = open_milestone(folder, "raw", device)
-    state, metrics = optimizer_state(folder, opened, device), Row(training=None)
-    if state is not None:
-        eps, moments = state["param_groups"][0]["eps"], [its["exp_avg_sq"] for _, its in sorted(state["state"].items())]
-        metrics["preconditioned"] = [1 / (each.sqrt() + eps) for each in moments]
-    levels = log_snr_levels(opened.process, options.bins, options.least, options.most)
-    return _rows(options, folder, opened, latents, levels, metrics)
+    snapshot = open_milestone(folder, "raw", device)
+    return _measure_levels(options, folder, snapshot, latents, area_levels(snapshot.process, options.r), _LOSSES)
 
 
-def optimizer_state(folder: Path, opened: Snapshot, device: Any) -> dict[str, Any] | None:
-    """The optimiser's state at a milestone, from ``checkpoint.pt`` of its training, which is of the last step."""
+def measure_agreement(options: AgreementOptions, folder: Path, latents: Latents, device: Any) -> list[TableRow]:
+    """Compute the columns of `measure_gradient_variance` by ln SNR, and cosines between the E g of two levels.
+
+    The cosines are in the columns ``cosine_0`` and so on. The loss is the training loss. If the optimiser's state is
+    available (at the last snapshot), rows of loss ``preconditioned`` are measured in Adam's metric, g' D g with
+    D = 1/(sqrt(v) + eps).
+
+    Args:
+        options: options of the analysis.
+        folder: folder of the snapshot.
+        latents: data that the snapshot was trained on.
+        device: device of the computation.
+    """
+    snapshot = open_milestone(folder, "raw", device)
+    optimizer_state = load_optimizer_state(folder, snapshot, device)
+    metrics: dict[str, Any] = {"training": None}
+    if optimizer_state is not None:
+        eps = optimizer_state["param_groups"][0]["eps"]
+        second_moments = [state["exp_avg_sq"] for _, state in sorted(optimizer_state["state"].items())]
+        metrics["preconditioned"] = [1 / (moment.sqrt() + eps) for moment in second_moments]
+    levels = log_snr_levels(snapshot.process, options.bins, options.least, options.most)
+    return _measure_levels(options, folder, snapshot, latents, levels, metrics)
+
+
+def load_optimizer_state(folder: Path, snapshot: Snapshot, device: Any) -> dict[str, Any] | None:
+    """Load the optimiser's state at a snapshot, or return None if it is not available.
+
+    It is in the run's ``checkpoint.pt``, which belongs to the last step.
+
+    Args:
+        folder: folder of the snapshot.
+        snapshot: the snapshot.
+        device: device of the tensors.
+    """
     path = folder.parents[1] / "checkpoint.pt"
     content = checkpoint.read(path, device) if path.is_file() else {}
-    same = all(content.get(name) == opened.record[name] for name in ("step", "identity"))
-    return content["optimizer"] if same and content["optimizer"]["state"] else None
+    is_of_snapshot = all(content.get(name) == snapshot.record[name] for name in ("step", "identity"))
+    return content["optimizer"] if is_of_snapshot and content["optimizer"]["state"] else None
 
 
-def _rows(options: OfMilestones, folder: Path, opened: Snapshot, latents: Latents, levels: Any, metrics: Row) -> Any:
-    """A row per loss and level; each loss with the metric that its gradients are measured in."""
-    columns, process = parse_strategy_csv((folder / "strategy.csv").read_text(encoding="utf-8")), opened.process
-    which = range(len(levels) * options.images)
-    images = latents.train[Stream(options.seed, "analysed images").integers(0, len(latents.train), which).numpy()]
-    drawn = Stream(options.seed, "analysed latents").normal(0, which, latents.shape)
-    device, known = next(opened.model.parameters()).device, latents.load_conditions(images)
-    told = {name: known[name].to(device) for name in opened.record["conditions"]}
-    x0 = latents.load_x0(images, noise=drawn).to(device)
-    rows, cells, ends = list[Row](), len(columns["p"]), [ends for _, ends in levels]
-    for loss, metric in metrics.items():
-        measured = (lambda its: vlb(LossOptions(), its)) if loss == "vlb" else _training_loss(opened, columns["w"])
-        found = gradients(opened.model, process, x0, ends, measured, told, metric, options.seed)
-        for k, (facts, (low, high)) in enumerate(levels):
-            inside = slice(int(low * cells), max(int(low * cells) + 1, round(high * cells)))
-            middle = process.times(torch.tensor((low + high) / 2, dtype=torch.float64)).item()
-            row = {"loss": loss, "level": k, **facts, "u_low": low, "u_high": high, "t": middle}
-            row |= {"density": cells * columns["p"][inside].mean(), "loss_mean": found.losses[k].mean()}
-            row |= {"loss_variance": found.losses[k].var(ddof=1), "variance": found.variance[k]}
-            row |= {"squared_mean": found.squared_mean[k], "noise_scale": found.noise_scale[k]}
-            rows.append(row | {f"cosine_{other}": value for other, value in enumerate(found.cosines[k])})
+def _measure_levels(
+    options: SnapshotOptions,
+    folder: Path,
+    snapshot: Snapshot,
+    latents: Latents,
+    levels: Sequence[Level],
+    metrics: dict[str, Any],
+) -> list[TableRow]:
+    """Measure losses and gradients of a snapshot by level, and return a row per loss and level.
+
+    Args:
+        options: options of the analysis.
+        folder: folder of the snapshot.
+        snapshot: the snapshot.
+        latents: data that the snapshot was trained on.
+        levels: levels of the process.
+        metrics: losses, each with the diagonal metric that its gradients are measured in, or None.
+    """
+    strategy = parse_strategy_csv((folder / "strategy.csv").read_text(encoding="utf-8"))
+    sample_indices = range(len(levels) * options.images)
+    image_stream, latent_stream = Stream(options.seed, "analysed images"), Stream(options.seed, "analysed latents")
+    images = latents.train[image_stream.integers(0, len(latents.train), sample_indices).numpy()]
+    latent_noise = latent_stream.normal(0, sample_indices, latents.shape)
+    device, all_conditions = next(snapshot.model.parameters()).device, latents.load_conditions(images)
+    conditions = {name: all_conditions[name].to(device) for name in snapshot.record["conditions"]}
+    x0 = latents.load_x0(images, noise=latent_noise).to(device)
+    fractions = [ends for _, ends in levels]
+    rows = []
+    for loss_name, metric in metrics.items():
+        loss = _vlb_loss if loss_name == "vlb" else _build_training_loss(snapshot, strategy["w"])
+        moments = compute_gradient_moments(
+            snapshot.model, snapshot.process, x0, fractions, loss, conditions, metric, options.seed
+        )
+        for k, level in enumerate(levels):
+            row = {"loss": loss_name, "level": k}
+            row |= _describe_level(level, snapshot.process, strategy["p"])
+            rows.append(row | _moments_of_level(moments, k))
     return rows
 
 
-def _training_loss(opened: Snapshot, weights: Array) -> Loss:
+def _describe_level(level: Level, process: Any, probabilities: Array) -> TableRow:
+    """Return the columns that describe a level: its fractions of the process, its middle time, and the density there.
+
+    Args:
+        level: the level.
+        process: forward process.
+        probabilities: probability of each cell of the process, (T,).
+    """
+    columns, (low, high) = level
+    cells = len(probabilities)
+    first_cell = int(low * cells)
+    inside = slice(first_cell, max(first_cell + 1, round(high * cells)))
+    middle = process.times(torch.tensor((low + high) / 2, dtype=torch.float64)).item()
+    density = cells * probabilities[inside].mean()
+    return {**columns, "u_low": low, "u_high": high, "t": middle, "density": density}
+
+
+def _moments_of_level(moments: GradientMoments, level: int) -> TableRow:
+    """Return the columns that contain the moments of losses and gradients at a level."""
+    row = {
+        "loss_mean": moments.losses[level].mean(),
+        "loss_variance": moments.losses[level].var(ddof=1),
+        "variance": moments.variance[level],
+        "squared_mean": moments.squared_mean[level],
+        "noise_scale": moments.noise_scale[level],
+    }
+    return row | {f"cosine_{other}": cosine for other, cosine in enumerate(moments.cosines[level])}
+
+
+def _vlb_loss(prediction: Prediction) -> Tensor:
+    """Compute each sample's term of the variational bound, (batch,)."""
+    return vlb(LossOptions(), prediction)
+
+
+def _build_training_loss(snapshot: Snapshot, weights: Array) -> Loss:
     """Return a function that computes each sample's contribution to the training objective, (batch,).
 
-    `weights` are the loss weights by cell of the process, (T,).
+    Args:
+        snapshot: snapshot whose configuration contains the losses.
+        weights: loss weights by cell of the process, (T,).
     """
-    named = [split(loss) for loss in opened.config["diffusion"]["losses"]]
-    terms = [(LOSSES.parse(name, options), LOSSES.entry(name).load()) for name, options in named]
+    terms = []
+    for name, options in map(split, snapshot.config["diffusion"]["losses"]):
+        terms.append((LOSSES.parse(name, options), LOSSES.entry(name).load()))
 
     def loss(prediction: Prediction) -> Tensor:
-        cell = (opened.process.fractions(prediction.t) * len(weights)).long().clamp(0, len(weights) - 1)
+        cell = (snapshot.process.fractions(prediction.t) * len(weights)).long().clamp(0, len(weights) - 1)
         weight = torch.from_numpy(weights).to(cell.device, torch.float32)[cell]
-        found = [its.scale * term(its, prediction) * (weight if its.weighted else 1) for its, term in terms]
-        return torch.stack(found).sum(0)
+        contributions = []
+        for options, term in terms:
+            factor = weight if options.weighted else 1
+            contributions.append(options.scale * term(options, prediction) * factor)
+        return torch.stack(contributions).sum(0)
 
     return loss

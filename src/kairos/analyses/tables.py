@@ -1,45 +1,55 @@
-"""Rows of an analysis as a table: of one milestone, and of a whole experiment."""
+"""Tables of the analyses: measured at one snapshot, or built for a whole experiment."""
 
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from kairos.analyses.registries import ANALYSES, part_of, places
+from kairos.analyses.registries import ANALYSES, analysed_snapshots, snapshot_table_path
 from kairos.data.latents import open_latents
 from kairos.files import read_json, write_text
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.registry import split
 
 
-def measure(named: dict[str, Any], milestone: Path, latents: Path, out: Path, device: Any) -> None:
-    """Measure one milestone, and write the rows with its method, seed and step before them.
+def measure_snapshot(analysis: dict[str, Any], snapshot: Path, latents: Path, out: Path, device: Any) -> None:
+    """Measure one snapshot, and write the rows of the analysis with method, seed and step as the first columns.
 
     Args:
-        named: the analysis, one of those that read milestones, with its options.
-        milestone: folder.
-        latents: folder of what it was trained on.
-        out: the CSV file.
-        device: where it is computed.
+        analysis: name and options of an analysis that reads snapshots.
+        snapshot: folder of the snapshot.
+        latents: folder of the data that the snapshot was trained on.
+        out: CSV file to write.
+        device: device of the computation.
     """
-    record = read_json(milestone / "milestone.json")
-    rows = ANALYSES.build(*split(named), milestone, open_latents(latents), device)
-    write(pd.DataFrame([{key: record[key] for key in ("method", "seed", "step")} | row for row in rows]), out)
+    record = read_json(snapshot / "milestone.json")
+    rows = ANALYSES.build(*split(analysis), snapshot, open_latents(latents), device)
+    snapshot_columns = {key: record[key] for key in ("method", "seed", "step")}
+    write_table(pd.DataFrame([snapshot_columns | row for row in rows]), out)
 
 
-def table(named: dict[str, Any], experiment: Any, results: Path) -> pd.DataFrame:
-    """The whole table of an analysis: its parts together, or made of what the experiment's folder `results` holds.
+def build_table(analysis: dict[str, Any], experiment: Any, results: Path) -> pd.DataFrame:
+    """Build the table of an analysis for an experiment: join the tables of its snapshots, or compute it from results.
+
+    Args:
+        analysis: name and options of the analysis.
+        experiment: the experiment.
+        results: its results folder.
 
     Raises:
-        KairosError: a part is missing.
+        KairosError: results that the analysis needs are missing.
     """
-    if not (parts := [Path(part_of(results, named["name"], *place)) for place in places(named, experiment)]):
-        return pd.DataFrame(ANALYSES.build(*split(named), experiment, results))
-    if missing := [path for path in parts if not path.is_file()]:
-        raise KairosError(f"{missing[0]} is missing; `kairos analyse --milestone` makes it, `make run` all of them")
-    return pd.concat(map(pd.read_csv, parts), ignore_index=True)
+    snapshots = analysed_snapshots(analysis, experiment)
+    if not snapshots:
+        return pd.DataFrame(ANALYSES.build(*split(analysis), experiment, results))
+    paths = [Path(snapshot_table_path(results, analysis["name"], *snapshot)) for snapshot in snapshots]
+    for path in paths:
+        if not path.is_file():
+            remedy = "`kairos analyse --milestone` creates it, `make run` all such files"
+            raise KairosError(f"{path} is missing; {remedy}")
+    return pd.concat(map(pd.read_csv, paths), ignore_index=True)
 
 
-def write(rows: pd.DataFrame, path: Path) -> None:
-    """Write a table, whole or not at all; ten significant digits."""
-    write_text(path, rows.to_csv(index=False, float_format="%.10g", lineterminator="\n"))
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Write a table as CSV with ten significant digits, atomically."""
+    write_text(path, table.to_csv(index=False, float_format="%.10g", lineterminator="\n"))

@@ -23,11 +23,11 @@ import yaml
 
 from kairos.config import Experiment, validate
 from kairos.data.settings import DatasetConfig
-from kairos.data.source_statistics import ImageCounts, Look, count_images, inspect_images
+from kairos.data.source_statistics import ImageCounts, ImageProperties, count_images, inspect_images
 from kairos.evaluation.separation import ENOUGH_IMAGES
 from kairos.files import read_json, read_lines
 from kairos.progress import duration, say
-from kairos.report.formatting import template
+from kairos.report.formatting import load_template
 from kairos_timesteps.errors import KairosError, demand
 
 FEWEST_IMAGES = 40
@@ -72,7 +72,7 @@ class Facts:
     minutes: float
     schema: str
     counts: ImageCounts
-    images: Look
+    images: ImageProperties
     shorter_side: float
     machine: Machine
 
@@ -123,7 +123,7 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
     """
     say(f"kairos new: reading the images of {folder}")
     dataset = DatasetConfig(source="folder", path=str(folder), heldout=0.0)
-    images, counts = inspect_images(dataset, whole=True), count_images(dataset)
+    images, counts = inspect_images(dataset, decode=True), count_images(dataset)
     if images.unread:
         names = "\n  ".join(images.unread[:10] + ["..."] * (len(images.unread) > 10))
         raise KairosError(f"--data: {len(images.unread)} images of {folder} cannot be read; remove them:\n  {names}")
@@ -151,7 +151,7 @@ def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
     """
     file = Path(__file__).with_suffix(".yaml.jinja")
     values = {"facts": facts, "steps": steps, "seconds": seconds, "enough_images": ENOUGH_IMAGES}
-    return template(file, duration=duration).render(values)
+    return load_template(file, duration=duration).render(values)
 
 
 def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:

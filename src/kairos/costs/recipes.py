@@ -14,7 +14,7 @@ from kairos.costs.estimate import CostEstimate, estimate_cost
 from kairos.costs.network import NetworkCost, count_network_cost
 from kairos.costs.rendering import format_bytes
 from kairos.progress import table
-from kairos.report.formatting import number
+from kairos.report.formatting import format_number
 
 # 10^12 operations per second without sparsity: NVIDIA's data sheets of the SXM forms; fp32 does not use tensor cores
 PEAKS = {
@@ -140,13 +140,13 @@ def render_recipes(recipes: Sequence[Recipe], utilisation: float) -> str:
         experiment, estimate = recipe.experiment, recipe.estimate
         jobs = sum(stage.jobs for stage in estimate.stages)
         method_count, job_count = method_count + len(experiment.methods), job_count + jobs
-        hours = map(number, recipe.gpu_hours_by_gpu(utilisation).values())
+        hours = map(format_number, recipe.gpu_hours_by_gpu(utilisation).values())
         memory = format_bytes(sum(estimate.memory.values()))
         sizes = estimate.storage.values()
         storage = format_bytes(sum(size or 0 for size in sizes)) + ("+" if None in sizes else "")
         steps = f"{experiment.milestones[-1]:,}"
         rows.append((recipe.file, len(experiment.methods), steps, jobs, *hours, memory, storage))
-    total_hours = [number(sum(recipe.gpu_hours(gpu, utilisation) for recipe in recipes)) for gpu in PEAKS]
+    total_hours = [format_number(sum(recipe.gpu_hours(gpu, utilisation) for recipe in recipes)) for gpu in PEAKS]
     rows.append(("all", method_count, "", job_count, *total_hours, "", ""))
     cost_table = table(rows, lambda is_header, column, cell: column > 0)
     return "\n".join([cost_table, _NOTE.format(utilisation), *describe_claims(recipes, utilisation)])
@@ -163,5 +163,5 @@ def describe_claims(recipes: Sequence[Recipe], utilisation: float) -> Iterator[s
         claim: Any = recipe.experiment.claim
         claim_text = f"{claim.method} {claim.factor:g} times faster than {claim.baseline}, in {claim.cost}"
         steps = " and ".join(f"{name} at {step:,}" for name, step in recipe.test_steps.items())
-        hours = " or ".join(f"{number(recipe.test_gpu_hours(gpu, utilisation))} {gpu}-hours" for gpu in PEAKS)
+        hours = " or ".join(f"{format_number(recipe.test_gpu_hours(gpu, utilisation))} {gpu}-hours" for gpu in PEAKS)
         yield f"\n{claim_text}: the cheapest test is {recipe.file} with {SEEDS} seeds,\n  {steps} steps: {hours}"

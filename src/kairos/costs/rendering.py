@@ -8,7 +8,7 @@ from typing import Any
 from kairos.costs.estimate import CostEstimate
 from kairos.costs.storage import checkpoint_bytes
 from kairos.progress import duration, table
-from kairos.report.formatting import sample_sets, template
+from kairos.report.formatting import describe_sample_sets, load_template
 from kairos.workflow.rules import training_resources
 
 _ROW_NAMES = {"dataset": "prepared images"}  # of kinds of files; default: the kind
@@ -33,12 +33,12 @@ def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
 
 def render_estimate(estimate: CostEstimate) -> str:
     """Render an estimate with the template ``rendering.txt.jinja``; lines have at most 120 columns."""
-    rendered = template(Path(__file__).with_suffix(".txt.jinja")).render(
+    rendered = load_template(Path(__file__).with_suffix(".txt.jinja")).render(
         estimate=estimate,
         job_table=_job_table(estimate),
         storage_table=_storage_table(estimate),
         method_table=_method_table(estimate),
-        sample_sets=sample_sets(estimate.experiment.evaluation),
+        sample_sets=describe_sample_sets(estimate.experiment.evaluation),
         time_limit=training_resources(estimate.experiment)["runtime"] / 60,
         format_bytes=format_bytes,
         duration=duration,

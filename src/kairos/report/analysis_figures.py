@@ -1,6 +1,6 @@
-"""Figures of the analyses, each drawn from its table alone, and both written; lines are means over seeds."""
+"""Figures of the analyses, each drawn from the table of its analysis alone; lines are means over seeds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,22 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from kairos.analyses import tables
-from kairos.report.plot_style import INK, MUTED, Label, figure, label_lines, looks, own_time, plain_log
+from kairos.report.plot_style import (
+    INK,
+    MUTED,
+    Label,
+    assign_looks,
+    create_figure,
+    label_lines,
+    style_log_axis,
+    time_axis_settings,
+)
 from kairos.report.strategy_figures import SHADES, write_png
 
 _BLUE, _SHADE = "#0072B2", "#DDE1E5"
-_AREAS = {"acceleration": "#D55E00", "steady": "#7A4FA3", "deceleration": _BLUE, "convergence": MUTED}
+_AREA_COLORS = {"acceleration": "#D55E00", "steady": "#7A4FA3", "deceleration": _BLUE, "convergence": MUTED}
 _DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
-_NAMES: dict[Any, str] = {
+_TITLES: dict[Any, str] = {  # of losses and columns
     "training": "training loss",
     "vlb": "VLB loss",
     "variance": "variance of the gradient",
@@ -31,201 +40,243 @@ _NAMES: dict[Any, str] = {
 }
 
 
-def write(named: dict[str, Any], experiment: Any, results: Path) -> None:
-    """Write table and figure of an analysis into the folder ``analyses``, each whole or not at all.
+def write_analysis(analysis: dict[str, Any], experiment: Any, results: Path) -> None:
+    """Write table and figure of an analysis into the folder ``analyses`` of the results, each atomically.
 
     Args:
-        named: the analysis with its options.
-        experiment: what it is of.
-        results: its folder.
+        analysis: name and options of the analysis.
+        experiment: the experiment that is analysed.
+        results: its results folder.
 
     Raises:
-        KairosError: something that it is made of is missing.
+        KairosError: results that the analysis needs are missing.
     """
-    name, rows = named["name"], tables.table(named, experiment, results)
-    tables.write(rows, results / "analyses" / f"{name}.csv")
-    write_png(lambda: globals()[f"_{name}"](rows, experiment), results / "analyses" / f"{name}.png")
+    name = analysis["name"]
+    table = tables.build_table(analysis, experiment, results)
+    tables.write_table(table, results / "analyses" / f"{name}.csv")
+    write_png(lambda: _DRAW_FUNCTIONS[name](table, experiment), results / "analyses" / f"{name}.png")
 
 
-def _gradient_variance(table: pd.DataFrame, experiment: Any) -> Figure:
-    """Variance of the gradient and loss over time, a line a milestone; behind them the last one's density."""
-    methods, colors = list(table.groupby("method", sort=False)), _colors(table)
-    drawing, grid = figure(14.2, 3.0 * len(methods) - 0.8, len(methods), 4, between=1.25, above=0.8)
-    for row, (method, own) in zip(grid, methods):
-        for axes, (loss, value) in zip(row, product(("training", "vlb"), ("variance", "loss_mean"))):
-            last = own[own["step"] == own["step"].max()].groupby("t")["density"].mean()
-            behind = axes.twinx()
-            behind.fill_between(last.index, last, color=_SHADE, linewidth=0)
-            behind.set(ylim=(0, 1.3 * max(1.6, last.max())))
-            behind.grid(visible=False)
+def _draw_gradient_variance(table: pd.DataFrame, experiment: Any) -> Figure:
+    """Draw variance of the gradient and loss over time, a line per snapshot and a row of panels per method.
+
+    The background is the density at the last snapshot.
+    """
+    methods, colors = list(table.groupby("method", sort=False)), _snapshot_colors(table)
+    figure, grid = create_figure(14.2, 3.0 * len(methods) - 0.8, len(methods), 4, column_space=1.25, row_space=0.8)
+    for panels, (method, rows) in zip(grid, methods):
+        density = rows[rows["step"] == rows["step"].max()].groupby("t")["density"].mean()
+        for axes, (loss, column) in zip(panels, product(("training", "vlb"), ("variance", "loss_mean"))):
+            background = axes.twinx()
+            background.fill_between(density.index, density, color=_SHADE, linewidth=0)
+            background.set(ylim=(0, 1.3 * max(1.6, density.max())))
+            background.grid(visible=False)
             axes.set_zorder(2)
             axes.patch.set_visible(False)
-            _lines(axes, own[own["loss"] == loss], "t", value, "step", colors)
-            axes.set(title=f"{method}, {_NAMES[loss]}", **own_time(experiment.diffusion.process["name"]))
-    _legend(drawing, colors, Patch(facecolor=_SHADE, label="T · p(t) at the last milestone (right axis)"))
-    return drawing
+            _draw_group_lines(axes, rows[rows["loss"] == loss], "t", column, "step", colors)
+            time_settings = time_axis_settings(experiment.diffusion.process["name"])
+            axes.set(title=f"{method}, {_TITLES[loss]}", **time_settings)
+    _draw_snapshot_legend(figure, colors, Patch(facecolor=_SHADE, label="T · p(t) at the last snapshot (right axis)"))
+    return figure
 
 
-def _areas(table: pd.DataFrame, experiment: Any) -> Figure:
-    """Loss and variance of the gradient in SpeeD's areas over training; shares of the process and of the draws."""
+def _draw_areas(table: pd.DataFrame, experiment: Any) -> Figure:
+    """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area."""
     groups = list(table.groupby(["method", "loss"], sort=False))
-    drawing, grid = figure(7.4, 2.5 * len(groups) - 0.7, len(groups), 2, between=0.9, above=0.7)
-    for row, ((method, loss), own) in zip(grid, groups):
-        last = own[own["step"] == own["step"].max()].groupby("area", sort=False).mean(numeric_only=True)
-        share, labels = 100 * (last["u_high"] - last["u_low"]), []
-        for axes, value in zip(row, ("loss_mean", "variance")):
-            _lines(axes, own, "step", value, "area", _AREAS)
+    figure, grid = create_figure(7.4, 2.5 * len(groups) - 0.7, len(groups), 2, column_space=0.9, row_space=0.7)
+    for panels, ((method, loss), rows) in zip(grid, groups):
+        for axes, column in zip(panels, ("loss_mean", "variance")):
+            _draw_group_lines(axes, rows, "step", column, "area", _AREA_COLORS)
             axes.set(xlabel="training step")
-        for area, own_share in share.items():
-            text = f"{area}: {own_share:.0f} % of the process, {own_share * last['density'][area]:.0f} % of the draws"
-            labels.append(Label(last["variance"][area], text, _AREAS[str(area)]))
-        label_lines(row[1], labels)
-        row[0].set_title(f"{method}, {_NAMES[loss]}")
-    return drawing
+        last = rows[rows["step"] == rows["step"].max()].groupby("area", sort=False).mean(numeric_only=True)
+        labels = []
+        for area, values in last.iterrows():
+            process_share = 100 * (values["u_high"] - values["u_low"])
+            draw_share = process_share * values["density"]
+            text = f"{area}: {process_share:.0f} % of the process, {draw_share:.0f} % of the draws"
+            labels.append(Label(values["variance"], text, _AREA_COLORS[str(area)]))
+        label_lines(panels[1], labels)
+        panels[0].set_title(f"{method}, {_TITLES[loss]}")
+    return figure
 
 
-def _agreement(table: pd.DataFrame, experiment: Any) -> Figure:
-    """Cosines between levels of ln SNR at up to four milestones; below, size and noise of the gradient by level."""
-    table, adam = table[table["loss"] == "training"], table[table["loss"] == "preconditioned"]
-    methods, colors = list(table["method"].unique()), _colors(table)
-    drawing, grid = figure(11.5, 5.2 * len(methods), 2 * len(methods), 4, between=0.9, above=0.75)
-    for (above, below), method in zip(grid.reshape(-1, 2, 4), methods):
-        own, metric = table[table["method"] == method], adam[adam["method"] == method]
-        for axes, step in zip(above, list(colors)[-4:]):
-            mean = own[own["step"] == step].groupby("level").mean(numeric_only=True)
-            cosines = mean[[f"cosine_{k}" for k in mean.index]]
+def _draw_agreement(table: pd.DataFrame, experiment: Any) -> Figure:
+    """Draw cosines between gradients at levels of ln SNR, at up to four snapshots.
+
+    Panels below show size and noise of the gradient by level.
+    """
+    plain, preconditioned = table[table["loss"] == "training"], table[table["loss"] == "preconditioned"]
+    methods, colors = list(plain["method"].unique()), _snapshot_colors(plain)
+    size = (11.5, 5.2 * len(methods))
+    figure, grid = create_figure(*size, 2 * len(methods), 4, column_space=0.9, row_space=0.75)
+    for (upper, lower), method in zip(grid.reshape(-1, 2, 4), methods):
+        rows = plain[plain["method"] == method]
+        preconditioned_rows = preconditioned[preconditioned["method"] == method]
+        for axes, step in zip(upper, list(colors)[-4:]):
+            mean = rows[rows["step"] == step].groupby("level").mean(numeric_only=True)
+            cosines = mean[[f"cosine_{level}" for level in mean.index]]
             names = [f"{value:.0f}" for value in mean["log_snr"]]
-            image = _matrix(axes, cosines, names, names, vmin=-1, vmax=1)
-            axes.set(title=f"{method}, step {step:,}", xlabel="ln SNR", ylabel="ln SNR" if axes is above[0] else "")
-        drawing.colorbar(image, cax=axes.inset_axes((1.05, 0, 0.05, 1)), label="cosine")
-        values = ("squared_mean", "variance", "noise_scale", "noise_scale")
-        for axes, value, rows in zip(below, values, (own, own, own, metric)):
-            _lines(axes, rows[rows[value] > 0], "log_snr", value, "step", colors)
+            image = _draw_matrix(axes, cosines, names, names, vmin=-1, vmax=1)
+            axes.set(title=f"{method}, step {step:,}", xlabel="ln SNR", ylabel="ln SNR" if axes is upper[0] else "")
+        figure.colorbar(image, cax=axes.inset_axes((1.05, 0, 0.05, 1)), label="cosine")
+        columns = ("squared_mean", "variance", "noise_scale", "noise_scale")
+        for axes, column, column_rows in zip(lower, columns, (rows, rows, rows, preconditioned_rows)):
+            _draw_group_lines(axes, column_rows[column_rows[column] > 0], "log_snr", column, "step", colors)
             axes.set(xlabel="ln SNR (left: almost clean)")
             axes.xaxis.set_inverted(True)
-        below[3].set_ylabel(f"{_NAMES['noise_scale']}, Adam's metric")
-        for axes in (*above[len(colors) :], *below[4 if len(metric) else 3 :]):
+        lower[3].set_ylabel(f"{_TITLES['noise_scale']}, Adam's metric")
+        unused = [*upper[len(colors) :], *lower[4 if len(preconditioned_rows) else 3 :]]
+        for axes in unused:
             axes.remove()
-    _legend(drawing, colors)
-    return drawing
+    _draw_snapshot_legend(figure, colors)
+    return figure
 
 
-def _interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
-    """A matrix a milestone: the loss' change in % on every part, a row for each part that was trained on."""
-    drawing, panels = _panels(table, ["method", "step"], 3, 3.6, 3.6, 0.95)
-    for axes, (method, step), own in panels:
-        mean = own.groupby(["trained", "part"], sort=False)[["before", "change"]].mean()
+def _draw_interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
+    """Draw a matrix per snapshot: change of the loss on every part in %, a row for each part that was trained on."""
+    figure, panels = _create_panels(table, ["method", "step"], 3, 3.6, 3.6, 0.95)
+    for axes, (method, step), rows in panels:
+        mean = rows.groupby(["trained", "part"], sort=False)[["before", "change"]].mean()
         change = 100 * (mean["change"] / mean["before"]).unstack("part")
-        names = [f"{100 * low:.0f}–{100 * high:.0f} %" for low, high in sorted({*zip(own["u_low"], own["u_high"])})]
-        _matrix(axes, change, names, [*names, "all"], norm=SymLogNorm(1, vmin=-1000, vmax=1000))
+        parts = sorted({*zip(rows["u_low"], rows["u_high"])})
+        names = [f"{100 * low:.0f}–{100 * high:.0f} %" for low, high in parts]
+        _draw_matrix(axes, change, names, [*names, "all"], norm=SymLogNorm(1, vmin=-1000, vmax=1000))
         for (row, column), value in np.ndenumerate(change.to_numpy()):
             color = "white" if value > 100 or value < -20 else INK
             text = f"{value:+.{int(abs(value) < 10)}f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
         axes.set(xlabel="measured on (0: clean)", ylabel="trained on")
         axes.set_title(f"{method}, step {step:,}: change of loss, %")
-    return drawing
+    return figure
 
 
-def _density(table: pd.DataFrame, experiment: Any) -> Figure:
-    """Plot the trained density p(t) w(t) over its mean, a line per milestone, in a panel per method.
+def _draw_density(table: pd.DataFrame, experiment: Any) -> Figure:
+    """Draw the trained density p(t) w(t) over its mean, a line per snapshot and a panel per method.
 
-    The dashed line is p(t) over its mean, at the last milestone.
+    The dashed line is p(t) over its mean, at the last snapshot.
     """
-    colors, process = _colors(table), experiment.diffusion.process["name"]
-    drawing, panels = _panels(table, ["method"], 4, 2.3, 2.3, 0.9)
-    for axes, (method,), own in panels:
-        last = own[own["step"] == own["step"].max()].groupby("t").mean(numeric_only=True)
-        _lines(axes, own, "t", "trained", "step", colors)
+    colors, process = _snapshot_colors(table), experiment.diffusion.process["name"]
+    figure, panels = _create_panels(table, ["method"], 4, 2.3, 2.3, 0.9)
+    for axes, (method,), rows in panels:
+        last = rows[rows["step"] == rows["step"].max()].groupby("t").mean(numeric_only=True)
+        _draw_group_lines(axes, rows, "t", "trained", "step", colors)
         axes.plot(last.index, last["density"], color=INK, **_DASHED)
         axes.set(title=method, ylim=(0.02, 1.5 * max(2, table["trained"].max())), ylabel="relative to uniform")
-        axes.set(**own_time(process) | {"yscale": "log"})
-        plain_log(axes)
-    _legend(drawing, colors, Line2D([], [], color=INK, **_DASHED, label="p(t) alone, without weights"))
-    return drawing
+        axes.set(**time_axis_settings(process) | {"yscale": "log"})
+        style_log_axis(axes)
+    _draw_snapshot_legend(figure, colors, Line2D([], [], color=INK, **_DASHED, label="p(t) alone, without weights"))
+    return figure
 
 
-def _relative_time(table: pd.DataFrame, experiment: Any) -> Figure:
-    """Distance over time, 1 where the baseline is at its best."""
-    drawing, grid = figure(5.6, 4.0)
-    _against_time(grid[0, 0], table, experiment)
-    return drawing
+def _draw_relative_time(table: pd.DataFrame, experiment: Any) -> Figure:
+    """Draw the distance over time, in units of the time at which the baseline is at its best."""
+    figure, grid = create_figure(5.6, 4.0)
+    _draw_distance_over_time(grid[0, 0], table, experiment)
+    return figure
 
 
-def _subset_size(table: pd.DataFrame, experiment: Any) -> Figure:
-    """Plot distance against relative time by |S|, and time per step and last distance against |S|.
+def _draw_subset_size(table: pd.DataFrame, experiment: Any) -> Figure:
+    """Draw the distance against relative time by |S|, and time per step and last distance against |S|.
 
-    Dashed lines in the panels against |S|: the baseline.
+    Dashed lines in the panels against |S| show the baseline.
     """
-    drawing, grid = figure(12.6, 3.2, 1, 3, between=2.1)
-    _against_time(grid[0, 0], table, experiment)
+    figure, grid = create_figure(12.6, 3.2, 1, 3, column_space=2.1)
+    _draw_distance_over_time(grid[0, 0], table, experiment)
     last = table[table["step"] == table["step"].max()]
     last = last.assign(rate=1000 * last["seconds"] / last["step"])
-    for axes, (value, label) in zip(grid[0, 1:], (("rate", "time of a step in ms"), ("distance", "last distance"))):
-        mean = last.groupby("selected")[value].agg(["mean", "std"]).fillna(0)
+    for axes, (column, label) in zip(grid[0, 1:], (("rate", "time of a step in ms"), ("distance", "last distance"))):
+        mean = last.groupby("selected")[column].agg(["mean", "std"]).fillna(0)
         axes.errorbar(mean.index, mean["mean"], mean["std"], color=_BLUE, marker="o", capsize=2)
-        axes.axhline(last[last["selected"].isna()][value].mean(), color=INK, **_DASHED)
+        axes.axhline(last[last["selected"].isna()][column].mean(), color=INK, **_DASHED)
         axes.set(xscale="log", xlabel=f"|S| (dashed: {experiment.baseline})", ylabel=label)
         axes.set_xticks(mean.index, [f"{size:.0f}" for size in mean.index])
         axes.set_xticks([], minor=True)
-    return drawing
+    return figure
 
 
-def _increments(table: pd.DataFrame, experiment: Any) -> Figure:
-    """Variance and mean of the increments with their bounds, on SpeeD's areas, whose shares are written above."""
-    kinds = {"variance": (_BLUE, "variance"), "mean": ("#B27C00", "‖mean‖ / ‖x0‖")}
-    drawing, panels = _panels(table, ["process"], 4, 2.2, 2.4, 0.8)
-    for axes, (name,), own in panels:
-        shares = 100 * own["area"].value_counts(normalize=True, sort=False)
-        own = own.iloc[1:].assign(mean=own["mean"].abs(), mean_bound=own["mean_squared_bound"] ** 0.5)
-        for value, (color, _) in kinds.items():
-            axes.plot(own["t"], own[value].where(own[value] > 0), color=color, linewidth=1.5)
-            bound = own[f"{value}_bound"]
-            axes.plot(own["t"], bound.where(bound > 0), color=INK, **_DASHED)
+def _draw_increments(table: pd.DataFrame, experiment: Any) -> Figure:
+    """Draw variance and mean of the increments with their bounds, a panel per process.
+
+    The background shows SpeeD's areas, whose shares are in the title.
+    """
+    moments = {"variance": (_BLUE, "variance"), "mean": ("#B27C00", "‖mean‖ / ‖x0‖")}
+    figure, panels = _create_panels(table, ["process"], 4, 2.2, 2.4, 0.8)
+    for axes, (name,), rows in panels:
+        shares = 100 * rows["area"].value_counts(normalize=True, sort=False)
+        rows = rows.iloc[1:].assign(mean=rows["mean"].abs(), mean_bound=rows["mean_squared_bound"] ** 0.5)
+        for column, (color, _) in moments.items():
+            axes.plot(rows["t"], rows[column].where(rows[column] > 0), color=color, linewidth=1.5)
+            bound = rows[f"{column}_bound"]
+            axes.plot(rows["t"], bound.where(bound > 0), color=INK, **_DASHED)
         for area, shade in SHADES.items():
-            inside = (own["area"] == area).to_numpy()[:-1]
+            inside = (rows["area"] == area).to_numpy()[:-1]
             look: dict[str, Any] = {"fill": True, "alpha": 0.6, "linewidth": 0, "zorder": 0}
-            axes.stairs(inside, own["t"].to_numpy(), color=shade, transform=axes.get_xaxis_transform(), **look)
+            axes.stairs(inside, rows["t"].to_numpy(), color=shade, transform=axes.get_xaxis_transform(), **look)
         scale = "log" if name in ("ve", "edm") else "linear"
-        axes.set(xscale=scale, yscale="log", xlabel="time t", xlim=(own["t"].iloc[0], own["t"].iloc[-1]))
+        axes.set(xscale=scale, yscale="log", xlabel="time t", xlim=(rows["t"].iloc[0], rows["t"].iloc[-1]))
         axes.set_title(f"{name}: {' / '.join(f'{share:.0f}' for share in shares)} %", fontsize=9.5)
-    handles = [Line2D([], [], color=color, label=label) for color, label in kinds.values()]
+    handles: list[Any] = [Line2D([], [], color=color, label=label) for color, label in moments.values()]
     handles += [Line2D([], [], color=INK, **_DASHED, label="bounds")]
-    _legend(drawing, {}, *handles, *(Patch(facecolor=SHADES[area], label=area) for area in _AREAS))
-    return drawing
+    handles += [Patch(facecolor=SHADES[area], label=area) for area in _AREA_COLORS]
+    _draw_snapshot_legend(figure, {}, *handles)
+    return figure
 
 
-def _panels(
-    table: pd.DataFrame, by: list[str], columns: int, width: float, height: float, above: float
+_DRAW_FUNCTIONS: dict[str, Callable[[pd.DataFrame, Any], Figure]] = {
+    "gradient_variance": _draw_gradient_variance,
+    "areas": _draw_areas,
+    "agreement": _draw_agreement,
+    "interdependence": _draw_interdependence,
+    "density": _draw_density,
+    "relative_time": _draw_relative_time,
+    "subset_size": _draw_subset_size,
+    "increments": _draw_increments,
+}
+
+
+def _create_panels(
+    table: pd.DataFrame, by: list[str], columns: int, width: float, height: float, row_space: float
 ) -> tuple[Figure, Iterator[tuple[Axes, Any, pd.DataFrame]]]:
-    """A figure with axes for every group of a table, and what they are of."""
+    """Create a figure with a panel for every group of a table.
+
+    Args:
+        table: table of the analysis.
+        by: columns that the table is grouped by.
+        columns: largest number of columns of the grid.
+        width, height: size of a panel in inches.
+        row_space: space between rows of panels in inches.
+
+    Returns:
+        The figure; axes, key and rows of each group.
+    """
     groups = list(table.groupby(by, sort=False))
     columns = min(columns, len(groups))
     rows = -(-len(groups) // columns)
-    size = (width + 0.75) * columns, (height + above) * rows - above
-    drawing, grid = figure(*size, rows, columns, between=0.75, above=above)
+    size = (width + 0.75) * columns, (height + row_space) * rows - row_space
+    figure, grid = create_figure(*size, rows, columns, column_space=0.75, row_space=row_space)
     for axes in grid.flat[len(groups) :]:
         axes.remove()
-    return drawing, ((axes, key, own) for axes, (key, own) in zip(grid.flat, groups))
+    return figure, ((axes, key, group) for axes, (key, group) in zip(grid.flat, groups))
 
 
-def _colors(table: pd.DataFrame) -> dict[int, Any]:
-    """A colour per milestone, from light to dark."""
+def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:
+    """Return a colour for each snapshot by step, from light to dark."""
     steps = np.sort(table["step"].unique()).tolist()
     return dict(zip(steps, matplotlib.colormaps["viridis"](np.linspace(0.9, 0.0, len(steps)))))
 
 
-def _lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, colors: dict[Any, Any]) -> None:
-    """A line per group on a log axis, with points where they are few."""
-    for key, own in table.groupby(by, sort=False):
-        mean = own.groupby(x)[y].mean()
-        axes.plot(mean.index, mean, color=colors[key], linewidth=1.3, marker="o" * (len(mean) < 40), markersize=2.5)
-    axes.set(yscale="log", ylabel=_NAMES.get(y, y))
-    plain_log(axes)
+def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, colors: dict[Any, Any]) -> None:
+    """Draw column `y` against column `x` on a log axis, a line per group of column `by`."""
+    for key, rows in table.groupby(by, sort=False):
+        mean = rows.groupby(x)[y].mean()
+        marker = "o" if len(mean) < 40 else ""
+        axes.plot(mean.index, mean, color=colors[key], linewidth=1.3, marker=marker, markersize=2.5)
+    axes.set(yscale="log", ylabel=_TITLES.get(y, y))
+    style_log_axis(axes)
 
 
-def _matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: list[str], **scale: Any) -> Any:
-    """Numbers as colours, orange above 0 and purple below; grey where there is none."""
+def _draw_matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: list[str], **scale: Any) -> Any:
+    """Draw a matrix as an image and return the image; orange is above 0, purple below, grey unknown."""
     image = axes.imshow(values, cmap="PuOr_r", interpolation="nearest", **scale)
     axes.set_facecolor(_SHADE)
     axes.set_xticks(range(len(columns)), columns, fontsize=7.5)
@@ -234,23 +285,25 @@ def _matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: list[str
     return image
 
 
-def _against_time(axes: Axes, table: pd.DataFrame, experiment: Any) -> None:
-    """A line per method, named at its end; the band is the spread over seeds."""
+def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Any) -> None:
+    """Draw the distance of each method against relative time, with a band of one standard deviation over seeds."""
     labels: list[Label] = []
-    for method, look in looks(list(table["method"].unique()), experiment.baseline).items():
+    for method, look in assign_looks(list(table["method"].unique()), experiment.baseline).items():
         groups = table[(table["method"] == method) & (table["step"] > 0)].groupby("step")
-        x, y, off = groups["relative_time"].mean(), groups["distance"].mean(), groups["distance"].std().fillna(0)
-        axes.fill_between(x, (y - off).clip(lower=1e-3 * y), y + off, color=look["color"], alpha=0.13, linewidth=0)
+        x, y = groups["relative_time"].mean(), groups["distance"].mean()
+        std = groups["distance"].std().fillna(0)
+        lower = (y - std).clip(lower=1e-3 * y)
+        axes.fill_between(x, lower, y + std, color=look["color"], alpha=0.13, linewidth=0)
         axes.plot(x, y, **look | {"markersize": 4.5})
         labels.append(Label(float(y.iloc[-1]), method, look["color"], x=float(x.iloc[-1])))
     axes.set(yscale="log", xlabel=f"time (1: {experiment.baseline} at its best)", ylabel=table["metric"].iloc[0])
     axes.set_xlim(0, 1.03 * table["relative_time"].max())
-    plain_log(axes)
+    style_log_axis(axes)
     label_lines(axes, labels)
 
 
-def _legend(drawing: Figure, colors: dict[int, Any], *more: Any) -> None:
-    """The milestones' colours, and more, above the figure."""
+def _draw_snapshot_legend(figure: Figure, colors: dict[int, Any], *more_handles: Any) -> None:
+    """Draw a legend above the figure, with the colour of each snapshot and further handles."""
     handles = [Line2D([], [], color=color, linewidth=2, label=f"step {step:,}") for step, color in colors.items()]
-    at = (-0.014, 1 + 0.72 / drawing.get_figheight())
-    drawing.legend(handles=[*handles, *more], loc="upper left", ncols=8, bbox_to_anchor=at)
+    corner = (-0.014, 1 + 0.72 / figure.get_figheight())
+    figure.legend(handles=[*handles, *more_handles], loc="upper left", ncols=8, bbox_to_anchor=corner)

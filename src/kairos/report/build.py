@@ -1,36 +1,71 @@
-"""Stage `report`: the tables (*.csv), figures/ and report.html of an experiment, each written whole or not at all."""
+"""Stage `report`: write summary.csv, published.csv, figures/ and report.html of an experiment, each atomically."""
 
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kairos.config import Experiment
+import pandas as pd
+
+from kairos.config import REFERENCE_ROWS, Experiment
 from kairos.files import atomic_folder, write_text
-from kairos.report import published_numbers, summary_csv
-from kairos.report.collect import collect
-from kairos.report.figures import draw_all
-from kairos.report.page import page
+from kairos.report.collect import Results, collect
+from kairos.report.figures import draw_figures
+from kairos.report.page import render_page
+from kairos.report.published_numbers import published_csv
+from kairos.sampling.settings import GUIDANCE
+
+_FIRST_COLUMNS = ("experiment", "method", "seed", "step", "images_seen", "train_seconds")
+_PROTOCOL = ("n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed")
+_OPTIONAL_PROTOCOL = ("sets", "spacing", "clip", "sample_seed", *GUIDANCE)
 
 
-def build(experiment: Experiment, folder: Path, unfinished: bool = False) -> Path:
-    """Read the results in `folder` and write the report there; returns where it is.
+def build_report(experiment: Experiment, folder: Path, unfinished: bool = False) -> Path:
+    """Read the results of an experiment, write its report, and return the path of the page.
 
     Args:
-        experiment, folder: what is to be there, and where.
-        unfinished: where not all is there, write a page of what is under a name of its own, and nothing else.
+        experiment: the experiment.
+        folder: its results folder, which the report is written into.
+        unfinished: True accepts missing results. If any are missing, only report_unfinished.html is written.
 
     Raises:
-        KairosError: a part of the results is missing or they cannot be compared.
+        KairosError: results are missing or cannot be compared.
     """
-    results, partial = collect(experiment, folder, unfinished), folder / "report_unfinished.html"
+    results = collect(experiment, folder, unfinished)
+    unfinished_page = folder / "report_unfinished.html"
     if results.missing:
-        with TemporaryDirectory() as drawn:
-            write_text(partial, page(results, Path(drawn), draw_all(results, Path(drawn))))
-        return partial
+        with TemporaryDirectory() as temporary:
+            interactive_figures = draw_figures(results, Path(temporary))
+            write_text(unfinished_page, render_page(results, Path(temporary), interactive_figures))
+        return unfinished_page
     with atomic_folder(folder / "figures") as figures:
-        live = draw_all(results, figures)
-    write_text(folder / "summary.csv", summary_csv.text(results))
+        interactive_figures = draw_figures(results, figures)
+    write_text(folder / "summary.csv", summary_csv(results))
     if experiment.published:
-        write_text(folder / "published.csv", published_numbers.csv(results))
-    write_text(folder / "report.html", page(results, folder / "figures", live))
-    partial.unlink(missing_ok=True)
+        write_text(folder / "published.csv", published_csv(results))
+    write_text(folder / "report.html", render_page(results, folder / "figures", interactive_figures))
+    unfinished_page.unlink(missing_ok=True)
     return folder / "report.html"
+
+
+def summary_csv(results: Results) -> str:
+    """Return the content of summary.csv: a row per evaluated snapshot, then a row per reference row.
+
+    The columns that scripts may rely on come first, then all other measured values and the protocol of the numbers.
+    Floats have enough digits to be read back exactly.
+    """
+    reference, metric = results.reference, results.metric
+    reference_rows = []
+    for name in REFERENCE_ROWS:
+        if name in reference["rows"]:
+            row = {"method": name, **reference["rows"][name]}
+            for key in ("extractor", "extractor_hash", "reference_hash", "sets", "eval_seed"):
+                row[key] = reference.get(key)
+            row["experiment"] = results.experiment.experiment
+            reference_rows.append(row)
+    records = [snapshot.measured_values for _, snapshot in results.run_snapshots]
+    records += reference["rows"].values()
+    measured = [name for name in chain.from_iterable(records) if not name.endswith("_sets")]
+    fixed = [*_FIRST_COLUMNS, metric, f"{metric}_spread", "val_loss", "val_vlb", *_PROTOCOL]
+    columns = [*dict.fromkeys([*fixed, *measured]), *_OPTIONAL_PROTOCOL, "extractor", "identity"]
+    table = pd.concat([results.table, pd.DataFrame(reference_rows, dtype=object)])
+    return table.reindex(columns=columns).to_csv(index=False, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""An experiment's results folder as plain values: everything that the report and the tracking import read."""
+"""Read the results folder of an experiment into plain values, for the report, comparisons and the tracking import."""
 
 import json
 import os
@@ -19,82 +19,90 @@ from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
 from kairos.files import read_json, read_lines
 from kairos.milestones import step_name
-from kairos.report.outdated import ExpectedSettings, listed
+from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos_timesteps.errors import KairosError
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Milestone:
-    """Evaluated milestone of a training run.
+class SnapshotResults:
+    """Results of an evaluated snapshot of a training run.
 
     Attributes:
         step: optimiser steps taken.
-        record: its ``milestone.json``.
-        strategy: columns t, p, w, effective; a row per timestep.
-        evaluation: its evaluation record.
-        grid: picture of the first samples.
+        record: content of ``milestone.json``.
+        strategy_table: density and weight by timestep, with columns t, p, w and effective.
+        evaluation: content of the evaluation record.
+        grid_file: picture of the first samples.
     """
 
     step: int
     record: Record
-    strategy: pd.DataFrame
+    strategy_table: pd.DataFrame
     evaluation: Record
-    grid: Path
+    grid_file: Path
 
     @property
-    def columns(self) -> Record:
-        """Measured values by column: metrics with standard deviations and sets, validation losses as ``val_...``."""
+    def measured_values(self) -> Record:
+        """Measured values by column name.
+
+        Metrics come with their standard deviation and the values of single sample sets. Names of validation losses
+        begin with ``val_``.
+        """
         validation = self.evaluation.get("validation") or {}
         losses = {f"val_{name}": value for name, value in validation.items() if isinstance(value, float)}
         return {**self.evaluation["metrics"], **losses}
 
 
 @dataclass(frozen=True)
-class Training:
-    """Training run of one method with one seed.
+class RunResults:
+    """Results of the training run of one method with one seed.
 
     Attributes:
-        method, seed, milestones: of the training.
-        metrics: a row per line of metrics.jsonl.
-        clock: training seconds by step, accumulated over resumes, where a clock was kept.
-        started: when the training was first started, where a clock was kept.
-        record: its ``training.json``.
+        method: name of the method.
+        seed: seed of the run.
+        snapshots: evaluated snapshots, by ascending step.
+        metrics: content of metrics.jsonl, a row per line.
+        seconds_by_step: training time until a step, accumulated over resumes; empty without timing.jsonl.
+        started: time of the first start; None without timing.jsonl.
+        record: content of ``training.json``.
     """
 
     method: str
     seed: int
-    milestones: tuple[Milestone, ...]
+    snapshots: tuple[SnapshotResults, ...]
     metrics: pd.DataFrame
-    clock: dict[int, float]
+    seconds_by_step: dict[int, float]
     started: datetime | None
     record: Record
 
     @property
-    def final(self) -> Milestone:
-        """The last milestone."""
-        return self.milestones[-1]
+    def last_snapshot(self) -> SnapshotResults:
+        """Results of the last evaluated snapshot."""
+        return self.snapshots[-1]
 
     @property
-    def learned(self) -> bool:
+    def learns_sampler(self) -> bool:
         """True if the sampler learns during training."""
-        return bool(self.final.record.get("learned"))
+        return bool(self.last_snapshot.record.get("learned"))
 
 
-_Found = tuple[Training, list[KairosError]]  # a training with its milestones that count, and why others do not
+# a run with its valid snapshots, and an error for each part that is missing or outdated
+_RunWithErrors = tuple[RunResults, list[KairosError]]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Methods, of one experiment or of several, and what was measured of each.
+class MethodMeasurements:
+    """Measured values of methods, which may belong to several experiments.
 
     Attributes:
-        table: a row per evaluated milestone: method, seed, step and what was measured.
-        methods, seeds: that are compared.
-        metric: the distance, a column.
-        baseline: the method that differences and factors refer to, where there is one.
-        missing: what an unfinished experiment lacks, a line per training.
+        table: a row per evaluated snapshot, with the columns method, seed, step and the measured values.
+        methods: names of the compared methods.
+        seeds: compared seeds.
+        metric: column that contains the distance.
+        baseline: method that differences and factors refer to, or None.
+        missing: a line per run that lacks results, if the experiment is unfinished.
     """
 
     table: pd.DataFrame
@@ -104,44 +112,54 @@ class Measured:
     baseline: str | None
     missing: tuple[str, ...] = ()
 
-    def values(self, method: str, name: str) -> pd.DataFrame:
-        """A column of a method's rows of the table, (seeds, the method's milestones); NaN where there is nothing."""
-        own = self.table[self.table["method"] == method]
-        rows = own.assign(value=own.get(name, np.nan)).pivot(index="seed", columns="step", values="value")
-        return rows.reindex(self.seeds).astype(float)
+    def values_of(self, method: str, column: str) -> pd.DataFrame:
+        """Return a column of the table for one method, (seeds, steps of the method); missing values are NaN."""
+        rows = self.table[self.table["method"] == method]
+        rows = rows.assign(value=rows.get(column, np.nan))
+        return rows.pivot(index="seed", columns="step", values="value").reindex(self.seeds).astype(float)
 
     @cached_property
-    def common(self) -> "Measured":
-        """Truncate the measurements to the last milestone that all methods have, and to the seeds that all have there.
+    def common_part(self) -> "MethodMeasurements":
+        """Measurements up to the last snapshot that all methods have, of the seeds that all methods have there.
 
-        All seeds are kept if the methods share none at that milestone.
+        All seeds are kept if no seed is evaluated for all methods at that snapshot.
 
         Raises:
-            KairosError: no milestone after step 0 is evaluated for all methods.
+            KairosError: no snapshot after step 0 is evaluated for all methods.
         """
-        having = self.table[self.table["step"] > 0].groupby(["step", "method"])["seed"].agg(set).unstack()
-        steps = having.reindex(columns=self.methods).dropna()
-        if steps.empty:
-            raise KairosError(f"{', '.join(self.methods)}: no milestone past step 0 is evaluated of all of them")
-        table, seeds = self.table[self.table["step"] <= steps.index[-1]], set.intersection(*steps.iloc[-1])
-        if not seeds:
+        trained = self.table[self.table["step"] > 0]
+        seeds_by_step = trained.groupby(["step", "method"])["seed"].agg(set).unstack()  # columns: methods
+        common_steps = seeds_by_step.reindex(columns=self.methods).dropna()
+        if common_steps.empty:
+            raise KairosError(f"{', '.join(self.methods)}: no snapshot after step 0 is evaluated for all of them")
+        table = self.table[self.table["step"] <= common_steps.index[-1]]
+        common_seeds = set.intersection(*common_steps.iloc[-1])
+        if not common_seeds:
             return replace(self, table=table)
-        own = [seed for seed in self.seeds if seed in seeds]
-        return replace(self, table=table[table["seed"].isin(seeds)], seeds=own, missing=())
+        seeds = [seed for seed in self.seeds if seed in common_seeds]
+        return replace(self, table=table[table["seed"].isin(common_seeds)], seeds=seeds, missing=())
 
 
 @dataclass(frozen=True)
 class Results:
-    """All results of an experiment: trainings in the order of the configuration, and what they are compared with.
+    """All results of an experiment.
 
-    Of an unfinished one `experiment` has only methods and seeds that there are evaluations of, and `missing` a line per
-    training that lacks something. `outdated` lists the results that are left out because they were computed with other
-    settings, `notes` the trainings whose code or rounding differs; these count.
+    Attributes:
+        experiment: the experiment; if it is unfinished, only with the methods and seeds that have evaluations.
+        folder: the results folder.
+        runs: training runs, in the order of the configuration.
+        reference: content of reference.json, with the reference rows.
+        dataset: manifest of the data set.
+        autoencoder: manifest of the autoencoder.
+        jobs: time records of the jobs.
+        missing: a line per run that lacks results.
+        outdated: results that are left out because they were computed with other settings.
+        notes: lines about results that count although their code or rounding differs.
     """
 
     experiment: Experiment
     folder: Path
-    trainings: tuple[Training, ...]
+    runs: tuple[RunResults, ...]
     reference: Record
     dataset: Record
     autoencoder: Record
@@ -162,113 +180,121 @@ class Results:
 
     @property
     def methods(self) -> list[str]:
-        """Methods in the order of the configuration."""
+        """Names of the methods, in the order of the configuration."""
         return list(self.experiment.methods)
 
     @property
     def baseline(self) -> str | None:
-        """The method that differences and factors refer to, see `Experiment.baseline`."""
+        """Method that differences and factors refer to, see `Experiment.baseline`."""
         return self.experiment.baseline
 
     @property
-    def validated(self) -> bool:
-        """True if every training run has a validation loss by time."""
-        return all("per_timestep" in (one.final.evaluation.get("validation") or {}) for one in self.trainings)
+    def has_validation_losses(self) -> bool:
+        """True if every training run has a validation loss by time at its last snapshot."""
+        validations = [run.last_snapshot.evaluation.get("validation") or {} for run in self.runs]
+        return all("per_timestep" in validation for validation in validations)
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """A row per evaluated milestone, of objects: which one it is, what was measured, and the protocol of that."""
+        """Table with a row per evaluated snapshot: experiment, method, seed, step, measured values and protocol."""
         rows = []
-        for training, milestone in self.evaluated:
-            where = {"experiment": self.experiment.experiment, "method": training.method, "seed": training.seed}
-            seconds = training.clock.get(milestone.step) if milestone.step else 0.0
-            when = {"step": milestone.step, "images_seen": milestone.record["images_seen"], "train_seconds": seconds}
-            rows.append(where | when | milestone.columns | milestone.evaluation["protocol"])
+        for run, snapshot in self.run_snapshots:
+            row = {
+                "experiment": self.experiment.experiment,
+                "method": run.method,
+                "seed": run.seed,
+                "step": snapshot.step,
+                "images_seen": snapshot.record["images_seen"],
+                "train_seconds": run.seconds_by_step.get(snapshot.step) if snapshot.step else 0.0,
+            }
+            rows.append(row | snapshot.measured_values | snapshot.evaluation["protocol"])
         return pd.DataFrame(rows, dtype=object)
 
     @cached_property
-    def measured(self) -> Measured:
+    def measurements(self) -> MethodMeasurements:
         """Measurements of the methods, for their comparison."""
-        return Measured(
+        return MethodMeasurements(
             self.table, self.methods, self.experiment.seeds, self.primary_metric, self.baseline, self.missing
         )
 
     @property
-    def evaluated(self) -> list[tuple[Training, Milestone]]:
-        """All pairs of a training run and one of its milestones."""
-        return [(training, milestone) for training in self.trainings for milestone in training.milestones]
+    def run_snapshots(self) -> list[tuple[RunResults, SnapshotResults]]:
+        """All pairs of a training run and one of its snapshots."""
+        return [(run, snapshot) for run in self.runs for snapshot in run.snapshots]
 
-    def of(self, method: str) -> list[Training]:
-        """The trainings of a method, one per seed."""
-        return [training for training in self.trainings if training.method == method]
+    def runs_of(self, method: str) -> list[RunResults]:
+        """Return the training runs of a method, one per seed."""
+        return [run for run in self.runs if run.method == method]
 
 
 def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False) -> Results:
-    """Read the results of every method and seed of the experiment.
+    """Read the results of every method and seed of an experiment.
 
-    Milestones that were computed with settings other than the experiment's do not count.
+    Snapshots that were computed with settings other than the experiment's are left out.
 
     Args:
-        experiment, folder: what is to be there, and where.
-        unfinished: take what is there; a milestone counts whose every file is, of one training and one reference.
+        experiment: the experiment.
+        folder: its results folder.
+        unfinished: True accepts missing results. A snapshot counts if all its files exist and belong to one run and
+            one reference.
 
     Raises:
-        KairosError: something is missing, damaged or of other settings (named, with the command that makes it), or an
-            evaluation used another extractor or other reference statistics than the reference rows; `unfinished`: so
-            of all.
+        KairosError: a result is missing, damaged or outdated, or it was evaluated with another extractor or reference.
+            If `unfinished`: no run has a valid result.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise KairosError(f"--results: {folder} is no folder; `make run EXPERIMENT=...` makes results/<experiment>")
+        raise KairosError(
+            f"--results: {folder} is not a folder; `make run EXPERIMENT=...` creates results/<experiment>"
+        )
     reference = _read(folder / "reference" / "reference.json", "reference")
     dataset = _read(folder / "dataset" / "manifest.json", "prepare")
     autoencoder = _read(folder / "autoencoder" / "manifest.json", "autoencoder")
     expected = ExpectedSettings(experiment, folder)
-    found = [
-        _training(expected, method, seed, reference, unfinished)
+    runs_with_errors = [
+        _read_run(expected, method, seed, reference, unfinished)
         for method, seed in product(experiment.methods, experiment.seeds)
     ]
-    found = _without_other_protocols(found, expected)
-    trainings, missing, outdated = list[Training](), list[str](), defaultdict[str, list[str]](list)
-    for training, lacks in found:
-        if lacks and not unfinished:
-            raise lacks[0]
-        name = f"{training.method} seed {training.seed}"
-        last = max((own.step for own in training.milestones), default=0)
-        far = f"evaluated up to step {last:,}" if last else "not evaluated yet"
-        trainings += [training] if last else []
-        for changes in dict.fromkeys(fault.changes for fault in lacks if isinstance(fault, OutdatedError)):
-            outdated[changes].append(name)
-        if lacks:
-            reasons = sorted((str(one).split(";")[0] for one in lacks), key=lambda line: "is missing" in line)
-            missing.append("; ".join([f"{name}: {far}", *list(dict.fromkeys(reasons))[:2]]))
-    left_out = tuple(f"{changes} ({', '.join(names)})" for changes, names in outdated.items())
-    if not trainings:
-        why = f"; left out, computed with other settings: {'; '.join(left_out)}" if left_out else ""
-        progress = "`kairos status` says how far they are"
-        raise KairosError(f"{folder}: no training is evaluated past step 0 yet; {progress}{why}")
-    methods = {name: own for name, own in experiment.methods.items() if name in {one.method for one in trainings}}
-    seeds = [seed for seed in experiment.seeds if seed in {one.seed for one in trainings}]
-    experiment = experiment.model_copy(update={"methods": methods, "seeds": seeds})
-    jobs, notes = _jobs(folder, experiment), _notes(trainings, expected)
+    runs_with_errors = _without_other_protocols(runs_with_errors, expected)
+    for _, errors in runs_with_errors:
+        if errors and not unfinished:
+            raise errors[0]
+    runs = [run for run, _ in runs_with_errors if _last_step(run)]
+    missing = [_describe_missing(run, errors) for run, errors in runs_with_errors if errors]
+    outdated = _describe_outdated(runs_with_errors)
+    if not runs:
+        reason = f"; left out, computed with other settings: {'; '.join(outdated)}" if outdated else ""
+        raise KairosError(
+            f"{folder}: no training run is evaluated past step 0 yet; `kairos status` shows progress{reason}"
+        )
+    experiment = _restrict_to_runs(experiment, runs)
     return Results(
-        experiment, folder, tuple(trainings), reference, dataset, autoencoder, jobs, tuple(missing), left_out, notes
+        experiment=experiment,
+        folder=folder,
+        runs=tuple(runs),
+        reference=reference,
+        dataset=dataset,
+        autoencoder=autoencoder,
+        jobs=_read_job_records(folder, experiment),
+        missing=tuple(missing),
+        outdated=outdated,
+        notes=_describe_differences(runs, expected),
     )
 
 
-def recorded(folder: Path) -> Experiment:
-    """The experiment as the newest milestone in a folder of results records it.
+def load_recorded_experiment(folder: Path) -> Experiment:
+    """Load the experiment that the newest snapshot in a results folder records.
 
     Raises:
-        KairosError: there is none.
+        KairosError: the folder contains no snapshot.
     """
     newest = max(folder.glob("*/seed*/milestones/*/milestone.json"), key=os.path.getmtime, default=None)
     if newest is None:
-        raise KairosError(f"{folder}: no milestone there yet; `kairos status` says how far trainings are")
+        raise KairosError(f"{folder}: contains no snapshot yet; `kairos status` shows the progress of training runs")
     return validate(read_json(newest)["config"], str(folder))
 
 
-def real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
+def load_real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
     """Return a label, and at most `count` held-out images, or training images if none are held out.
 
     The images are uint8 (n, height, width, channels).
@@ -280,10 +306,10 @@ def real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
 
 
 class OutdatedError(KairosError):
-    """A milestone or its evaluation was computed with settings that the experiment no longer has.
+    """A snapshot or its evaluation was computed with settings that the experiment no longer has.
 
     Attributes:
-        changes: the settings with the value in the record and the present value.
+        changes: the settings, each with its recorded and its present value.
     """
 
     def __init__(self, changes: str):
@@ -291,112 +317,180 @@ class OutdatedError(KairosError):
         self.changes = changes
 
 
-def _training(expected: ExpectedSettings, method: str, seed: int, reference: Record, unfinished: bool) -> _Found:
-    """A training with its milestones that count, and an error for each part that is missing or does not count."""
+def _last_step(run: RunResults) -> int:
+    """Return the last evaluated step of a run, 0 if it has none."""
+    return max((snapshot.step for snapshot in run.snapshots), default=0)
+
+
+def _describe_missing(run: RunResults, errors: list[KairosError]) -> str:
+    """Describe in one line how far a run is evaluated, and at most two reasons why results are missing."""
+    last_step = _last_step(run)
+    progress = f"evaluated up to step {last_step:,}" if last_step else "not evaluated yet"
+    reasons = sorted((str(error).split(";")[0] for error in errors), key=lambda line: "is missing" in line)
+    return "; ".join([f"{run.method} seed {run.seed}: {progress}", *list(dict.fromkeys(reasons))[:2]])
+
+
+def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...]:
+    """Describe each change of settings that makes results outdated, with the runs that it concerns."""
+    runs_by_change = defaultdict[str, list[str]](list)
+    for run, errors in runs_with_errors:
+        for changes in dict.fromkeys(error.changes for error in errors if isinstance(error, OutdatedError)):
+            runs_by_change[changes].append(f"{run.method} seed {run.seed}")
+    return tuple(f"{changes} ({', '.join(names)})" for changes, names in runs_by_change.items())
+
+
+def _restrict_to_runs(experiment: Experiment, runs: list[RunResults]) -> Experiment:
+    """Return the experiment with only the methods and seeds that the runs have."""
+    run_methods = {run.method for run in runs}
+    run_seeds = {run.seed for run in runs}
+    methods = {name: method for name, method in experiment.methods.items() if name in run_methods}
+    seeds = [seed for seed in experiment.seeds if seed in run_seeds]
+    return experiment.model_copy(update={"methods": methods, "seeds": seeds})
+
+
+def _read_run(
+    expected: ExpectedSettings, method: str, seed: int, reference: Record, unfinished: bool
+) -> _RunWithErrors:
+    """Read the valid snapshots of a run, and collect an error for each part that is missing or outdated."""
     folder = expected.results / method / f"seed{seed}"
-    timing, milestones, lacks = folder / "timing.jsonl", list[Milestone](), list[KairosError]()
-    metrics, record = pd.DataFrame(), Record()
+    snapshots, errors = list[SnapshotResults](), list[KairosError]()
     for step in expected.experiment.milestones:
-        with _noting(lacks):
+        with _collect_error(errors):
             path = folder / "milestones" / step_name(step) / "milestone.json"
-            if changes := expected.changes(method, seed, path):
-                raise OutdatedError(listed(changes))
-            milestones.append(_milestone(folder, step, reference))
-    if unfinished and milestones:
-        record = milestones[-1].record | {"components": {}}
+            if changes := expected.find_changes(method, seed, path):
+                raise OutdatedError(format_changes(changes))
+            snapshots.append(_read_snapshot(folder, step, reference))
+    metrics, record = pd.DataFrame(), Record()
+    if unfinished and snapshots:
+        record = snapshots[-1].record | {"components": {}}
         identity = record["identity"]
-        others = [own.step for own in milestones if own.record["identity"] != identity]
-        lacks += [KairosError(f"step {step:,} is of another training") for step in others]
-        milestones = [own for own in milestones if own.step not in others]
-    with _noting(lacks):
-        ended = _read(folder / "training.json", "train")
-        logged = pd.json_normalize(_read(folder / "metrics.jsonl", "train", _lines))
-        if not unfinished or ended["identity"] == record.get("identity"):  # and not of an earlier training
-            record, metrics = ended, logged
-    clocked = _read(timing, "train", _lines) if timing.exists() else []
-    clock = {line["step"]: float(line["seconds"]) for line in clocked}
-    started = datetime.fromisoformat(clocked[0]["started"]) if clocked else None
-    return Training(method, seed, tuple(milestones), metrics, clock, started, record), lacks
+        other_steps = [snapshot.step for snapshot in snapshots if snapshot.record["identity"] != identity]
+        errors += [KairosError(f"step {step:,} belongs to another training run") for step in other_steps]
+        snapshots = [snapshot for snapshot in snapshots if snapshot.step not in other_steps]
+    with _collect_error(errors):
+        run_record = _read(folder / "training.json", "train")
+        run_metrics = pd.json_normalize(_read(folder / "metrics.jsonl", "train", _read_json_lines))
+        # the files of an unfinished run may belong to an earlier run
+        if not unfinished or run_record["identity"] == record.get("identity"):
+            record, metrics = run_record, run_metrics
+    timing_file = folder / "timing.jsonl"
+    timing = _read(timing_file, "train", _read_json_lines) if timing_file.exists() else []
+    seconds_by_step = {line["step"]: float(line["seconds"]) for line in timing}
+    started = datetime.fromisoformat(timing[0]["started"]) if timing else None
+    return RunResults(method, seed, tuple(snapshots), metrics, seconds_by_step, started, record), errors
 
 
-def _without_other_protocols(found: list[_Found], expected: ExpectedSettings) -> list[_Found]:
+def _without_other_protocols(
+    runs_with_errors: list[_RunWithErrors], expected: ExpectedSettings
+) -> list[_RunWithErrors]:
     """Remove evaluations whose sampling or evaluation settings differ from the experiment's.
 
-    If every evaluation differs, all stay: they do not mix, and the milestones' record of the experiment may be older.
+    All evaluations stay if every one differs: they compare with each other, and the experiment that the snapshots
+    record may be older than they are.
     """
-    evaluated = [milestone for training, _ in found for milestone in training.milestones]
-    changes = {id(one): listed(expected.evaluation_changes(one.evaluation)) for one in evaluated}
+    snapshots = [snapshot for run, _ in runs_with_errors for snapshot in run.snapshots]
+    changes = {
+        id(snapshot): format_changes(expected.find_evaluation_changes(snapshot.evaluation)) for snapshot in snapshots
+    }
     if all(changes.values()):
-        return found
+        return runs_with_errors
     kept = []
-    for training, lacks in found:
-        milestones = tuple(one for one in training.milestones if not changes[id(one)])
-        errors = [OutdatedError(changes[id(one)]) for one in training.milestones if changes[id(one)]]
-        kept.append((replace(training, milestones=milestones), [*lacks, *errors]))
+    for run, errors in runs_with_errors:
+        valid = tuple(snapshot for snapshot in run.snapshots if not changes[id(snapshot)])
+        outdated = [OutdatedError(changes[id(snapshot)]) for snapshot in run.snapshots if changes[id(snapshot)]]
+        kept.append((replace(run, snapshots=valid), [*errors, *outdated]))
     return kept
 
 
-def _notes(trainings: list[Training], expected: ExpectedSettings) -> tuple[str, ...]:
-    """Lines that name what differs in runs that count: sampling, evaluation, code, or settings that change rounding."""
-    notes = defaultdict[str, list[str]](list)
-    for training in trainings:
-        record, identities = training.final.record, expected.identities(training.method, training.seed)
-        if changes := listed(expected.evaluation_changes(training.final.evaluation)):
-            notes[changes].append(f"{training.method} seed {training.seed}")
-        if identities and record["identity"] not in identities:
-            changes = listed(expected.rounding_changes(training.method, record))
-            notes[changes or "other code, or another kind of device"].append(f"{training.method} seed {training.seed}")
-    return tuple(f"Computed with {reason}: {', '.join(names)}." for reason, names in notes.items())
+def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) -> tuple[str, ...]:
+    """Describe what differs in runs that count: sampling, evaluation, code, or settings that change rounding."""
+    runs_by_reason = defaultdict[str, list[str]](list)
+    for run in runs:
+        name = f"{run.method} seed {run.seed}"
+        snapshot = run.last_snapshot
+        if changes := format_changes(expected.find_evaluation_changes(snapshot.evaluation)):
+            runs_by_reason[changes].append(name)
+        identities = expected.identities(run.method, run.seed)
+        if identities and snapshot.record["identity"] not in identities:
+            changes = format_changes(expected.find_rounding_changes(run.method, snapshot.record))
+            runs_by_reason[changes or "other code, or another kind of device"].append(name)
+    return tuple(f"Computed with {reason}: {', '.join(names)}." for reason, names in runs_by_reason.items())
 
 
 @contextmanager
-def _noting(lacks: list[KairosError]) -> Iterator[None]:
+def _collect_error(errors: list[KairosError]) -> Iterator[None]:
+    """Append a KairosError of the block to `errors` instead of raising it."""
     try:
         yield
     except KairosError as error:
-        lacks.append(error)
+        errors.append(error)
 
 
-def _milestone(folder: Path, step: int, reference: Record) -> Milestone:
+def _read_snapshot(run_folder: Path, step: int, reference: Record) -> SnapshotResults:
+    """Read an evaluated snapshot of a run.
+
+    Raises:
+        KairosError: a file is missing or damaged, the evaluation belongs to another run, or its extractor or reference
+            statistics differ from those of `reference`.
+    """
     name = step_name(step)
-    place, path = folder / "milestones" / name, folder / "evaluation" / f"{name}.json"
-    record = _read(place / "milestone.json", "train")
-    strategy = _read(place / "strategy.csv", "train", pd.read_csv)
-    evaluation = _read(path, "evaluate")
-    grid = _read(folder / "samples" / f"{name}.png", "sample", Path)
-    protocol, again = evaluation["protocol"], "run `kairos evaluate` again"
+    snapshot_folder = run_folder / "milestones" / name
+    evaluation_file = run_folder / "evaluation" / f"{name}.json"
+    record = _read(snapshot_folder / "milestone.json", "train")
+    strategy_table = _read(snapshot_folder / "strategy.csv", "train", pd.read_csv)
+    evaluation = _read(evaluation_file, "evaluate")
+    grid_file = _read(run_folder / "samples" / f"{name}.png", "sample", Path)
+    protocol = evaluation["protocol"]
     if protocol["identity"] != record["identity"]:
-        other, remedy = protocol["identity"][:12], "run `kairos sample` and `kairos evaluate` again"
-        raise KairosError(f"{path}: is of another training ({other}); {remedy}")
+        remedy = "run `kairos sample` and `kairos evaluate` again"
+        raise KairosError(f"{evaluation_file}: belongs to another training run ({protocol['identity'][:12]}); {remedy}")
+    remedy = "run `kairos evaluate` again"
     for key in ("extractor_hash", "reference_hash"):
         if protocol[key] != reference[key]:
-            fault = f"{path}: its {key} {protocol[key][:12]} is not that of reference/reference.json"
-            raise KairosError(f"{fault} ({reference[key][:12]}), so the two cannot be compared; {again}")
+            problem = f"{evaluation_file}: its {key} {protocol[key][:12]} differs from that in reference/reference.json"
+            raise KairosError(f"{problem} ({reference[key][:12]}), so the two cannot be compared; {remedy}")
     if reference["metric"] not in evaluation["metrics"]:
-        raise KairosError(f"{path}: has no {reference['metric']}; {again}")
-    return Milestone(step, record, strategy, evaluation, grid)
+        raise KairosError(f"{evaluation_file}: has no {reference['metric']}; {remedy}")
+    return SnapshotResults(step, record, strategy_table, evaluation, grid_file)
 
 
-def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
-    """Time records of the jobs that the report depends on: of this experiment's methods and seeds, none of its own."""
-    trainings = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
-    parts, drawn, segments = "timing/.parts", experiment.sampling.shards, len(experiment.segments)
-    paths = sorted([*folder.glob("timing/*/*/*.json"), *folder.glob(f"{parts}/*/*/*of{drawn}.json")])
-    paths = [path for path in paths if path.parent.name in trainings and int(path.stem.split(".")[0]) <= segments]
-    paths += sorted(folder.glob(f"{parts}/encode.*of{experiment.autoencoder.shards}.json"))
-    records = [_read(path, "--timing") for path in [*sorted(folder.glob("timing/*.json")), *paths]]
+def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
+    """Read the time records of the jobs that the report depends on.
+
+    These are the jobs of the experiment's methods and seeds, and the jobs of the stages that all methods share. The
+    jobs of the report and of the tracking import are left out.
+    """
+    run_names = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
+    shards_folder = "timing/.parts"
+    sampling_shards, segments = experiment.sampling.shards, len(experiment.segments)
+    shared_paths = sorted(folder.glob("timing/*.json"))
+    run_paths = [
+        *folder.glob("timing/*/*/*.json"),
+        *folder.glob(f"{shards_folder}/*/*/*of{sampling_shards}.json"),
+    ]
+    run_paths = [path for path in sorted(run_paths) if path.parent.name in run_names]
+    run_paths = [path for path in run_paths if int(path.stem.split(".")[0]) <= segments]
+    encode_paths = sorted(folder.glob(f"{shards_folder}/encode.*of{experiment.autoencoder.shards}.json"))
+    records = [_read(path, "--timing") for path in [*shared_paths, *run_paths, *encode_paths]]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
 
 
 def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:
-    own = f"`kairos {command}`"
+    """Read a file, and name the command of kairos that creates it if it is missing or damaged.
+
+    Raises:
+        KairosError: the file is missing or cannot be read.
+    """
     if not path.exists():
-        raise KairosError(f"{path} is missing; {own} makes it (`make run EXPERIMENT=...` runs all that is missing)")
+        remedy = f"`kairos {command}` creates it (`make run EXPERIMENT=...` runs all that is missing)"
+        raise KairosError(f"{path} is missing; {remedy}")
     try:
         return reader(path)
     except ValueError as error:
-        raise KairosError(f"{path} cannot be read ({error}); delete it and let {own} make it again") from None
+        remedy = f"delete it and let `kairos {command}` create it again"
+        raise KairosError(f"{path} cannot be read ({error}); {remedy}") from None
 
 
-def _lines(path: Path) -> list[Record]:
+def _read_json_lines(path: Path) -> list[Record]:
+    """Read a file that contains one JSON object per line."""
     return [json.loads(line) for line in read_lines(path)]

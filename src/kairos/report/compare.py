@@ -1,8 +1,9 @@
-"""Methods of experiments side by side: one table, with the tests and factors of the report; an index of all reports.
+"""Comparison of methods from several experiments in one table, and an index page of all reports.
 
-All are compared at the last milestone that all have, over the seeds that all have there. A difference is in units of
-the metric: the geometric mean over seeds of the ratio to the baseline, less 1, times the baseline's value. The ends of
-its interval are those of the ratio on the same scale; the test is of the ratio too.
+All methods are compared at the last snapshot that all have, over the seeds that all have there. Tests and factors are
+those of the report. A difference is in units of the metric: the geometric mean over seeds of the ratio to the baseline,
+less 1, times the baseline's value. The ends of its interval are those of the ratio on the same scale, and the test is a
+test of the ratio.
 """
 
 import math
@@ -16,152 +17,202 @@ import pandas as pd
 
 from kairos.evaluation.separation import ADVICE, cannot_rank
 from kairos.report import formatting
-from kairos.report.collect import Measured, Results
-from kairos.report.ranking import Ratio, Row, compare
+from kairos.report.collect import MethodMeasurements, Results
+from kairos.report.ranking import MethodComparison, Ratio, compare_methods
 from kairos_timesteps.errors import KairosError, demand
 
 COLUMNS = (
     "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
     "p_value", "steps_factor", "time_factor",
 )  # fmt: skip
-_SHARED = ("experiment", "seeds", "step", "metric", "baseline")  # in a terminal said once where they are alike
-_NO_PROTOCOL = ("identity", "accuracy")  # of one training; of the extractor, whose hash is there
-_LINKS = {"report": "report.html", "report of what is there": "report_unfinished.html", "summary.csv": "summary.csv"}
-_LINKS["picture"] = "figures/metric_vs_steps.svg"
-_NONE = Ratio(math.nan, math.nan, math.nan)
-_SAME = Ratio(1, math.nan, math.nan)  # the baseline against itself
-Sides = Sequence[tuple[Results, list[str]]]
+_SHARED = ("experiment", "seeds", "step", "metric", "baseline")  # a terminal shows equal ones once, above the table
+_NO_PROTOCOL = ("identity", "accuracy")  # identity: of one run; accuracy: of the extractor, whose hash is compared
+_LINKS = {
+    "report": "report.html",
+    "report of what is there": "report_unfinished.html",
+    "summary.csv": "summary.csv",
+    "picture": "figures/metric_vs_steps.svg",
+}
+_UNKNOWN = Ratio(math.nan, math.nan, math.nan)
+_BASELINE_TO_ITSELF = Ratio(1, math.nan, math.nan)
+Selection = Sequence[tuple[Results, list[str]]]  # experiments, each with its selected methods
 
 
-def join(sides: Sides, baseline: str | None = None) -> Measured:
-    """Methods of several experiments as those of one, named ``experiment/method``; of one they keep their names.
+def join_experiments(selection: Selection, baseline: str | None = None) -> MethodMeasurements:
+    """Join the selected methods of several experiments, named ``experiment/method``; one experiment keeps its names.
 
     Args:
-        sides: experiments, each with the methods of it that are compared.
-        baseline: its name, or the method's alone; default: the first experiment's uniform method, else its first.
+        selection: experiments, each with its selected methods.
+        baseline: name of the baseline, or the method's name alone. By default it is the first experiment's uniform
+            method, or else its first method.
 
     Raises:
-        KairosError: numbers came about under different protocols; names the fields that differ.
-        ConfigError: there is no such baseline.
+        KairosError: the protocols of the numbers differ; the message names the fields.
+        ConfigError: the baseline is not among the methods.
     """
     tables, names = list[pd.DataFrame](), list[str]()
-    for (found, methods), label in zip(sides, _labels(sides)):
-        own = {method: f"{label}/{method}" if len(sides) > 1 else method for method in methods}
-        rows = found.table[found.table["method"].isin(methods)].assign(metric=found.primary_metric, **_of_losses(found))
-        tables.append(rows.assign(experiment=label, method=rows["method"].map(own)))
-        names += own.values()
-    rows = pd.concat(tables)
-    protocol = dict.fromkeys(chain(*(found.trainings[0].final.evaluation["protocol"] for found, _ in sides)))
-    differ = []
-    for name in ("metric", *_of_losses(sides[0][0]), *(name for name in protocol if name not in _NO_PROTOCOL)):
-        said = rows.assign(value=rows[name].astype(str)).drop_duplicates("value")
-        if len(said) > 1:
-            values = [f"{value[:12]} in {label}" for value, label in zip(said["value"], said["experiment"])]
-            differ.append(f"{name} ({', '.join(values)})")
-    if differ:
-        raise KairosError(f"not compared: the protocols of the numbers differ in {'; '.join(differ)}")
-    wanted = baseline or sides[0][0].baseline
-    chosen = next((name for name in names if wanted in (name, name.rpartition("/")[2])), None)
-    demand(chosen or not baseline, "--baseline", baseline, ", ".join(names))
-    return Measured(rows, names, sorted({*rows["seed"]}), sides[0][0].primary_metric, chosen or names[0])
+    for (results, methods), label in zip(selection, _experiment_labels(selection)):
+        new_names = {method: f"{label}/{method}" if len(selection) > 1 else method for method in methods}
+        rows = results.table[results.table["method"].isin(methods)]
+        rows = rows.assign(metric=results.primary_metric, **_loss_settings(results))
+        tables.append(rows.assign(experiment=label, method=rows["method"].map(new_names)))
+        names += new_names.values()
+    table = pd.concat(tables)
+    first_results = selection[0][0]
+    protocols = [results.runs[0].last_snapshot.evaluation["protocol"] for results, _ in selection]
+    protocol_fields = [name for name in dict.fromkeys(chain(*protocols)) if name not in _NO_PROTOCOL]
+    differences = _find_differences(table, ["metric", *_loss_settings(first_results), *protocol_fields])
+    if differences:
+        raise KairosError(f"not compared: the protocols of the numbers differ in {'; '.join(differences)}")
+    requested = baseline or first_results.baseline
+    matches = [name for name in names if requested in (name, name.rpartition("/")[2])]
+    demand(matches or not baseline, "--baseline", baseline, ", ".join(names))
+    seeds = sorted({*table["seed"]})
+    return MethodMeasurements(table, names, seeds, first_results.primary_metric, (matches or names)[0])
 
 
-def _of_losses(found: Results) -> dict[str, str]:
-    """Settings that two validation losses must share to compare, where these rank methods; else nothing."""
-    if found.primary_metric == found.metric:
+def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
+    """Describe each column whose value is not equal in all rows, with an experiment for each value."""
+    differences = []
+    for column in columns:
+        rows = table.assign(value=table[column].astype(str)).drop_duplicates("value")
+        if len(rows) > 1:
+            values = [f"{value[:12]} in {label}" for value, label in zip(rows["value"], rows["experiment"])]
+            differences.append(f"{column} ({', '.join(values)})")
+    return differences
+
+
+def _loss_settings(results: Results) -> dict[str, str]:
+    """Return the settings that comparable validation losses share, if these rank methods; otherwise nothing."""
+    if results.primary_metric == results.metric:
         return {}
-    experiment = found.experiment
+    experiment = results.experiment
     return {
-        "data": str(found.dataset.get("content_sha256")),
-        "autoencoder": str(found.autoencoder.get("sha256")),
+        "data": str(results.dataset.get("content_sha256")),
+        "autoencoder": str(results.autoencoder.get("sha256")),
         "diffusion.process": str(experiment.diffusion.process),
         "evaluation.strata": str(experiment.evaluation.strata),
         "evaluation.loss_images": str(experiment.evaluation.loss_images),
     }
 
 
-def table(measured: Measured) -> pd.DataFrame:
-    """A row per method, the lowest distance first; NaN where there is nothing to say.
+def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
+    """Build a table with `COLUMNS` and a row per method, the lowest distance first; unknown values are NaN.
 
     Raises:
-        KairosError: no milestone, or no seed there, is evaluated of all methods.
+        KairosError: no snapshot, or no seed at the last common snapshot, is evaluated for all methods.
     """
-    if measured.baseline is None:
-        measured = replace(measured, baseline=measured.methods[0])
-    rows = compare(measured)
-    if not rows[0].seeds:
-        raise KairosError(f"{', '.join(measured.methods)}: no seed is evaluated of all of them at their last milestone")
-    base = next(row.curve.mean[-1] for row in rows if row.method == measured.baseline)
-    experiments = dict(zip(measured.table["method"], measured.table["experiment"]))
-    records = []
-    for row in rows:
-        own, value = row.curve, row.curve.mean[-1]
-        ratio = _SAME if row.method == measured.baseline else row.against or _NONE
-        differences = (base * (part - 1) for part in (ratio.value, ratio.low, ratio.high))
-        factors = ((factor or _NONE).value for factor in (row.steps, row.time))
-        where = (experiments[row.method], row.method.rpartition("/")[2], row.seeds, int(own.steps[-1]))
-        what = (measured.metric, value, own.spread[-1], measured.baseline)
-        records.append((*where, *what, *differences, ratio.p, *factors))
-    return pd.DataFrame(records, columns=COLUMNS)
+    if measurements.baseline is None:
+        measurements = replace(measurements, baseline=measurements.methods[0])
+    comparisons = compare_methods(measurements)
+    if not comparisons[0].seed_count:
+        names = ", ".join(measurements.methods)
+        raise KairosError(f"{names}: no seed is evaluated for all of them at their last common snapshot")
+    final_values = {comparison.method: comparison.curve.mean[-1] for comparison in comparisons}
+    baseline_value = final_values[measurements.baseline]
+    experiments = dict(zip(measurements.table["method"], measurements.table["experiment"]))
+    rows = []
+    for comparison in comparisons:
+        ratio = comparison.ratio_to_baseline or _UNKNOWN
+        if comparison.method == measurements.baseline:
+            ratio = _BASELINE_TO_ITSELF
+        row = {
+            "experiment": experiments[comparison.method],
+            "method": comparison.method.rpartition("/")[2],
+            "seeds": comparison.seed_count,
+            "step": int(comparison.curve.steps[-1]),
+            "metric": measurements.metric,
+            "value": final_values[comparison.method],
+            "spread": comparison.curve.std[-1],
+            "baseline": measurements.baseline,
+            "difference": baseline_value * (ratio.value - 1),
+            "low": baseline_value * (ratio.low - 1),
+            "high": baseline_value * (ratio.high - 1),
+            "p_value": ratio.p_value,
+            "steps_factor": (comparison.step_factor or _UNKNOWN).value,
+            "time_factor": (comparison.time_factor or _UNKNOWN).value,
+        }
+        rows.append(row)
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def written(found: pd.DataFrame, form: str) -> str:
-    """The table as text, as csv, json, md or else for a terminal; csv and json have all digits."""
+def format_table(table: pd.DataFrame, form: str) -> str:
+    """Format a comparison table as ``csv``, ``json``, ``md`` or, for any other `form`, as text for a terminal.
+
+    csv and json contain all digits of the numbers.
+    """
     if form == "csv":
-        return found.to_csv(index=False, lineterminator="\n")
+        return table.to_csv(index=False, lineterminator="\n")
     if form == "json":
-        return found.to_json(orient="records", indent=1, double_precision=15) + "\n"
-    cells = found.map(_cell)
+        return table.to_json(orient="records", indent=1, double_precision=15) + "\n"
+    cells = table.map(_format_cell)
     if form == "md":
         lines = [cells.columns, ["---"] * cells.shape[1], *cells.to_numpy(str)]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    alike = [name for name in _SHARED if cells[name].nunique() == 1]
-    head = ", ".join(f"{name} {cells[name][0]}" for name in alike)
-    columns = [[name, *column] for name, column in cells.drop(columns=alike).items()]
-    widths = [max(map(len, column)) * (-1 if column[0] in ("experiment", "method") else 1) for column in columns]
-    padded = ([f"{cell:{'<' if w < 0 else '>'}{abs(w)}}" for cell in column] for column, w in zip(columns, widths))
-    return f"{head}\n\n" + "".join("  ".join(line).rstrip() + "\n" for line in zip(*padded))
+    return _format_for_terminal(cells)
 
 
-def index(entries: dict[Path, tuple[Results, list[Row]] | str], out: Path) -> str:
-    """The page at `out`: of each folder its results compared, or why there are none, and links to its reports."""
-    shown = []
-    for folder, found in entries.items():
-        there = {told: folder / name for told, name in _LINKS.items() if (folder / name).exists()}
-        links = {told: os.path.relpath(path, out.parent) for told, path in there.items()}
-        warned = [] if isinstance(found, str) else list(warnings([(found[0], [])]))
-        shown.append((folder.name, found, links.pop("picture", None), links, warned))
-    return formatting.template(Path(__file__).with_suffix(".html.jinja")).render(
-        formatting=formatting, experiments=shown
-    )
+def _format_for_terminal(cells: pd.DataFrame) -> str:
+    """Align columns of text for a terminal, below a line with the columns whose cells are all equal."""
+    equal_columns = [name for name in _SHARED if cells[name].nunique() == 1]
+    shared = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
+    padded_columns = []
+    for name, column in cells.drop(columns=equal_columns).items():
+        width = max(map(len, [str(name), *column]))
+        alignment = "<" if name in ("experiment", "method") else ">"
+        padded_columns.append([f"{cell:{alignment}{width}}" for cell in (name, *column)])
+    lines = ["  ".join(line).rstrip() for line in zip(*padded_columns)]
+    return f"{shared}\n\n" + "".join(line + "\n" for line in lines)
 
 
-def warnings(sides: Sides) -> Iterator[str]:
-    """Report every distance that ranks methods although it cannot, see `separation.cannot_rank`."""
-    for (found, _), label in zip(sides, _labels(sides)):
-        if found.primary_metric == found.metric and (reason := cannot_rank(found.reference)):
+def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | str], out: Path) -> str:
+    """Render the page at `out`, which shows the comparison of each results folder and links to its reports.
+
+    Args:
+        entries: results and comparisons of each folder, or the reason why there are none.
+        out: path of the page, which links are relative to.
+    """
+    experiments = []
+    for folder, entry in entries.items():
+        links = {}
+        for label, file in _LINKS.items():
+            if (folder / file).exists():
+                links[label] = os.path.relpath(folder / file, out.parent)
+        ranking_warnings = [] if isinstance(entry, str) else list(find_ranking_warnings([(entry[0], [])]))
+        experiments.append((folder.name, entry, links.pop("picture", None), links, ranking_warnings))
+    template = formatting.load_template(Path(__file__).with_suffix(".html.jinja"))
+    return template.render(formatting=formatting, experiments=experiments)
+
+
+def find_ranking_warnings(selection: Selection) -> Iterator[str]:
+    """Yield a warning for every distance that ranks methods although it cannot, see `separation.cannot_rank`."""
+    for (results, _), label in zip(selection, _experiment_labels(selection)):
+        if results.primary_metric == results.metric and (reason := cannot_rank(results.reference)):
             yield f"{label}: {reason} {ADVICE}"
 
 
-def remarks(sides: Sides, measured: Measured) -> Iterator[str]:
+def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> Iterator[str]:
     """Yield the notes below a comparison table: unfinished or outdated results, and seeds that are left out."""
-    for (found, _), label in zip(sides, _labels(sides)):
-        if found.missing:
-            told = ", ".join(line.partition(";")[0] for line in found.missing[:3])
-            yield f"{label} is unfinished, {formatting.plural(len(found.missing), 'training')}: {told}"
-        for changes in found.outdated:
+    for (results, _), label in zip(selection, _experiment_labels(selection)):
+        if results.missing:
+            shown = ", ".join(line.partition(";")[0] for line in results.missing[:3])
+            yield f"{label} is unfinished, {formatting.format_count(len(results.missing), 'training run')}: {shown}"
+        for changes in results.outdated:
             yield f"{label}: results of other settings are left out: {changes}"
-        yield from (f"{label}: {note}" for note in found.notes)
-    if left := [str(seed) for seed in measured.seeds if seed not in measured.common.seeds]:
-        yield f"left out, since not all methods have them at the last common milestone: seeds {formatting.listed(left)}"
+        yield from (f"{label}: {note}" for note in results.notes)
+    if left_out := [str(seed) for seed in measurements.seeds if seed not in measurements.common_part.seeds]:
+        seeds = formatting.join_names(left_out)
+        yield f"left out, since not all methods have them at the last common snapshot: seeds {seeds}"
 
 
-def _labels(sides: Sides) -> list[str]:
-    names = [found.experiment.experiment for found, _ in sides]
-    return names if len(set(names)) == len(names) else [str(found.folder) for found, _ in sides]
+def _experiment_labels(selection: Selection) -> list[str]:
+    """Return the name of each experiment, or its results folder if two experiments have the same name."""
+    names = [results.experiment.experiment for results, _ in selection]
+    return names if len(set(names)) == len(names) else [str(results.folder) for results, _ in selection]
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
+    """Format a cell of the table; an unknown number becomes an empty text."""
     if isinstance(value, float):
-        return formatting.number(value, 4) if math.isfinite(value) else ""
+        return formatting.format_number(value, 4) if math.isfinite(value) else ""
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,15 +1,33 @@
-"""Figures over training: the distance by steps and by time, training losses, validation loss per timestep."""
+"""Figures of curves: distance and losses over training, distance by option of a sweep, and strategies over time."""
 
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from kairos.report.collect import Results
-from kairos.report.plot_style import MUTED, Label, Look, figure, label_lines, method_lines, own_time, plain_log
-from kairos.report.ranking import curve
+from kairos.config.sweeps import parse_sweep_name
+from kairos.report.collect import Results, RunResults
+from kairos.report.plot_style import (
+    INK,
+    MUTED,
+    Label,
+    Look,
+    create_figure,
+    draw_method_lines,
+    label_lines,
+    style_log_axis,
+    time_axis_settings,
+)
+from kairos.report.ranking import NOT_MOVED, Curve, build_curve, distance_from_start
 
-_POINTS = 1500  # points of a drawn line; more are not visible
+_POINTS = 1500  # points of a line; more are not visible
+_STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
 
 
 def metric_label(name: str) -> str:
@@ -21,91 +39,233 @@ def metric_label(name: str) -> str:
     return f"Fréchet distance, {name.removeprefix('frechet_')} features (lower is better)"
 
 
-def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
-    """Smoothed training losses: as minimised, and the squared error without weights; mean over seeds."""
-    drawing, grid = figure(7.8, 2.95, 1, 2, between=1.9)
-    logs = {method: [training.metrics for training in results.of(method)] for method in looks}
+def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
+    """Draw smoothed training losses, mean over seeds: the minimised loss, and the squared error without weights."""
+    figure, grid = create_figure(7.8, 2.95, 1, 2, column_space=1.9)
+    logs = {method: [run.metrics for run in results.runs_of(method)] for method in looks}
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
     for axes, (column, title) in zip(grid[0], panels):
-        curves = {}
+        lines = {}
         for method in looks:
-            tables = [table.set_index("step")[column] for table in logs[method] if column in table]
-            if tables:
-                mean = pd.concat(tables, axis=1, join="inner").mean(axis=1)
+            losses = [log.set_index("step")[column] for log in logs[method] if column in log]
+            if losses:
+                mean = pd.concat(losses, axis=1, join="inner").mean(axis=1)
                 mean = mean.rolling(max(1, len(mean) // 40), center=True, min_periods=1).mean()
-                curves[method] = mean.iloc[:: -(-len(mean) // _POINTS)]
-        words = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)", "yscale": "log"}
-        method_lines(axes, looks, curves, words)
-    return drawing
+                lines[method] = mean.iloc[:: -(-len(mean) // _POINTS)]
+        settings = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)", "yscale": "log"}
+        draw_method_lines(axes, looks, lines, settings)
+    return figure
 
 
-def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
-    """Validation loss per timestep at the last milestone: linear, logarithmic, and relative to uniform."""
+def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
+    """Draw the validation loss per timestep at the last snapshot: linear, logarithmic, and relative to the baseline."""
     baseline = results.baseline
     rows = 1 if baseline is None else 2
-    drawing, grid = figure(7.8, 3.7 * rows - 0.95, rows, 2, above=0.95, between=0.8)
-    losses = {method: _per_timestep(results, method) for method in looks}
-    words = own_time(results.experiment.diffusion.process["name"]) | {"ylabel": "validation loss"}
+    figure, grid = create_figure(7.8, 3.7 * rows - 0.95, rows, 2, row_space=0.95, column_space=0.8)
+    losses = {method: _loss_per_timestep(results, method) for method in looks}
+    settings = time_axis_settings(results.experiment.diffusion.process["name"]) | {"ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
-        shown = words | {"title": f"Loss per timestep, {scale} axis", "yscale": scale}
-        method_lines(axes, looks, losses, shown, labelled=scale == "log")
+        title = f"Loss per timestep, {scale} axis"
+        draw_method_lines(axes, looks, losses, settings | {"title": title, "yscale": scale}, labelled=scale == "log")
     if baseline is None:
-        return drawing
+        return figure
     for axes in grid[1]:
         axes.remove()
-    axes = drawing.add_subplot(grid[1][0].get_gridspec()[1, :])
+    axes = figure.add_subplot(grid[1][0].get_gridspec()[1, :])
     ratios = {method: values / losses[baseline] for method, values in losses.items()}
-    words |= {"ylabel": f"loss / loss of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
-    method_lines(axes, looks, ratios, words | {"yscale": "log"})
-    return drawing
+    settings |= {"ylabel": f"loss / loss of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
+    draw_method_lines(axes, looks, ratios, settings | {"yscale": "log"})
+    return figure
 
 
-def metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
-    """Distance against optimiser steps, or against training time."""
-    drawing, grid = figure(5.85, 4.25)
+def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
+    """Return the validation loss of a method at its last snapshot by time, mean over seeds."""
+    tables = [run.last_snapshot.evaluation["validation"]["per_timestep"] for run in results.runs_of(method)]
+    return pd.concat([pd.DataFrame(table).set_index("t")["loss"] for table in tables], axis=1).mean(axis=1)
+
+
+def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> Figure:
+    """Draw the distance of every method against optimiser steps, or against training time if `over_time`."""
+    figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
-    curves = {method: curve(results.measured, method) for method in looks}
-    longest = max(np.nan_to_num(c.seconds).max() for c in curves.values())
-    unit, divisor = ("h", 3600) if longest > 3 * 3600 else ("min", 60) if longest > 180 else ("s", 1)
-    labels, right = [], 0.0
+    curves = {method: build_curve(results.measurements, method) for method in looks}
+    unit, unit_seconds = _choose_time_unit(max(np.nan_to_num(curve.seconds).max() for curve in curves.values()))
+    labels = []
+    right_end = 0.0
     for method, look in looks.items():
-        own = curves[method]
-        x = own.seconds / divisor if time else own.steps
-        there = np.isfinite(own.mean + x)  # an unfinished experiment has not all, and there may be no clock
-        x, mean = x[there], own.mean[there]
-        up = np.nan_to_num(own.spread[there])  # no band where it is unknown
-        down = np.minimum(up, mean * 0.999)  # a log axis has no zero
-        axes.fill_between(x, mean - down, mean + up, color=look["color"], alpha=0.13, linewidth=0)
-        drawn = look | {"markersize": 4.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2, "label": method}
-        axes.errorbar(x, mean, [down, up], **drawn)
-        right = max(right, x[-1])
-        labels.append(Label(float(mean[-1]), method, look["color"], bold=True, x=float(x[-1])))
+        curve = curves[method]
+        x = curve.seconds / unit_seconds if over_time else curve.steps
+        label = _draw_distance_curve(axes, curve, x, method, look)
+        right_end = max(right_end, label.x or 0.0)
+        labels.append(label)
+    labels += _draw_reference_rows(axes, results)
+    axes.set(yscale="log", ylabel=metric_label(results.primary_metric))
+    style_log_axis(axes)
+    if over_time:
+        axes.set_xlabel(f"training time in {unit}")
+    else:
+        axes.set_xlabel(f"training step ({results.experiment.training.batch_size} images each)")
+        _style_step_axis(axes, np.array(results.experiment.milestones, float))
+    if right_end > 0:
+        axes.set_xlim(right=right_end * 1.01)
+    label_lines(axes, labels)
+    return figure
+
+
+def _choose_time_unit(longest: float) -> tuple[str, int]:
+    """Return the unit for training times up to `longest` seconds, and its length in seconds."""
+    if longest > 3 * 3600:
+        return "h", 3600
+    return ("min", 60) if longest > 180 else ("s", 1)
+
+
+def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, look: Look) -> Label:
+    """Draw a distance curve with bars and a band of one standard deviation, and return the label of its end."""
+    # values of an unfinished experiment may be missing, and times if there is no clock
+    is_known = np.isfinite(curve.mean + x)
+    x, mean = x[is_known], curve.mean[is_known]
+    std_above = np.nan_to_num(curve.std[is_known])  # no band where it is unknown
+    std_below = np.minimum(std_above, mean * 0.999)  # a log axis has no zero
+    axes.fill_between(x, mean - std_below, mean + std_above, color=look["color"], alpha=0.13, linewidth=0)
+    style = look | {"markersize": 4.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2, "label": method}
+    axes.errorbar(x, mean, [std_below, std_above], **style)
+    return Label(float(mean[-1]), method, look["color"], bold=True, x=float(x[-1]))
+
+
+def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:
+    """Draw a dashed line for each reference row that has the primary metric, and return the labels."""
+    labels = []
     for name, row in results.reference["rows"].items():
         value = row.get(results.primary_metric)
         if value is not None and value > 0:
             axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1, label=name)
             labels.append(Label(float(value), "floor: real, held out" if name == "floor" else name, MUTED))
-    axes.set(yscale="log", ylabel=metric_label(results.primary_metric))
-    plain_log(axes)
-    if time:
-        axes.set_xlabel(f"training time in {unit}")
-    else:
-        axes.set_xlabel(f"training step ({results.experiment.training.batch_size} images each)")
-        _step_axis(axes, np.array(results.experiment.milestones, float))
-    if right > 0:
-        axes.set_xlim(right=right * 1.01)
-    label_lines(axes, labels)
-    return drawing
+    return labels
 
 
-def _step_axis(axes: Axes, steps: np.ndarray) -> None:
-    """Linear for evenly spread milestones, logarithmic past the first one where they grow by orders of magnitude."""
+def _style_step_axis(axes: Axes, steps: np.ndarray) -> None:
+    """Put ticks at the snapshots; the axis is logarithmic past the first one if steps grow by orders of magnitude."""
     if steps[-1] / steps[1] > 20:
         axes.set_xscale("symlog", linthresh=steps[1], linscale=0.4)
     axes.set_xticks(steps, [f"{step:,.0f}" for step in steps])
     axes.set_xlim(left=-0.03 * steps[1] if steps[-1] / steps[1] > 20 else -0.015 * steps[-1])
 
 
-def _per_timestep(results: Results, method: str) -> "pd.Series[float]":
-    tables = [training.final.evaluation["validation"]["per_timestep"] for training in results.of(method)]
-    return pd.concat([pd.DataFrame(table).set_index("t")["loss"] for table in tables], axis=1).mean(axis=1)
+def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str, str]]]:
+    """Group the methods of a sweep, whose names contain options of a `grid` and their values.
+
+    Returns:
+        Method by value of an option, by name without the option, by option.
+    """
+    groups: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for method in methods:
+        for option, value in parse_sweep_name(method):
+            groups[option][method.replace(f"-{option}={value}", "", 1)][value] = method
+    return groups
+
+
+def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
+    """Draw the final distance against each option of a sweep, a panel per option.
+
+    The x axis is numeric if all values of the option are numbers; otherwise the values are evenly spaced in order.
+    """
+    panels, baseline = group_swept_methods(results.methods), results.baseline
+    figure, grid = create_figure(4.6, 3.4 * len(panels) - 0.8, len(panels), row_space=0.8)
+    for axes, (option, lines) in zip(grid[:, 0], panels.items()):
+        positions = _option_positions(lines)
+        labels = []
+        for name, method_by_value in lines.items():
+            values = sorted(method_by_value, key=lambda value: positions[value])
+            curves = [build_curve(results.measurements, method_by_value[value]) for value in values]
+            look = looks[method_by_value[values[0]]]
+            x = [positions[value] for value in values]
+            y = [float(curve.mean[-1]) for curve in curves]
+            std = np.nan_to_num([curve.std[-1] for curve in curves])
+            axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
+            labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
+        if baseline is not None and not parse_sweep_name(baseline):
+            final_value = float(build_curve(results.measurements, baseline).mean[-1])
+            labels.append(Label(final_value, baseline, MUTED))
+            axes.axhline(final_value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        spans_decades = 0 < 20 * min(positions.values()) < max(positions.values())
+        axes.set(xscale="log" if spans_decades else "linear", yscale="log", xlabel=option)
+        axes.set_ylabel(results.primary_metric)
+        axes.set_xticks(list(positions.values()), list(positions))
+        axes.set_xticks([], minor=True)
+        style_log_axis(axes)
+        label_lines(axes, labels)
+    return figure
+
+
+def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Return the position on the x axis of each value of an option: the number itself, or its place in the order."""
+    values = list(dict.fromkeys(value for method_by_value in lines.values() for value in method_by_value))
+    numbers = pd.to_numeric(pd.Series(values), errors="coerce")
+    return dict(zip(values, range(len(values)) if numbers.isna().any() else numbers.astype(float)))
+
+
+def draw_strategies(results: Results, looks: dict[str, Look], column: str, label: str, scale: str) -> Figure:
+    """Draw a column of the strategy tables, multiplied by T, at every snapshot, with a panel per method.
+
+    Args:
+        results: results of the experiment.
+        looks: not used; all figures take the same arguments.
+        column: ``p`` for the density, ``effective`` for density times weight.
+        label: label of the y axis.
+        scale: scale of the y axis, ``linear`` or ``log``.
+    """
+    methods, steps = results.methods, results.experiment.milestones
+    time_settings = time_axis_settings(results.experiment.diffusion.process["name"])
+    columns = min(_STRATEGY_COLUMNS, len(methods))
+    rows = -(-len(methods) // columns)
+    height = 2.25 * rows - 0.55
+    figure, grid = create_figure(8.7, height, rows, columns, column_space=0.3, row_space=0.5)
+    colors = matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))
+    handles = {"does not change": Line2D([], [], color=INK, linewidth=1.6)}
+    highest = 0.0
+    for axes in grid.flat[len(methods) :]:
+        axes.remove()
+    for panel, (axes, method) in enumerate(zip(grid.flat, methods)):
+        runs = results.runs_of(method)
+        fixed = _is_fixed(runs, column)
+        lines: list[Any] = [(runs[0].last_snapshot, INK)]
+        if not fixed:
+            lines = [pair for run in runs for pair in zip(run.snapshots, colors)]
+            for step, color in zip(steps, colors):
+                handles[f"step {step:,}"] = Line2D([], [], color=color, linewidth=2)
+        for snapshot, color in lines:
+            table = snapshot.strategy_table
+            values = table[column].to_numpy(float) * len(table)
+            highest = max(highest, float(values.max()))
+            axes.plot(table["t"], values, color=color, linewidth=1.4 if fixed else 1.2)
+        axes.axhline(1, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
+        axes.set_title(method, fontsize=9.5)
+        axes.text(1, 1.05, _movement_note(runs), transform=axes.transAxes, ha="right", fontsize=8, color=MUTED)
+        is_lowest, is_leftmost = panel + columns >= len(methods), panel % columns == 0
+        axes.set(xscale=time_settings["xscale"], xlabel=time_settings["xlabel"] if is_lowest else "")
+        axes.set(yscale=scale, ylabel=label if is_leftmost else "")
+        axes.tick_params(labelbottom=is_lowest, labelleft=is_leftmost)
+        axes.margins(x=0)
+    limits = (0, highest * 1.08) if scale == "linear" else (highest * 1e-4, highest * 2)
+    for axes in figure.axes:
+        axes.set_ylim(*limits)
+    corner: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.014, 1 + 0.75 / height)}
+    figure.legend(handles.values(), handles, ncols=len(handles), fontsize=8.5, **corner)
+    return figure
+
+
+def _is_fixed(runs: list[RunResults], column: str) -> bool:
+    """Return True if a column of the strategy table is equal at all snapshots of every run."""
+    for run in runs:
+        final_values = run.last_snapshot.strategy_table[column]
+        if any(not np.array_equal(snapshot.strategy_table[column], final_values) for snapshot in run.snapshots):
+            return False
+    return True
+
+
+def _movement_note(runs: list[RunResults]) -> str:
+    """Describe how far the learned sampler of a method has moved from its start."""
+    distances = [distance for distance in map(distance_from_start, runs) if distance is not None]
+    if not distances:
+        return "fixed"
+    return f"moved by {max(distances):.2f}" if max(distances) >= NOT_MOVED else "has not moved"

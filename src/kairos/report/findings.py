@@ -1,4 +1,4 @@
-"""Outcome of an experiment, in sentences computed from its numbers, and warnings about the numbers."""
+"""Outcome of an experiment in sentences that are computed from its numbers, and warnings about these numbers."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -6,83 +6,143 @@ from itertools import chain, pairwise
 
 from kairos.evaluation.separation import ADVICE, cannot_rank
 from kairos.report.collect import Results
-from kairos.report.formatting import change, listed, number, plural, plus_minus, times
-from kairos.report.ranking import LEVEL, SEEDS, Curve, Ratio, Row, curve, moved, stands_still
+from kairos.report.formatting import (
+    format_change,
+    format_count,
+    format_factor,
+    format_number,
+    format_plus_minus,
+    join_names,
+)
+from kairos.report.ranking import (
+    MIN_SEEDS,
+    SIGNIFICANCE_LEVEL,
+    Curve,
+    MethodComparison,
+    build_curve,
+    distance_from_start,
+    has_not_moved,
+)
 
 
-def verdict(results: Results, rows: list[Row]) -> list[str]:
-    """The outcome, in a few sentences that claim no more than the tests find.
+def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> list[str]:
+    """Summarise the outcome in a few sentences that claim no more than the tests find.
 
-    The first sentence reports a distance that ranks methods although it cannot.
+    If the distance cannot rank methods, the first sentence reports that.
+
+    Args:
+        results: results of the experiment.
+        comparisons: comparison of its methods, see `ranking.compare_methods`.
     """
-    measure = "Fréchet distance" if results.primary_metric == results.metric else "validation loss"
-    best = [row for row in rows if row.like_best]
-    ends = {row.method: plus_minus(row.curve.mean[-1], row.curve.spread[-1]) for row in rows}
-    named = [f"{end} ({method})" for method, end in ends.items()]
-    if not best:
-        sentences = [
-            f"Not ranked: methods are ranked from {SEEDS} seeds on, and this experiment has {rows[0].seeds}.",
-            f"Final values of the {measure}: from {named[0]} to {named[-1]}; another seed may reorder them.",
-        ]
-    elif len(best) == 1:
-        sentences = [f"{best[0].method} ends with the lowest {measure}, {ends[best[0].method]}."]
-    else:
-        names = listed([row.method for row in best])
-        sentences = [f"No test tells {names} apart or finds a method below them; the lowest mean is {named[0]}."]
+    by_distance = results.primary_metric == results.metric
+    sentences = []
+    if by_distance and (reason := cannot_rank(results.reference)):
+        sentences.append(f"{reason} {ADVICE}")
     if results.missing:
-        sentences.insert(0, f"So far, at step {rows[0].curve.steps[-1]:,.0f}, the last that all methods here have:")
-    if results.primary_metric == results.metric and (reason := cannot_rank(results.reference)):
-        sentences.insert(0, f"{reason} {ADVICE}")
+        last_step = comparisons[0].curve.steps[-1]
+        sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
+    sentences += _summarise_ranking(comparisons, "Fréchet distance" if by_distance else "validation loss")
     if results.baseline is None:
-        return [*sentences, "No method samples uniformly without weights, so there is no baseline for factors."]
-    found: dict[str, list[tuple[Row, Ratio]]] = {"Below": [], "Above": [], "Not told apart from": []}
-    for row in rows:
-        if row.judged and row.against:
-            side = "Below" if row.against.value < 1 else "Above"
-            found[side if row.against.p < LEVEL else "Not told apart from"].append((row, row.against))
-    for words, members in found.items():
-        listing = [f"{row.method} ({change(against)[0]})" for row, against in members]
-        sentences += [f"{words} {results.baseline}: {listed(listing)}."] if listing else []
-    sure = [row for row, _ in found["Below"] if row.steps and row.steps.low > 1]
-    if sure:
-        (steps, limits), (time, span) = times(sure[0].steps), times(sure[0].time)
-        in_time = f"; in time the factor is {time} ({span})" if sure[0].time else ""
-        needs = f"{sure[0].method} needs {steps} fewer steps for {results.baseline}'s final value"
-        sentences.append(f"{needs} (95 % interval {limits}){in_time}.")
+        sentences.append("No method samples uniformly without weights, so there is no baseline for factors.")
+    else:
+        sentences += _summarise_baseline_comparison(comparisons, results.baseline)
     return sentences
 
 
-def warnings(results: Results) -> Iterator[str]:
-    """Everything that limits what the numbers may be used for; nothing where nothing does."""
-    for training in filter(stands_still, results.trainings):
-        off = f"has not moved from its start (total variation distance {number(moved(training))})"
-        told = f"its sampler learns but {off}; its numbers are those of the distribution it started from."
-        yield f"{training.method} seed {training.seed}: {told}"
+def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> list[str]:
+    """Summarise which methods may be the best ones; `measure` is the name of the primary metric."""
+    final_values = {}
+    for comparison in comparisons:
+        final_values[comparison.method] = format_plus_minus(comparison.curve.mean[-1], comparison.curve.std[-1])
+    values_with_names = [f"{value} ({method})" for method, value in final_values.items()]
+    lowest, highest = values_with_names[0], values_with_names[-1]
+    best = [comparison.method for comparison in comparisons if comparison.may_be_best]
+    if not best:
+        seed_count = comparisons[0].seed_count
+        return [
+            f"Not ranked: methods are ranked from {MIN_SEEDS} seeds on, and this experiment has {seed_count}.",
+            f"Final values of the {measure}: from {lowest} to {highest}; another seed may reorder them.",
+        ]
+    if len(best) == 1:
+        return [f"{best[0]} ends with the lowest {measure}, {final_values[best[0]]}."]
+    names = join_names(best)
+    return [f"No test tells {names} apart or finds a method below them; the lowest mean is {lowest}."]
+
+
+def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline: str) -> list[str]:
+    """Summarise which methods end below and above the baseline, and the steps that the best of them saves."""
+    changes: dict[str, list[str]] = {"Below": [], "Above": [], "Not told apart from": []}
+    first_below = None
+    for comparison in comparisons:
+        ratio = comparison.ratio_to_baseline
+        if not comparison.is_ranked or ratio is None:
+            continue
+        side = "Not told apart from"
+        if ratio.p_value < SIGNIFICANCE_LEVEL:
+            side = "Below" if ratio.value < 1 else "Above"
+        changes[side].append(f"{comparison.method} ({format_change(ratio)[0]})")
+        step_factor = comparison.step_factor
+        if first_below is None and side == "Below" and step_factor is not None and step_factor.low > 1:
+            first_below = comparison
+    sentences = [f"{side} {baseline}: {join_names(members)}." for side, members in changes.items() if members]
+    if first_below is not None:
+        steps, interval = format_factor(first_below.step_factor)
+        in_time = ""
+        if first_below.time_factor:
+            time, time_interval = format_factor(first_below.time_factor)
+            in_time = f"; in time the factor is {time} ({time_interval})"
+        saving = f"{first_below.method} needs {steps} fewer steps for {baseline}'s final value"
+        sentences.append(f"{saving} (95 % interval {interval}){in_time}.")
+    return sentences
+
+
+def find_warnings(results: Results) -> Iterator[str]:
+    """Yield a sentence for everything that limits what the numbers may be used for."""
+    for run in filter(has_not_moved, results.runs):
+        moved = f"has not moved from its start (total variation distance {format_number(distance_from_start(run))})"
+        consequence = f"its sampler learns but {moved}; its numbers are those of the distribution it started from."
+        yield f"{run.method} seed {run.seed}: {consequence}"
     reason = cannot_rank(results.reference)
     if reason and results.primary_metric != results.metric:
         yield reason
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.primary_metric)
     for method in results.methods:
-        yield from _of_distances(method, curve(results.measured, method), gaussian)
-    places: dict[str, list[str]] = defaultdict(list)
-    for training, milestone in results.evaluated:
-        for message in milestone.evaluation.get("warnings") or []:
-            places[message].append(f"{training.method} seed {training.seed} step {milestone.step:,}")
-    for message, (first, *others) in places.items():
-        more = f" and {plural(len(others), 'other evaluation')}" if others else ""
-        yield f"{first}{more}: {message}."
-    reasons = (training.record["provenance"].get("inexact_because") or [] for training in results.trainings)
-    yield from (f"Not bit-exact: {reason}." for reason in dict.fromkeys(chain.from_iterable(reasons)))
+        yield from _find_distance_warnings(method, build_curve(results.measurements, method), gaussian)
+    yield from _find_evaluation_warnings(results)
+    reasons = (run.record["provenance"].get("inexact_because") or [] for run in results.runs)
+    for reason in dict.fromkeys(chain.from_iterable(reasons)):
+        yield f"Not bit-exact: {reason}."
     if len(results.experiment.seeds) == 1:
-        yield "One seed: how much another would change the numbers is unknown, and no part of the spread."
-    if not all(training.clock for training in results.trainings):
-        yield "Some trainings have no timing.jsonl: their times and factors in time are missing."
+        yield "One seed: how much another would change the numbers is unknown, and no part of the standard deviation."
+    if not all(run.seconds_by_step for run in results.runs):
+        yield "Some training runs have no timing.jsonl: their times and factors in time are missing."
 
 
-def _of_distances(method: str, own: Curve, gaussian: float | None) -> Iterator[str]:
-    if gaussian is not None and own.mean[-1] >= gaussian:
-        yield f"{method} ends at {number(own.mean[-1])}, not below a Gaussian fitted to the data, {number(gaussian)}."
-    for k, (before, after) in enumerate(pairwise(own.mean)):
-        if after - before > own.spread[k] + own.spread[k + 1]:
-            first, then = (f"{step:,.0f} ({number(its)})" for step, its in zip(own.steps[k:], (before, after)))
-            yield f"{method} gets worse from step {first} to {then}, beyond the spread."
+def _find_evaluation_warnings(results: Results) -> Iterator[str]:
+    """Yield each warning in the evaluation records once, with the evaluations that it concerns."""
+    evaluations: dict[str, list[str]] = defaultdict(list)
+    for run, snapshot in results.run_snapshots:
+        for message in snapshot.evaluation.get("warnings") or []:
+            evaluations[message].append(f"{run.method} seed {run.seed} step {snapshot.step:,}")
+    for message, (first, *others) in evaluations.items():
+        more = f" and {format_count(len(others), 'other evaluation')}" if others else ""
+        yield f"{first}{more}: {message}."
+
+
+def _find_distance_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:
+    """Yield warnings about a method whose distance ends too high or rises during training.
+
+    Args:
+        method: name of the method.
+        curve: its distance over training.
+        gaussian: distance of a Gaussian that is fitted to the data, if known.
+    """
+    final_value = curve.mean[-1]
+    if gaussian is not None and final_value >= gaussian:
+        limit = f"not below a Gaussian fitted to the data, {format_number(gaussian)}"
+        yield f"{method} ends at {format_number(final_value)}, {limit}."
+    for k, (before, after) in enumerate(pairwise(curve.mean)):
+        if after - before > curve.std[k] + curve.std[k + 1]:
+            start = f"{curve.steps[k]:,.0f} ({format_number(before)})"
+            end = f"{curve.steps[k + 1]:,.0f} ({format_number(after)})"
+            yield f"{method} gets worse from step {start} to {end}, beyond the standard deviations."

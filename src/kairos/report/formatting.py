@@ -1,4 +1,4 @@
-"""Numbers and lists as people read them."""
+"""Format numbers, durations, lists and settings for people, and load the templates that use these formats."""
 
 import math
 from collections.abc import Sequence
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 NONE = "–"
 
 
-def template(file: Path, **filters: Any) -> jinja2.Template:
-    """A template: what it puts into HTML is escaped, elsewhere what is not there is an error."""
+def load_template(file: Path, **filters: Any) -> jinja2.Template:
+    """Load a jinja2 template with additional `filters`.
+
+    Values are escaped in ``.html.jinja`` templates. In all other templates an undefined variable is an error.
+    """
     html = file.name.endswith(".html.jinja")
-    rules: Any = {"autoescape": html, "undefined": jinja2.Undefined if html else jinja2.StrictUndefined}
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, **rules)
+    undefined = jinja2.Undefined if html else jinja2.StrictUndefined
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=html, undefined=undefined)
     environment.filters |= filters
     return environment.from_string(file.read_text(encoding="utf-8"))
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A number with `digits` significant digits, thousands separated; a dash for none."""
+def format_number(value: float | None, digits: int = 3) -> str:
+    """Format a number with `digits` significant digits and separated thousands; a dash if it is missing."""
     if value is None or not math.isfinite(value):
         return NONE
     if abs(value) >= 10 ** (digits - 1) or value == int(value):
@@ -33,74 +36,86 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:#.{digits}g}"
 
 
-def plus_minus(value: float | None, spread: float | None, digits: int = 4) -> str:
-    """``21.3 ± 0.9``: two digits of the spread, and as many decimals of the value."""
+def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -> str:
+    """Format a value with its standard deviation, such as ``21.3 ± 0.9``.
+
+    The standard deviation has two significant digits, and the value has the decimals of the standard deviation. A value
+    without standard deviation has `digits` significant digits.
+    """
     if value is None or not math.isfinite(value):
         return NONE
-    if spread is None or not 1e-9 * abs(value) < spread < math.inf:  # or none but rounding
-        return number(value, digits)
-    decimals = min(max(0, 1 - math.floor(math.log10(spread))), 8)
-    return f"{value:,.{decimals}f} ± {spread:.{decimals}f}"
+    if std is None or not 1e-9 * abs(value) < std < math.inf:  # smaller ones are rounding errors
+        return format_number(value, digits)
+    decimals = min(max(0, 1 - math.floor(math.log10(std))), 8)
+    return f"{value:,.{decimals}f} ± {std:.{decimals}f}"
 
 
-def times(factor: "Ratio | None") -> tuple[str, str]:
-    """A factor against uniform and its interval, or in how many seeds there is none."""
+def format_factor(factor: "Ratio | None") -> tuple[str, str]:
+    """Format a cost factor and its interval; instead, name the number of seeds that do not reach the baseline."""
     if factor is None:
         return NONE, ""
-    if factor.missed:
-        return "not reached", f"in {factor.missed} of {factor.seeds} seeds" if factor.seeds > 1 else ""
-    return f"{factor.value:.2f}×", f"{factor.low:.2f}–{factor.high:.2f}" if factor.low < factor.high else ""
+    if factor.missed_seeds:
+        return "not reached", f"in {factor.missed_seeds} of {factor.seed_count} seeds" if factor.seed_count > 1 else ""
+    interval = f"{factor.low:.2f}–{factor.high:.2f}" if factor.low < factor.high else ""
+    return f"{factor.value:.2f}×", interval
 
 
-def change(ratio: "Ratio | None") -> tuple[str, str]:
-    """A ratio as a difference in per cent, and its interval."""
+def format_change(ratio: "Ratio | None") -> tuple[str, str]:
+    """Format a ratio as a difference in per cent, and the interval of that difference."""
     if ratio is None or not math.isfinite(ratio.value):
         return NONE, ""
-    value, low, high = (f"{100 * (part - 1):+,.1f}".replace("-", "−") for part in (ratio.value, ratio.low, ratio.high))
+    value, low, high = (_format_percentage(part) for part in (ratio.value, ratio.low, ratio.high))
     return f"{value} %", f"{low} to {high} %" if ratio.low < ratio.high else ""
 
 
-def probability(ratio: "Ratio | None") -> str:
-    """The corrected p of a ratio's being 1."""
-    return NONE if ratio is None or math.isnan(ratio.p) else "< 0.001" if ratio.p < 0.001 else f"{ratio.p:.3f}"
+def _format_percentage(ratio: float) -> str:
+    """Format the difference of a ratio from 1 in per cent, with a sign and without the unit."""
+    return f"{100 * (ratio - 1):+,.1f}".replace("-", "−")
 
 
-def listed(names: Sequence[str]) -> str:
-    """``a, b and c``."""
+def format_p_value(ratio: "Ratio | None") -> str:
+    """Format the corrected p-value of the hypothesis that a ratio is 1."""
+    if ratio is None or math.isnan(ratio.p_value):
+        return NONE
+    return "< 0.001" if ratio.p_value < 0.001 else f"{ratio.p_value:.3f}"
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Join names to a list in a sentence, such as ``a, b and c``."""
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
-def plural(count: int, unit: str, units: str | None = None) -> str:
-    """``1 seed``, ``1,600 steps``."""
+def format_count(count: int, unit: str, units: str | None = None) -> str:
+    """Format a count with its unit, such as ``1 seed`` or ``1,600 steps``; `units` is an irregular plural."""
     return f"{count:,} {unit if count == 1 else units or unit + 's'}"
 
 
-def sample_sets(evaluation: Any) -> str:
-    """Return the number of samples of section `evaluation`, such as ``3 sets of 10,000 images``."""
-    return f"{plural(evaluation.sets, 'set')} of {plural(evaluation.num_samples, 'image')}"
+def describe_sample_sets(evaluation: Any) -> str:
+    """Describe the samples that section `evaluation` requests, such as ``3 sets of 10,000 images``."""
+    return f"{format_count(evaluation.sets, 'set')} of {format_count(evaluation.num_samples, 'image')}"
 
 
-def seconds(value: float | None) -> str:
-    """A span of time: 0.4 s, 75 s, 12.5 min, 3.2 h."""
-    if value is None or not math.isfinite(value):
+def format_duration(seconds: float | None) -> str:
+    """Format a duration, such as ``0.4 s``, ``75 s``, ``12.5 min`` or ``3.2 h``."""
+    if seconds is None or not math.isfinite(seconds):
         return NONE
     for unit, size in (("h", 3600), ("min", 60)):
-        if value >= 3 * size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
+        if seconds >= 3 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def component(named: dict[str, object]) -> str:
-    """A sampler or weighting with its options in one line."""
-    options = [f"{key} {value}" for key, value in but_name(named).items() if value not in (None, [])]
-    return str(named["name"]) + (f" ({', '.join(options)})" if options else "")
+def format_milliseconds(seconds: float) -> str:
+    """Format a duration in seconds as milliseconds, such as ``50 ms``."""
+    return f"{seconds * 1000:.0f} ms" if math.isfinite(seconds) else NONE
 
 
-def words(value: object) -> str:
-    """Anything of a record: a list as ``a, b and c``."""
-    return listed([str(item) for item in value]) if isinstance(value, list) and value else str(value)
+def describe_component(settings: dict[str, object]) -> str:
+    """Describe a component, such as a sampler or a weighting, by its name and its options in one line."""
+    options = [f"{key} {value}" for key, value in but_name(settings).items() if value not in (None, [])]
+    return str(settings["name"]) + (f" ({', '.join(options)})" if options else "")
 
 
-def milliseconds(value: float) -> str:
-    """Seconds as ``50 ms``."""
-    return f"{value * 1000:.0f} ms" if math.isfinite(value) else NONE
+def format_record_value(value: object) -> str:
+    """Format any value of a record; a list becomes ``a, b and c``."""
+    return join_names([str(item) for item in value]) if isinstance(value, list) and value else str(value)

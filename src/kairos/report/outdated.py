@@ -1,6 +1,6 @@
-"""Results of earlier settings: files in an experiment's folder that were computed with settings it no longer has.
+"""Detection of outdated results: files that were computed with settings which their experiment no longer has.
 
-The report, `kairos compare`, `kairos export` and `kairos status` use this module to detect outdated results.
+The report, `kairos compare`, `kairos export` and `kairos status` use this module.
 """
 
 import json
@@ -23,25 +23,31 @@ from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
 
 Record = dict[str, Any]
-_NO_EFFECT = ("images", "unmatched", "store", "broken", "train_images")  # of section dataset: equal images
-_READ_BY_ENCODE = ("dataset.flips", "dataset.low_resolution")  # stage prepare does not use these two
+_NO_EFFECT = ("images", "unmatched", "store", "broken", "train_images")  # fields of dataset: images stay equal
+_READ_BY_ENCODE = ("dataset.flips", "dataset.low_resolution")  # stage prepare does not use these fields
 _ROUNDING = (
     "training.threads", "training.deterministic", "training.compile", "autoencoder.encode_batch_size",
     "text_encoder.batch_size",
 )  # fmt: skip
-_HASHES = {  # section: record of its stage, the hash there, and the field of a milestone that repeats the hash
+_HASHES = {  # section: manifest of its stage, field of the hash in it, and field of the hash in a snapshot's record
     "dataset": ("dataset/manifest.json", "content_sha256", "dataset_sha256"),
     "autoencoder": ("autoencoder/manifest.json", "sha256", "autoencoder_sha256"),
 }
-_DEVICES = {"auto": ("cpu", "cuda")}  # a milestone does not record which of them computed it
+_EVALUATION_FIELDS = {  # setting: field of an evaluation's protocol
+    "num_samples": "n_samples",
+    "sets": "sets",
+    "seed": "eval_seed",
+    "precision": "eval_precision",
+}
+_DEVICES = {"auto": ("cpu", "cuda")}  # a snapshot does not record which of the two computed it
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting whose value in a record is not the experiment's.
+    """A setting whose value in a record differs from its value in the experiment.
 
     Attributes:
-        field: dotted name in the experiment file, or the name of a hash.
+        field: dotted name in the experiment file, or name of a hash.
         before: value in the record.
         now: value in the experiment.
     """
@@ -51,11 +57,11 @@ class Change:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.field}: {_written(self.before)} → {_written(self.now)}"
+        return f"{self.field}: {_format_value(self.before)} → {_format_value(self.now)}"
 
 
-def listed(changes: Sequence[Change]) -> str:
-    """The first three changes in one line, and the number of the others."""
+def format_changes(changes: Sequence[Change]) -> str:
+    """Format the first three changes in one line, with the number of further changes."""
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return ", ".join(str(change) for change in changes[:3]) + more
 
@@ -64,93 +70,104 @@ class ExpectedSettings:
     """Settings that results must have to count as results of an experiment.
 
     Args:
-        experiment: its settings.
-        results: its folder, whose manifests contain the hashes of the present data, autoencoder and latents.
+        experiment: the experiment.
+        results: its results folder, whose manifests contain the hashes of the present data, autoencoder and latents.
     """
 
     def __init__(self, experiment: Experiment, results: Path):
         self.experiment, self.results = experiment, results
         self.plain = experiment.plain()
         self._manifests: dict[str, Record] = {}
-        self._settings = cache(self._settings_of)
-        self.identities = cache(self._identities)
-        self.milestone = cache(_read_milestone)
+        self._settings_of = cache(self._collect_settings)
+        self.identities = cache(self._compute_identities)
+        self.snapshot_record = cache(_read_snapshot_record)
 
-    def changes(self, method: str, seed: int, path: Path) -> list[Change]:
-        """Return the settings of a milestone that changed since and that change results; none: the milestone counts.
+    def find_changes(self, method: str, seed: int, path: Path) -> list[Change]:
+        """Find the settings that have changed since a snapshot and that change results; a valid snapshot has none.
 
         Args:
-            method, seed: the training whose milestone is expected.
-            path: the milestone's record; a record that cannot be read has no changes.
+            method: method of the snapshot.
+            seed: seed of the snapshot.
+            path: file of the snapshot's record; a record that cannot be read has no changes.
         """
-        record = self.milestone(path)
+        record = self.snapshot_record(path)
         if not record:
             return []
-        changes = [change for change in self._all_changes(method, record) if change.field not in _ROUNDING]
-        if changes and record["identity"] in self.identities(method, seed):  # equal by content, e.g. a moved start_from
+        changes = [change for change in self._find_all_changes(method, record) if change.field not in _ROUNDING]
+        if changes and record["identity"] in self.identities(method, seed):
+            # the training settings are equal by content, e.g. after training.start_from has moved
             changes = [change for change in changes if _section(change) in ("dataset", "autoencoder", "text_encoder")]
         for section, (manifest, _, _) in _HASHES.items():
-            before, now = self._hashes(section, record)
+            before, now = self._stage_hashes(section, record)
             if before != now:
                 explained = any(_section(change) == section for change in changes)
                 changes += [] if explained else [Change(f"{section} (SHA-256)", before[:12], now[:12])]
-            elif now and _newer(self.results / manifest, path):  # the stage ran again with an equal result
-                changes = [one for one in changes if _section(one) != section or one.field in _READ_BY_ENCODE]
+            elif now and _is_newer(self.results / manifest, path):  # the stage ran again with an equal result
+                changes = [
+                    change for change in changes if _section(change) != section or change.field in _READ_BY_ENCODE
+                ]
         if record["seed"] != seed:
             changes.append(Change("seed", record["seed"], seed))
-        return changes + ([] if changes else self._latents_change(method, seed, record))
+        return changes or self._find_latents_change(method, seed, record)
 
-    def rounding_changes(self, method: str, record: Record) -> list[Change]:
-        """Return the settings of a milestone that changed since and that change no more than rounding."""
-        return [change for change in self._all_changes(method, record) if change.field in _ROUNDING]
+    def find_rounding_changes(self, method: str, record: Record) -> list[Change]:
+        """Find the settings that have changed since a snapshot and that change no more than rounding."""
+        return [change for change in self._find_all_changes(method, record) if change.field in _ROUNDING]
 
-    def sampling_changes(self, protocol: Record) -> list[Change]:
-        """Return the settings of sampling whose values differ in the protocol of a file of samples."""
-        asked = self.experiment.evaluation
-        now = {"sampling": self._sampling, "number of samples": asked.num_samples * asked.sets}
-        return _changes(now, {"sampling": protocol, **_renamed(protocol, {"number of samples": "num"})})
+    def find_sampling_changes(self, protocol: Record) -> list[Change]:
+        """Find the settings of sampling that differ from the protocol in a file of samples."""
+        evaluation = self.experiment.evaluation
+        now = {"sampling": self._sampling_settings, "number of samples": evaluation.num_samples * evaluation.sets}
+        return _compare_settings(now, {"sampling": protocol, **_select_fields(protocol, {"number of samples": "num"})})
 
-    def evaluation_changes(self, evaluation: Record) -> list[Change]:
-        """Return the settings of sampling and evaluation whose values differ in an evaluation's protocol."""
-        protocol, asked = evaluation["protocol"], self.experiment.evaluation
-        names = {name: name for name in ("steps", "weights", *GUIDANCE)}
-        options = {name: name for name in but_name(self._sampling["scheduler"])}
-        sampling = {
-            "scheduler": _renamed(protocol, {"name": "scheduler", **options}),
-            **_renamed(protocol, {**names, "seed": "sample_seed", "precision": "sample_precision"}),
+    def find_evaluation_changes(self, evaluation: Record) -> list[Change]:
+        """Find the settings of sampling and evaluation that differ from the protocol in an evaluation record."""
+        before = {
+            "sampling": self._sampling_settings_in(evaluation["protocol"]),
+            "evaluation": _select_fields(evaluation["protocol"], _EVALUATION_FIELDS),
         }
-        names = {"num_samples": "n_samples", "sets": "sets", "seed": "eval_seed", "precision": "eval_precision"}
-        now = {name: getattr(asked, name) for name in names}
-        before = _renamed(protocol, names)
-        if used := (evaluation.get("validation") or {}).get("images"):
-            before["loss_images"] = used
-            now["loss_images"] = min(asked.loss_images, self._manifest("dataset").get("heldout_count", used))
-        if rows := (evaluation.get("validation") or {}).get("per_timestep"):
-            before["strata"] = len(rows) - 2  # the first and the last cell are strata of their own
+        settings = self.experiment.evaluation
+        now = {name: getattr(settings, name) for name in _EVALUATION_FIELDS}
+        validation = evaluation.get("validation") or {}
+        if image_count := validation.get("images"):
+            before["evaluation"]["loss_images"] = image_count
+            heldout_count = self._read_manifest("dataset").get("heldout_count", image_count)
+            now["loss_images"] = min(settings.loss_images, heldout_count)
+        if losses_by_time := validation.get("per_timestep"):
+            before["evaluation"]["strata"] = len(losses_by_time) - 2  # the first and the last cell are separate strata
             cells = self.plain["diffusion"]["process"].get("timesteps", CELLS)
-            now["strata"] = min(asked.strata, max(cells - 2, 0))
-        return _changes({"sampling": self._sampling, "evaluation": now}, {"sampling": sampling, "evaluation": before})
+            now["strata"] = min(settings.strata, max(cells - 2, 0))
+        return _compare_settings({"sampling": self._sampling_settings, "evaluation": now}, before)
 
-    def _identities(self, method: str, seed: int) -> list[str]:
-        """Identities that a training would have now, one per kind of device; none before there are latents."""
-        latents = self._manifest("latents")
+    def _sampling_settings_in(self, protocol: Record) -> Record:
+        """Return the settings of sampling in an evaluation's protocol, in the form of `_sampling_settings`."""
+        option_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
+        setting_fields = {name: name for name in ("steps", "weights", *GUIDANCE)}
+        setting_fields |= {"seed": "sample_seed", "precision": "sample_precision"}
+        scheduler = _select_fields(protocol, {"name": "scheduler", **option_fields})
+        return {"scheduler": scheduler, **_select_fields(protocol, setting_fields)}
+
+    def _compute_identities(self, method: str, seed: int) -> list[str]:
+        """Compute the present identities of a run, one per kind of device; none before the latents exist."""
+        latents = self._read_manifest("latents")
         if not latents:
             return []
         device = self.plain["training"]["device"].partition(":")[0]
         kinds = _DEVICES.get(device, (device,))
-        with suppress(ConfigError):  # training.start_from is not there
+        with suppress(ConfigError):  # the file of training.start_from does not exist
             return [compute_identity(self.plain, method, seed, latents, kind)["identity"] for kind in kinds]
         return []
 
-    def _settings_of(self, method: str) -> Record:
-        """Settings that decide the results of a method, by section."""
+    def _collect_settings(self, method: str) -> Record:
+        """Collect the settings that decide the results of a method, by section."""
         dataset, autoencoder = self.plain["dataset"], self.plain["autoencoder"]
-        unused = ("path", "scaling") if autoencoder["kind"] == "train" else ()
-        only = {"none": ("kind",), "pretrained": ("kind", "path", "scaling", "encode_batch_size")}
-        used = only.get(autoencoder["kind"], [name for name in autoencoder if name not in (*unused, "shards")])
+        unused = ("path", "scaling", "shards") if autoencoder["kind"] == "train" else ("shards",)
+        fields_by_kind = {"none": ("kind",), "pretrained": ("kind", "path", "scaling", "encode_batch_size")}
+        all_used = [name for name in autoencoder if name not in unused]
+        autoencoder_fields = fields_by_kind.get(autoencoder["kind"], all_used)
         return {
             "dataset": {name: value for name, value in dataset.items() if name not in _NO_EFFECT},
-            "autoencoder": {name: autoencoder[name] for name in used},
+            "autoencoder": {name: autoencoder[name] for name in autoencoder_fields},
             "text_encoder": self.plain["text_encoder"],
             "model": self.plain["model"],
             "diffusion": self.plain["diffusion"],
@@ -159,72 +176,82 @@ class ExpectedSettings:
         }
 
     @cached_property
-    def _sampling(self) -> Record:
-        """Settings that decide the images drawn from a milestone."""
+    def _sampling_settings(self) -> Record:
+        """Settings that decide the images that are sampled from a snapshot."""
         sampling = self.experiment.sampling
         names = ("steps", "weights", "precision", "seed", *GUIDANCE)
         scheduler = resolve_solver(sampling.scheduler, self.plain["diffusion"]["process"])
         return {"scheduler": scheduler, **{name: getattr(sampling, name) for name in names}}
 
-    def _all_changes(self, method: str, record: Record) -> list[Change]:
-        recorded = record["config"] | {"methods": {method: record["config"]["methods"].get(record["method"], {})}}
-        return _changes(self._settings(method), recorded)
+    def _find_all_changes(self, method: str, record: Record) -> list[Change]:
+        """Find all settings that decide the results of a method and differ from a snapshot's record."""
+        recorded_method = record["config"]["methods"].get(record["method"], {})
+        recorded = record["config"] | {"methods": {method: recorded_method}}
+        return _compare_settings(self._settings_of(method), recorded)
 
-    def _hashes(self, section: str, record: Record) -> tuple[str, str]:
-        """The hash of a stage's result in a milestone's record, and the present one; empty where one is unknown."""
-        _, present, recorded = _HASHES[section]
-        before, now = record[recorded], self._manifest(section).get(present)
+    def _stage_hashes(self, section: str, record: Record) -> tuple[str, str]:
+        """Return the hash of a stage's result in a snapshot's record, and the present one; both empty if unknown."""
+        _, manifest_field, record_field = _HASHES[section]
+        before, now = record[record_field], self._read_manifest(section).get(manifest_field)
         return (before, now) if before and now else ("", "")
 
-    def _latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
-        """A change of the latents that no setting explains; known once the training has ended."""
-        ended = glance(self.results / method / f"seed{seed}" / "training.json")
-        before = ended.get("parts", {}).get("data") if ended.get("identity") == record["identity"] else None
-        now = self._manifest("latents").get("content_sha256")
+    def _find_latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
+        """Find a change of the latents that no setting explains; it is known once the run has ended."""
+        run_record = glance(self.results / method / f"seed{seed}" / "training.json")
+        if run_record.get("identity") != record["identity"]:
+            return []
+        before = run_record.get("parts", {}).get("data")
+        now = self._read_manifest("latents").get("content_sha256")
         return [Change("latents (SHA-256)", before[:12], now[:12])] if before and now and before != now else []
 
-    def _manifest(self, stage: str) -> Record:
-        """The manifest of a stage, empty where there is none."""
+    def _read_manifest(self, stage: str) -> Record:
+        """Read the manifest of a stage once; it is empty if there is none."""
         if stage not in self._manifests:
             self._manifests[stage] = glance(self.results / stage / "manifest.json")
         return self._manifests[stage]
 
 
-def _changes(now: Any, before: Any, field: str = "") -> list[Change]:
-    """Compare nested settings; a field that one side lacks belongs to another version of kairos and does not count."""
+def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
+    """Compare nested settings and return the differences.
+
+    A field that one side lacks belongs to another version of kairos and does not count.
+    """
     if not (isinstance(now, dict) and isinstance(before, dict)):
         return [] if now == before else [Change(field, before, now)]
     names = [name for name in now if name in before]
     if "name" in names and now["name"] != before["name"]:  # another component, which has other options
         names = ["name"]
-    parts = [_changes(now[name], before[name], f"{field}.{name}" if field else name) for name in names]
-    return [change for part in parts for change in part]
+    changes = []
+    for name in names:
+        changes += _compare_settings(now[name], before[name], f"{field}.{name}" if field else name)
+    return changes
 
 
-def _renamed(record: Record, names: dict[str, str]) -> Record:
-    """The fields that a record has, under new names (name: field)."""
-    return {name: record[field] for name, field in names.items() if field in record}
+def _select_fields(record: Record, fields: dict[str, str]) -> Record:
+    """Select the fields that a record has, under new names; `fields` maps a new name to a field."""
+    return {name: record[field] for name, field in fields.items() if field in record}
 
 
 def _section(change: Change) -> str:
+    """Return the section of the experiment file that contains the changed setting."""
     return change.field.partition(".")[0]
 
 
-def _written(value: Any) -> str:
-    """A value as an experiment file has it, shortened; a component by its name."""
+def _format_value(value: Any) -> str:
+    """Format a value as in an experiment file, shortened; a component is represented by its name."""
     if isinstance(value, dict) and "name" in value:
         return str(value["name"])
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _newer(one: Path, other: Path) -> bool:
-    """True if a file was written after another one."""
-    return one.stat().st_mtime_ns > other.stat().st_mtime_ns
+def _is_newer(file: Path, other: Path) -> bool:
+    """Return True if a file was written after the other one."""
+    return file.stat().st_mtime_ns > other.stat().st_mtime_ns
 
 
-def _read_milestone(path: Path) -> Record:
-    """The record of a milestone, without the other methods of its experiment; empty where there is no file."""
+def _read_snapshot_record(path: Path) -> Record:
+    """Read the record of a snapshot, without the other methods of its experiment; it is empty if there is no file."""
     record = glance(path)
     if not record:
         return record
@@ -232,15 +259,15 @@ def _read_milestone(path: Path) -> Record:
     return {**record, "config": {**record["config"], "methods": methods}}
 
 
-def samples_protocol(path: Path) -> Record:
-    """The protocol in a file of samples, whose images are not read; empty where it cannot be read."""
+def read_samples_protocol(path: Path) -> Record:
+    """Read the protocol in a file of samples, without its images; it is empty if it cannot be read."""
     stat = path.stat()
     return _read_protocol(path, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=10_000)
-def _read_protocol(path: Path, changed: int, size: int) -> Record:
-    """Read the protocol of a file once for each time that the file `changed` and each `size` of it."""
+def _read_protocol(path: Path, modified_ns: int, size: int) -> Record:
+    """Read the protocol of a file; a file of equal modification time and size is read once."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(json.loads(str(file["protocol"])))

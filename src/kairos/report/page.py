@@ -1,4 +1,4 @@
-"""report.html: the template beside this file, filled with the results; its images are inside the page."""
+"""report.html: the template page.html.jinja, filled with the results of an experiment; images are part of the page."""
 
 import base64
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ from kairos.analyses.registries import ANALYSES
 from kairos.models.registries import omit_overridden_size
 from kairos.report import findings, formatting, interactive, published_numbers
 from kairos.report.collect import Record, Results
-from kairos.report.figures import figures_of
-from kairos.report.plot_style import DPI, looks
-from kairos.report.ranking import compare, curve, stands_still
+from kairos.report.figures import available_figures
+from kairos.report.plot_style import DPI, assign_looks
+from kairos.report.ranking import build_curve, compare_methods, has_not_moved
 from kairos.sampling.registries import SCHEDULERS
 from kairos.sampling.settings import GUIDANCE
 from kairos_timesteps.options import dump
@@ -22,102 +22,128 @@ from kairos_timesteps.options import dump
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
 
-def page(results: Results, figures: Path, live: dict[str, str] | None = None) -> str:
-    """The report as one HTML document, with the figures of a folder inside, and those for a browser by name."""
-    rows, records = compare(results), [training.record["provenance"] for training in results.trainings]
-    curves = {method: curve(results.measured, method) for method in results.methods}
-    words = [{key: formatting.words(value) for key, value in record.items()} for record in records]
-    provenance = pd.DataFrame(words).fillna(formatting.NONE)
-    same = provenance.nunique() == 1
-    shared = provenance.loc[:, same].iloc[0]
-    final = results.trainings[0].final
-    protocol, config = final.evaluation["protocol"], final.record["config"]
-    return formatting.template(Path(__file__).with_suffix(".html.jinja")).render(
+def render_page(results: Results, figures: Path, interactive_figures: dict[str, str] | None = None) -> str:
+    """Render the report as one HTML document.
+
+    Args:
+        results: results of the experiment.
+        figures: folder of the drawn figures.
+        interactive_figures: JSON of the interactive figures by name.
+    """
+    comparisons = compare_methods(results)
+    curves = {method: build_curve(results.measurements, method) for method in results.methods}
+    shared_provenance, varying_provenance = _split_provenance(results)
+    last_snapshot = results.runs[0].last_snapshot
+    protocol = last_snapshot.evaluation["protocol"]
+    metrics_of_runs = [run.last_snapshot.evaluation["metrics"] for run in results.runs]
+    common = results.measurements.common_part
+
+    def final_value(method: str, column: str) -> float:
+        """Return a column of a method at the last common snapshot, mean over seeds."""
+        return float(common.values_of(method, column).iloc[:, -1].mean(skipna=False))
+
+    return formatting.load_template(Path(__file__).with_suffix(".html.jinja")).render(
         formatting=formatting,
         results=results,
-        rows=rows,
+        comparisons=comparisons,
         protocol=protocol,
-        scheduler=_scheduler(protocol),
+        solver=_solver_settings(protocol),
         guidance={name: protocol.get(name, getattr(results.experiment.sampling, name)) for name in GUIDANCE},
-        model=omit_overridden_size(config["model"]),
-        validation=_validation(results),
-        last_step=max(milestone.step for _, milestone in results.evaluated),
-        ranked=rows[0].judged,
-        looks=looks(results.methods, results.baseline),
-        verdict=findings.verdict(results, rows),
-        warnings=[*results.notes, *findings.warnings(results)],
-        curves={one: dict(zip(c.steps, zip(c.mean, c.spread))) for one, c in curves.items()},
-        still={method: all(map(stands_still, results.of(method))) for method in results.methods},
-        stands_still=stands_still,
-        final=lambda method, name: results.measured.common.values(method, name).iloc[:, -1].mean(skipna=False),
-        further_metrics=_further_metrics(
-            [one.final.evaluation["metrics"] for one in results.trainings], results.primary_metric
-        ),
+        model=omit_overridden_size(last_snapshot.record["config"]["model"]),
+        validation=_validation_size(results),
+        last_step=max(snapshot.step for _, snapshot in results.run_snapshots),
+        ranked=comparisons[0].is_ranked,
+        looks=assign_looks(results.methods, results.baseline),
+        outcome=findings.summarise_outcome(results, comparisons),
+        warnings=[*results.notes, *findings.find_warnings(results)],
+        curves={method: dict(zip(curve.steps, zip(curve.mean, curve.std))) for method, curve in curves.items()},
+        unmoved={method: all(map(has_not_moved, results.runs_of(method))) for method in results.methods},
+        has_not_moved=has_not_moved,
+        final_value=final_value,
+        further_metrics=_further_metrics(metrics_of_runs, results.primary_metric),
         reference_metrics=_further_metrics(results.reference["rows"].values(), results.metric),
-        milestones=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
-        losses=formatting.listed([formatting.component(loss) for loss in results.experiment.diffusion.losses]),
-        costs=_costs(results.jobs),
-        beside=published_numbers.beside(results),
-        accelerations=list(published_numbers.accelerations(results)) if results.experiment.published else [],
-        claimed=published_numbers.claimed(results),
-        shared=shared[~shared.isin(["None", "[]"])],
-        varying=provenance.loc[:, ~same],
-        figures={name: _figure(figures, name) for name in figures_of(results)},
-        analyses=_analyses(results),
-        live=live or {},
+        snapshot_labels=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
+        losses=formatting.join_names(list(map(formatting.describe_component, results.experiment.diffusion.losses))),
+        costs=_sum_costs(results.jobs),
+        published_numbers=published_numbers.compare_published_numbers(results),
+        accelerations=_compute_accelerations(results),
+        claim=published_numbers.judge_claim(results),
+        shared_provenance=shared_provenance,
+        varying_provenance=varying_provenance,
+        figures={name: _load_figure(figures, name) for name in available_figures(results)},
+        analyses=_load_analyses(results),
+        interactive_figures=interactive_figures or {},
         library=interactive.LIBRARY.js_raw,
     )
 
 
-def _scheduler(protocol: Record) -> Record:
-    """The sampling scheme of an evaluation's protocol with its options."""
+def _split_provenance(results: Results) -> tuple["pd.Series[str]", pd.DataFrame]:
+    """Return the provenance that all runs share without empty fields, and a row per run with the rest."""
+    rows = []
+    for run in results.runs:
+        provenance = run.record["provenance"]
+        rows.append({key: formatting.format_record_value(value) for key, value in provenance.items()})
+    table = pd.DataFrame(rows).fillna(formatting.NONE)
+    is_shared = table.nunique() == 1
+    shared = table.loc[:, is_shared].iloc[0]
+    return shared[~shared.isin(["None", "[]"])], table.loc[:, ~is_shared]
+
+
+def _compute_accelerations(results: Results) -> list[published_numbers.Acceleration]:
+    """Return the accelerations over the baseline, if the experiment has published numbers."""
+    return list(published_numbers.compute_accelerations(results)) if results.experiment.published else []
+
+
+def _solver_settings(protocol: Record) -> Record:
+    """Return name and options of the solver in the protocol of an evaluation."""
     if protocol["scheduler"] not in SCHEDULERS:
         return {"name": protocol["scheduler"]}
     options = dump(SCHEDULERS.parse(protocol["scheduler"], {}, "scheduler"))
     return {"name": protocol["scheduler"], **{name: protocol[name] for name in options if name in protocol}}
 
 
-def _validation(results: Results) -> tuple[int, int] | None:
-    """The number of held-out images and of strata between the end points that the validation losses were measured on.
+def _validation_size(results: Results) -> tuple[int, int] | None:
+    """Return the number of held-out images, and of strata between the end points, that validation losses use.
 
-    None where a training has no validation loss. Records of earlier versions do not have the number of images.
+    None if a run has no validation loss. Records of earlier versions do not contain the number of images.
     """
-    if not results.validated:
+    if not results.has_validation_losses:
         return None
-    measured = results.trainings[0].final.evaluation["validation"]
-    held_out = min(results.experiment.evaluation.loss_images, results.dataset["heldout_count"])
-    return measured.get("images", held_out), len(measured["per_timestep"]) - 2
+    validation = results.runs[0].last_snapshot.evaluation["validation"]
+    image_count = min(results.experiment.evaluation.loss_images, results.dataset["heldout_count"])
+    return validation.get("images", image_count), len(validation["per_timestep"]) - 2
 
 
 def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
-    """Columns of the records other than the column `first`, standard deviations and values of single sets."""
+    """Return the columns of records, except `first`, standard deviations and values of single sample sets."""
     names = dict.fromkeys(name for record in records for name in record if name != "n_samples")
     return [name for name in names if name != first and not name.endswith(("_spread", "_sets"))]
 
 
-def _costs(jobs: tuple[Record, ...]) -> list[Any]:
-    """CPU and wall time of every stage, the sum last."""
+def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
+    """Sum CPU and wall time of the jobs by stage, and over all stages in the last row."""
     if not jobs:
         return []
     table = pd.DataFrame(list(jobs))
-    both = pd.concat([table, table.assign(stage="all")])
-    order = {name: place for place, name in enumerate(_STAGES)} | {"all": len(_STAGES) + 1}
+    with_total = pd.concat([table, table.assign(stage="all")])
+    order = {name: position for position, name in enumerate(_STAGES)} | {"all": len(_STAGES) + 1}
     times = [f"{kind}{unit}_seconds" for kind in ("", "startup_") for unit in ("wall", "cpu")]
     sums = {time: (time, "sum") for time in times}
-    costs = both.groupby("stage").agg(jobs=("stage", "size"), peak=("peak_rss_bytes", "max"), **sums)
+    costs = with_total.groupby("stage").agg(jobs=("stage", "size"), peak=("peak_rss_bytes", "max"), **sums)
     costs = costs.sort_index(key=lambda names: names.map(order).fillna(len(_STAGES)))
     return costs.reset_index().to_dict("records")
 
 
-def _analyses(results: Results) -> list[tuple[str, str, tuple[str, int | None]]]:
-    """Name, title and figure of the analyses that are there."""
-    folder, asked = results.folder / "analyses", [named["name"] for named in results.experiment.analyses]
-    there = [name for name in asked if (folder / f"{name}.png").is_file()]
-    return [(name, ANALYSES.entry(name).help, _figure(folder, name, "png")) for name in there]
+def _load_analyses(results: Results) -> list[tuple[str, str, tuple[str, int | None]]]:
+    """Return name, title and figure of each analysis whose figure exists."""
+    folder = results.folder / "analyses"
+    names = [analysis["name"] for analysis in results.experiment.analyses]
+    available = [name for name in names if (folder / f"{name}.png").is_file()]
+    return [(name, ANALYSES.entry(name).help, _load_figure(folder, name, "png")) for name in available]
 
 
-def _figure(folder: Path, name: str, form: str = "svg") -> tuple[str, int | None]:
-    """A figure as a data URL; a PNG with the width at which it was drawn, so that letters are of one size."""
+def _load_figure(folder: Path, name: str, form: str = "svg") -> tuple[str, int | None]:
+    """Return a figure as a data URL, and the width of a PNG at which its letters have the size of the others."""
     path, kind, width = folder / f"{name}.svg", "svg+xml", None
     if form == "png" or name.endswith("samples"):
         path, kind = folder / f"{name}.png", "png"

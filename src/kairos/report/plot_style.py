@@ -1,6 +1,7 @@
-"""Common look of all figures: one colour, dash and marker per method, and labels next to lines without overlap.
+"""Common style of all figures: colour, dash and marker per method, and labels next to lines without overlap.
 
-Only matplotlib's object interface is used, and SVG files carry no date and no random ids: same numbers, same bytes.
+Figures use only matplotlib's object interface. SVG files contain no date and no random ids: equal numbers give equal
+bytes.
 """
 
 from collections.abc import Sequence
@@ -22,11 +23,11 @@ from kairos_timesteps.diffusion.registries import PROCESSES
 
 DPI = 160  # of PNG files
 INK, MUTED = "#1f2328", "#667079"
-# Okabe and Ito's palette, distinct in every common colour blindness; the baseline is black, its yellow is too light
+# Okabe and Ito's palette, distinct in every common colour blindness; its yellow is too light, and the baseline is black
 _COLORS = cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3"])
 _MARKERS = cycler(marker=["s", "D", "^", "v", "P", "X", "p"])
 _DASHES = cycler(linestyle=["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5))])
-Look = dict[str, Any]  # how a method is drawn: color, marker and linestyle, as matplotlib calls them
+Look = dict[str, Any]  # how a method is drawn: color, marker and linestyle, in matplotlib's terms
 
 _LEADER = {"arrowstyle": "-", "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
 
@@ -35,7 +36,15 @@ STYLE: Any = rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_de
 
 @dataclass(frozen=True)
 class Label:
-    """A text beside the right edge of the axes, for a line that ends at height `y` (data), before the edge at `x`."""
+    """Text at the right of the axes that labels a line.
+
+    Attributes:
+        y: height at which the line ends, in data coordinates.
+        text: the label.
+        color: colour of the line.
+        bold: True for bold text.
+        x: where the line ends, in data coordinates, if it ends before the right edge of the axes.
+    """
 
     y: float
     text: str
@@ -44,60 +53,88 @@ class Label:
     x: float | None = None
 
 
-def looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
-    """A look per method, by its place in the configuration; the baseline is black."""
+def assign_looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
+    """Assign each method a look by its position in the configuration; the baseline is black."""
     others = [method for method in methods if method != baseline]
     black = {} if baseline is None else {baseline: {"color": "#000000", "marker": "o", "linestyle": "-"}}
     return dict(zip(others, (_DASHES * (_COLORS + _MARKERS))())) | black
 
 
-def figure(
-    width: float, height: float, rows: int = 1, columns: int = 1, *, between: float = 0.5, above: float = 0.6
+def create_figure(
+    width: float,
+    height: float,
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    column_space: float = 0.5,
+    row_space: float = 0.6,
 ) -> tuple[Figure, Any]:
-    """A figure whose grid of axes (rows, columns) has a size in inches, with spaces `between` columns, `above` rows.
+    """Create a figure with a grid of axes, and return the figure and the axes, (rows, columns).
 
-    What stands around the axes is outside of the figure; `tight_box` includes it when the figure is saved.
+    Labels around the grid are outside of the figure's size; `tight_bounding_box` includes them when saving.
+
+    Args:
+        width, height: size of the grid in inches.
+        rows, columns: shape of the grid.
+        column_space, row_space: space between neighbouring axes in inches.
     """
-    wide, high = width - between * (columns - 1), height - above * (rows - 1)
-    space = {"wspace": between * columns / wide, "hspace": above * rows / high}  # in sizes of the axes
-    result = Figure(figsize=(width, height))
-    return result, result.subplots(rows, columns, squeeze=False, gridspec_kw=space)
+    axes_width = width - column_space * (columns - 1)
+    axes_height = height - row_space * (rows - 1)
+    # matplotlib takes spaces as fractions of the size of one axes
+    spaces = {"wspace": column_space * columns / axes_width, "hspace": row_space * rows / axes_height}
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots(rows, columns, squeeze=False, gridspec_kw=spaces)
 
 
-def tight_box(drawing: Figure) -> Bbox:
-    """Return the box in inches that holds everything drawn, with the style's padding, for ``savefig(bbox_inches=)``."""
-    drawing.draw_without_rendering()  # texts and ticks get their positions
-    return drawing.get_tightbbox().padded(rcParams["savefig.pad_inches"])
+def tight_bounding_box(figure: Figure) -> Bbox:
+    """Return the box in inches around everything drawn, with the style's padding, for ``savefig(bbox_inches=)``."""
+    figure.draw_without_rendering()  # texts and ticks get their positions
+    return figure.get_tightbbox().padded(rcParams["savefig.pad_inches"])
 
 
 def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
-    """Write labels right of the axes at the heights of their lines, moved apart where they would overlap."""
+    """Write labels right of the axes at the heights of their lines; labels that would overlap are moved apart.
+
+    Args:
+        axes: axes that contain the lines.
+        labels: one label per line, in any order.
+        size: font size in points.
+    """
     if not labels:
         return
-    drawing = axes.get_figure(root=True)
-    gap = size * 1.3 / 72 * drawing.dpi / axes.get_window_extent().height  # type: ignore[union-attr]  # of the axes
+    figure = axes.get_figure(root=True)
+    gap = size * 1.3 / 72 * figure.dpi / axes.get_window_extent().height  # type: ignore[union-attr]  # of the axes
     ordered = sorted(labels, key=lambda label: label.y)
-    true = [float(axes.transAxes.inverted().transform(axes.transData.transform((1, label.y)))[1]) for label in ordered]
-    for label, height, place in zip(ordered, true, spread_out(true, gap)):
+    to_axes = axes.transAxes.inverted()
+    heights = [float(to_axes.transform(axes.transData.transform((1, label.y)))[1]) for label in ordered]
+    for label, line_height, text_height in zip(ordered, heights, space_out_heights(heights, gap)):
         if label.x is not None:
             right = axes.get_xlim()[1]
             axes.plot([label.x, right], [label.y, label.y], color=label.color, lw=0.7, ls=(0, (1, 2)), alpha=0.7)
-        dark = tuple(0.78 * part for part in to_rgb(label.color))  # of light lines letters are not readable
-        look: dict[str, Any] = {"color": dark, "fontsize": size, "fontweight": "bold" if label.bold else "normal"}
-        at: Any = dict.fromkeys(("xycoords", "textcoords"), "axes fraction")
-        at |= {"xy": (1.0, height), "xytext": (1.045, place)}
-        leader = _LEADER | {"color": label.color}
-        axes.annotate(label.text, **at, **look, va="center", annotation_clip=False, arrowprops=leader)
+        dark = tuple(0.78 * channel for channel in to_rgb(label.color))  # letters in a light colour are not readable
+        axes.annotate(
+            label.text,
+            xy=(1.0, line_height),
+            xytext=(1.045, text_height),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            color=dark,
+            fontsize=size,
+            fontweight="bold" if label.bold else "normal",
+            va="center",
+            annotation_clip=False,
+            arrowprops=_LEADER | {"color": label.color},
+        )
 
 
-def spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """Places in the order of `heights`, at least `gap` apart: of all such places those with the least squared moves."""
+def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
+    """Move ascending heights apart to at least `gap` from each other, with the least sum of squared moves."""
     gaps = gap * np.arange(len(heights))
     return (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
 
 
-def plain_log(axes: Axes) -> None:
-    """A log axis upwards with numbers instead of powers of ten, and enough of them where it is short."""
+def style_log_axis(axes: Axes) -> None:
+    """Label a logarithmic y axis with numbers instead of powers of ten, with enough ticks for a short axis."""
     low, high = axes.get_ylim()
     decades = np.log10(high / low)
     ticks = LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,))
@@ -106,24 +143,32 @@ def plain_log(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter("")
 
 
-def method_lines(
+def draw_method_lines(
     axes: Axes, looks: dict[str, Look], lines: dict[str, Any], settings: dict[str, Any], labelled: bool = True
 ) -> None:
-    """A line per method, each a pandas Series over its index; its name at its end; axes as `settings` say."""
+    """Draw one line per method, with the method's name at its end.
+
+    Args:
+        axes: axes to draw into.
+        looks: look of each method.
+        lines: pandas Series of each method; its index is the x axis.
+        settings: arguments of ``axes.set``.
+        labelled: False draws no names.
+    """
     for method, line in lines.items():
         axes.plot(line.index, line, **looks[method] | {"marker": "", "label": method}, linewidth=1.4)
     axes.set(**settings)
     axes.margins(x=0)
     if axes.get_yscale() == "log":
-        plain_log(axes)
+        style_log_axis(axes)
     if labelled:
         ends = {method: float(line.iloc[-1]) for method, line in lines.items()}
         label_lines(axes, [Label(end, method, looks[method]["color"]) for method, end in ends.items()])
 
 
-def own_time(process: str) -> dict[str, Any]:
-    """Return label and scale of an axis that shows the time of a process."""
-    own = PROCESSES.entry(process).load().time_symbol
-    if own != "t":
-        return {"xlabel": f"{own} (small: almost clean)", "xscale": "log"}
+def time_axis_settings(process: str) -> dict[str, Any]:
+    """Return label and scale of an x axis that shows the time of the process with this name."""
+    symbol = PROCESSES.entry(process).load().time_symbol
+    if symbol != "t":
+        return {"xlabel": f"{symbol} (small: almost clean)", "xscale": "log"}
     return {"xlabel": f"{'timestep' if process == 'discrete' else 'time'} t (0: almost clean)", "xscale": "linear"}

@@ -154,7 +154,7 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
 
 
 def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline: str) -> float | None:
-    """Compute the acceleration of a method by the first published table with curves of both methods, if there is one."""
+    """Compute the acceleration by the first published table that contains curves of both methods; None without one."""
     for block in blocks:
         rows = {block.methods.get(row, row): values for row, values in block.rows.items()}
         if block.column == "fid" and len(block.steps) > 1 and {method, baseline} <= rows.keys():

@@ -1,10 +1,10 @@
-"""The comparison: which differences between final distances the tests find, and factors against uniform.
+"""Statistics of the comparison: tests between final distances, and cost factors against the baseline.
 
-All methods of a seed share initial weights, data order and noise, so methods are compared seed by seed: for every pair
-a two-sided paired t-test on the logarithm of the final distance, corrected after Holm (Scand. J. Statist. 6, 1979) over
-all pairs, so that at most 5 % of the tables of methods that are alike but for chance name any difference. Of methods
-whose logarithms are alike only in the mean, with skewed noise ten times larger for some, it was 9 to 13 %. Below five
-seeds nothing is tested.
+All methods of a seed share initial weights, data order and noise, so methods are compared seed by seed. Every pair gets
+a two-sided paired t-test on the logarithm of the final distance. The p-values are corrected after Holm (Scand. J.
+Statist. 6, 1979) over all pairs. So at most 5 % of the tables of methods that differ only by chance name a difference.
+It was 9 to 13 % for methods whose logarithms have equal means but skewed noise, ten times larger for some. Nothing is
+tested with fewer than five seeds.
 """
 
 import math
@@ -14,231 +14,295 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kairos.report.collect import Measured, Results, Training
+from kairos.report.collect import MethodMeasurements, Results, RunResults
 
 NOT_MOVED = 0.01  # total variation distance from the start below which a learned sampler counts as not moved
-SEEDS = 5  # common to all methods, from which on they are ranked: fewer say little of how much seeds matter
-LEVEL = 0.05  # share of tables of methods alike that may name a difference; an interval misses as often
+MIN_SEEDS = 5  # common to all methods, to rank them: fewer show little of how much seeds matter
+SIGNIFICANCE_LEVEL = 0.05  # share of tables of equal methods that may name a difference; an interval misses as often
+_VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
+_RatioArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # ratio, low and high end of its interval, p-value
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A method's distance over training; arrays of (milestones,), or (seeds, milestones) where it says so.
+    """Distance of a method over training; arrays are (snapshots,) unless stated otherwise.
 
     Attributes:
-        steps, seconds: where it was measured; training time as a mean over seeds, NaN where no clock was kept.
-        mean: over seeds.
-        over_sets, over_seeds: standard deviations; NaN where they are unknown, over seeds with one.
-        spread: what is drawn around each point, the larger of the two.
-        values, clock: distances and seconds of every seed, (seeds, milestones).
+        steps: optimiser steps of the snapshots.
+        seconds: training time, mean over seeds; NaN without a clock.
+        mean: distance, mean over seeds.
+        std_over_sets: standard deviation over sample sets; NaN if unknown.
+        std_over_seeds: standard deviation over seeds; NaN with one seed.
+        std: the larger of the two, which is drawn around each point.
+        values_by_seed: distance of every seed, (seeds, snapshots).
+        seconds_by_seed: training time of every seed, (seeds, snapshots).
     """
 
     steps: np.ndarray
     seconds: np.ndarray
     mean: np.ndarray
-    over_sets: np.ndarray
-    over_seeds: np.ndarray
-    spread: np.ndarray
-    values: np.ndarray
-    clock: np.ndarray
+    std_over_sets: np.ndarray
+    std_over_seeds: np.ndarray
+    std: np.ndarray
+    values_by_seed: np.ndarray
+    seconds_by_seed: np.ndarray
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A method against the baseline over common seeds: geometric mean of the ratios, and its 95 % interval.
+    """Ratio of a method to the baseline: geometric mean over common seeds, and its 95 % interval.
 
     Attributes:
-        value, low, high: the interval is of this ratio alone; NaN with one seed.
-        p: of distances, corrected over the table; NaN where nothing is tested.
-        missed: of factors, in how many of the `seeds` the baseline's final value is not reached; their value is NaN.
+        value: geometric mean.
+        low, high: interval of this ratio alone; NaN with one seed.
+        p_value: of distances, corrected over the table; NaN if nothing is tested.
+        missed_seeds: of cost factors, number of seeds that do not reach the baseline's final value. If it is not 0,
+            `value` is NaN.
+        seed_count: number of seeds.
     """
 
     value: float
     low: float
     high: float
-    p: float = math.nan
+    p_value: float = math.nan
     _: KW_ONLY
-    missed: int = 0
-    seeds: int = 0
+    missed_seeds: int = 0
+    seed_count: int = 0
 
 
 @dataclass(frozen=True)
-class Row:
-    """Row of a method in the comparison: distance, the ranks that the tests allow, and the ratio to the baseline."""
+class MethodComparison:
+    """Comparison of a method with all other methods and with the baseline.
+
+    Attributes:
+        method: name of the method.
+        curve: distance over training.
+        seed_count: number of seeds that all methods have.
+        first_rank, last_rank: best and worst rank that the tests allow.
+        ratio_to_baseline: final distance over the baseline's; None for the baseline and without a baseline.
+        validation_losses: mean and standard deviation over seeds of each validation loss.
+        step_factor: steps that the baseline needs for its final value, over the method's steps for that value.
+        time_factor: training time that the baseline needs for its final value, over the method's time for that value.
+    """
 
     method: str
     curve: Curve
-    seeds: int  # common to all methods
+    seed_count: int
     first_rank: int
     last_rank: int
-    against: Ratio | None  # final distance over the baseline's
-    values: dict[str, tuple[float, float]]  # validation losses: mean and spread over seeds
-    steps: Ratio | None  # the baseline's for its final value over the method's for the same
-    time: Ratio | None
+    ratio_to_baseline: Ratio | None
+    validation_losses: dict[str, tuple[float, float]]
+    step_factor: Ratio | None
+    time_factor: Ratio | None
 
     @property
-    def judged(self) -> bool:
+    def is_ranked(self) -> bool:
         """True if there are enough seeds to rank methods."""
-        return self.seeds >= SEEDS
+        return self.seed_count >= MIN_SEEDS
 
     @property
-    def like_best(self) -> bool:
-        """True if the methods are ranked and no test finds a method that ends below this one."""
-        return self.judged and self.first_rank == 1
+    def may_be_best(self) -> bool:
+        """True if methods are ranked and no test finds a method that ends below this one."""
+        return self.is_ranked and self.first_rank == 1
 
 
-def curve(measured: Measured, method: str) -> Curve:
-    """The distance at every milestone; of an unfinished experiment the mean is over the seeds that are there."""
-    names = (measured.metric, "train_seconds", f"{measured.metric}_spread")
-    values, clock, sets = (measured.values(method, name) for name in names)
-    mean, seconds, squares = (part.mean(skipna=bool(measured.missing)) for part in (values, clock, sets**2))
-    over_sets, over_seeds = np.sqrt(squares.to_numpy()), values.std().to_numpy()
-    spread, steps = np.fmax(over_sets, over_seeds), values.columns.to_numpy(float)
-    arrays = (seconds.to_numpy(), mean.to_numpy(), over_sets, over_seeds, spread, values.to_numpy(), clock.to_numpy())
-    return Curve(steps, *arrays)
+def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
+    """Build the curve of a method's distance; the means of an unfinished experiment are over the available seeds."""
+    values = measurements.values_of(method, measurements.metric)
+    seconds = measurements.values_of(method, "train_seconds")
+    set_stds = measurements.values_of(method, f"{measurements.metric}_spread")
+    skip_missing = bool(measurements.missing)
+    std_over_sets = np.sqrt((set_stds**2).mean(skipna=skip_missing).to_numpy())
+    std_over_seeds = values.std().to_numpy()
+    return Curve(
+        steps=values.columns.to_numpy(float),
+        seconds=seconds.mean(skipna=skip_missing).to_numpy(),
+        mean=values.mean(skipna=skip_missing).to_numpy(),
+        std_over_sets=std_over_sets,
+        std_over_seeds=std_over_seeds,
+        std=np.fmax(std_over_sets, std_over_seeds),
+        values_by_seed=values.to_numpy(),
+        seconds_by_seed=seconds.to_numpy(),
+    )
 
 
-def compare(measured: Results | Measured) -> list[Row]:
-    """All methods at their last common milestone, the lowest distance first."""
-    common = (measured.measured if isinstance(measured, Results) else measured).common
-    curves = [curve(common, method) for method in common.methods]
-    finals = np.array([own.values[:, -1] for own in curves])  # (methods, seeds)
-    finals = finals[:, (np.isfinite(finals) & (finals > 0)).all(axis=0)]  # the common ones
-    tests = paired(np.log(finals))
-    below = (tests[3] < LEVEL) & (tests[0] < 1)  # [a, b]: a ends below b
-    base = common.methods.index(common.baseline) if common.baseline else None
-    rows = [
-        Row(
+def compare_methods(results: Results | MethodMeasurements) -> list[MethodComparison]:
+    """Compare all methods at their last common snapshot; the method with the lowest distance comes first.
+
+    Raises:
+        KairosError: no snapshot after step 0 is evaluated for all methods.
+    """
+    measurements = results.measurements if isinstance(results, Results) else results
+    common = measurements.common_part
+    curves = [build_curve(common, method) for method in common.methods]
+    final_values = np.array([curve.values_by_seed[:, -1] for curve in curves])  # (methods, seeds)
+    is_common_seed = (np.isfinite(final_values) & (final_values > 0)).all(axis=0)
+    final_values = final_values[:, is_common_seed]
+    tests = compare_pairs(np.log(final_values))
+    ratios, _, _, p_values = tests
+    ends_below = (p_values < SIGNIFICANCE_LEVEL) & (ratios < 1)  # [a, b]: a ends below b
+    baseline = common.methods.index(common.baseline) if common.baseline else None
+    comparisons = []
+    for k, (method, curve) in enumerate(zip(common.methods, curves)):
+        ratio_to_baseline = step_factor = time_factor = None
+        if baseline is not None:
+            step_factor = compute_cost_factor(curve, curves[baseline], "steps")
+            time_factor = compute_cost_factor(curve, curves[baseline], "seconds_by_seed")
+            if k != baseline:
+                ratio_to_baseline = Ratio(*(float(array[k, baseline]) for array in tests))
+        losses = {name: common.values_of(method, name).iloc[:, -1] for name in _VALIDATION_LOSSES}
+        comparison = MethodComparison(
             method=method,
-            curve=own,
-            seeds=finals.shape[1],
-            first_rank=1 + int(below[:, k].sum()),
-            last_rank=len(curves) - int(below[k].sum()),
-            against=None if base in (None, k) else Ratio(*(float(part[k, base]) for part in tests)),
-            values={name: _final(common.values(method, name).iloc[:, -1]) for name in _VALIDATION},
-            steps=None if base is None else factor(own, curves[base], "steps"),
-            time=None if base is None else factor(own, curves[base], "clock"),
+            curve=curve,
+            seed_count=final_values.shape[1],
+            first_rank=1 + int(ends_below[:, k].sum()),
+            last_rank=len(curves) - int(ends_below[k].sum()),
+            ratio_to_baseline=ratio_to_baseline,
+            validation_losses={name: _mean_and_std(values) for name, values in losses.items()},
+            step_factor=step_factor,
+            time_factor=time_factor,
         )
-        for k, (method, own) in enumerate(zip(common.methods, curves))
-    ]
-    return sorted(rows, key=lambda row: row.curve.mean[-1])
+        comparisons.append(comparison)
+    return sorted(comparisons, key=lambda comparison: comparison.curve.mean[-1])
 
 
-def paired(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Compare every method with every other, over seeds, in one table or in many at once.
+def compare_pairs(log_distances: np.ndarray) -> _RatioArrays:
+    """Compare every pair of methods over seeds, in one table or in many at once.
 
     Args:
-        logs: logarithm of the final distance, (..., methods, seeds).
+        log_distances: logarithm of the final distance, (..., methods, seeds).
 
     Returns:
-        Geometric mean of a's distance over b's, the ends of its 95 % interval, and p corrected over all pairs: each
-        (..., methods, methods), [a, b]; p is NaN below five seeds.
+        Geometric mean of a's distance over b's, low and high end of its 95 % interval, and p-value corrected over all
+        pairs: each (..., methods, methods), indexed [a, b]. P-values are NaN with fewer than five seeds.
     """
-    ratio, low, high, raw = _ratio(logs[..., :, None, :] - logs[..., None, :, :])
-    if logs.shape[-1] < SEEDS:
-        return ratio, low, high, np.full(raw.shape, np.nan)
-    first, second = np.triu_indices(logs.shape[-2], 1)
-    p = np.nan_to_num(raw[..., first, second], nan=1.0)  # NaN: no seed tells the two apart
-    order = p.argsort(axis=-1)
-    stepped = np.take_along_axis(p, order, axis=-1) * np.arange(len(first), 0, -1)
+    ratios, low, high, raw = _geometric_mean_ratio(log_distances[..., :, None, :] - log_distances[..., None, :, :])
+    if log_distances.shape[-1] < MIN_SEEDS:
+        return ratios, low, high, np.full(raw.shape, np.nan)
+    first, second = np.triu_indices(log_distances.shape[-2], 1)
+    p_values = np.nan_to_num(raw[..., first, second], nan=1.0)  # NaN: both methods are equal for every seed
+    # Holm: multiply the sorted p-values by the number of pairs that remain, and keep the products ascending
+    order = p_values.argsort(axis=-1)
+    stepped = np.take_along_axis(p_values, order, axis=-1) * np.arange(len(first), 0, -1)
     stepped = np.maximum.accumulate(stepped, axis=-1).clip(max=1)
     corrected = np.ones(raw.shape)
     corrected[..., first, second] = np.take_along_axis(stepped, order.argsort(axis=-1), axis=-1)
     corrected[..., second, first] = corrected[..., first, second]
-    return ratio, low, high, corrected
+    return ratios, low, high, corrected
 
 
-def crossing(costs: np.ndarray, values: np.ndarray, target: float) -> float:
-    """The cost at which a curve first is at `target` or below, linear between milestones; NaN: never."""
-    return _interpolated(costs, values, target, values <= target)
+def crossing_cost(costs: np.ndarray, values: np.ndarray, target: float) -> float:
+    """Return the cost at which a curve first is at or below `target`, or NaN if it never is.
 
-
-def crossing_just_below(costs: np.ndarray, values: np.ndarray, target: float) -> float:
-    """Return the limit of `crossing` as the target rises to `target`; NaN if no value is below `target`.
-
-    The limit exceeds `crossing` where the curve only touches `target`, rises, and later falls below `target`.
+    Args:
+        costs: steps or seconds at the snapshots, (snapshots,).
+        values: distances at the snapshots, (snapshots,); linear in between.
+        target: distance to reach.
     """
-    return _interpolated(costs, values, target, values < target)
+    return _interpolate_cost(costs, values, target, values <= target)
 
 
-def _interpolated(costs: np.ndarray, values: np.ndarray, target: float, reached: np.ndarray) -> float:
-    """Interpolate the cost of `target` between the first milestone of `reached` and the milestone before it."""
+def crossing_cost_just_below(costs: np.ndarray, values: np.ndarray, target: float) -> float:
+    """Return the limit of `crossing_cost` for values that rise to `target`; NaN if no value is below `target`.
+
+    The limit exceeds `crossing_cost` where the curve only touches `target`, rises, and later falls below `target`.
+    """
+    return _interpolate_cost(costs, values, target, values < target)
+
+
+def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, reached: np.ndarray) -> float:
+    """Interpolate the cost of `target` between the first snapshot of `reached` and the snapshot before it."""
     indices = np.flatnonzero(reached)
     if not len(indices):
         return math.nan
-    span = slice(max(indices[0] - 1, 0), indices[0] + 1)  # the milestones before and after, or the first alone
+    span = slice(max(indices[0] - 1, 0), indices[0] + 1)  # the snapshots before and after, or the first alone
     return float(np.interp(-target, -values[span], costs[span]))
 
 
-def highest(costs: np.ndarray, values: np.ndarray, own_costs: np.ndarray, own_values: np.ndarray) -> float:
-    """Return the supremum of the ratio of what two curves spend for one value, linear between milestones.
+def highest_cost_ratio(
+    baseline_costs: np.ndarray, baseline_values: np.ndarray, costs: np.ndarray, values: np.ndarray
+) -> float:
+    """Return the supremum of the baseline's cost over the method's cost for one distance.
 
-    Wang et al. (2025, section 3.3) read an acceleration off curves of the distance in this way. Between neighbouring
-    values of milestones the ratio is monotone, so the supremum is the ratio at such a value or its limit from below:
-    a cost jumps where a curve rises again from a minimum.
+    Wang et al. (2025, section 3.3) define the acceleration by curves of the distance in this way. The curves are linear
+    between snapshots, so the ratio is monotone between neighbouring distances of snapshots. The supremum is the ratio
+    at such a distance or its limit from below: a cost jumps where a curve rises again from a minimum.
     """
-    lowest = max(values.min(), own_values.min())  # the lowest value that both curves reach
+    lowest = max(baseline_values.min(), values.min())  # the lowest distance that both curves reach
     ratios = []
-    for target in {*values, *own_values}:
+    for target in {*baseline_values, *values}:
         if target >= lowest:
-            ratios.append(crossing(costs, values, target) / crossing(own_costs, own_values, target))
+            baseline_cost = crossing_cost(baseline_costs, baseline_values, target)
+            ratios.append(baseline_cost / crossing_cost(costs, values, target))
         if target > lowest:
-            own_limit = crossing_just_below(own_costs, own_values, target)
-            ratios.append(crossing_just_below(costs, values, target) / own_limit)
+            baseline_limit = crossing_cost_just_below(baseline_costs, baseline_values, target)
+            ratios.append(baseline_limit / crossing_cost_just_below(costs, values, target))
     return max(ratios)
 
 
-def acceleration(own: Curve, baseline: Curve) -> Ratio:
-    """The highest factor by which a method needs fewer steps than the baseline, seed by seed, from step 1 on."""
-    trained = own.steps > 0
-    steps = own.steps[trained]
-    pairs = zip(baseline.values[:, trained], own.values[:, trained])
-    found = np.array([highest(steps, base, steps, values) for base, values in pairs])
-    return Ratio(*map(float, _ratio(np.log(found))[:3]), seeds=len(found))
+def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
+    """Compute the highest factor by which a method needs fewer steps than the baseline, without step 0, over seeds."""
+    trained = curve.steps > 0
+    steps = curve.steps[trained]
+    seeds = zip(baseline.values_by_seed[:, trained], curve.values_by_seed[:, trained])
+    factors = [highest_cost_ratio(steps, baseline_values, steps, values) for baseline_values, values in seeds]
+    value, low, high, _ = map(float, _geometric_mean_ratio(np.log(np.array(factors))))
+    return Ratio(value, low, high, seed_count=len(factors))
 
 
-def moved(training: Training) -> float | None:
-    """Total variation distance of a learned sampler's p(t) from its start at the last milestone; None where fixed."""
-    distance = training.final.record["strategy"].get("tv_from_start")
-    return float(math.nan if distance is None else distance) if training.learned else None
+def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | None:
+    """Compute the baseline's cost for its final value over the method's cost for that value, seed by seed.
+
+    Args:
+        curve: the method.
+        baseline: the baseline.
+        cost: attribute of `Curve` that contains the costs, ``steps`` or ``seconds_by_seed``.
+
+    Returns:
+        The factor; None without a clock, or if the baseline never improved on its start.
+    """
+    targets = baseline.values_by_seed[:, -1]
+    costs = np.broadcast_to(getattr(curve, cost), curve.values_by_seed.shape)
+    baseline_costs = np.broadcast_to(getattr(baseline, cost), baseline.values_by_seed.shape)
+    needed = np.array(list(map(crossing_cost, baseline_costs, baseline.values_by_seed, targets)))
+    spent = np.array(list(map(crossing_cost, costs, curve.values_by_seed, targets)))
+    if not np.isfinite(costs).all() or not (needed > 0).all() or (spent == 0).any():
+        return None
+    value, low, high, _ = map(float, _geometric_mean_ratio(np.log(needed / spent)))
+    return Ratio(value, low, high, missed_seeds=int(np.isnan(spent).sum()), seed_count=len(spent))
 
 
-def stands_still(training: Training) -> bool:
+def distance_from_start(run: RunResults) -> float | None:
+    """Return the total variation distance of a learned sampler's final p(t) from its start; None if it is fixed.
+
+    NaN if the distance is unknown.
+    """
+    distance = run.last_snapshot.record["strategy"].get("tv_from_start")
+    return float(math.nan if distance is None else distance) if run.learns_sampler else None
+
+
+def has_not_moved(run: RunResults) -> bool:
     """Return True if a sampler learns, but its p(t) is less than `NOT_MOVED` away from its start.
 
     An unknown distance counts as not moved.
     """
-    distance = moved(training)
+    distance = distance_from_start(run)
     return distance is not None and not distance >= NOT_MOVED
 
 
-_VALIDATION = ("val_loss", "val_vlb", "val_vlb_without_last")
+def _geometric_mean_ratio(log_ratios: np.ndarray) -> _RatioArrays:
+    """Return the geometric mean over the last axis, its 95 % interval, and the p-value of the mean being 1.
 
-
-def factor(own: Curve, baseline: Curve, cost: str) -> Ratio | None:
-    """Compute the baseline's cost for its final value over the method's cost for that value, seed by seed.
-
-    None without a clock, or if the baseline never improved on its start.
+    Interval and p-value are NaN with one seed; all are NaN without seeds.
     """
-    targets = baseline.values[:, -1]
-    costs = [np.broadcast_to(getattr(curve, cost), curve.values.shape) for curve in (baseline, own)]
-    pairs = zip(costs, (baseline, own))
-    needed, spent = (np.array(list(map(crossing, cost, curve.values, targets))) for cost, curve in pairs)
-    if not np.isfinite(costs[1]).all() or not (needed > 0).all() or (spent == 0).any():
-        return None  # no clock, or uniform never improved on its start
-    value, low, high, _ = map(float, _ratio(np.log(needed / spent)))
-    return Ratio(value, low, high, missed=int(np.isnan(spent).sum()), seeds=len(spent))
+    if log_ratios.shape[-1] < 2:
+        nothing = np.full(log_ratios.shape[:-1], np.nan)
+        return np.exp(log_ratios[..., 0]) if log_ratios.shape[-1] else nothing, nothing, nothing, nothing
+    test = stats.ttest_1samp(log_ratios, 0, axis=-1)
+    low, high = test.confidence_interval(1 - SIGNIFICANCE_LEVEL)
+    return np.exp(log_ratios.mean(axis=-1)), np.exp(low), np.exp(high), test.pvalue
 
 
-def _ratio(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Geometric mean over the last axis, its 95 % interval, and p of its being 1; all but the mean NaN with one."""
-    if logs.shape[-1] < 2:
-        nothing = np.full(logs.shape[:-1], np.nan)
-        return np.exp(logs[..., 0]) if logs.shape[-1] else nothing, nothing, nothing, nothing
-    test = stats.ttest_1samp(logs, 0, axis=-1)
-    low, high = test.confidence_interval(1 - LEVEL)
-    return np.exp(logs.mean(axis=-1)), np.exp(low), np.exp(high), test.pvalue
-
-
-def _final(values: "pd.Series[float]") -> tuple[float, float]:
+def _mean_and_std(values: "pd.Series[float]") -> tuple[float, float]:
+    """Return the mean and the standard deviation of values over seeds; the mean is NaN if one is missing."""
     return float(values.mean(skipna=False)), float(values.std())

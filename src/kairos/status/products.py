@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.files import glance
-from kairos.report.outdated import samples_protocol
+from kairos.report.outdated import read_samples_protocol
 from kairos.status.outline import Outline
 from kairos.status.trainings import first_milestone
 
@@ -52,8 +52,8 @@ class Products:
         expected = self._outline.expected
         if expected is None:
             return True
-        protocol = samples_protocol(path)
-        return self._of_this_training(path, protocol) and not expected.sampling_changes(protocol)
+        protocol = read_samples_protocol(path)
+        return self._of_this_training(path, protocol) and not expected.find_sampling_changes(protocol)
 
     def _evaluation_valid(self, path: Path) -> bool:
         expected = self._outline.expected
@@ -63,7 +63,7 @@ class Products:
         protocol = evaluation.get("protocol", {})
         if any(name in reference and protocol.get(name) != reference[name] for name in _SHARED_HASHES):
             return False
-        return self._of_this_training(path, protocol) and not expected.evaluation_changes(evaluation)
+        return self._of_this_training(path, protocol) and not expected.find_evaluation_changes(evaluation)
 
     def _grid_valid(self, path: Path) -> bool:
         if path.stem in self.samples:
@@ -79,9 +79,9 @@ class Products:
     def _identity(self) -> str:
         """The identity of the training, empty where it has other settings than the experiment or no milestone."""
         expected, record = self._outline.expected, first_milestone(self.folder)
-        if expected is None or record is None or expected.changes(self._method, self._seed, record):
+        if expected is None or record is None or expected.find_changes(self._method, self._seed, record):
             return ""
-        return str(expected.milestone(record).get("identity", ""))
+        return str(expected.snapshot_record(record).get("identity", ""))
 
 
 def _last(paths: Iterable[Path]) -> Path | None:

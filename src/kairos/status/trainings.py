@@ -17,7 +17,7 @@ from typing import Any
 
 from kairos.files import glance
 from kairos.progress import duration
-from kairos.report.outdated import listed
+from kairos.report.outdated import format_changes
 from kairos.slurm import Job
 from kairos.status.outline import Outline
 from kairos.training.job import read_progress
@@ -113,9 +113,9 @@ def _changes(outline: Outline, method: str, seed: int, begun: str | None) -> str
     if outline.expected is None:
         return ""
     record = first_milestone(outline.results / method / f"seed{seed}")
-    if begun and (record is None or outline.expected.milestone(record).get("identity") != begun):
+    if begun and (record is None or outline.expected.snapshot_record(record).get("identity") != begun):
         record = first_milestone(outline.results / method / f"seed{seed}" / ".state" / begun[:16])
-    return listed(outline.expected.changes(method, seed, record)) if record else ""
+    return format_changes(outline.expected.find_changes(method, seed, record)) if record else ""
 
 
 def first_milestone(folder: Path) -> Path | None:

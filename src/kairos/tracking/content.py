@@ -16,7 +16,7 @@ from kairos.training.identity import trajectory_settings
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
-    from kairos.report.collect import Results, Training
+    from kairos.report.collect import Results, RunResults
 
 _POINTS = 500  # points per training curve: a database takes seconds for ten thousand; longer ones are thinned
 _PARAM_LIMIT = 6000
@@ -52,14 +52,14 @@ def experiment_name(experiment: "Experiment") -> str:
 def parent_entry(results: "Results") -> Entry:
     """The run of an experiment as a whole, with the reference rows."""
     name = results.experiment.experiment
-    start = min((training.started or _EPOCH for training in results.trainings), default=_EPOCH)
+    start = min((training.started or _EPOCH for training in results.runs), default=_EPOCH)
     rows = {f"reference/{name}/{key}": row[key] for name, row in results.reference["rows"].items() for key in row}
     return Entry(
         name=name,
         identifying={"kairos.experiment": name, "kairos.role": "experiment"},
         params={"methods": ", ".join(results.methods), "model": results.experiment.model["name"]},
         points=list(points_of(rows, 0, moments(start, {}))),
-        tags={"kairos.data": results.dataset["content_sha256"], **source(results.trainings[0].record["provenance"])},
+        tags={"kairos.data": results.dataset["content_sha256"], **source(results.runs[0].record["provenance"])},
     )
 
 
@@ -112,16 +112,16 @@ def moments(started: datetime, clock: Mapping[int, float]) -> Callable[[int], in
     return lambda step: round(1000 * (start + (float(np.interp(step, steps, seconds)) if clock else step)))
 
 
-def points(training: "Training") -> list[Point]:
+def points(training: "RunResults") -> list[Point]:
     """All curves of a training: what metrics.jsonl holds (thinned) and the evaluation of every milestone."""
-    when = moments(training.started or _EPOCH, training.clock)
+    when = moments(training.started or _EPOCH, training.seconds_by_step)
     every = stride(len(training.metrics))
     lines = training.metrics.iloc[every - 1 :: every].to_dict("records")
     found = [point for line in lines for point in points_of(line, line["step"], when)]
-    found += [point for one in training.milestones for point in points_of(one.columns, one.step, when)]
-    last = training.final.step
-    if training.clock.get(last):
-        found += points_of({"seconds_per_step": training.clock[last] / last}, last, when)
+    found += [point for one in training.snapshots for point in points_of(one.measured_values, one.step, when)]
+    last = training.last_snapshot.step
+    if training.seconds_by_step.get(last):
+        found += points_of({"seconds_per_step": training.seconds_by_step[last] / last}, last, when)
     return found
 
 
@@ -133,7 +133,7 @@ def points_of(record: Mapping[Any, Any], step: int, when: Callable[[int], int]) 
             yield Point(key, float(value), when(step), step)
 
 
-def tags(results: "Results", training: "Training") -> dict[str, str]:
+def tags(results: "Results", training: "RunResults") -> dict[str, str]:
     """Tags by which a training's run is judged."""
     record = training.record
     found = {

@@ -16,8 +16,8 @@ from kairos.files import atomic_folder, glance, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.models.registries import omit_overridden_size
 from kairos.report import formatting
-from kairos.report.collect import Results, Training
-from kairos.report.sample_figures import picture
+from kairos.report.collect import Results, RunResults
+from kairos.report.sample_figures import load_sample_grid
 from kairos.tracking import content
 from kairos_timesteps.errors import KairosError, demand
 
@@ -33,8 +33,8 @@ def tensorboard(results: Results, out: Path) -> None:
         with tool.SummaryWriter(str(out / training.method / f"seed{training.seed}")) as writer:
             for point in points:
                 writer.add_scalar(point.key, point.value, point.step, point.timestamp / 1000)
-            for one in training.milestones:
-                writer.add_image("samples", picture(one.grid), one.step, dataformats="HWC")
+            for one in training.snapshots:
+                writer.add_image("samples", load_sample_grid(one.grid_file), one.step, dataformats="HWC")
 
 
 def wandb(results: Results, out: Path) -> None:
@@ -47,11 +47,11 @@ def wandb(results: Results, out: Path) -> None:
     for training, points, params in _runs(results):
         name = f"{training.method} seed {training.seed}"
         where = {"project": results.experiment.experiment, "group": training.method, "name": name, "dir": str(out)}
-        grids = {one.step: one.grid for one in training.milestones}
+        grids = {one.step: one.grid_file for one in training.snapshots}
         quiet = tool.Settings(silent=True, console="off", disable_git=True)
         with tool.init(**where, mode="offline", config=params, settings=quiet, reinit="finish_previous") as run:
             for step, found in groupby(sorted(points, key=attrgetter("step")), attrgetter("step")):
-                images = {"samples": tool.Image(picture(grids[step]))} if step in grids else {}
+                images = {"samples": tool.Image(load_sample_grid(grids[step]))} if step in grids else {}
                 run.log({point.key: point.value for point in found} | images, step=step)
 
 
@@ -83,8 +83,11 @@ def hub(milestone: Path, out: Path) -> None:
         "scheduler": glance(milestone / "scheduler" / "scheduler_config.json"),
         "latent": latent | glance(decoder / "config.json") if decodes and latent["kind"] != "none" else {},
     }
-    filters = {"yaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip(), "number": formatting.number}
-    card = formatting.template(Path(__file__).with_name("card.md.jinja"), **filters)
+    filters = {
+        "yaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip(),
+        "number": formatting.format_number,
+    }
+    card = formatting.load_template(Path(__file__).with_name("card.md.jinja"), **filters)
     write_text(out / "README.md", card.render(record | facts))
 
 
@@ -99,8 +102,8 @@ def export(form: Callable[..., None], what: Any, out: Path) -> None:
         form(what, temporary)
 
 
-def _runs(results: Results) -> Iterator[tuple[Training, list[content.Point], dict[str, str]]]:
-    for training in results.trainings:
+def _runs(results: Results) -> Iterator[tuple[RunResults, list[content.Point], dict[str, str]]]:
+    for training in results.runs:
         params = content.parameters(results.experiment, training.method, training.seed)
         yield training, content.points(training), params
 

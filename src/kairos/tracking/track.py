@@ -10,7 +10,7 @@ from kairos import resource_usage
 from kairos.config import Experiment
 from kairos.files import write_json
 from kairos.progress import Progress, say
-from kairos.report.collect import Results, Training, collect
+from kairos.report.collect import Results, RunResults, collect
 from kairos.tracking import content, store, view
 
 _ARTIFACTS = ("report.html", "summary.csv")
@@ -47,8 +47,8 @@ def _import(results: Results, uri: str) -> dict[str, Any]:
             experiment = store.experiment_id(client, name)
         with store.patience(seconds=60, retries=2):
             parent = _parent(client, experiment, results)
-            progress = Progress(len(results.trainings), "track", "run")
-            for training in results.trainings:
+            progress = Progress(len(results.runs), "track", "run")
+            for training in results.runs:
                 runs[f"{training.method}/seed{training.seed}"] = _child(client, experiment, parent, results, training)
                 progress.advance()
             progress.close()
@@ -69,13 +69,13 @@ def _parent(client: store.Client, experiment: str, results: Results) -> str:
     return run
 
 
-def _child(client: store.Client, experiment: str, parent: str, results: Results, training: Training) -> str:
+def _child(client: store.Client, experiment: str, parent: str, results: Results, training: RunResults) -> str:
     which = training.method, training.seed, training.record["identity"]
     points, tags = content.points(training), content.tags(results, training) | {"mlflow.parentRunId": parent}
     run = _write(client, experiment, content.training_entry(results.experiment, *which, points, tags))
     client.log_inputs(run, [store.dataset_input(results.dataset, results.folder)])
-    for milestone in training.milestones:
-        client.log_artifact(run, str(milestone.grid), "samples")
+    for milestone in training.snapshots:
+        client.log_artifact(run, str(milestone.grid_file), "samples")
     return run
 
 

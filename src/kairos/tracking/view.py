@@ -8,7 +8,7 @@ from string import Template
 
 from kairos.report import compare, formatting, ranking
 from kairos.report.collect import Results
-from kairos.report.findings import verdict
+from kairos.report.findings import summarise_outcome
 from kairos.tracking.store import Client
 from kairos_timesteps.errors import KairosError
 
@@ -44,18 +44,18 @@ def tags(results: Results, parent: str, experiment: str) -> dict[str, str]:
 def note(results: Results) -> str:
     """The comparison in Markdown: the outcome, then all methods, the lowest distance first, as many as have room."""
     try:
-        rows, found = ranking.compare(results), compare.table(results.measured)
+        rows, found = ranking.compare_methods(results), compare.build_comparison_table(results.measurements)
     except KairosError as error:  # no number to compare: runs can be looked at all the same
         return str(error)
-    value = [formatting.plus_minus(*pair) for pair in zip(found["value"], found["spread"])]
+    value = [formatting.format_plus_minus(*pair) for pair in zip(found["value"], found["spread"])]
     first, *others = (f"{method} {distance}" for method, distance in zip(found["method"], value))
-    limits = "" if rows[0].judged else f" (too few seeds to rank: {rows[0].seeds})"
+    limits = "" if rows[0].is_ranked else f" (too few seeds to rank: {rows[0].seed_count})"
     head = f"{results.primary_metric}, lowest first{limits}: {', '.join([f'**{first}**', *others[:4]])}"
     shown = found.assign(value=value)[_COLUMNS].rename(columns={"value": results.primary_metric})
-    lines = compare.written(shown, "md").splitlines()
+    lines = compare.format_table(shown, "md").splitlines()
     kept = lines[: bisect([*accumulate(len(line) + 1 for line in lines)], _LIMIT)]
     more = f"\n\n{len(lines) - len(kept)} more are in the report." if kept != lines else ""
-    return "\n\n".join([head, " ".join(verdict(results, rows)), "\n".join(kept) + more])
+    return "\n\n".join([head, " ".join(summarise_outcome(results, rows)), "\n".join(kept) + more])
 
 
 def place(experiment: str) -> str:
