@@ -27,8 +27,8 @@ def executor(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(squeue.parent), prepend=os.pathsep)
     executor = Executor.__new__(Executor)  # what __post_init__ sets up needs a whole workflow
     executor._results = "results/demo"
-    executor._leaving = threading.Event()
-    executor._reading_earlier = threading.Lock()
+    executor._cancelled = threading.Event()
+    executor._earlier_lock = threading.Lock()
     executor._earlier_jobs = None
     return executor
 

@@ -1,13 +1,14 @@
-"""Jobs on a SLURM cluster outlive the controller that sent them: its successor takes them over.
+"""Executor whose SLURM jobs outlive the controller that submitted them: the next controller takes them over.
 
-Every job is written down when it is sent: what it makes, and from what. Before the next
-controller sends a job with the same outputs, it looks at the earlier one: the same work that waits or runs is waited
-for like a job of its own; other work, such as after an edit of the experiment, is cancelled, and replaced when it is
-gone. What has ended meanwhile is on Snakemake's books, since a job's own Snakemake writes them.
+The controller records every job at submission: its outputs, and the parameters and inputs that decide them. Before the
+next controller submits a job with the same outputs, it compares the job with the record. If the earlier job does the
+same work and waits or runs, the controller waits for it. If its work differs, such as after an edit of the experiment,
+the controller cancels it and submits the new job. Jobs that ended in the meantime are in Snakemake's metadata, because
+the Snakemake in a job writes them.
 
-A job that was sent and not yet written down when its controller died (milliseconds), or that SLURM took although sbatch
-failed, is cancelled. And a SLURM that is away for a minute, or has as many jobs of this user as it takes, uses up no
-attempts: the plugin would take such a job for one that has failed, and send it again at once.
+A job without a record is cancelled. There is one if the controller was killed within milliseconds of the submission,
+or if SLURM accepted a job although sbatch failed. Unlike the SLURM plugin, this executor does not count a failed
+submission as an attempt if SLURM is away for a minute or limits the number of this user's jobs.
 """
 
 import getpass
@@ -19,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import chain, repeat
-from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,17 @@ from kairos.workflow import batch_script
 from kairos.workflow.layout import load_frozen_layout
 from kairos.workflow.snakemake_private import prevent_retry
 
-_PATIENCE = 5  # seconds between looks at the queue
-_ENDING = 300  # seconds that a job may take to end
-_ANSWER = 60  # seconds that SLURM may take to answer
-_MISSED = 3  # looks in which the queue does not have a job: it has ended, and how is seen in what it left
-_PAUSES = (10.0, 20.0, 40.0)  # seconds until sbatch is called again; then a minute
-_HASHED_WHOLE = 1_000_000  # bytes; of a larger input size and time are compared
-_CLUSTERS = ("cluster", "clusters", "slurm_cluster")
-# compute nodes have no internet: jobs find what `kairos fetch` has brought
+_QUERY_INTERVAL = 5  # seconds between queries of the queue
+_COMPLETING_LIMIT = 300  # seconds that a job may take to end
+_COMMAND_TIMEOUT = 60  # seconds that a SLURM command may take
+_MISSES_UNTIL_GONE = 3  # a job has ended if it is missing in this number of consecutive answers of the queue
+_RETRY_PAUSES = (10.0, 20.0, 40.0)  # seconds between submissions that SLURM cannot accept
+_LAST_RETRY_PAUSE = 60.0
+_LARGEST_HASHED = 1_000_000  # bytes; larger inputs are compared by size and modification time
+_CLUSTER_RESOURCES = ("cluster", "clusters", "slurm_cluster")
+# compute nodes have no internet access; `kairos fetch` has downloaded what jobs need
 _OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-# what sbatch says when the same call may succeed later: SLURM is away or busy, or limits how many jobs a user submits
+# errors of sbatch after which the same call may succeed: SLURM is away or busy, or limits the jobs of a user
 LATER = re.compile(
     r"timed out|unable to contact|temporarily|try again|connect failure|connection refused|communication|zero bytes"
     r"|SubmitJob",
@@ -54,23 +55,23 @@ LATER = re.compile(
 
 
 class Executor(plugin.Executor):  # type: ignore[misc]
-    """The SLURM plugin's executor, with patience, and a memory that survives it."""
+    """Executor of the SLURM plugin that records its jobs and takes over the jobs of earlier controllers."""
 
     def __post_init__(self, test_mode: bool = False) -> None:
         layout = load_frozen_layout()
         for name in os.environ.keys() - plain_environment().keys():
             del os.environ[name]
         os.environ |= _OFFLINE
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a script ignore SIGINT
         super().__post_init__(test_mode)
         self._results = layout.results
-        self.run_uuid = job_name(self._results)  # by this name the plugin finds its jobs' states, now earlier ones too
+        self.run_uuid = job_name(self._results)  # the plugin looks for jobs of this name: also those of earlier runs
         training = layout.experiment.training
-        self._exact = training.deterministic and not training.compile  # the same course when it is done again
-        self._refused: dict[Any, str] = {}  # what sbatch has just said to a job
-        self._missed: Counter[str] = Counter()  # in how many looks on end the queue did not have a job
-        self._leaving = threading.Event()
-        self._reading_earlier = threading.Lock()
+        self._exact = training.deterministic and not training.compile  # a repeated training run has the same course
+        self._sbatch_errors: dict[Any, str] = {}  # error of the last submission, by job
+        self._misses: Counter[str] = Counter()  # consecutive answers of the queue without a job, by job number
+        self._cancelled = threading.Event()
+        self._earlier_lock = threading.Lock()
         self._earlier_jobs: dict[Path, dict[str, Any]] | None = None
 
     def get_exec_mode(self) -> ExecMode:
@@ -78,239 +79,294 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         return ExecMode.DEFAULT
 
     def additional_general_args(self) -> str:
-        """Return arguments that Snakemake does not pass to the one in a job; the controller deletes temporary files."""
-        checked = self.workflow.dag_settings.max_checksum_file_size
-        return f"--profile none --workflow-profile none --notemp --max-checksum-file-size {checked}"
+        """Return options for the Snakemake in a job that Snakemake itself does not pass on.
+
+        With ``--notemp`` temporary files stay: the controller deletes them.
+        """
+        size = self.workflow.dag_settings.max_checksum_file_size
+        return f"--profile none --workflow-profile none --notemp --max-checksum-file-size {size}"
 
     @property
     def cores(self) -> str:
-        """Cores of the job that its Snakemake may use: those that SLURM has given it."""
+        """Cores that the Snakemake in a job may use: all that SLURM has allocated."""
         return "all"
 
     def get_python_executable(self) -> str:
-        """Return the command of a job: one Snakemake, not the plugin's two, that SLURM can ask to end.
+        """Return the start of a job's command: `batch_script` with one Snakemake, instead of srun with another one.
 
         `batch_script` runs Snakemake, forwards SIGTERM and records success.
         """
         python = super().get_python_executable()
         return f"exec {python} -m {batch_script.__name__} {job_records_folder(self._results)} {python}"
 
+    # Submission
+
     def run_jobs(self, jobs: list[Any]) -> None:
-        """Send each by itself: the next controller could not take a part of an array over."""
-        wished = [name for name in _CLUSTERS for job in jobs if job.resources.get(name)]
-        if wished or self.workflow.executor_settings.array_jobs:
-            refused = wished[0] if wished else "kairos-array-jobs"
-            raise WorkflowError(f"{refused}: not possible here, since a controller must be able to take each job over")
+        """Submit each job by itself.
+
+        Raises:
+            WorkflowError: job arrays or several clusters are requested, whose jobs could not be taken over.
+        """
+        requested = [name for name in _CLUSTER_RESOURCES for job in jobs if job.resources.get(name)]
+        if self.workflow.executor_settings.array_jobs:
+            requested.append("kairos-array-jobs")
+        if requested:
+            raise WorkflowError(f"{requested[0]}: not possible here, since a controller must be able to take jobs over")
         super().run_jobs(jobs)
 
     def run_job(self, job: Any) -> None:
-        """Send a job, or take an earlier one over; called in threads, where an exception would be lost."""
+        """Take over the earlier SLURM job that does a job's work, or submit the job; report every exception.
+
+        Snakemake calls this method in threads, where an exception would be lost.
+        """
         try:
             if not self._take_over(job):
-                self._send(job)
+                self._submit(job)
         except Exception as error:
-            say(f"{job.name}: {error}")  # of Snakemake, `quiet` in the profile hides it
+            say(f"{job.name}: {error}")  # Snakemake's own message is hidden by `quiet` in the profile
             prevent_retry(job)
             super().report_job_error(SubmittedJobInfo(job), msg=str(error))
 
-    def _send(self, job: Any) -> None:
-        """Submit a job, again and again where SLURM cannot take it now."""
-        for pause in chain(_PAUSES, repeat(60.0)):
+    def _submit(self, job: Any) -> None:
+        """Submit a job, repeatedly while SLURM cannot accept it.
+
+        Raises:
+            WorkflowError: sbatch failed for another reason, or the run is cancelled.
+        """
+        for pause in chain(_RETRY_PAUSES, repeat(_LAST_RETRY_PAUSE)):
             self._pause(0)
             super().run_job(job)
-            if (said := self._refused.pop(job, None)) is None:
+            error = self._sbatch_errors.pop(job, None)
+            if error is None:
                 return
-            if not LATER.search(said):
-                raise WorkflowError(said)
-            say(f"{job.name}: {said} It is sent again in {duration(pause)}.")
+            if not LATER.search(error):
+                raise WorkflowError(error)
+            say(f"{job.name}: {error} It is submitted again in {duration(pause)}.")
             self._pause(pause)
-            self._cancel_unknown(f"rule_{job.name}")
+            self._cancel_unrecorded(f"rule_{job.name}")
 
     def _take_over(self, job: Any) -> bool:
-        """Return True if a SLURM job of an earlier run does this job's work, and take that SLURM job over.
+        """Take over the SLURM job of an earlier run that does a job's work; return False if there is none.
 
-        An earlier SLURM job that makes the outputs of this job differently is cancelled.
+        Earlier SLURM jobs that write outputs of this job from other parameters or inputs are cancelled.
         """
-        for book, record in list(self._earlier.items()):
-            number, made = book.stem, record["outputs"]
-            if set(_outputs(job)).isdisjoint(made):
+        for record_file, record in list(self._earlier.items()):
+            number, outputs = record_file.stem, record["outputs"]
+            if set(_outputs_of(job)).isdisjoint(outputs):
                 continue
-            same = all(record["work"].get(one.output[0]) == _work(one, made) for one in _jobs(job))
+            same_work = all(
+                record["work"].get(single.output[0]) == _describe_work(single, outputs) for single in _single_jobs(job)
+            )
             info = SubmittedJobInfo(job, number, {"slurm_logfile": Path(record["slurm_logfile"])})
             if self._in_queue(number):
-                if same:
-                    say(f"SLURM job {number} of an earlier run makes {made[0]}: it is waited for")
+                if same_work:
+                    say(f"SLURM job {number} of an earlier run computes {outputs[0]}: waiting for it")
                     super().report_job_submission(info)
                     return True
-                say(f"SLURM job {number} of an earlier run made {made[0]} differently: it is cancelled")
-                self._cancel(number)
-            elif same and self._complete(info):  # since the Snakefile was read
+                say(f"SLURM job {number} of an earlier run computes {outputs[0]} from other settings: cancelling it")
+                self._cancel_job(number)
+            elif same_work and self._is_complete(info):  # it ended after the Snakefile was read
                 self.report_job_success(info)
                 return True
-            self._forget(book)
+            self._forget(record_file)
         return False
 
+    # Events of a job
+
     def report_job_submission(self, job_info: SubmittedJobInfo, register_job: bool = True) -> None:
-        """Write a job down."""
-        outputs = _outputs(job_info.job)
-        work = {one.output[0]: _work(one, outputs) for one in _jobs(job_info.job)}
+        """Record a submitted job, and report it to Snakemake."""
+        outputs = _outputs_of(job_info.job)
+        work = {single.output[0]: _describe_work(single, outputs) for single in _single_jobs(job_info.job)}
         log = str(job_info.aux["slurm_logfile"])
-        write_json(self._book(job_info), {"outputs": outputs, "work": work, "slurm_logfile": log})
+        write_json(self._record_file(job_info), {"outputs": outputs, "work": work, "slurm_logfile": log})
         super().report_job_submission(job_info, register_job=register_job)
 
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:
-        """Forget it."""
-        self._forget(self._book(job_info))
+        """Delete the record of a successful job, and report it to Snakemake."""
+        self._forget(self._record_file(job_info))
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
-        """Forget it, and do not try again a training that would only diverge again; one that was not sent may be."""
+        """Delete the record of a failed job, and report it to Snakemake; keep the error of a failed submission.
+
+        A job whose training run would only diverge again is not retried.
+        """
         if job_info.external_jobid is None:
-            self._refused[job_info.job] = " ".join(str(msg).partition("sbatch call:")[0].split())
+            self._sbatch_errors[job_info.job] = " ".join(str(msg).partition("sbatch call:")[0].split())
             return
-        self._forget(self._book(job_info))
-        if self._exact and _in_vain(job_info):
+        self._forget(self._record_file(job_info))
+        if self._exact and _would_diverge_again(job_info):
             prevent_retry(job_info.job)
         super().report_job_error(job_info, msg=msg, **keywords)
 
     def handle_job_error(self, job: Any) -> None:
-        """Take its outputs, which are deleted now, from the books: they would seem to be deleted by the user."""
+        """Delete a failed job's outputs, and also their metadata: else the user would seem to have deleted them."""
         super().handle_job_error(job)
-        for one in _jobs(job):
-            self.workflow.persistence.cleanup(one)
+        for single in _single_jobs(job):
+            self.workflow.persistence.cleanup(single)
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
-        """The plugin's look at the queue, after which every job has ended or is still watched.
+        """Report the jobs that have ended, and yield all other jobs, which Snakemake checks again later.
 
-        By itself the plugin forgets all jobs when the queue does not answer, and waits without end for one that the
-        queue has forgotten (it does so ``MinJobAge`` after a job's end), that was preempted and not requeued, or that
-        waits anew, perhaps held, when its work is done: so after a crash of slurmctld that had not saved its start.
+        This method completes the SLURM plugin's check, which has two gaps. If the queue does not answer, the plugin
+        forgets all jobs. It waits without end for a job that left the queue unseen (SLURM forgets jobs ``MinJobAge``
+        after their end), or that was preempted and not requeued. The same happens with a job that SLURM queues again
+        although its work is done, such as after a crash of slurmctld.
         """
         async for _ in super().check_active_jobs(active_jobs):
             pass
-        left = [info for info in active_jobs if self._book(info).exists()]
-        states = self._queue("%i %T") if left else {}
-        for info in left:
+        recorded = [info for info in active_jobs if self._record_file(info).exists()]
+        states = self._query_queue("%i %T") if recorded else {}
+        for info in recorded:
             number = info.external_jobid
             if states is not None:
-                self._missed[number] = 0 if number in states else self._missed[number] + 1
-            gone = self._missed[number] >= _MISSED
-            anew = states is not None and states.get(number) in WAITING
-            if (gone or anew) and self._complete(info):
-                ask("scancel", number, patience=_ANSWER)
+                self._misses[number] = 0 if number in states else self._misses[number] + 1
+            is_gone = self._misses[number] >= _MISSES_UNTIL_GONE
+            is_queued_again = states is not None and states.get(number) in WAITING
+            if (is_gone or is_queued_again) and self._is_complete(info):
+                ask("scancel", number, patience=_COMMAND_TIMEOUT)
                 self.report_job_success(info)
-            elif gone:
+            elif is_gone:
                 self.report_job_error(info, msg=f"SLURM job {number} is no longer in the queue. ")
             else:
                 yield info
 
     def cancel(self) -> None:
-        """Cancel all jobs of the experiment, also those that are on their way into the queue."""
-        self._leaving.set()
+        """Cancel all jobs of the experiment, also those that are being submitted."""
+        self._cancelled.set()
         super().cancel()
-        ask("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, patience=_ANSWER)
+        ask("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, patience=_COMMAND_TIMEOUT)
+
+    # Records of jobs
 
     @property
     def _earlier(self) -> dict[Path, dict[str, Any]]:
-        """Records of the jobs that earlier controllers have sent, read before the first job is sent.
+        """Records of the jobs that earlier controllers have submitted, read before the first submission.
 
         The plugin submits jobs in two threads. Without the lock both would read the records (`cached_property` has no
         lock from Python 3.12 on), and the slower thread would miss a record that the faster one has removed.
         """
-        with self._reading_earlier:
+        with self._earlier_lock:
             if self._earlier_jobs is None:
-                self._cancel_unknown()
+                self._cancel_unrecorded()
                 paths = sorted(job_records_folder(self._results).glob("*.json"))
                 self._earlier_jobs = {path: read_json(path) for path in paths}
             return self._earlier_jobs
 
-    def _book(self, job_info: SubmittedJobInfo) -> Path:
+    def _record_file(self, job_info: SubmittedJobInfo) -> Path:
         return job_records_folder(self._results) / f"{job_info.external_jobid}.json"
 
-    def _forget(self, book: Path) -> None:
-        book.unlink(missing_ok=True)
-        batch_script.success_file(book).unlink(missing_ok=True)
-        self._earlier.pop(book, None)
+    def _forget(self, record_file: Path) -> None:
+        """Delete a job's record and success file."""
+        record_file.unlink(missing_ok=True)
+        batch_script.success_file(record_file).unlink(missing_ok=True)
+        self._earlier.pop(record_file, None)
 
-    def _complete(self, job_info: SubmittedJobInfo) -> bool:
+    def _is_complete(self, job_info: SubmittedJobInfo) -> bool:
         """Return True if a job recorded its success and all its outputs exist."""
-        outputs = _outputs(job_info.job)
-        return batch_script.success_file(self._book(job_info)).exists() and all(map(os.path.exists, outputs))
+        outputs = _outputs_of(job_info.job)
+        return batch_script.success_file(self._record_file(job_info)).exists() and all(map(os.path.exists, outputs))
 
-    def _cancel_unknown(self, comment: str = "") -> None:
-        """Cancel this user's jobs that are in the queue and not written down, of those whose comment begins so."""
-        unknown: dict[str, str] = {}
-        for pause in (_PATIENCE, 0):  # one that another thread has just sent is written down by the second look
-            found = self._queue("%i %k") or {}
-            known = {path.stem for path in job_records_folder(self._results).glob("*.json")}
-            unknown = {job: said for job, said in found.items() if job not in known and said.startswith(comment)}
-            if not unknown:
+    # SLURM's queue
+
+    def _cancel_unrecorded(self, comment: str = "") -> None:
+        """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`."""
+        unrecorded: dict[str, str] = {}
+        for pause in (_QUERY_INTERVAL, 0):  # by the second query, a job that another thread is submitting has a record
+            queued = self._query_queue("%i %k") or {}
+            recorded = {path.stem for path in job_records_folder(self._results).glob("*.json")}
+            unrecorded = {
+                number: text for number, text in queued.items() if number not in recorded and text.startswith(comment)
+            }
+            if not unrecorded:
                 return
             self._pause(pause)
-        for number, said in unknown.items():
-            say(f"SLURM job {number} ({said}) is in the queue and was never written down: it is cancelled")
-            self._cancel(number)
+        for number, text in unrecorded.items():
+            say(f"SLURM job {number} ({text}) is in the queue without a record of its submission: cancelling it")
+            self._cancel_job(number)
 
-    def _cancel(self, number: str) -> None:
-        """Cancel a job and wait until it is gone."""
-        ask("scancel", number, patience=_ANSWER)
+    def _cancel_job(self, number: str) -> None:
+        """Cancel a SLURM job and wait until it has left the queue."""
+        ask("scancel", number, patience=_COMMAND_TIMEOUT)
         while self._in_queue(number):
-            self._pause(_PATIENCE)
+            self._pause(_QUERY_INTERVAL)
 
     def _in_queue(self, number: str) -> bool:
-        """Return True if a SLURM job waits or runs; wait for a job that is just ending.
+        """Return True if a SLURM job waits or runs; wait for a job that is ending.
 
         The wait has a limit, because a job on a broken machine may not end for hours.
         """
-        latest = time.monotonic() + _ENDING
-        while (states := self._queue("%i %T")) is None or (
-            states.get(number) == "COMPLETING" and time.monotonic() < latest
-        ):
-            self._pause(_PATIENCE)
-        return states.get(number, "COMPLETING") != "COMPLETING"
+        deadline = time.monotonic() + _COMPLETING_LIMIT
+        while True:
+            states = self._query_queue("%i %T")
+            if states is not None:
+                state = states.get(number)
+                if state != "COMPLETING" or time.monotonic() >= deadline:
+                    return state not in (None, "COMPLETING")
+            self._pause(_QUERY_INTERVAL)
 
-    def _queue(self, what: str) -> dict[str, str] | None:
-        """Query the queue for each of this experiment's jobs, in format `what`; None: the queue does not answer."""
-        good, answer = queue(self._results, what, patience=_ANSWER)
+    def _query_queue(self, fields: str) -> dict[str, str] | None:
+        """Query SLURM's queue for the experiment's jobs.
+
+        Args:
+            fields: format of squeue for the job's number and another field, such as ``%i %T``.
+
+        Returns:
+            The other field by job number; None if the queue does not answer.
+        """
+        has_answered, answer = queue(self._results, fields, patience=_COMMAND_TIMEOUT)
+        if not has_answered:
+            return None
         lines = (line.partition(" ") for line in answer.splitlines())
-        return {number: said.strip() for number, _, said in lines} if good else None
+        return {number: text.strip() for number, _, text in lines}
 
     def _pause(self, seconds: float) -> None:
         """Wait.
 
         Raises:
-            WorkflowError: the run has been asked to leave.
+            WorkflowError: the run is cancelled.
         """
-        if self._leaving.wait(seconds):
-            raise WorkflowError("asked to leave")
+        if self._cancelled.wait(seconds):
+            raise WorkflowError("the run is cancelled")
 
 
-def _jobs(job: Any) -> list[Any]:
+def _single_jobs(job: Any) -> list[Any]:
+    """Return the jobs of a group, or a list with the job itself."""
     return list(job.jobs) if job.is_group() else [job]
 
 
-def _outputs(job: Any) -> list[str]:
-    """All files that a job or a group of jobs makes."""
-    return sorted(str(path) for one in _jobs(job) for path in one.output)
+def _outputs_of(job: Any) -> list[str]:
+    """Return the sorted paths of all outputs of a job or of a group of jobs."""
+    return sorted(str(path) for single in _single_jobs(job) for path in single.output)
 
 
-def _work(job: Any, made: list[str]) -> dict[str, Any]:
-    """Return everything that decides a job's outputs: parameters as Snakemake compares them, content of inputs.
+def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
+    """Return everything that decides a job's outputs: parameters as Snakemake compares them, and content of inputs.
 
-    Inputs that its group makes are left out: when another job is compared with it, they may or may not be there.
+    Args:
+        job: a single job.
+        group_outputs: outputs of the job's group, which are left out of the inputs: at the time of a comparison they
+            may or may not exist.
     """
-    inputs = {str(path): _content(Path(path)) for path in job.input if path not in made}
+    inputs = {str(path): _describe_content(Path(path)) for path in job.input if path not in group_outputs}
     return {"params": [repr(value) for value in job.non_derived_params], "inputs": inputs}
 
 
-def _content(path: Path) -> str:
+def _describe_content(path: Path) -> str:
+    """Return the hash of a small file, and size and modification time of a large one."""
     stat = path.stat()
-    return sha256_file(path) if stat.st_size <= _HASHED_WHOLE else f"{stat.st_size} {stat.st_mtime_ns}"
+    return sha256_file(path) if stat.st_size <= _LARGEST_HASHED else f"{stat.st_size} {stat.st_mtime_ns}"
 
 
-def _in_vain(job_info: SubmittedJobInfo) -> bool:
+def _would_diverge_again(job_info: SubmittedJobInfo) -> bool:
     """Return True if training runs diverged in a failed job and all its other training runs are complete."""
-    words = [read_progress(Path(one.params.out)) for one in _jobs(job_info.job) if one.rule.name.startswith("train")]
-    diverged = [not word.get("again", True) and word["job"] == job_info.external_jobid for word in words]
-    complete = [word.get("state") == "complete" for word in words]
-    return any(diverged) and all(map(or_, diverged, complete))
+    has_diverged = False
+    for single in _single_jobs(job_info.job):
+        if not single.rule.name.startswith("train"):
+            continue
+        progress = read_progress(Path(single.params.out))
+        if not progress.get("again", True) and progress["job"] == job_info.external_jobid:
+            has_diverged = True
+        elif progress.get("state") != "complete":
+            return False
+    return has_diverged

@@ -65,6 +65,6 @@ def test_an_edit_between_two_controllers_replaces_the_job_of_the_first(pipeline:
     pipeline.configure({"edited": {"sampler": "speed"}}, milestones=[50])
     said = pipeline.run("--", training.end)
     first, second = training.jobs()
-    assert f"SLURM job {first.number} of an earlier run made" in said
+    assert f"SLURM job {first.number} of an earlier run computes" in said
     assert (first.state, second.state) == ("CANCELLED", "COMPLETED")
     assert training.lengths() == [50]

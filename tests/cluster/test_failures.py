@@ -45,7 +45,7 @@ def test_a_job_that_fails_takes_no_complete_training_down(pipeline: Pipeline) ->
         timing = (whole.folder / "timing.jsonl").read_bytes()
         os.kill(killed.pid(), signal.SIGKILL)
         wait_for(lambda: not whole.complete(), 300, "the deletion of the failed job's outputs")
-        time.sleep(1)  # Snakemake's books are written
+        time.sleep(1)  # Snakemake writes its metadata
         controller.process.send_signal(signal.SIGKILL)
     os.kill(working.pid(), signal.SIGCONT)
     pipeline.run("--", *ends)
@@ -101,7 +101,7 @@ def test_a_job_that_slurm_cannot_take_now_is_sent_again(pipeline: Pipeline, clus
     kill_controller(cluster)
     with pipeline.controller("--", training.end) as controller:
         try:
-            wait_for(lambda: "It is sent again" in controller.log.read_text(), 200, "an attempt in vain")
+            wait_for(lambda: "It is submitted again" in controller.log.read_text(), 200, "an attempt in vain")
         finally:
             start_controller(cluster)
         controller.ended(300)
@@ -117,7 +117,7 @@ def test_a_job_that_no_controller_has_heard_of_is_cancelled(pipeline: Pipeline) 
     line = ("sbatch", "--parsable", f"--job-name={name}", "--comment=rule_train_wildcards_lost_0", "--mem=50")
     lost = slurm(*line, "--output=/dev/null", "--wrap", "sleep 600")
     said = pipeline.run("--", training.end)
-    assert f"SLURM job {lost} (rule_train_wildcards_lost_0) is in the queue and was never written down" in said
+    assert f"SLURM job {lost} (rule_train_wildcards_lost_0) is in the queue without a record of its submission" in said
     assert slurm("squeue", "-h", "-t", "all", "-j", lost, "-o", "%T") == "CANCELLED"
     assert [job.state for job in training.jobs()][-1] == "COMPLETED"
 
