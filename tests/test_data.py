@@ -279,7 +279,7 @@ def test_full_disk(tmp_path, full_disk, capsys):
     out = full_disk / "dataset"
     assert main(["prepare", "--config", str(tmp_path / "demo.yaml"), "--out", str(out)]) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert "images.npy: No space left on device; what was complete before is still in place" in message
+    assert "images.npy: No space left on device; results that were complete are kept" in message
     with pytest.raises(KairosError, match="not complete"):
         open_dataset(out)
 

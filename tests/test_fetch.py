@@ -129,7 +129,7 @@ def test_nothing_to_fetch_is_said_without_heavy_imports() -> None:
     code = "import sys; from kairos.cli import main; main(['fetch', '--config', 'x.yaml']); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     said, modules = done.stdout.splitlines()
-    assert said.startswith("nothing to fetch")
+    assert said.startswith("nothing to download")
     assert not any(f"'{name}'" in modules for name in ("torch", "datasets", "huggingface_hub", "sklearn"))
 
 
@@ -238,8 +238,8 @@ def test_autoencoder_in_a_folder(folder: Path, capsys: pytest.CaptureFixture[str
     file = write(autoencoder={"kind": "pretrained", "path": "vae"}, dataset={"source": "folder", "path": "images"})
     assert main(["fetch", "--config", file]) == 1
     said = capsys.readouterr().err
-    assert "data set images: it is not there; put the files there" in said
-    assert "autoencoder vae: it is not there; put config.json and" in said
+    assert "data set images: it does not exist; put the files there" in said
+    assert "autoencoder vae: it does not exist; put config.json and" in said
     (folder / "vae").mkdir()
     (folder / "images").mkdir()
     for name, content in MODEL.items():

@@ -401,7 +401,7 @@ def test_from_photographs_with_captions_to_a_clip_score(
     assert "text         1" in capsys.readouterr().out
     assert "26 training and 25 held-out images of 64×64×3 with 255 captions" in run("prepare", "--config", "e.yaml")
     run("autoencoder", "--config", "e.yaml")
-    assert f"states of 255 captions, each {'×'.join(map(str, shape))}" in run("text", "--config", "e.yaml")
+    assert f"255 encoded captions, each of shape {'×'.join(map(str, shape))}" in run("text", "--config", "e.yaml")
     run("encode", "--config", "e.yaml")
     results = Path("results/coco")
     manifest = read_json(results / "latents/manifest.json")

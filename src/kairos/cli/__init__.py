@@ -1,7 +1,7 @@
 """The command line: ``kairos SUBCOMMAND``.
 
-Each subcommand's arguments are declared here or in its module without importing what it runs, so that ``--help`` is
-quick. Exit status: 0 done, 1 failed with a message, 2 wrong usage (command line or experiment file).
+A subcommand's module declares its arguments without importing the code that it runs, so that ``--help`` is quick. Exit
+status: 0 success, 1 failure with a message, 2 wrong usage (command line or experiment file).
 """
 
 import argparse
@@ -12,36 +12,36 @@ import os
 import sys
 from typing import TextIO
 
-# name: (module, one line); the module has add_arguments(parser) and run(arguments)
+# name: (module, help in one line); the module has add_arguments(name, parser) and run(arguments)
 COMMANDS = {
-    "prepare": ("kairos.cli.data", "bring a data set into the pipeline's uniform form"),
+    "prepare": ("kairos.cli.data", "convert a data set to the format of the pipeline"),
     "autoencoder": ("kairos.cli.data", "train or fetch the autoencoder"),
     "text": ("kairos.cli.data", "encode the captions of a data set"),
     "encode": ("kairos.cli.data", "encode a data set into latent moments"),
     "train": ("kairos.cli.train", "train one method with one seed"),
-    "import-weights": ("kairos.cli.import_weights", "make a milestone of published weights"),
-    "sample": ("kairos.cli.sample", "draw images from milestones"),
+    "import-weights": ("kairos.cli.import_weights", "import published weights as a snapshot (milestone)"),
+    "sample": ("kairos.cli.sample", "generate images from snapshots (milestones)"),
     "extractor": ("kairos.cli.evaluate", "train or fetch the feature extractor"),
-    "reference": ("kairos.cli.evaluate", "statistics of real images and the reference rows"),
+    "reference": ("kairos.cli.evaluate", "compute statistics of real images and the reference rows"),
     "evaluate": ("kairos.cli.evaluate", "compare samples with real images"),
-    "analyse": ("kairos.cli.analyse", "table and figure of an analysis, or what it measures of a milestone"),
-    "report": ("kairos.cli.report", "table, figures and report of an experiment"),
-    "compare": ("kairos.cli.compare", "experiments and methods side by side"),
+    "analyse": ("kairos.cli.analyse", "write table and figure of an analysis, or measure one snapshot"),
+    "report": ("kairos.cli.report", "write table, figures and report of an experiment"),
+    "compare": ("kairos.cli.compare", "compare experiments and methods in one table"),
     "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
-    "ui": ("kairos.cli.ui", "look at the imported runs in MLflow, from a prepared comparison on"),
-    "export": ("kairos.cli.export", "results for TensorBoard, Weights & Biases or the Hugging Face hub"),
-    "verify": ("kairos.cli.verify", "check a training's files and print the hash of each part"),
-    "schema": ("kairos.cli.check", "JSON schema of experiment files, for editors"),
-    "init": ("kairos.cli.new", "lay out a project of one's own: Snakefile, profiles, params.yaml"),
-    "new": ("kairos.cli.new", "write an experiment file for a folder of images, with reasons and the time it takes"),
-    "small": ("kairos.cli.new", "write the small form of a recipe: some minutes on a processor, real images at hand"),
-    "check": ("kairos.cli.check", "check an experiment file and say what it will do"),
-    "plan": ("kairos.cli.plan", "what an experiment will cost: jobs, memory, storage, hours of GPUs or CPUs"),
-    "fetch": ("kairos.cli.fetch", "bring what jobs without a network need: data set, autoencoder, weights"),
-    "status": ("kairos.cli.status", "how far every training is: queued, running, failed, complete"),
-    "strategies": ("kairos.cli.strategies", "timestep strategies: list them, show what they train on"),
-    "doctor": ("kairos.cli.doctor", "what is installed and usable on this machine"),
-    "ledger": ("kairos.cli.ledger", "the workflow's books: fingerprints, record, adopt"),
+    "ui": ("kairos.cli.ui", "open MLflow's pages at a prepared comparison of the imported runs"),
+    "export": ("kairos.cli.export", "export results to TensorBoard, Weights & Biases or the Hugging Face hub"),
+    "verify": ("kairos.cli.verify", "check the files of a training run and print the hash of each component"),
+    "schema": ("kairos.cli.check", "print the JSON schema of experiment files, for editors"),
+    "init": ("kairos.cli.new", "create a project: Snakefile, profiles, params.yaml"),
+    "new": ("kairos.cli.new", "write an experiment file for a folder of images, with reasons and predicted time"),
+    "small": ("kairos.cli.new", "write the small form of a recipe: minutes on a CPU, small data sets"),
+    "check": ("kairos.cli.check", "check an experiment file and print its jobs, methods and warnings"),
+    "plan": ("kairos.cli.plan", "estimate the cost of an experiment: jobs, memory, storage, GPU-hours or CPU-hours"),
+    "fetch": ("kairos.cli.fetch", "download data set, autoencoder and weights for jobs without internet access"),
+    "status": ("kairos.cli.status", "print the state of every training run: queued, running, failed, complete"),
+    "strategies": ("kairos.cli.strategies", "list timestep strategies, or show density and weights of one"),
+    "doctor": ("kairos.cli.doctor", "check software, devices and cluster of this machine"),
+    "ledger": ("kairos.cli.ledger", "maintain the records of Snakemake and DVC: fingerprints, record, adopt"),
 }
 
 _REASONS = dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is where a folder should be")
@@ -49,14 +49,21 @@ _REASONS[errno.EISDIR] = "a folder is where a file should be"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Run the command line and return its exit status.
+
+    Args:
+        argv: arguments without the name of the program; None: those of the process.
+    """
     from kairos import portable
     from kairos.workflow import fork_server
     from kairos_timesteps.errors import ConfigError, KairosError
 
-    gc.disable()  # imports allocate much and free nothing: 1.5 s of 10 are saved; `resource_usage.end_startup` enables it
-    if sys.stdout is None or sys.stderr is None:  # closed, as with >&-
-        sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))
+    # imports allocate many objects that live on: 1.5 s of 10 s are saved; `resource_usage.end_startup` enables it again
+    gc.disable()
+    if sys.stdout is None:  # closed, as with >&-
+        sys.stdout = _open_null()
+    if sys.stderr is None:
+        sys.stderr = _open_null()
     argv = sys.argv[1:] if argv is None else argv
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         from kairos_timesteps.options import instead
@@ -81,24 +88,26 @@ def main(argv: list[str] | None = None) -> int:
     except KairosError as error:
         return _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
     except BrokenPipeError:
-        with _nowhere() as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with _open_null() as null:  # Python flushes stdout again at its end
+            os.dup2(null.fileno(), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return _fail("interrupted; the last good state is in place", 1)
+        return _fail("interrupted; complete results and checkpoints are kept", 1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
-        return _fail(f"{where}{reason}; what was complete before is still in place", 1)
+        return _fail(f"{where}{reason}; results that were complete are kept", 1)
     finally:
         gc.enable()
     return 0
 
 
-def _nowhere() -> TextIO:
+def _open_null() -> TextIO:
+    """Open a file that discards its content."""
     return open(os.devnull, "w", encoding="utf-8")
 
 
 def _fail(message: str, status: int) -> int:
+    """Print an error message and return the exit status."""
     print(f"kairos: {message}", file=sys.stderr, flush=True)
     return status

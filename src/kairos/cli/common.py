@@ -131,9 +131,9 @@ def load_experiment_at(path: Path) -> tuple[Any, Path]:
         KairosError: the path is neither.
     """
     from kairos.report.collect import load_recorded_experiment
-    from kairos.status.outline import outline
+    from kairos.status.run_progress import load_outline
 
-    resolved = outline(path)
+    resolved = load_outline(path)
     return resolved.experiment or load_recorded_experiment(resolved.results), resolved.results
 
 

@@ -1,4 +1,4 @@
-"""``kairos compare``: experiments and methods side by side, and an index of all reports."""
+"""``kairos compare``: a table of experiments and methods, or an index of all reports."""
 
 import argparse
 import sys
@@ -11,71 +11,106 @@ from kairos_timesteps import errors
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    where = parser.add_argument
-    where("paths", type=Path, nargs="+", metavar="PATH", help="results/<experiment>, an experiment file, or "
-          "results/<experiment>/<method>; with --index the folder of all results")  # fmt: skip
-    where("--format", choices=("table", "csv", "md", "json"), default="table", help="default: table")
-    where("--baseline", metavar="METHOD", help="or EXPERIMENT/METHOD; default: the first experiment's uniform method")
-    where("--out", type=Path, metavar="FILE", help="write it there")
-    where("--index", action="store_true", help="write a page over all experiments of a folder: PATH/index.html")
+    add = parser.add_argument
+    paths = (
+        "results/<experiment>, an experiment file, or results/<experiment>/<method>; with --index: folder of results"
+    )
+    add("paths", type=Path, nargs="+", metavar="PATH", help=paths)
+    add("--format", choices=("table", "csv", "md", "json"), default="table", help="default: table")
+    baseline = "METHOD or EXPERIMENT/METHOD; default: the uniform method of the first experiment"
+    add("--baseline", metavar="METHOD", help=baseline)
+    add("--out", type=Path, metavar="FILE", help="file to write; default: standard output")
+    add("--index", action="store_true", help="write a page of all experiments in a folder: PATH/index.html")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the comparison, or write it, or the index."""
+    """Print or write a comparison, or write an index of reports."""
+    if arguments.index:
+        _write_index(arguments)
+    else:
+        _compare(arguments)
+
+
+def _write_index(arguments: argparse.Namespace) -> None:
+    """Write a page that lists all experiments in a folder, with their rankings or errors.
+
+    Raises:
+        ConfigError: the path is not a folder of results.
+    """
     from kairos.files import write_text
     from kairos.report.collect import collect
+    from kairos.report.compare import render_index
+    from kairos.report.ranking import compare_methods
+
+    root, *others = arguments.paths
+    folders = [] if others or not root.is_dir() else sorted(filter(_is_experiment_folder, root.iterdir()))
+    allowed = "one folder that contains folders of results, e.g. results"
+    demand(folders, "index", " ".join(map(str, arguments.paths)), allowed)
+    entries = dict[Path, Any]()
+    for folder in folders:
+        try:
+            results = collect(load_experiment_at(folder)[0], folder, unfinished=True)
+            entries[folder] = results, compare_methods(results)
+        except errors.KairosError as error:
+            entries[folder] = str(error)
+    out = arguments.out or root / "index.html"
+    write_text(out, render_index(entries, out))
+    print(out)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    """Print or write the table of a comparison, with warnings and notes on standard error."""
+    from kairos.files import write_text
     from kairos.report.compare import (
         build_comparison_table,
         comparison_notes,
         find_ranking_warnings,
         format_table,
         join_experiments,
-        render_index,
     )
-    from kairos.report.ranking import compare_methods
 
-    if arguments.index:
-        (root, *others), entries = arguments.paths, dict[Path, Any]()
-        folders = [] if others or not root.is_dir() else sorted(filter(_is_results, root.iterdir()))
-        demand(folders, "index", " ".join(map(str, arguments.paths)), "one folder of folders of results, e.g. results")
-        for folder in folders:
-            try:
-                results = collect(load_experiment_at(folder)[0], folder, unfinished=True)
-                entries[folder] = results, compare_methods(results)
-            except errors.KairosError as error:
-                entries[folder] = str(error)
-        out = arguments.out or root / "index.html"
-        write_text(out, render_index(entries, out))
-        print(out)
-        return
-    sides = _sides(arguments.paths)
-    measured = join_experiments(sides, arguments.baseline)
-    found = format_table(build_comparison_table(measured), arguments.format)
-    for warning in find_ranking_warnings(sides):
+    experiments = _collect_experiments(arguments.paths)
+    comparison = join_experiments(experiments, arguments.baseline)
+    text = format_table(build_comparison_table(comparison), arguments.format)
+    for warning in find_ranking_warnings(experiments):
         print(f"warning: {warning}\n", file=sys.stderr, flush=True)
     if arguments.out:
-        write_text(arguments.out, found)
-    print("" if arguments.out else found, end="", flush=True)
-    for remark in comparison_notes(sides, measured):
-        print(f"note: {remark}", file=sys.stderr)
+        write_text(arguments.out, text)
+    else:
+        print(text, end="", flush=True)
+    for note in comparison_notes(experiments, comparison):
+        print(f"note: {note}", file=sys.stderr)
 
 
-def _sides(paths: list[Path]) -> list[tuple[Any, list[str]]]:
-    """Experiments in the order given, with the methods of each that are compared."""
+def _collect_experiments(paths: list[Path]) -> list[tuple[Any, list[str]]]:
+    """Collect the results of experiments, each with the names of its methods to compare, in the order of the paths.
+
+    Args:
+        paths: folders of results, experiment files, or folders of methods; a method's folder selects that method.
+
+    Raises:
+        ConfigError: a folder names a method that its experiment does not have.
+    """
     from kairos.report.collect import collect
 
-    sides: dict[Path, tuple[Any, list[str]]] = {}
+    by_folder: dict[Path, tuple[Any, list[str]]] = {}
     for path in paths:
-        of_method = _is_results(path.parent) and (not path.exists() or any(path.glob("seed*")))
-        experiment, folder = load_experiment_at(path.parent if of_method else path)
-        allowed = ", ".join(experiment.methods)
-        errors.demand(not of_method or path.name in experiment.methods, f"method of {folder}", path.name, allowed)
-        if folder.resolve() not in sides:
-            sides[folder.resolve()] = collect(experiment, folder, unfinished=True), []
-        found, methods = sides[folder.resolve()]
-        methods += [one for one in ([path.name] if of_method else found.methods) if one not in methods]
-    return list(sides.values())
+        has_seeds = not path.exists() or any(path.glob("seed*"))
+        is_method = _is_experiment_folder(path.parent) and has_seeds
+        experiment, folder = load_experiment_at(path.parent if is_method else path)
+        if is_method:
+            allowed = ", ".join(experiment.methods)
+            errors.demand(path.name in experiment.methods, f"method of {folder}", path.name, allowed)
+        key = folder.resolve()
+        if key not in by_folder:
+            by_folder[key] = collect(experiment, folder, unfinished=True), []
+        results, selected = by_folder[key]
+        for method in [path.name] if is_method else results.methods:
+            if method not in selected:
+                selected.append(method)
+    return list(by_folder.values())
 
 
-def _is_results(folder: Path) -> bool:
+def _is_experiment_folder(folder: Path) -> bool:
+    """Return True for the folder of results of one experiment."""
     return any(folder.glob("*/seed*"))

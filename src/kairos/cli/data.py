@@ -1,4 +1,4 @@
-"""``kairos prepare``, ``kairos autoencoder``, ``kairos text`` and ``kairos encode``."""
+"""``kairos prepare``, ``kairos autoencoder``, ``kairos text`` and ``kairos encode``: data for training."""
 
 import argparse
 from pathlib import Path
@@ -8,52 +8,60 @@ from kairos import resource_usage
 from kairos.cli.common import add_config, add_shards, add_timing, set_up_device, write_timing
 from kairos_timesteps.errors import demand
 
-Done = tuple[str, dict[str, Any]]  # what to say of the folder that was written, and facts for the record of the time
-# where in an experiment's results
-_WRITES = {"prepare": "dataset", "autoencoder": "autoencoder", "text": "text", "encode": "latents"}
+Outcome = tuple[str, dict[str, Any]]  # description of the folder that was written, entries of the timing record
+# output folder of each subcommand, below the folder of results, and the folders that it reads
+_OUTPUTS = {"prepare": "dataset", "autoencoder": "autoencoder", "text": "text", "encode": "latents"}
+_INPUTS: dict[str, tuple[str, ...]] = {
+    "prepare": (),
+    "autoencoder": ("dataset",),
+    "text": ("dataset",),
+    "encode": ("dataset", "autoencoder", "text"),
+}
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of one of the four subcommands."""
     add_config(parser)
-    read = {"prepare": (), "encode": ("dataset", "autoencoder", "text")}.get(name, ("dataset",))
-    for option, stage in (*zip(read, read), ("out", _WRITES[name])):
-        what = "folder to write" if option == "out" else f"folder that holds the {stage}"
-        default = f"{what} (default: results/<experiment>/{stage})"
-        parser.add_argument(f"--{option}", type=Path, metavar="DIR", help=default)
+    for folder in _INPUTS[name]:
+        help = f"folder to read (default: results/<experiment>/{folder})"
+        parser.add_argument(f"--{folder}", type=Path, metavar="DIR", help=help)
+    help = f"folder to write (default: results/<experiment>/{_OUTPUTS[name]})"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=help)
     if name == "encode":
         add_shards(parser, "DIR")
     add_timing(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the subcommand."""
+    """Write the folder of the subcommand."""
     from kairos.config import load
     from kairos.data.dataset import open_dataset
     from kairos.progress import say
 
     experiment, command = load(arguments.config), arguments.command
     results = Path("results") / experiment.experiment
-    out = arguments.out or results / _WRITES[command]
+    out = arguments.out or results / _OUTPUTS[command]
     if command == "prepare":
-        said, facts = _prepare(experiment, out)
+        description, facts = _prepare(experiment, out)
     else:
         dataset = open_dataset(arguments.dataset or results / "dataset")
-        # neither pixels nor joining need a GPU, and are given none
-        idle = experiment.autoencoder.kind == "none" and command != "text"
-        device = set_up_device(experiment, "cpu" if idle or getattr(arguments, "part", None) else None)
+        stays_in_pixels = experiment.autoencoder.kind == "none" and command != "text"
+        merges_shards = bool(getattr(arguments, "part", None))
+        # the workflow requests no GPU for jobs that compute no network
+        device = set_up_device(experiment, "cpu" if stays_in_pixels or merges_shards else None)
         if command == "encode":
             arguments.autoencoder = arguments.autoencoder or results / "autoencoder"
             arguments.text = (arguments.text or results / "text") if "text" in experiment.conditions else None
-            said, facts = _encode(arguments, experiment, dataset, out, device)
+            description, facts = _encode(arguments, experiment, dataset, out, device)
         else:
             stage = {"text": _text, "autoencoder": _autoencoder}[command]
-            said, facts = stage(experiment, dataset, out, device)
-    say(f"{out}: {said}")
+            description, facts = stage(experiment, dataset, out, device)
+    say(f"{out}: {description}")
     write_timing(arguments, **facts)
 
 
-def _prepare(experiment: Any, out: Path) -> Done:
+def _prepare(experiment: Any, out: Path) -> Outcome:
+    """Write the prepared data set."""
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
 
@@ -62,12 +70,13 @@ def _prepare(experiment: Any, out: Path) -> Done:
     manifest = write_dataset(experiment.dataset, source, out)
     skipped = f", {len(manifest['skipped'])} broken skipped" if manifest["skipped"] else ""
     images = f"{manifest['train_count']} training and {manifest['heldout_count']} held-out images of "
-    told = f" with {manifest['captions']['count']} captions" if "captions" in manifest else ""
+    captions = f" with {manifest['captions']['count']} captions" if "captions" in manifest else ""
     size = f"{manifest['height']}×{manifest['width']}×{manifest['channels']}"
-    return images + size + told + skipped, {"images": manifest["count"]}
+    return images + size + captions + skipped, {"images": manifest["count"]}
 
 
-def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
+def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
+    """Train the autoencoder or copy a pretrained one."""
     from kairos.autoencoders.train_or_load import make_autoencoder
 
     manifest = make_autoencoder(experiment.autoencoder, dataset, out, device, experiment.dataset.flips)
@@ -76,16 +85,18 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
     return f"{manifest['kind']}, x0 of shape {shape}{quality}", {"psnr": manifest["psnr"]}
 
 
-def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
+def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
+    """Encode the captions of the data set."""
     from kairos.text_encoders.encode_captions import encode_texts
 
     demand(experiment.text_encoder, "text_encoder", "null", "{path: ...}, the encoder of the captions")
     manifest = encode_texts(experiment.text_encoder, dataset, out, device)
     shape = "×".join(map(str, manifest["condition"]["shape"]))
-    return f"states of {manifest['count']} captions, each {shape}", {"captions": manifest["count"]}
+    return f"{manifest['count']} encoded captions, each of shape {shape}", {"captions": manifest["count"]}
 
 
-def _encode(arguments: Any, experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
+def _encode(arguments: Any, experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
+    """Encode the images of the data set, or one shard of them, or merge shards."""
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
 
@@ -95,7 +106,7 @@ def _encode(arguments: Any, experiment: Any, dataset: Any, out: Path, device: An
     factor, text = experiment.dataset.low_resolution, arguments.text
     manifest = encode(dataset, codec, out, flips, size, arguments.shard, arguments.part, factor, text)
     if arguments.shard is not None:
-        return "images {first} to {end}, part {number} of {of}".format(**manifest["shard"]), {}
-    shape, flipped = "×".join(map(str, manifest["shape"])), ", flipped ones too" if manifest["flips"] else ""
-    said = f"{manifest['kind']} of {manifest['count']} images, x0 of shape {shape}{flipped}"
-    return said, {"images": manifest["count"]}
+        return "images {first} to {end}, shard {number} of {of}".format(**manifest["shard"]), {}
+    shape, flipped = "×".join(map(str, manifest["shape"])), ", with flipped images" if manifest["flips"] else ""
+    description = f"{manifest['kind']} of {manifest['count']} images, x0 of shape {shape}{flipped}"
+    return description, {"images": manifest["count"]}

@@ -1,4 +1,4 @@
-"""``kairos fetch``: what jobs need from a network is brought on the login node, before any of them starts."""
+"""``kairos fetch``: download the files that jobs need, on a login node, since compute nodes may have no internet."""
 
 import argparse
 import os
@@ -12,21 +12,26 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Say of each thing where it is, or bring it; ends with status 1 where something cannot be had."""
+    """Download missing files and print the path of each.
+
+    Raises:
+        KairosError: a file is missing and cannot be downloaded.
+    """
     from kairos import downloads
     from kairos.config import load
     from kairos_timesteps.errors import KairosError
 
-    needs = downloads.needs(load(arguments.config))
+    requirements = downloads.needs(load(arguments.config))
     os.environ.pop(downloads.OFFLINE, None)  # the hub's client reads it when it is imported
-    if not needs:
-        print("nothing to fetch: the images are embedded and everything else is computed")
+    if not requirements:
+        print("nothing to download: the images are embedded and everything else is computed")
     failed = []
-    for need in needs:
-        place, fault = need.look(bring=True)
-        if place is None:
-            failed.append(f"{need.what}: {(fault or 'it is not there').rstrip('.')}; {need.by_hand}")
+    for requirement in requirements:
+        path, problem = requirement.look(bring=True)
+        if path is None:
+            reason = (problem or "it does not exist").rstrip(".")
+            failed.append(f"{requirement.what}: {reason}; {requirement.by_hand}")
         else:
-            print(f"{need.what}: {place}", flush=True)
+            print(f"{requirement.what}: {path}", flush=True)
     if failed:
-        raise KairosError("not here, so jobs would fail:\n  " + "\n  ".join(failed))
+        raise KairosError("files that jobs need are missing:\n  " + "\n  ".join(failed))

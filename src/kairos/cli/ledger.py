@@ -7,17 +7,17 @@ from pathlib import Path
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    table = actions.add_parser("fingerprints", help="write what each stage's results depend on: fields and code")
-    stage = actions.add_parser("run", help="run exactly one stage's jobs of the Snakemake DAG")
+    table = actions.add_parser("fingerprints", help="write the fields and the code that each stage depends on")
+    stage = actions.add_parser("run", help="run the jobs of one stage of Snakemake's workflow")
     for action in (table, stage):
-        file = "experiment file (params.yaml)"
-        action.add_argument("--config", type=Path, default=Path("params.yaml"), metavar="F", help=file)
+        default = Path("params.yaml")
+        action.add_argument("--config", type=Path, default=default, metavar="F", help="experiment file (params.yaml)")
     table.add_argument("--out", type=Path, required=True, metavar="F", help="YAML file to write")
-    stage.add_argument("stage", help="which stage")
-    stage.add_argument("--method", metavar="M", help="of a training's stages")
-    stage.add_argument("--seed", type=int, metavar="N", help="of a training's stages")
-    actions.add_parser("record", help="version in DVC what Snakemake has just computed (make record)")
-    actions.add_parser("adopt", help="make recorded results this clone's own (make adopt)")
+    stage.add_argument("stage", help="name of the stage")
+    stage.add_argument("--method", metavar="M", help="method, for stages of a training run")
+    stage.add_argument("--seed", type=int, metavar="N", help="seed, for stages of a training run")
+    actions.add_parser("record", help="version the latest results of Snakemake in DVC (make record)")
+    actions.add_parser("adopt", help="mark recorded results as computed by this clone (make adopt)")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the stages, then a line per training."""
     from kairos import resource_usage
-    from kairos.status.views import lines
+    from kairos.status.render import render_lines
 
     every = arguments.watch
     demand(every is None or 0 < every <= 86400, "watch", every, "seconds, above 0 and at most 86400")
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.serve:
         return _serve(arguments)
     while True:
-        text = lines(arguments.experiment, arguments.remove_unclaimed)
+        text = render_lines(arguments.experiment, arguments.remove_unclaimed)
         print(("\x1b[H\x1b[J" if every and sys.stdout.isatty() else "") + text, flush=True)
         if not every:
             return
