@@ -23,7 +23,7 @@ RESULTS = layout.results
 TRAINING = f"{RESULTS}/{{method}}/seed{{seed}}"
 
 
-# the image of envs/, for `--software-deployment-method apptainer`; the cluster's profile says how
+# image of envs/kairos.def, for `--software-deployment-method apptainer`; the cluster's profile shows the options
 container: "kairos.sif"
 
 

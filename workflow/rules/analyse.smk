@@ -1,5 +1,6 @@
-# Analyses that the experiment asks for, a table and a figure each: of measurements at milestones, a job each, or of what
-# trainings have left. A training's last milestone waits for its end, which brings the optimiser's state.
+# Analyses of the experiment, one table and one figure each. An analysis reads measurements at snapshots, which are one
+# job each, or records of training runs. The measurement at a training run's last snapshot waits for the end of the
+# training run, which writes the optimiser's state.
 
 
 for name in layout.analyses:

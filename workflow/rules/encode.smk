@@ -1,5 +1,5 @@
-# Latent moments of every image; in pixel space only a record that points to the data set. Parts that autoencoder.shards
-# asks for are jobs of their own, and joined by the other.
+# Latent moments of every image; in pixel space only a record that points to the data set. With autoencoder.shards the
+# rule encode_parts computes each shard in one job, and the rule encode joins the shards.
 
 
 for name in layout.stage_rules("encode"):

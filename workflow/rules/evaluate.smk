@@ -1,4 +1,4 @@
-# The comparison of every milestone's samples with the reference.
+# Comparison of every snapshot's samples with the reference.
 
 
 for segment in layout.segments:

@@ -1,4 +1,4 @@
-# A data set becomes one uniform, memory-mappable form with a fixed split into training and held-out images.
+# Conversion of a data set into one memory-mappable format, with a fixed split into training and held-out images.
 
 
 rule prepare:

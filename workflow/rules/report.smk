@@ -1,4 +1,4 @@
-# The table, the figures and the self-contained report.
+# Table, figures and the self-contained report.
 
 
 rule report:

@@ -1,7 +1,8 @@
-# Images from all milestones of a segment of a training, and a grid picture of each. On a cluster one job with what
-# evaluates them; parts that sampling.shards asks for are jobs of their own, and joined there.
+# Images from all snapshots of a segment of a training run, and a picture of a grid of images for each snapshot. On a
+# cluster this is one job together with the evaluation. With sampling.shards the rule sample_parts computes each shard in
+# one job, and the rule sample joins the shards.
 
-PARTS = f"{TRAINING}/.parts/batch{layout.experiment.sampling.batch_size}"  # they are cut between batches
+PARTS = f"{TRAINING}/.parts/batch{layout.experiment.sampling.batch_size}"  # shards consist of whole batches
 
 
 for segment in layout.segments:

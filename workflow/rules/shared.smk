@@ -1,10 +1,16 @@
-# What all trainings share: the space that the diffusion model works in (pixels, our own autoencoder or a pretrained one),
-# the states of captions where the model is told of them, the extractor of features, and the reference that samples are compared with.
+# Stages that all training runs share: the autoencoder, which is none, trained here or pretrained; the encoded captions,
+# if the model is conditioned on them; the feature extractor; and the reference that samples are compared with.
 
 CODING_GPUS = layout.gpus_per_job if layout.experiment.autoencoder.kind != "none" else 0
-SHARED = {  # what each reads, and what it asks for
-    "autoencoder": (["dataset"], {"mem_mb": scaled_by_attempt(6000), "runtime": scaled_by_attempt(480), "gpu": CODING_GPUS}),
-    "text": (["dataset"], {"mem_mb": scaled_by_attempt(8000), "runtime": scaled_by_attempt(480), "gpu": layout.gpus_per_job}),
+SHARED = {  # inputs and resources of each stage
+    "autoencoder": (
+        ["dataset"],
+        {"mem_mb": scaled_by_attempt(6000), "runtime": scaled_by_attempt(480), "gpu": CODING_GPUS},
+    ),
+    "text": (
+        ["dataset"],
+        {"mem_mb": scaled_by_attempt(8000), "runtime": scaled_by_attempt(480), "gpu": layout.gpus_per_job},
+    ),
     "extractor": (["dataset"], {"mem_mb": scaled_by_attempt(4000), "runtime": scaled_by_attempt(120)}),
     "reference": (
         ["dataset", "autoencoder", "latents", "extractor"],
@@ -13,7 +19,7 @@ SHARED = {  # what each reads, and what it asks for
 }
 
 
-for name, (read, asked) in ((name, SHARED[name]) for name in SHARED if name in layout.shared_stages):
+for name, (read, resources_of_stage) in ((name, SHARED[name]) for name in SHARED if name in layout.shared_stages):
 
     rule:
         name:
@@ -29,7 +35,7 @@ for name, (read, asked) in ((name, SHARED[name]) for name in SHARED if name in l
             "../../envs/environment.yml"
         threads: layout.experiment.training.threads
         resources:
-            **asked,
+            **resources_of_stage,
         params:
             **layout.rule_params(name),
             stage=name,

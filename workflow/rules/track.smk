@@ -1,4 +1,4 @@
-# Import into MLflow; what fails here is said, stops nothing and is tried again by the next run.
+# Import into MLflow. An import that fails is reported and does not fail the run; the next run repeats it.
 
 
 localrules:

@@ -1,5 +1,5 @@
-# One job per method, seed and segment; it resumes from the training's own state by itself. Schedulers end a job by a
-# signal to all of its processes: shell and tee stay until the training has written its state.
+# One job per method, seed and segment; it resumes from the training run's checkpoint. Schedulers end a job by a signal
+# to all of its processes: the shell and tee ignore it until the training run has written a checkpoint.
 
 
 for segment in layout.segments:
