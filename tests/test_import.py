@@ -158,9 +158,9 @@ class Live:
     [
         (lambda path: path.write_bytes(pickle.dumps({"ema": Live()})), "runs code when it is opened"),
         (lambda path: torch.save({"ema": Live()}, path), "runs code when it is opened"),
-        (lambda path: path.write_bytes(b"no weights"), "no file of weights|runs code"),
-        (lambda path: torch.save([1, 2], path), "holds list"),
-        (lambda path: torch.save({"step": 3}, path), "no weights found; its keys: step"),
+        (lambda path: path.write_bytes(b"no weights"), "not a file of weights|runs code"),
+        (lambda path: torch.save([1, 2], path), "contains list"),
+        (lambda path: torch.save({"step": 3}, path), "contains no weights; its keys: step"),
         (lambda path: torch.save({"x_embedder.proj.weight": torch.zeros(1)}, path), "do not fit DiT"),
         (lambda path: None, "no such file"),
         (lambda path: path.mkdir(), "a folder"),
@@ -219,7 +219,7 @@ def test_nothing_but_an_earlier_import_is_replaced(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("{name: dit, conditions: [text]}", "--config: got none with a model that is told of text"),
+        ("{name: dit, conditions: [text]}", "--config: got none with a model conditioned on text"),
         ("{name: dit, conditions: 5}", "dit.conditions: got 5"),
     ],
 )

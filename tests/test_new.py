@@ -131,7 +131,7 @@ def test_images_and_files_that_cannot_be_used_are_rejected_and_nothing_is_writte
         assert "Traceback" not in said
         return said
 
-    assert "got 'there.yaml', allowed: " in refused("there.yaml --data x")
+    assert "there.yaml already exists" in refused("there.yaml --data x")
     assert "no/mine.yaml" in refused("no/mine.yaml --data x")
     assert "empty" in refused("mine.yaml --data empty")
     assert "none" in refused("mine.yaml --data none")

@@ -1,4 +1,4 @@
-"""``kairos extractor``, ``kairos reference`` and ``kairos evaluate``."""
+"""``kairos extractor``, ``kairos reference`` and ``kairos evaluate``: comparison of samples with real images."""
 
 import argparse
 from pathlib import Path
@@ -7,20 +7,38 @@ from kairos.cli.common import add_config, add_timing, demand, pair_options, set_
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Arguments of the three subcommands."""
+    """Declare the arguments of one of the three subcommands."""
     add = parser.add_argument
     if name == "evaluate":
         parser.epilog = "Repeat --samples, --out and --milestone, in pairs, to evaluate several files in one job."
-        add("--samples", type=Path, action="append", required=True, metavar="F", help="npz of images (repeatable)")
+        add(
+            "--samples",
+            type=Path,
+            action="append",
+            required=True,
+            metavar="F",
+            help="npz of generated images (repeatable)",
+        )
         add("--out", type=Path, action="append", required=True, metavar="F", help="JSON record to write (repeatable)")
-        either = "reference.json or its folder; or an npz of real images (with --extractor)"
-        add("--reference", type=Path, required=True, metavar="F", help=either)
-        add("--milestone", type=Path, action="append", metavar="D", help="adds the validation loss (repeatable)")
-        beside = "folder, inception or dinov2; default: ../extractor of the reference"
-        add("--extractor", type=Path, metavar="DIR", help=beside)
+        reference = "reference.json or its folder; or an npz of real images (with --extractor)"
+        add("--reference", type=Path, required=True, metavar="F", help=reference)
+        milestone = "snapshot whose validation loss is added to the record (repeatable)"
+        add("--milestone", type=Path, action="append", metavar="D", help=milestone)
+        extractor = "folder, inception or dinov2; default: ../extractor of the reference"
+        add("--extractor", type=Path, metavar="DIR", help=extractor)
         add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the milestone")
-        add("--metrics", metavar="M,...", help="with an npz reference: names of metrics; default: those usual for it")
-        add("--sets", type=int, default=1, metavar="K", help="with an npz reference: sets to split the samples into")
+        add(
+            "--metrics",
+            metavar="M,...",
+            help="with an npz reference: names of metrics; default: the default metrics of the extractor",
+        )
+        add(
+            "--sets",
+            type=int,
+            default=1,
+            metavar="K",
+            help="with an npz reference: number of sets that the samples are split into",
+        )
     else:
         add_config(parser)
         add("--dataset", type=Path, required=True, metavar="DIR", help="prepared data set")
@@ -38,6 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
+    """Train or copy the feature extractor; return no entries for the timing record."""
     from kairos.config import load
 
     experiment, _ = load(arguments.config).resolve()
@@ -46,15 +65,16 @@ def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
     from kairos.evaluation import extractors
     from kairos.evaluation.registries import EXTRACTORS
 
-    dataset, wanted = open_dataset(arguments.dataset), experiment.evaluation.extractor
-    EXTRACTORS.entry(wanted["name"]).load()  # its imports are start-up
+    dataset, extractor = open_dataset(arguments.dataset), experiment.evaluation.extractor
+    EXTRACTORS.entry(extractor["name"]).load()  # its imports count as start-up
     set_up_device(experiment, "cpu")
     resource_usage.end_startup()
-    extractors.build_extractor(wanted, dataset, arguments.out)
+    extractors.build_extractor(extractor, dataset, arguments.out)
     return {}
 
 
 def _reference(arguments: argparse.Namespace) -> dict[str, int]:
+    """Write the statistics of real images; return no entries for the timing record."""
     from kairos.config import load
 
     a, experiment = arguments, load(arguments.config)
@@ -66,11 +86,12 @@ def _reference(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def _evaluate(arguments: argparse.Namespace) -> dict[str, int]:
+    """Evaluate files of samples; return their number for the timing record."""
     pairs = pair_options(arguments, "samples", "out", "milestone")
     demand(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
     from kairos.evaluation import evaluate
 
     jobs = [evaluate.EvaluationJob(*paths) for paths in pairs]
-    wanted = arguments.metrics.split(",") if arguments.metrics else None
-    evaluate.run(jobs, arguments.reference, arguments.extractor, arguments.latents, arguments.sets, wanted)
+    metrics = arguments.metrics.split(",") if arguments.metrics else None
+    evaluate.run(jobs, arguments.reference, arguments.extractor, arguments.latents, arguments.sets, metrics)
     return {"files": len(jobs)}

@@ -1,4 +1,4 @@
-"""``kairos new`` and ``kairos small``: experiment files for images of one's own, and for trying a recipe out."""
+"""``kairos init``, ``kairos new`` and ``kairos small``: write a project or an experiment file."""
 
 import argparse
 import os
@@ -6,38 +6,42 @@ import re
 from pathlib import Path
 
 from kairos.cli.common import demand
+from kairos_timesteps.errors import ConfigError
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     if name == "init":
-        parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, empty or not there yet")
+        parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, new or empty")
         return
     if name == "small":
         recipe = "experiment file, e.g. recipes/speed/table5.yaml"
         parser.add_argument("recipe", type=Path, metavar="RECIPE", help=recipe)
         parser.add_argument("file", type=Path, metavar="FILE", help="experiment file to write")
-        what = "folder of small data sets: cifar10, fashion_mnist, coco_mini, taesd (data); else the embedded digits"
-        parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help=what)
-        parser.add_argument("--text-encoder", metavar="DIR", help="of captions; default: the recipe's")
-        parser.add_argument("--methods", nargs="+", metavar="M", help="default: two, those that the recipe is about")
+        data = "folder of small data sets: cifar10, fashion_mnist, coco_mini, taesd (data); default: embedded digits"
+        parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help=data)
+        parser.add_argument("--text-encoder", metavar="DIR", help="encoder of captions; default: that of the recipe")
+        parser.add_argument(
+            "--methods", nargs="+", metavar="M", help="default: the two methods that the recipe compares"
+        )
         parser.add_argument("--steps", type=int, default=100, metavar="N", help="optimiser steps, at most 100 (100)")
         return
     parser.add_argument("file", type=Path, metavar="FILE", help="experiment file to write")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="images, flat or a folder per class")
-    wanted = "how long the experiment may take on this machine (60); sets the number of steps"
-    parser.add_argument("--minutes", type=float, default=60.0, metavar="N", help=wanted)
+    minutes = "time that the experiment may take on this machine (60); determines the number of steps"
+    parser.add_argument("--minutes", type=float, default=60.0, metavar="N", help=minutes)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write a project, or look at images and machine, measure some steps and write an experiment file."""
+    """Write a project, the small form of a recipe, or an experiment file for a folder of images."""
     if arguments.command == "init":
         from kairos.workflow.project import create_project
 
         print(f"{arguments.folder}: {', '.join(create_project(arguments.folder))}; `snakemake` there runs the demo")
         return
     file = arguments.file
-    demand(not file.exists() and not file.is_symlink(), "file", repr(str(file)), "a file that is not there yet")
+    if file.exists() or file.is_symlink():
+        raise ConfigError(f"{file} already exists; choose another name")
     demand(file.parent.is_dir(), "file", repr(str(file)), "a file in a folder that exists")
     if arguments.command == "small":
         _small(arguments)
@@ -50,20 +54,22 @@ def run(arguments: argparse.Namespace) -> None:
 
     name = re.sub(r"[^A-Za-z0-9_.+-]", "-", file.stem).lstrip("_.+-") or "mine"
     schema = os.path.relpath("experiments/schema.json", file.parent)
-    text, said = new_experiment.propose_experiment(arguments.data, name, minutes, schema)
+    text, summary = new_experiment.propose_experiment(arguments.data, name, minutes, schema)
     write_text(file, text)
-    print(f"{file}: {said}\nkairos check {file} says what it will do; make run EXPERIMENT={file} does it")
+    print(f"{file}: {summary}\nkairos check {file} lists its jobs; make run EXPERIMENT={file} runs it")
 
 
 def _small(arguments: argparse.Namespace) -> None:
+    """Write the small form of a recipe."""
     import yaml
 
     from kairos.config import load
     from kairos.costs.small_experiment import select_two_methods, shrink_experiment
     from kairos.files import write_text
 
-    a, experiment = arguments, load(arguments.recipe)
-    methods = a.methods or select_two_methods(experiment)
-    values = shrink_experiment(experiment, a.data.resolve(), a.text_encoder, methods, a.steps)
-    write_text(a.file, f"# the small form of {a.recipe}\n" + yaml.safe_dump(values, sort_keys=False))
-    print(f"{a.file}: {' and '.join(methods)}, {a.steps} steps; make run EXPERIMENT={a.file} runs it")
+    recipe, file, steps = arguments.recipe, arguments.file, arguments.steps
+    experiment = load(recipe)
+    methods = arguments.methods or select_two_methods(experiment)
+    values = shrink_experiment(experiment, arguments.data.resolve(), arguments.text_encoder, methods, steps)
+    write_text(file, f"# the small form of {recipe}\n" + yaml.safe_dump(values, sort_keys=False))
+    print(f"{file}: {' and '.join(methods)}, {steps} steps; make run EXPERIMENT={file} runs it")
