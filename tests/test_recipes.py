@@ -212,7 +212,7 @@ def test_a_folder_is_planned_as_one_table(capsys, tmp_path):
     values = json.loads(capsys.readouterr().out)
     assert values[f"{tmp_path}/long.yaml"]["gpu_hours"].keys() == PEAKS.keys()
     assert main(["plan", str(tmp_path), "--classes", "3"]) == 2
-    assert "--classes: got 3, allowed: for one file alone" in capsys.readouterr().err
+    assert "--classes: got 3, allowed: none with a folder" in capsys.readouterr().err
 
 
 def test_what_a_file_says_of_data_that_are_not_here_is_taken_for_known(capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""``kairos report`` and ``kairos track``: what is made of an experiment's results."""
+"""``kairos report`` and ``kairos track``: write the report of an experiment, or import its results into MLflow."""
 
 import argparse
 from pathlib import Path
@@ -8,29 +8,29 @@ from kairos.cli.common import add_timing, load_experiment_at, write_timing
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `report` or `track`."""
-    either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--config", type=Path, metavar="F", help="experiment file; all of its results must be there")
-    what = "experiment file or folder of results; the report shows what is there, and says so where that is not all"
-    either.add_argument("path", type=Path, nargs="?", metavar="PATH", help=what)
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--config", type=Path, metavar="F", help="experiment file; its results must be complete")
+    path = "experiment file or folder of results; the report covers available results and lists the missing ones"
+    group.add_argument("path", type=Path, nargs="?", metavar="PATH", help=path)
     parser.add_argument("--results", type=Path, metavar="DIR", help="results folder (default: results/<experiment>)")
     if name == "track":
-        what = "what was imported, e.g. tracking.json"
-        parser.add_argument("--out", type=Path, required=True, metavar="F", help=what)
+        out = "record of the import to write, e.g. tracking.json"
+        parser.add_argument("--out", type=Path, required=True, metavar="F", help=out)
     add_timing(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Make the report, or import the results into MLflow."""
+    """Write the report, or import the results into MLflow."""
     from kairos import resource_usage
 
-    experiment, found = load_experiment_at(arguments.path or arguments.config)
-    results = arguments.results or found
+    experiment, folder = load_experiment_at(arguments.path or arguments.config)
+    results = arguments.results or folder
     if arguments.command == "report":
         from kairos.report.build import build_report
 
         resource_usage.end_startup()
-        made = build_report(experiment, results, unfinished=arguments.path is not None)
-        print(f"report: {made}")
+        page = build_report(experiment, results, unfinished=arguments.path is not None)
+        print(f"report: {page}")
     else:
         from kairos.tracking.track import track
 

@@ -1,4 +1,4 @@
-"""``kairos sample``."""
+"""``kairos sample``: generate images from snapshots."""
 
 import argparse
 from functools import partial
@@ -12,52 +12,68 @@ _SETTINGS = ("scheduler", "steps", "weights", *_GUIDANCE, "precision", "batch_si
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``kairos sample``."""
+    """Declare the arguments."""
     parser.epilog = (
-        "Repeat --milestone and --out, in pairs, to draw from several milestones in one job. What is not stated is "
-        "taken from the configuration that the milestone carries. Image i depends on the seed and on i alone."
+        "Repeat --milestone and --out, in pairs, to sample from several snapshots in one job. Options that are omitted "
+        "have the values of the snapshot's configuration. Image i depends only on the seed and on i."
     )
     add = parser.add_argument
-    add("--milestone", type=Path, action="append", required=True, metavar="D", help="milestone folder (repeatable)")
+    add("--milestone", type=Path, action="append", required=True, metavar="D", help="folder of a snapshot (repeatable)")
     add("--out", type=Path, action="append", required=True, metavar="F", help="npz file to write (repeatable)")
-    add("--grid", type=Path, action="append", metavar="F", help="PNG picture of the first images (repeatable)")
-    add("--grid-images", type=int, metavar="N", help="images on the picture")
+    add("--grid", type=Path, action="append", metavar="F", help="PNG with a grid of the first images (repeatable)")
+    add("--grid-images", type=int, metavar="N", help="number of images in the grid")
     add("--num", type=int, required=True, metavar="N", help="number of images")
     add("--seed", type=int, metavar="S", help="seed of the images")
-    scheme = "ddpm, ddim, dpm_solver, euler, heun, or with options as in an experiment file: '{name: ddim, eta: 1}'"
-    given = partial(add, default=argparse.SUPPRESS)
-    given("--weights", choices=("ema", "raw"), help="which weights")
-    given("--scheduler", type=yaml_type("scheduler", "a name or {name: ..., options}"), metavar="NAME", help=scheme)
-    given("--steps", type=int, metavar="N", help="intervals of the grid from noise to the image")
-    given("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1: none")
-    number = partial(yaml_type, allowed="a number or null")
-    channels, power = number("guidance-channels"), number("guidance-power")
-    given("--guidance-channels", type=channels, metavar="K", help="only the first K channels are guided; null: all")
-    given("--guidance-power", type=power, metavar="P", help="power-cosine guidance, none at noise; null: constant")
-    bounds = "least and most noise over signal that is guided; null: all"
-    interval = yaml_type("guidance-interval", "[least, most] or null")
-    given("--guidance-interval", type=interval, metavar="[A,B]", help=bounds)
-    given("--precision", choices=("fp32", "tf32", "bf16"), help="of the network")
-    given("--batch-size", type=int, metavar="N", help="images per network evaluation")
-    given("--labels", choices=("balanced", "data"), help="classes alike, or as often as in the training data")
-    add("--autoencoder", type=Path, metavar="DIR", help="default: results/<experiment>/autoencoder of the milestone")
-    add("--latents", type=Path, metavar="DIR", help="for conditions as in the training data; default likewise")
+    solver = "ddpm, ddim, dpm_solver, euler, heun, or with options as in an experiment file: '{name: ddim, eta: 1}'"
+    override = partial(add, default=argparse.SUPPRESS)  # absent unless set: the snapshot has the defaults
+    override("--weights", choices=("ema", "raw"), help="averaged (ema) or raw weights")
+    override("--scheduler", type=yaml_type("scheduler", "a name or {name: ..., options}"), metavar="NAME", help=solver)
+    override("--steps", type=int, metavar="N", help="number of intervals of the solver's time grid")
+    override("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1: none")
+    channels = yaml_type("guidance-channels", "a number or null")
+    power = yaml_type("guidance-power", "a number or null")
+    override("--guidance-channels", type=channels, metavar="K", help="only the first K channels are guided; null: all")
+    override(
+        "--guidance-power",
+        type=power,
+        metavar="P",
+        help="exponent of power-cosine guidance, which is zero at pure noise; null: constant",
+    )
+    bounds = "lowest and highest ratio of noise to signal with guidance; null: all"
+    interval = yaml_type("guidance-interval", "[lowest, highest] or null")
+    override("--guidance-interval", type=interval, metavar="[A,B]", help=bounds)
+    override("--precision", choices=("fp32", "tf32", "bf16"), help="precision of the network")
+    override("--batch-size", type=int, metavar="N", help="images per network evaluation")
+    override("--labels", choices=("balanced", "data"), help="equal class frequencies, or those of the training data")
+    add("--autoencoder", type=Path, metavar="DIR", help="default: results/<experiment>/autoencoder of the snapshot")
+    add(
+        "--latents",
+        type=Path,
+        metavar="DIR",
+        help="latents with the conditions of the training data; default: results/<experiment>/latents of the snapshot",
+    )
     add_shards(parser, "F")
     add_timing(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Draw the images."""
-    pairs = pair_options(arguments, "milestone", "out", "grid")
-    a, each = arguments, len(arguments.part) // len(pairs)
-    demand(len(a.part) == each * len(pairs), "part", len(a.part), f"as many for each of {len(pairs)} --out")
+    """Generate the images."""
+    outputs = pair_options(arguments, "milestone", "out", "grid")
+    shards_per_output = len(arguments.part) // len(outputs)
+    is_even = len(arguments.part) == shards_per_output * len(outputs)
+    demand(is_even, "part", len(arguments.part), f"an equal number for each of {len(outputs)} --out")
     from kairos.sampling import sample
 
-    parts = [tuple(a.part[n * each : (n + 1) * each]) for n in range(len(pairs))]
-    jobs = [sample.SamplingJob(folder, out, grid, its) for (folder, out, grid), its in zip(pairs, parts)]
-    overrides = {name: value for name, value in vars(a).items() if name in _SETTINGS}
-    if a.grid_images is not None:
-        overrides["grid"] = a.grid_images
-    request = sample.SamplingRequest(a.num, a.seed, overrides, a.autoencoder, a.latents, a.shard)
+    jobs = []
+    for number, (milestone, out, grid) in enumerate(outputs):
+        first = number * shards_per_output
+        shards = tuple(arguments.part[first : first + shards_per_output])
+        jobs.append(sample.SamplingJob(milestone, out, grid, shards))
+    overrides = {name: value for name, value in vars(arguments).items() if name in _SETTINGS}
+    if arguments.grid_images is not None:
+        overrides["grid"] = arguments.grid_images
+    request = sample.SamplingRequest(
+        arguments.num, arguments.seed, overrides, arguments.autoencoder, arguments.latents, arguments.shard
+    )
     sample.run(jobs, request)
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
