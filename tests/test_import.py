@@ -164,7 +164,7 @@ class Live:
         (lambda path: torch.save({"x_embedder.proj.weight": torch.zeros(1)}, path), "do not fit DiT"),
         (lambda path: None, "no such file"),
         (lambda path: path.mkdir(), "a folder"),
-        (lambda path: (torch.save(weights_of("dit"), path), os.truncate(path, 20_000)), "damaged, or no file"),
+        (lambda path: (torch.save(weights_of("dit"), path), os.truncate(path, 20_000)), "damaged, or not a file"),
     ],
 )
 def test_files_that_are_refused(write, said, tmp_path, capsys):

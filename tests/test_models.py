@@ -77,7 +77,7 @@ def test_dit_tells_position_time_and_class():
 def test_refusals():
     with pytest.raises(KairosError, match=r"model.patch: got 3 .* divisor"):
         build({"name": "dit", "patch": 3}, (1, 8, 8), {})
-    with pytest.raises(KairosError, match=r"model.conditions: got \['class'\].*what the data set has"):
+    with pytest.raises(KairosError, match=r"model.conditions: got \['class'\].*conditions of the data set"):
         build({"name": "dit", "conditions": ["class"]}, (1, 8, 8), {})
 
 

@@ -1,7 +1,7 @@
-"""Backbones by registry name.
+"""Construction, saving and loading of backbones by registry name.
 
-A backbone is a module ``model(x, t, conditions)`` made by ``Class(options, shape, conditions, outputs)``, with
-``weights()`` and ``load_weights(weights)``, and ``config()`` for the config.json that others open.
+A backbone is a module ``model(x, t, conditions)``, constructed by ``Class(options, shape, conditions, outputs)``. It
+has ``weights()``, ``load_weights(weights)``, and ``config()``, the content of config.json.
 """
 
 from pathlib import Path
@@ -21,60 +21,70 @@ def build(
     conditions: dict[str, dict[str, Any]],
     outputs: int | None = None,
 ) -> Any:
-    """The backbone of a `model` section, for images or latents of `shape` (channels, height, width).
+    """Build the backbone of a `model` section.
 
     Args:
         model: ``{"name": ..., option: ...}``.
-        shape: of x0.
+        shape: (channels, height, width) of x0.
         conditions: descriptions of the conditions that the data set has, by name.
-        outputs: channels of what it gives, see `Process.channels`; None: as many as x0 has.
+        outputs: output channels, see `Process.channels`; None: the channels of x0.
 
     Raises:
-        KairosError: the model asks for a condition that the data set lacks.
+        ConfigError: the backbone cannot be conditioned on a condition, or one is listed twice.
+        KairosError: the model needs a condition that the data set lacks.
     """
     wanted = model.get("conditions") or []
     check_conditions_accepted(model)
     missing = [name for name in wanted if name not in conditions]
     if missing:
         raise KairosError(
-            f"model.conditions: got {missing}, allowed: what the data set has: {sorted(conditions) or 'none'}"
+            f"model.conditions: got {missing}, allowed: conditions of the data set: {sorted(conditions) or 'none'}"
         )
     described = {name: conditions[name] for name in wanted}
     return MODELS.build(*split(model), shape, described, outputs or shape[0])
 
 
 def check_conditions_accepted(model: dict[str, Any]) -> None:
-    """Refuse conditions that a backbone cannot be told of, and one named twice.
+    """Check that a backbone can be conditioned on the conditions of a `model` section, and that each is listed once.
 
     Raises:
-        ConfigError: names what is allowed.
+        ConfigError: a condition is not allowed or listed twice; the message contains the allowed ones.
     """
-    wanted, takes = model.get("conditions") or [], MODELS.entry(model["name"]).facts.get("takes")
-    if takes is not None and (set(wanted) - set(takes) or len(set(wanted)) < len(wanted)):
-        known = f"{', '.join(takes)}; each once" if takes else "none"
-        raise ConfigError(f"model.conditions: got {wanted}, allowed with {model['name']}: {known}")
+    conditions = model.get("conditions") or []
+    accepted = MODELS.entry(model["name"]).facts.get("takes")
+    if accepted is None:  # a plugin's backbone that does not list its conditions
+        return
+    if set(conditions) - set(accepted) or len(set(conditions)) < len(conditions):
+        allowed = f"{', '.join(accepted)}; each once" if accepted else "none"
+        raise ConfigError(f"model.conditions: got {conditions}, allowed with {model['name']}: {allowed}")
 
 
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:
-    """Write ``config.json`` and safetensors as diffusers does; `weights` stands in for the module's own (EMA)."""
+    """Write a backbone in the layout of diffusers: config.json and safetensors.
+
+    Args:
+        module: the backbone.
+        folder: folder to write.
+        weights: weights to save instead of the module's, such as an average; None: the module's.
+    """
     write_weights(folder / WEIGHTS, weights or module.weights())
     write_json(folder / "config.json", module.config())
 
 
-def load(folder: Path, *built: Any) -> Any:
-    """The model that a folder holds, in evaluation mode.
+def load(folder: Path, *build_arguments: Any) -> Any:
+    """Load a backbone from a folder, in evaluation mode.
 
     Args:
-        folder: what `save` wrote.
-        built: the arguments that it was built with, see `build`.
+        folder: folder that `save` wrote.
+        build_arguments: arguments of `build` for this backbone.
 
     Raises:
-        KairosError: not a model folder.
+        KairosError: the folder contains no weights.
     """
     from safetensors.torch import load_file
 
     if not (folder / WEIGHTS).is_file():
         raise KairosError(f"{folder}: no {WEIGHTS}; not a model folder")
-    module = build(*built)
+    module = build(*build_arguments)
     module.load_weights(load_file(folder / WEIGHTS))
     return module.eval()

@@ -1,4 +1,4 @@
-"""Base of kairos' backbones: names of weights, image conditions as channels, null texts."""
+"""Base class of backbones: names of weights, image conditions as channels, null values of texts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,21 +44,21 @@ class NullText(nn.Module):
             self.register_buffer("value", value)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Values (batch, *shape) without NaN."""
+        """Return the texts (batch, *shape) with NaN replaced by the null value."""
         return torch.where(values.isnan(), self.value, values)
 
 
 class Backbone(nn.Module):
-    """A module ``model(x, t, conditions)``.
+    """Base class of networks ``model(x, t, conditions)``.
 
     Args:
-        options: of the registry's class.
+        options: options of the registry's class.
         shape: (channels, height, width) of x0.
-        conditions: descriptions of the conditions it takes.
-        outputs: channels of what it gives.
+        conditions: descriptions of the model's conditions.
+        outputs: number of output channels.
 
     Attributes:
-        inputs: channels of what goes in: those of x0 and of every condition that is an image.
+        inputs: number of input channels: those of x0 and of all conditions that are images.
     """
 
     def __init__(self, options: Any, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
@@ -69,45 +69,56 @@ class Backbone(nn.Module):
         self.inputs = shape[0] + sum(conditions[name]["shape"][0] for name in self._images)
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json, for use of the weights outside of kairos."""
-        described = {name: {k: v for k, v in item.items() if k != "empty"} for name, item in self.conditions.items()}
-        facts = {"shape": list(self.shape), "conditions": described, "outputs": self.outputs}
-        return {"_class_name": type(self).__name__, "options": dump(self.options), **facts}
+        """Return the content of config.json, which describes the weights for use outside kairos."""
+        described = {}
+        for name, description in self.conditions.items():
+            # the state of the empty text is large, and the weights contain it
+            described[name] = {key: value for key, value in description.items() if key != "empty"}
+        return {
+            "_class_name": type(self).__name__,
+            "options": dump(self.options),
+            "shape": list(self.shape),
+            "conditions": described,
+            "outputs": self.outputs,
+        }
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers under their published names."""
+        """Return parameters and buffers by their published names."""
         return dict(self.state_dict())
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load what `weights` gave."""
+        """Load weights in the form that `weights` returns."""
         self.load_state_dict(weights)
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A published file's weights under our names."""
+        """Return a published file's weights by the names of `weights()`; subclasses override it where names differ."""
         return weights
 
     def load_published(self, weights: dict[str, Tensor]) -> None:
-        """Load a published file's weights, which `to_kairos_names` renames; buffers that it lacks stay as they are.
+        """Load a published file's weights after `to_kairos_names`; buffers that the file lacks keep their values.
 
         Raises:
-            KairosError: names what is missing, what the model has not, and shapes that differ.
+            KairosError: weights are missing, unknown, or of another shape; the message contains their names.
         """
-        own, given = self.weights(), self.to_kairos_names(weights)
-        fixed = dict(self.named_buffers())
-        given = {name: value for name, value in own.items() if name in fixed} | given
-        if fault := describe_mismatch(own, given):
-            raise KairosError(f"the weights do not fit {type(self).__name__} as configured; {fault}")
-        self.load_weights(given)
+        current = self.weights()
+        loaded = self.to_kairos_names(weights)
+        buffer_names = dict(self.named_buffers())
+        loaded = {name: value for name, value in current.items() if name in buffer_names} | loaded
+        if problem := describe_mismatch(current, loaded):
+            raise KairosError(f"the weights do not fit {type(self).__name__} as configured; {problem}")
+        self.load_weights(loaded)
 
     def with_image_conditions(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """x with the images that it is told of behind it, (batch, inputs, height, width)."""
-        return torch.cat([x, *(conditions[name].to(x.dtype) for name in self._images)], dim=1) if self._images else x
+        """Return x with the image conditions as further channels, (batch, inputs, height, width)."""
+        if not self._images:
+            return x
+        return torch.cat([x, *(conditions[name].to(x.dtype) for name in self._images)], dim=1)
 
-    def grid(self, patch: int) -> tuple[int, int]:
-        """Rows and columns of patches.
+    def patch_grid(self, patch: int) -> tuple[int, int]:
+        """Return the number of rows and of columns of patches with side `patch`.
 
         Raises:
-            KairosError: patches do not divide the size.
+            KairosError: `patch` does not divide height and width.
         """
         _, height, width = self.shape
         if height % patch or width % patch:
@@ -115,31 +126,47 @@ class Backbone(nn.Module):
         return height // patch, width // patch
 
     def unpatchify(self, patches: Tensor, patch: int) -> Tensor:
-        """Patches (batch, tokens, patch * patch * outputs), row by row, as (batch, outputs, height, width)."""
+        """Reshape patches (batch, tokens, patch * patch * outputs), row by row, to (batch, outputs, height, width)."""
         _, height, width = self.shape
         values = patches.view(len(patches), height // patch, width // patch, patch, patch, self.outputs)
         return values.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), self.outputs, height, width)
 
 
-def describe_mismatch(own: dict[str, Tensor], given: dict[str, Tensor]) -> str:
-    """Describe why weights do not fit a model: at most five names of each kind of problem; empty if they fit."""
-    differing = sorted(name for name in own.keys() & given.keys() if own[name].shape != given[name].shape)
-    wrong = {
-        "missing": sorted(own.keys() - given.keys()),
-        "not of this model": sorted(given.keys() - own.keys()),
-        "of another shape": [f"{name} {tuple(given[name].shape)} for {tuple(own[name].shape)}" for name in differing],
+def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> str:
+    """Describe why weights do not fit a model: at most five names of each kind of problem; empty if they fit.
+
+    Args:
+        expected: weights of the model.
+        given: weights to load.
+    """
+    reshaped = [name for name in sorted(expected.keys() & given.keys()) if expected[name].shape != given[name].shape]
+    problems = {
+        "missing": sorted(expected.keys() - given.keys()),
+        "not of this model": sorted(given.keys() - expected.keys()),
+        "of another shape": [
+            f"{name} {tuple(given[name].shape)} for {tuple(expected[name].shape)}" for name in reshaped
+        ],
     }
-    return "; ".join(
-        f"{what}: {', '.join(names[:5])}{', …' * (len(names) > 5)}" for what, names in wrong.items() if names
-    )
+    descriptions = []
+    for kind, names in problems.items():
+        if names:
+            more = ", …" if len(names) > 5 else ""
+            descriptions.append(f"{kind}: {', '.join(names[:5])}{more}")
+    return "; ".join(descriptions)
 
 
 def apply_padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
-    """``network(x)`` of images (batch, channels, height, width) of any size, which it sees in multiples of `factor`."""
+    """Apply a network that needs sides divisible by `factor` to images of any size: pad by zeros, then crop the output.
+
+    Args:
+        network: function of images (batch, channels, height, width).
+        x: images of any size.
+        factor: divisor of both sides that the network needs.
+    """
     height, width = x.shape[-2:]
-    below, right = -height % factor, -width % factor
-    if not (below or right):
+    extra_rows, extra_columns = -height % factor, -width % factor
+    if extra_rows == 0 and extra_columns == 0:
         return network(x)
-    top, left = below // 2, right // 2
-    x = network(nn.functional.pad(x, (left, right - left, top, below - top)))
+    top, left = extra_rows // 2, extra_columns // 2
+    x = network(nn.functional.pad(x, (left, extra_columns - left, top, extra_rows - top)))
     return x[..., top : top + height, left : left + width]

@@ -1,6 +1,6 @@
 """DDPM++ in EDM's form (Song et al. 2021; Karras et al. 2022, appendix C), EDM's and FDM's network for CIFAR-10.
 
-Written from its description; names of weights are the published ones. Rows of attention's qkv are interleaved.
+Written from the papers' descriptions; weights have the published names. The rows of attention's qkv are interleaved.
 """
 
 import math
@@ -12,15 +12,24 @@ from kairos.models.backbone import Backbone, Descriptions, apply_padded
 from kairos.models.layers import embed_time
 from kairos.models.registries import DdpmppOptions
 
-_HALF = math.sqrt(0.5)  # keeps the variance of a sum of two
+_SUM_SCALE = math.sqrt(0.5)  # keeps the variance of a sum of two branches
 
 
 def _norm(channels: int) -> nn.GroupNorm:
+    """Return a group normalisation with at most 32 groups, of at least 4 channels each if possible."""
     return nn.GroupNorm(math.gcd(min(32, channels // 4), channels), channels, eps=1e-6)
 
 
 class ResidualBlock(nn.Module):
-    """A residual block, then attention with one head where asked; `scale` halves or doubles sides first."""
+    """Residual block, followed by single-head attention if `attention` is set.
+
+    Args:
+        inputs, outputs: channels.
+        width: width of the time embedding.
+        dropout: probability of dropout.
+        attention: add attention after the block.
+        scale: 0.5 or 2 to halve or double the sides first; 1 to keep them.
+    """
 
     def __init__(self, inputs: int, outputs: int, width: int, dropout: float, attention: bool, scale: float = 1):
         super().__init__()
@@ -35,19 +44,27 @@ class ResidualBlock(nn.Module):
             self.qkv, self.proj = nn.Conv2d(outputs, 3 * outputs, 1), nn.Conv2d(outputs, outputs, 1)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """Images (batch, inputs, h, w) under an embedding (batch, width) to (batch, outputs, h scale, w scale)."""
+        """Return features (batch, outputs, h scale, w scale), given x (batch, inputs, h, w) and the time embedding."""
         h = self.conv0(self._resample(nn.functional.silu(self.norm0(x))))
         h = nn.functional.silu(self.norm1(h + self.affine(embedding)[..., None, None]))
-        short = self._resample(x)
-        x = (self.conv1(self.dropout(h)) + (short if self.skip is None else self.skip(short))) * _HALF
-        return x if self.norm2 is None else (x + self.proj(self._attend(self.norm2(x)))) * _HALF
+        shortcut = self._resample(x)
+        if self.skip is not None:
+            shortcut = self.skip(shortcut)
+        x = (self.conv1(self.dropout(h)) + shortcut) * _SUM_SCALE
+        if self.norm2 is None:
+            return x
+        return (x + self.proj(self._attend(self.norm2(x)))) * _SUM_SCALE
 
     def _resample(self, x: Tensor) -> Tensor:
+        """Scale the sides of x by `scale`: averages of 2 x 2 pixels, or each pixel repeated."""
         if self.scale == 1:
             return x
-        return nn.functional.avg_pool2d(x, 2) if self.scale < 1 else nn.functional.interpolate(x, scale_factor=2.0)
+        if self.scale < 1:
+            return nn.functional.avg_pool2d(x, 2)
+        return nn.functional.interpolate(x, scale_factor=2.0)
 
     def _attend(self, x: Tensor) -> Tensor:
+        """Return single-head self-attention over the pixels of x, shape of x; the softmax is in float32 or more."""
         q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, -1).unbind(2)  # each (batch, channels, pixels)
         logits = torch.einsum("bcq,bck->bqk", q, k / math.sqrt(x.shape[1]))
         weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
@@ -55,9 +72,9 @@ class ResidualBlock(nn.Module):
 
 
 class DDPMpp(Backbone):
-    """DDPM++; arguments as of `Backbone`. t is EDM's c_noise, ln(sigma)/4; no class is the zero vector.
+    """DDPM++; see `Backbone` for the arguments. t is EDM's c_noise, ln(sigma)/4; no class is the zero vector.
 
-    Takes labels of the augmentations, ``conditions["augment"]`` (batch, 9), as zeros where there are none.
+    ``conditions["augment"]`` (batch, 9) contains the labels of the augmentations; without it they are 0.
     """
 
     def __init__(self, options: DdpmppOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
@@ -69,74 +86,111 @@ class DDPMpp(Backbone):
         self.map_augment = nn.Linear(options.augment, channels, bias=False) if options.augment else None
         self.map_layer0, self.map_layer1 = nn.Linear(channels, width), nn.Linear(width, width)
 
-        sides = [[-(-side // self._factor) * self._factor >> level for side in shape[1:]] for level in range(levels)]
-        names, attends = [f"{h}x{w}" for h, w in sides], [h in options.attention for h, _ in sides]
-        self.enc, self.dec = nn.ModuleDict(), nn.ModuleDict()
-
-        def block(outputs: int, attention: bool = False, inputs: int = 0, scale: float = 1) -> ResidualBlock:
-            return ResidualBlock(inputs or outputs, outputs, width, options.dropout, attention, scale)
-
-        self.enc[f"{names[0]}_conv"] = nn.Conv2d(self.inputs, channels, 3, padding=1)
-        skips = [c := channels]
-        for level, (name, multiplier) in enumerate(zip(names, options.multipliers)):
-            if level:
-                self.enc[f"{name}_down"] = block(c, scale=0.5)
-                skips.append(c)
-            for number in range(options.blocks):
-                self.enc[f"{name}_block{number}"] = block(multiplier * channels, attends[level], c)
-                skips.append(c := multiplier * channels)
-        for level in reversed(range(levels)):
-            name, multiplier = names[level], options.multipliers[level]
-            if level == levels - 1:
-                self.dec[f"{name}_in0"], self.dec[f"{name}_in1"] = block(c, True), block(c)
-            else:
-                self.dec[f"{name}_up"] = block(c, scale=2)
-            for number in range(options.blocks + 1):
-                attention = attends[level] and number == options.blocks
-                self.dec[f"{name}_block{number}"] = block(multiplier * channels, attention, c + skips.pop())
-                c = multiplier * channels
-        self.dec[f"{names[0]}_aux_norm"] = _norm(c)
-        self.dec[f"{names[0]}_aux_conv"] = nn.Conv2d(c, outputs, 3, padding=1)
+        padded_sides = [-(-side // self._factor) * self._factor for side in shape[1:]]
+        level_sides = [[side >> level for side in padded_sides] for level in range(levels)]
+        level_names = [f"{rows}x{columns}" for rows, columns in level_sides]
+        level_attends = [rows in options.attention for rows, _ in level_sides]
+        skip_channels = self._build_encoder(level_names, level_attends)
+        self._build_decoder(level_names, level_attends, skip_channels)
         self._initialise()
+
+    def _block(self, inputs: int, outputs: int, attention: bool = False, scale: float = 1) -> ResidualBlock:
+        """Return a residual block with the width of the time embedding and the dropout of this network."""
+        return ResidualBlock(inputs, outputs, 4 * self.options.channels, self.options.dropout, attention, scale)
+
+    def _build_encoder(self, level_names: list[str], level_attends: list[bool]) -> list[int]:
+        """Add the encoder `enc` and return the channels of its layers' outputs, which the decoder concatenates."""
+        self.enc = nn.ModuleDict()
+        channels = self.options.channels
+        self.enc[f"{level_names[0]}_conv"] = nn.Conv2d(self.inputs, channels, 3, padding=1)
+        skip_channels = [channels]
+        for level, (name, multiplier) in enumerate(zip(level_names, self.options.multipliers)):
+            if level > 0:
+                self.enc[f"{name}_down"] = self._block(channels, channels, scale=0.5)
+                skip_channels.append(channels)
+            level_channels = multiplier * self.options.channels
+            for number in range(self.options.blocks):
+                self.enc[f"{name}_block{number}"] = self._block(channels, level_channels, level_attends[level])
+                channels = level_channels
+                skip_channels.append(channels)
+        return skip_channels
+
+    def _build_decoder(self, level_names: list[str], level_attends: list[bool], skip_channels: list[int]) -> None:
+        """Add the decoder `dec`, whose blocks consume `skip_channels` from the end."""
+        self.dec = nn.ModuleDict()
+        channels = skip_channels[-1]
+        last_level = len(level_names) - 1
+        for level in reversed(range(len(level_names))):
+            name = level_names[level]
+            if level == last_level:
+                self.dec[f"{name}_in0"] = self._block(channels, channels, attention=True)
+                self.dec[f"{name}_in1"] = self._block(channels, channels)
+            else:
+                self.dec[f"{name}_up"] = self._block(channels, channels, scale=2)
+            level_channels = self.options.multipliers[level] * self.options.channels
+            for number in range(self.options.blocks + 1):
+                attends = level_attends[level] and number == self.options.blocks
+                block = self._block(channels + skip_channels.pop(), level_channels, attends)
+                self.dec[f"{name}_block{number}"] = block
+                channels = level_channels
+        self.dec[f"{level_names[0]}_aux_norm"] = _norm(channels)
+        self.dec[f"{level_names[0]}_aux_conv"] = nn.Conv2d(channels, self.outputs, 3, padding=1)
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Uniform by fan average, biases 0; last layers of branches times 1e-5, attention's first times 0.2^(1/2)."""
+        """Initialise weights uniformly by fan average and biases by 0.
+
+        Last layers of branches are scaled by 1e-5, attention's first layers by 0.2^(1/2).
+        """
         for name, module in self.named_modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
-                last = name.endswith((".conv1", ".proj", "_aux_conv"))
-                nn.init.xavier_uniform_(module.weight, 1e-5 if last else math.sqrt(0.2) if name.endswith("qkv") else 1)
+                if name.endswith((".conv1", ".proj", "_aux_conv")):
+                    gain = 1e-5
+                elif name.endswith("qkv"):
+                    gain = math.sqrt(0.2)
+                else:
+                    gain = 1.0
+                nn.init.xavier_uniform_(module.weight, gain)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Prediction (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width)."""
+        embedding = self._embed(t, conditions)
+        inputs = self.with_image_conditions(x, conditions)
+        return apply_padded(lambda padded: self._apply_unet(padded, embedding), inputs, self._factor)
+
+    def _embed(self, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """Return the embedding of times, classes and augmentation labels, (batch, 4 channels)."""
         width = self.options.channels
         embedding = embed_time(t, width, shift=1).roll(width // 2, 1)  # sines first
         if self.map_label is not None:
             classes = torch.arange(self._classes, device=t.device)
-            told = (conditions["class"][:, None] == classes).float()  # all 0 for the class past the last
-            embedding = embedding + self.map_label(told * math.sqrt(self._classes))
+            one_hot = (conditions["class"][:, None] == classes).float()  # all 0 for no class, the index after the last
+            embedding = embedding + self.map_label(one_hot * math.sqrt(self._classes))
         if self.map_augment is not None:
             labels = conditions.get("augment")
-            embedding = embedding + self.map_augment(embedding.new_zeros(len(t), 9) if labels is None else labels)
+            if labels is None:
+                labels = embedding.new_zeros(len(t), 9)
+            embedding = embedding + self.map_augment(labels)
         for layer in (self.map_layer0, self.map_layer1):
             embedding = nn.functional.silu(layer(embedding))
-        return apply_padded(
-            lambda x: self._network(x, embedding), self.with_image_conditions(x, conditions), self._factor
-        )
+        return embedding
 
-    def _network(self, x: Tensor, embedding: Tensor) -> Tensor:
+    def _apply_unet(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """Apply encoder and decoder to x, whose sides the levels can halve."""
         skips = []
         for layer in self.enc.values():
             x = layer(x, embedding) if isinstance(layer, ResidualBlock) else layer(x)
             skips.append(x)
         *blocks, (_, norm), (_, last) = self.dec.items()
         for name, block in blocks:
-            x = block(torch.cat([x, skips.pop()], dim=1) if "_block" in name else x, embedding)
+            if "_block" in name:  # the other blocks change the resolution or are the bottleneck
+                x = torch.cat([x, skips.pop()], dim=1)
+            x = block(x, embedding)
         return last(nn.functional.silu(norm(x)))
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of EDM's wrapper, as its ``state_dict`` names them: without the constant filters."""
+        """Return the weights of EDM's wrapper by kairos' names, without the constant filters of resampling."""
         kept = {name: value for name, value in weights.items() if not name.endswith("resample_filter")}
         return {name.removeprefix("model."): value for name, value in kept.items()}

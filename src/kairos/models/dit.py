@@ -1,14 +1,14 @@
 """The diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero, sin-cos positions.
 
-Parameter names are those of the published checkpoints. diffusers' DiTTransformer2DModel embeds time and label anew in
-every block and is another model.
+Parameter names equal the published checkpoints'. diffusers' DiTTransformer2DModel is another model: each of its blocks
+embeds time and label.
 """
 
 import torch
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, NullText
-from kairos.models.layers import Attention, build_mlp, embed_time, named_sequence
+from kairos.models.layers import Attention, build_mlp, build_sequence, embed_time
 from kairos.models.registries import DiTOptions
 from kairos_timesteps.errors import KairosError
 
@@ -21,7 +21,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class AdaLNBlock(nn.Module):
-    """A transformer block whose normalisations and residuals are driven by the embedding: adaLN-zero."""
+    """Transformer block whose normalisations and residuals are conditioned on the embedding: adaLN-zero."""
 
     def __init__(self, width: int, attention: nn.Module, mlp_ratio: float):
         super().__init__()
@@ -31,15 +31,15 @@ class AdaLNBlock(nn.Module):
         self.mlp = build_mlp(width, int(width * mlp_ratio), width, "tanh")
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
-    def forward(self, x: Tensor, c: Tensor, *more: Tensor) -> Tensor:
-        """Tokens (batch, tokens, width) under embedding c (batch, width); attention is told the rest."""
+    def forward(self, x: Tensor, c: Tensor, *attention_arguments: Tensor) -> Tensor:
+        """Return tokens (batch, tokens, width), given tokens x and the embedding c (batch, width)."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1), *more)
+        x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1), *attention_arguments)
         return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
 
 
 class FinalLayer(nn.Module):
-    """Tokens to patches: (batch, tokens, width) to (batch, tokens, patch * patch * channels)."""
+    """Final layer from tokens (batch, tokens, width) to pixels (batch, tokens, patch * patch * channels)."""
 
     def __init__(self, width: int, patch: int, channels: int):
         super().__init__()
@@ -48,54 +48,58 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """Pixels of each patch."""
+        """Return the pixels of each token's patch, given tokens x and the embedding c (batch, width)."""
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
 def initialise(module: nn.Module) -> None:
-    """Linear layers by Xavier with biases 0; blocks and final layers modulate by 0, so that blocks change nothing."""
+    """Initialise linear layers by Xavier, biases by 0, and the last modulation layers by 0.
+
+    With modulation 0, a block is the identity.
+    """
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
-    for part in module.modules():
-        if isinstance(part, AdaLNBlock | FinalLayer):
-            nn.init.zeros_(part.adaLN_modulation[1].weight)
+    for layer in module.modules():
+        if isinstance(layer, AdaLNBlock | FinalLayer):
+            nn.init.zeros_(layer.adaLN_modulation[1].weight)
 
 
 class DiT(Backbone):
-    """The diffusion transformer; arguments as of `Backbone`, any size that patches divide.
+    """Diffusion transformer for images of any size that the patches divide; see `Backbone` for the arguments.
 
-    Text is one vector an image, whose MLP adds to the embedding of time (SpeeD's code).
+    A text is one vector per image. An MLP embeds it, and the result is added to the time embedding (SpeeD's code).
 
     Raises:
-        KairosError: patches do not divide the size; the text is a sequence.
+        KairosError: patches do not divide the size, or the text is a sequence.
     """
 
     def __init__(self, options: DiTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
-        self.x_embedder = named_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
+        self.x_embedder = build_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
         embedder = nn.Sequential(nn.Linear(_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
         self.t_embedder = nn.ModuleDict({"mlp": embedder})
         self.y_embedder = nn.ModuleDict()
-        if "class" in conditions:  # the row past the last class stands for no class
+        if "class" in conditions:  # the row after the last class means no class
             self.y_embedder["embedding_table"] = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
         if "text" in conditions:
             self.y_embedder["null"] = NullText(conditions["text"], axes=1)
             self.y_embedder["y_proj"] = build_mlp(conditions["text"]["shape"][0], width, width, "tanh")
-        self.pos_embed = nn.Parameter(_positions(width, self.grid(patch))[None], requires_grad=False)
-        self.blocks = nn.ModuleList(self.block() for _ in range(options.depth))
+        self.pos_embed = nn.Parameter(_positions(width, self.patch_grid(patch))[None], requires_grad=False)
+        self.blocks = nn.ModuleList(self.build_block() for _ in range(options.depth))
         self.final_layer = FinalLayer(width, patch, outputs)
         self._initialise()
 
-    def block(self) -> AdaLNBlock:
+    def build_block(self) -> AdaLNBlock:
         """Build one transformer block."""
         width, heads = self.options.width, self.options.heads
         return AdaLNBlock(width, Attention(width, heads), self.options.mlp_ratio)
 
     def _initialise(self) -> None:
+        """Initialise all weights as the published code."""
         initialise(self)
         nn.init.xavier_uniform_(self.x_embedder[0].weight.data.flatten(1))
         nn.init.zeros_(self.x_embedder[0].bias)
@@ -105,12 +109,14 @@ class DiT(Backbone):
         nn.init.zeros_(self.final_layer.linear.weight)
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A published file's weights under our names: those of SpeeD's null text differ."""
-        null = {"y_embedder.y_embedding": "y_embedder.null.value"}
-        return {null.get(name, name): value[0] if name in null else value for name, value in weights.items()}
+        """Return a published file's weights by kairos' names; only SpeeD's null text has another name and shape."""
+        renamed = dict(weights)
+        if "y_embedder.y_embedding" in renamed:
+            renamed["y_embedder.null.value"] = renamed.pop("y_embedder.y_embedding")[0]
+        return renamed
 
-    def embedded(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Tokens (batch, tokens, width), row by row, and what drives the blocks, (batch, width)."""
+    def embed(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return tokens of x, (batch, tokens, width), and the embedding of t and conditions, (batch, width)."""
         tokens = self.x_embedder(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2) + self.pos_embed
         c = self.t_embedder["mlp"](embed_time(t, _FREQUENCIES))
         if "class" in self.conditions:
@@ -119,26 +125,32 @@ class DiT(Backbone):
             c = c + self.y_embedder["y_proj"](self.y_embedder["null"](conditions["text"]))
         return tokens, c
 
-    def pixels(self, tokens: Tensor, c: Tensor) -> Tensor:
-        """Compute the output of the last tokens as an image, (batch, outputs, height, width)."""
+    def to_image(self, tokens: Tensor, c: Tensor) -> Tensor:
+        """Return the image (batch, outputs, height, width) of the last block's tokens, given the embedding c."""
         return self.unpatchify(self.final_layer(tokens, c), self.options.patch)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Prediction (batch, outputs, height, width)."""
-        tokens, c = self.embedded(x, t, conditions)
+        """Return the prediction, (batch, outputs, height, width)."""
+        tokens, c = self.embed(x, t, conditions)
         for block in self.blocks:
             tokens = block(tokens, c)
-        return self.pixels(tokens, c)
+        return self.to_image(tokens, c)
 
 
 def _positions(width: int, grid: tuple[int, int]) -> Tensor:
-    """Sin-cos embedding of a grid of patches, (rows * columns, width): half for the column, half for the row."""
+    """Return the sin-cos embedding of a grid of patches, (rows * columns, width).
+
+    Half of the width is for the column, half for the row.
+
+    Raises:
+        KairosError: the width is no multiple of 4.
+    """
     if width % 4:
         raise KairosError(f"model.width: got {width}, allowed: a multiple of 4")
     rates = 1.0 / 10_000 ** (torch.arange(width // 4, dtype=torch.float64) / (width / 4))
     rows, columns = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
-    parts = []
+    features = []
     for positions in (columns, rows):
         angles = positions.reshape(-1, 1) * rates[None]
-        parts += [angles.sin(), angles.cos()]
-    return torch.cat(parts, dim=1).float()
+        features += [angles.sin(), angles.cos()]
+    return torch.cat(features, dim=1).float()

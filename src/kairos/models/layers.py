@@ -1,4 +1,4 @@
-"""Layers that several backbones use: sinusoids of time, attention, the block of a plain transformer."""
+"""Layers of several backbones: time embedding, MLP, attention, and the block of a transformer without conditioning."""
 
 import math
 from collections import OrderedDict
@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 
 def embed_time(t: Tensor, width: int, shift: int = 0) -> Tensor:
-    """Cosines, then sines, of t (indices or real numbers) at falling rates, float32: (batch,) to (batch, width).
+    """Return the sinusoidal embedding of t, float32 (batch, width): cosines, then sines, at falling rates.
 
-    Rates fall from 1 to 1/10,000, with `shift` 1 the last is that.
+    Args:
+        t: timesteps or real numbers, (batch,).
+        width: width of the embedding, an even number.
+        shift: 1: the rates fall from 1 to 1/10,000; 0: they stop one step before.
     """
     half = width // 2
     rates = torch.exp(-math.log(10_000) * torch.arange(half, dtype=torch.float32, device=t.device) / (half - shift))
@@ -18,14 +21,21 @@ def embed_time(t: Tensor, width: int, shift: int = 0) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def named_sequence(**layers: nn.Module) -> nn.Sequential:
-    """Layers one after the other, their parameters under these names."""
+def build_sequence(**layers: nn.Module) -> nn.Sequential:
+    """Return a sequence of layers whose parameters have these names."""
     return nn.Sequential(OrderedDict(layers))
 
 
 def build_mlp(inside: int, hidden: int, outside: int, approximate: str = "none") -> nn.Sequential:
-    """Two linear layers with a GELU between: exact, or the approximation by ``tanh``."""
-    return named_sequence(fc1=nn.Linear(inside, hidden), act=nn.GELU(approximate), fc2=nn.Linear(hidden, outside))
+    """Return two linear layers with a GELU between them.
+
+    Args:
+        inside: input width.
+        hidden: width between the layers.
+        outside: output width.
+        approximate: ``none`` for the exact GELU, ``tanh`` for its approximation.
+    """
+    return build_sequence(fc1=nn.Linear(inside, hidden), act=nn.GELU(approximate), fc2=nn.Linear(hidden, outside))
 
 
 class Attention(nn.Module):
@@ -38,7 +48,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attended tokens."""
+        """Return the attention output of tokens x, (batch, tokens, width)."""
         return self.attend(self.qkv(x))
 
     def attend(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,7 +64,7 @@ class Attention(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """A block driven by nothing but its tokens; with `skip` it first takes in those of an earlier one."""
+    """Transformer block without conditioning; with `skip`, it first merges the tokens of an earlier block."""
 
     def __init__(self, width: int, attention: nn.Module, mlp_ratio: float, eps: float, skip: bool = False):
         super().__init__()
@@ -65,7 +75,7 @@ class PlainBlock(nn.Module):
         self.skip_linear = nn.Linear(2 * width, width) if skip else None
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Tokens (batch, tokens, width)."""
+        """Return tokens (batch, tokens, width); `skip` are the tokens of an earlier block, in the shape of x."""
         if self.skip_linear is not None:
             x = self.skip_linear(torch.cat([x, skip], dim=-1))
         x = x + self.attn(self.norm1(x))
@@ -73,7 +83,10 @@ class PlainBlock(nn.Module):
 
 
 def initialise_normal(module: nn.Module) -> None:
-    """Linear layers normal with standard deviation 0.02 (published code truncates at 100 of them), biases 0."""
+    """Initialise linear layers: weights normal with standard deviation 0.02, biases 0.
+
+    Published code truncates the normal distribution at 2.0, which never happens.
+    """
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight, std=0.02)

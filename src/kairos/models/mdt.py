@@ -1,4 +1,4 @@
-"""The masked diffusion transformer, version 1 (Gao et al. 2023): DiT that also learns from part of the patches.
+"""The masked diffusion transformer, version 1 (Gao et al. 2023): a DiT that is also trained on a part of the patches.
 
 Parameter names are those of the published checkpoints.
 """
@@ -13,7 +13,7 @@ from kairos.models.registries import MDTOptions
 
 
 class BiasedAttention(Attention):
-    """Attention with a learned bias by head and by how far two patches lie apart."""
+    """Attention with a learned bias for each head and each offset between two patches."""
 
     def __init__(self, width: int, heads: int, distances: int):
         super().__init__(width, heads)
@@ -21,18 +21,18 @@ class BiasedAttention(Attention):
         self.rel_pos_bias = nn.ParameterDict({"relative_position_bias_table": table})
 
     def forward(self, x: Tensor, distances: Tensor) -> Tensor:  # type: ignore[override]
-        """Attended tokens; `distances` are rows of the table, ([batch,] tokens, tokens)."""
+        """Return the attention output of x; `distances` are rows of the bias table, ([batch,] tokens, tokens)."""
         table = self.rel_pos_bias["relative_position_bias_table"]
         bias = nn.functional.embedding(distances, table).movedim(-1, -3)  # ([batch,] heads, tokens, tokens)
-        return self.attend(self.qkv(x), bias.contiguous())  # fused attention reads rows
+        return self.attend(self.qkv(x), bias.contiguous())  # fused attention needs contiguous rows
 
 
 class MDT(DiT):
-    """The masked diffusion transformer; arguments as of `Backbone`.
+    """The masked diffusion transformer; see `Backbone` for the arguments.
 
-    Where ``conditions["mask"]`` is given (uniform numbers (batch, height, width), those at the patches' corners count),
-    all blocks but the last `decoder_depth` see the int(L (1 - ratio)) patches of L with the lowest numbers. Then a side
-    block fills the gaps.
+    With ``conditions["mask"]``, uniform numbers (batch, height, width), the network hides a part of its L patches. All
+    blocks except the last `decoder_depth` process the int(L (1 - ratio)) patches with the lowest numbers at their
+    corners. Then a side block fills the gaps.
 
     Raises:
         KairosError: patches do not divide the size.
@@ -40,54 +40,73 @@ class MDT(DiT):
 
     def __init__(self, options: MDTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         rows, columns = -(-shape[1] // options.patch), -(-shape[2] // options.patch)
-        self.distances = (2 * rows - 1) * (2 * columns - 1) + 3  # three more, as published, are of no use
+        self.distances = (2 * rows - 1) * (
+            2 * columns - 1
+        ) + 3  # the published table has three rows more, which are unused
         super().__init__(options, shape, conditions, outputs)
         self.pos_embed.requires_grad_()
         self.decoder_pos_embed = nn.Parameter(self.pos_embed.detach().clone())
-        self.sideblocks = nn.ModuleList([self.block()])
+        self.sideblocks = nn.ModuleList([self.build_block()])
         initialise(self.sideblocks)
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(1, 1, options.width), std=0.02))
-        place = torch.arange(rows * columns)
-        row, column = place // columns, place % columns
-        down, right = row[:, None] - row + rows - 1, column[:, None] - column + columns - 1  # each from 0
+        patch_index = torch.arange(rows * columns)
+        row, column = patch_index // columns, patch_index % columns
+        down = row[:, None] - row + rows - 1  # offsets between two patches, shifted to start at 0
+        right = column[:, None] - column + columns - 1
         self.register_buffer("distance", down * (2 * columns - 1) + right, persistent=False)  # (tokens, tokens)
 
-    def block(self) -> AdaLNBlock:
-        """One of its blocks."""
+    def build_block(self) -> AdaLNBlock:
+        """Build one transformer block."""
         width, heads = self.options.width, self.options.heads
         return AdaLNBlock(width, BiasedAttention(width, heads, self.distances), self.options.mlp_ratio)
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A published file's weights under our names: without the constant index of every block."""
+        """Return a published file's weights without the constant index of every block."""
         return {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Prediction (batch, outputs, height, width)."""
-        tokens, c = self.embedded(x, t, conditions)
-        split, blocks = len(self.blocks) - self.options.decoder_depth, list(self.blocks)
+        """Return the prediction, (batch, outputs, height, width)."""
+        tokens, c = self.embed(x, t, conditions)
+        split = len(self.blocks) - self.options.decoder_depth
+        encoder_blocks, decoder_blocks = list(self.blocks)[:split], list(self.blocks)[split:]
         if "mask" in conditions:
-            kept = self._kept(conditions["mask"])  # (batch, kept)
-            # not gather and scatter, whose deterministic kernels on a GPU sort an index for every number
-            place = torch.arange(len(kept), device=kept.device)[:, None], kept
-            part, distance = tokens[place], self.distance[kept[:, :, None], kept[:, None]]
-            for block in blocks[:split]:
-                part = block(part, c, distance)
-            gaps = torch.ones_like(tokens[:, :, :1], dtype=torch.bool).scatter(1, kept[:, :, None], False)
-            tokens = self.mask_token.to(part.dtype).expand_as(tokens).index_put(place, part) + self.decoder_pos_embed
-            tokens = torch.where(gaps, self.sideblocks[0](tokens, c, self.distance), tokens)
+            tokens = self._encode_visible(encoder_blocks, tokens, c, self._visible_patches(conditions["mask"]))
         else:
-            for block in blocks[:split]:
+            for block in encoder_blocks:
                 tokens = block(tokens, c, self.distance)
             tokens = tokens + self.decoder_pos_embed
-            if self.training:  # gradients 0, which DistributedDataParallel waits for where no pass is masked
+            if self.training:  # adds 0: DistributedDataParallel waits for gradients of all parameters
                 unused = (self.mask_token, *self.sideblocks.parameters())
                 tokens = tokens + 0 * torch.stack([parameter.sum() for parameter in unused]).sum()
-        for block in blocks[split:]:
+        for block in decoder_blocks:
             tokens = block(tokens, c, self.distance)
-        return self.pixels(tokens, c)
+        return self.to_image(tokens, c)
 
-    def _kept(self, mask: Tensor) -> Tensor:
-        """Places of the patches that are seen, in their order, (batch, kept)."""
+    def _encode_visible(self, blocks: list[nn.Module], tokens: Tensor, c: Tensor, visible: Tensor) -> Tensor:
+        """Apply the encoder's blocks to the visible patches, and fill the other patches by the side block.
+
+        Args:
+            blocks: blocks of the encoder.
+            tokens: tokens of all patches, (batch, tokens, width).
+            c: embedding of t and conditions, (batch, width).
+            visible: indices of the visible patches, (batch, visible).
+
+        Returns:
+            Tokens of all patches, (batch, tokens, width).
+        """
+        # index, not gather and scatter: their deterministic kernels on a GPU sort an index for every number
+        index = torch.arange(len(visible), device=visible.device)[:, None], visible
+        visible_tokens = tokens[index]
+        distance = self.distance[visible[:, :, None], visible[:, None]]
+        for block in blocks:
+            visible_tokens = block(visible_tokens, c, distance)
+        is_hidden = torch.ones_like(tokens[:, :, :1], dtype=torch.bool).scatter(1, visible[:, :, None], False)
+        mask_tokens = self.mask_token.to(visible_tokens.dtype).expand_as(tokens)
+        tokens = mask_tokens.index_put(index, visible_tokens) + self.decoder_pos_embed
+        return torch.where(is_hidden, self.sideblocks[0](tokens, c, self.distance), tokens)
+
+    def _visible_patches(self, mask: Tensor) -> Tensor:
+        """Return the ascending indices of the patches that `mask` (batch, height, width) does not hide, (batch, n)."""
         patch = self.options.patch
         numbers = mask[:, ::patch, ::patch].flatten(1)
         count = max(1, int(numbers.shape[1] * (1 - self.options.ratio)))

@@ -1,4 +1,4 @@
-"""Files of published weights: opened without running what is in them, and their averaged weights found."""
+"""Reading of published weight files, without executing code in them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,41 @@ Weights = dict[str, Tensor]
 
 
 def read_published(path: Path) -> tuple[Weights, Weights]:
-    """The averaged and the raw weights of a file under their published names; where it holds one of them, that twice.
+    """Return the averaged and the raw weights of a file by their published names; equal if the file has one of them.
 
-    Known are a state dict alone (DiT, U-ViT, MDT, ADM), DiT's and SpeeD's ``{model, ema, ...}``, ddpm-torch's
-    ``{model, ema: {shadow}}`` and LDM's ``{state_dict}`` with ``model_ema``, as a pickle of torch or safetensors.
+    A file is a pickle of torch or safetensors, in one of these layouts: a state dict (DiT, U-ViT, MDT, ADM);
+    ``{model, ema, ...}`` (DiT, SpeeD); ``{model, ema: {shadow}}`` (ddpm-torch); ``{state_dict}`` with ``model_ema``
+    (LDM).
 
     Raises:
-        KairosError: there is no such file, it holds more than tensors and numbers, or no weights.
+        KairosError: the file is missing, contains more than tensors and numbers, or contains no weights.
     """
-    found = _open_weights(path)
-    raw, average = found.get("model"), found.get("ema")
-    if isinstance(found.get("state_dict"), dict):
-        raw, average = _split_latent_diffusion(found["state_dict"])
+    content = _open_weights(path)
+    raw, average = content.get("model"), content.get("ema")
+    if isinstance(content.get("state_dict"), dict):
+        raw, average = _split_latent_diffusion(content["state_dict"])
     elif isinstance(average, dict) and isinstance(average.get("shadow"), dict):
         average = average["shadow"]
     elif not isinstance(raw, dict) and not isinstance(average, dict):
-        raw = found
-    chosen = [{k: v for k, v in part.items() if isinstance(v, Tensor)} for part in (average, raw) if part]
-    if not chosen or not all(chosen):
-        raise KairosError(f"{path}: no weights found; its keys: {', '.join(map(str, list(found)[:8])) or 'none'}")
-    return chosen[0], chosen[-1]
+        raw = content
+    state_dicts = [_select_tensors(state_dict) for state_dict in (average, raw) if state_dict]
+    if not state_dicts or not all(state_dicts):
+        keys = ", ".join(map(str, list(content)[:8])) or "none"
+        raise KairosError(f"{path}: contains no weights; its keys: {keys}")
+    return state_dicts[0], state_dicts[-1]
+
+
+def _select_tensors(state_dict: dict[str, Any]) -> Weights:
+    """Return the entries that are tensors."""
+    return {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
 
 
 def _open_weights(path: Path) -> dict[str, Any]:
+    """Read a file of weights without executing code in it.
+
+    Raises:
+        KairosError: the file is missing or damaged, or contains more than tensors and numbers.
+    """
     import pickle
     import re
     import warnings
@@ -49,29 +61,32 @@ def _open_weights(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return load_file(path)
         with (
-            warnings.catch_warnings(action="ignore"),  # of a pickle's protocol, about which nobody can do anything
-            torch.serialization.safe_globals([Namespace]),  # DiT's own checkpoints hold their arguments
+            warnings.catch_warnings(action="ignore"),  # about the pickle's protocol, which the user cannot change
+            torch.serialization.safe_globals([Namespace]),  # DiT's checkpoints contain their command-line arguments
         ):
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        holds = re.search(r"GLOBAL (\S+)", str(error))
+        imported = re.search(r"GLOBAL (\S+)", str(error))
+        content_name = imported[1] if imported else "more than tensors and numbers"
         raise KairosError(
-            f"{path}: not opened, for it holds {holds[1] if holds else 'more than tensors and numbers'}, and such a "
-            "pickle runs code when it is opened. EDM's files are of this kind: save the state_dict of their network as "
-            "safetensors where you trust the file"
+            f"{path}: not opened, because it contains {content_name}, and such a pickle runs code when it is opened. "
+            "Files of EDM are of this kind: if you trust the file, save the state_dict of its network as safetensors"
         ) from None
     except (SafetensorError, RuntimeError, EOFError, ValueError, OSError) as error:
-        raise KairosError(f"{path}: damaged, or no file of weights ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(found, dict):
-        raise KairosError(f"{path}: holds {type(found).__name__}, allowed: a dictionary of weights")
-    return found
+        raise KairosError(f"{path}: damaged, or not a file of weights ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(content, dict):
+        raise KairosError(f"{path}: contains {type(content).__name__}, allowed: a dictionary of weights")
+    return content
 
 
 def _split_latent_diffusion(state: Weights) -> tuple[Weights, Weights | None]:
-    """Weights of LDM's ``model.diffusion_model`` and their averages, whose names have lost their dots."""
-    first = "model.diffusion_model."
-    raw = {name.removeprefix(first): value for name, value in state.items() if name.startswith(first)}
-    averages = {name: "model_ema." + f"diffusion_model.{name}".replace(".", "") for name in raw}
-    if not any(name in state for name in averages.values()):
+    """Return LDM's raw weights, ``model.diffusion_model``, and their averages, or None if the file has no averages.
+
+    LDM stores the average of a weight under ``model_ema`` and the weight's name without dots.
+    """
+    prefix = "model.diffusion_model."
+    raw = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    average_names = {name: "model_ema." + f"diffusion_model.{name}".replace(".", "") for name in raw}
+    if not any(name in state for name in average_names.values()):
         return raw, None
-    return raw, {name: state.get(average, raw[name]) for name, average in averages.items()}
+    return raw, {name: state.get(average_name, raw[name]) for name, average_name in average_names.items()}

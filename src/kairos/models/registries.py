@@ -1,4 +1,4 @@
-"""Backbones by name."""
+"""Backbones by name, with their options and published sizes."""
 
 from dataclasses import fields
 from functools import partial
@@ -10,7 +10,7 @@ from kairos_timesteps.registry import Registry
 
 
 def fill_unset_fields(options: Any, size: dict[str, Any]) -> None:
-    """Give the fields that were left out the values of a published size."""
+    """Set the fields that are None to the values of a published size."""
     for name, value in size.items():
         if getattr(options, name) is None:
             object.__setattr__(options, name, value)
@@ -44,7 +44,11 @@ UNET_SIZES: dict[str, dict[str, Any]] = {
 
 
 def check_multipliers(widths: list[int]) -> None:
-    """Refuse levels without channels, and none of them."""
+    """Check that there are levels and that each has at least one channel.
+
+    Raises:
+        ConfigError: a level has no channels, or there is no level.
+    """
     demand(min(widths, default=0) >= 1, "multipliers", f"those of widths {widths}", "a number > 0 for each level")
 
 
@@ -61,13 +65,15 @@ class UNetOptions(Options):
     norm_eps: float = option(None, "added to the variance in the group normalisation", gt=0)
     head_channels: int = option(None, "width of an attention head; 0: one head of the full width", ge=0)
     embedding: str = option(None, "order and spacing of the sinusoids of t", choices=("ddpm", "adm"))
-    padding: int = option(None, "of strided convolutions; 0: right and below only", choices=(0, 1))
-    scale_shift: bool = option(None, "t scales and shifts the normalised; false: it is added")
+    padding: int = option(None, "padding of strided convolutions; 0: right and below only", choices=(0, 1))
+    scale_shift: bool = option(None, "t scales and shifts the normalised features; false: it is added")
     resample: str = option(None, "between levels: strided convolutions, or residual blocks", choices=("conv", "resnet"))
-    pad: bool = option(True, "pad sizes that the levels cannot halve; false: refuse them")
-    init: str = option(None, "weights to start from: of that code", choices=("ddpm", "adm", "diffusers"))
-    null_class: bool = option(None, "a row past the last class for no class, which dropping it needs")
-    qkv: str = option(None, "order of attention's rows in published weights", choices=("new", "legacy"))
+    pad: bool = option(True, "pad sizes that the levels cannot halve; false: reject them")
+    init: str = option(
+        None, "initialisation of the weights, by the code that it is from", choices=("ddpm", "adm", "diffusers")
+    )
+    null_class: bool = option(None, "add a row for no class to the table of classes; condition dropout needs it")
+    qkv: str = option(None, "order of the rows of attention in published weights", choices=("new", "legacy"))
     conditions: list[str] = option([], "conditions the model takes: of class, low_resolution")
 
     def __post_init__(self) -> None:
@@ -80,7 +86,7 @@ class UNetOptions(Options):
 
     @property
     def widths(self) -> list[int]:
-        """Channels of each level."""
+        """Number of channels of each level."""
         return [round(self.channels * multiplier) for multiplier in self.multipliers]
 
 
@@ -108,17 +114,19 @@ class DdpmppOptions(Options):
     blocks: int = option(4, "residual blocks per level", ge=1)
     attention: list[int] = option([16], "resolutions (sides) with self-attention")
     dropout: float = option(0.13, "dropout in residual blocks", ge=0, lt=1)
-    augment: int = option(9, "labels of training.augment that it is told; 0: none", choices=(9, 0))
+    augment: int = option(9, "labels of training.augment as condition; 0: none", choices=(9, 0))
     conditions: list[str] = option([], "conditions the model takes: of class")
 
     def __post_init__(self) -> None:
         fill_unset_fields(self, DDPMPP_SIZES[self.size])
         check_multipliers(self.multipliers)
-        demand(self.channels % 4 == 0, "channels", self.channels, "a multiple of 4")  # even sinusoids, groups of 4
+        demand(
+            self.channels % 4 == 0, "channels", self.channels, "a multiple of 4"
+        )  # for an even time embedding and groups of 4
 
 
 def _sizes(*rows: tuple[Any, ...], **more: Any) -> dict[str, dict[str, Any]]:
-    """Published sizes by name, of rows (name, width, depth, heads, patch)."""
+    """Return published sizes by name, given rows (name, width, depth, heads, patch); `more` are equal for all."""
     fields = ("width", "depth", "heads", "patch")
     return {row[0]: dict(zip(fields, row[1:], strict=True)) | more for row in rows}
 
@@ -155,7 +163,7 @@ class DiTOptions(Options):
 class MDTOptions(DiTOptions):
     """The masked diffusion transformer, version 1 (Gao et al. 2023)."""
 
-    decoder_depth: int = option(2, "blocks, the last of depth, that see all patches in the masked pass too", ge=1)
+    decoder_depth: int = option(2, "last blocks, which process all patches in the masked pass too", ge=1)
     ratio: float = option(0.3, "share of the patches that the masked pass hides", ge=0, lt=1)
 
     def __post_init__(self) -> None:
@@ -169,7 +177,7 @@ class UViTOptions(DiTOptions):
     sizes = UVIT_SIZES
 
     size: str = option("s/2", _SIZE, choices=tuple(UVIT_SIZES))
-    depth: int = option(None, "half of it before, half behind one block in the middle", ge=2)
+    depth: int = option(None, "blocks, half of them before and half after one in the middle", ge=2)
     convolution: bool = option(None, "end with a 3x3 convolution")
 
     def __post_init__(self) -> None:
@@ -187,7 +195,7 @@ class ViTOptions(DiTOptions):
     timesteps: int = option(1000, "rows of the learned table of times: at least those of the process", ge=1)
 
 
-MODELS = Registry("model")  # `takes`: the conditions a backbone can be told of; `text`: whether as tokens or pooled
+MODELS = Registry("model")  # `takes`: conditions of a backbone; `text`: tokens or pooled; `masks`: it can hide tokens
 _TAKES = ("class", "text", "low_resolution")
 _unet = partial(MODELS.add, code="kairos.models.unet:UNet", takes=_TAKES[::2])
 _unet("unet", options=UNetOptions, help="DDPM U-Net, opens in diffusers")
@@ -202,12 +210,12 @@ MODELS.add("vit", "kairos.models.vit:ViT", ViTOptions, "Min-SNR's vision transfo
 
 
 def omit_overridden_size(model: dict[str, Any]) -> dict[str, Any]:
-    """Return a `model` section without the name of a published size of which other options change a field."""
+    """Return a `model` section without its published `size` if another option overrides one of the size's fields."""
     if "size" not in model:
         return model
     options = MODELS.entry(model["name"]).options
     published = dump(MODELS.parse(model["name"], {"size": model["size"]}, "model"))
-    of_size = [public_name(field) for field in fields(options) if field.default is None]
-    if all(model.get(name) == published[name] for name in of_size):
+    size_fields = [public_name(field) for field in fields(options) if field.default is None]
+    if all(model.get(name) == published[name] for name in size_fields):
         return model
     return {name: value for name, value in model.items() if name != "size"}

@@ -15,9 +15,9 @@ from kairos_timesteps.errors import KairosError
 
 
 class UNet(Backbone):
-    """diffusers' UNet2DModel; arguments as of `Backbone`.
+    """diffusers' UNet2DModel; see `Backbone` for the arguments.
 
-    Its config.json and weights are diffusers' own, and open there where the first of the multipliers is 1.
+    Its config.json and weights have the format of diffusers, which opens them if the first multiplier is 1.
 
     Raises:
         KairosError: the levels cannot halve the size and padding is off.
@@ -33,18 +33,21 @@ class UNet(Backbone):
                 f"({len(options.widths)} levels), or pad: true"
             )
         side = -(-height // factor) * factor
-        blocks = ["Attn" if side // 2**level in options.attention else "" for level in range(len(options.widths))]
-        plain = "Resnet" if options.resample == "resnet" else ""
-        down, up = ("Downsample", "Upsample") if plain else ("Down", "Up")
-        adm = options.embedding == "adm"
+        has_attention = [side // 2**level in options.attention for level in range(len(options.widths))]
+        if options.resample == "resnet":
+            plain_down, plain_up = "ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D"
+        else:
+            plain_down, plain_up = "DownBlock2D", "UpBlock2D"
+        is_adm = options.embedding == "adm"
+        classes = conditions["class"]["num_classes"] + options.null_class if "class" in conditions else None
         self.unet = UNet2DModel(
             sample_size=side,
             in_channels=self.inputs,
             out_channels=outputs,
             block_out_channels=options.widths,
             layers_per_block=options.blocks,
-            down_block_types=[f"{name}DownBlock2D" if name else f"{plain}{down}Block2D" for name in blocks],
-            up_block_types=[f"{name}UpBlock2D" if name else f"{plain}{up}Block2D" for name in reversed(blocks)],
+            down_block_types=["AttnDownBlock2D" if attends else plain_down for attends in has_attention],
+            up_block_types=["AttnUpBlock2D" if attends else plain_up for attends in reversed(has_attention)],
             downsample_type=options.resample,
             upsample_type=options.resample,
             resnet_time_scale_shift="scale_shift" if options.scale_shift else "default",
@@ -55,11 +58,13 @@ class UNet(Backbone):
             attention_head_dim=options.head_channels or None,
             downsample_padding=options.padding,
             time_embedding_dim=4 * options.channels,
-            flip_sin_to_cos=adm,
-            freq_shift=0 if adm else 1,
-            num_class_embeds=conditions["class"]["num_classes"] + options.null_class if "class" in conditions else None,
+            flip_sin_to_cos=is_adm,
+            freq_shift=0 if is_adm else 1,
+            num_class_embeds=classes,
         )
-        if options.widths[0] != options.channels:  # of ADM for 512: diffusers embeds t in the first level's width
+        if (
+            options.widths[0] != options.channels
+        ):  # ADM for 512: diffusers would embed t in the width of the first level
             self.unet.time_proj.num_channels = options.channels
             self.unet.time_embedding.linear_1 = nn.Linear(options.channels, 4 * options.channels)
         if options.init != "diffusers":
@@ -67,10 +72,13 @@ class UNet(Backbone):
 
     @torch.no_grad()
     def _initialise(self, ddpm: bool) -> None:
-        """The last layer of every branch 0; before, as DDPM's code: weights uniform by fan average, biases 0."""
+        """Initialise the last layer of every branch by 0.
+
+        With `ddpm`, initialise all other layers as DDPM's code: weights uniform by fan average, biases 0.
+        """
         modules = list(self.unet.modules())
-        for module in modules if ddpm else ():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
+        for module in modules:
+            if ddpm and isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
@@ -81,27 +89,28 @@ class UNet(Backbone):
             nn.init.zeros_(last.bias)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Prediction (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width)."""
         labels = conditions.get("class")
-        return apply_padded(
-            lambda x: self.unet(x, t, class_labels=labels, return_dict=False)[0],
-            self.with_image_conditions(x, conditions),
-            self._factor,
-        )
+
+        def apply_unet(padded: Tensor) -> Tensor:
+            output: Tensor = self.unet(padded, t, class_labels=labels, return_dict=False)[0]
+            return output
+
+        return apply_padded(apply_unet, self.with_image_conditions(x, conditions), self._factor)
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json as diffusers writes it, without library versions (see the provenance)."""
+        """Return the content of config.json in the format of diffusers, without versions (the provenance has them)."""
         kept = {key: value for key, value in self.unet.config.items() if not key.startswith("_")}
         return {"_class_name": "UNet2DModel", **kept}
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers under diffusers' names."""
+        """Return parameters and buffers by diffusers' names."""
         return dict(self.unet.state_dict())
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load what `weights` gave."""
+        """Load weights in the form that `weights` returns."""
         self.unet.load_state_dict(weights)
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights under the names of ddpm-torch, or of ADM and latent diffusion, under diffusers'."""
+        """Return weights of ddpm-torch, ADM or latent diffusion by diffusers' names."""
         return to_diffusers_names(self.weights(), weights, self.options)

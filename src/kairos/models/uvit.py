@@ -9,26 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, NullText
-from kairos.models.layers import Attention, PlainBlock, embed_time, initialise_normal, named_sequence
+from kairos.models.layers import Attention, PlainBlock, build_sequence, embed_time, initialise_normal
 from kairos.models.registries import UViTOptions
 
 
 class UViT(Backbone):
-    """U-ViT; arguments as of `Backbone`, any size that patches divide.
+    """U-ViT for images of any size that the patches divide; see `Backbone` for the arguments.
 
-    Tokens are class, time, text (as far as there are any) and patches, with one table of learned positions.
+    The tokens are class, time, text and patches (class and text if the model is conditioned on them), with one table of
+    learned positions.
 
     Raises:
-        KairosError: patches do not divide the size; the text is not a sequence.
+        KairosError: patches do not divide the size, or the text is not a sequence.
     """
 
     def __init__(self, options: UViTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         width, patch, half = options.width, options.patch, options.depth // 2
-        self.patches = math.prod(self.grid(patch))
-        self.patch_embed = named_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
+        self.patches = math.prod(self.patch_grid(patch))
+        self.patch_embed = build_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
         count = 1 + self.patches
-        if "class" in conditions:  # the row past the last class stands for no class
+        if "class" in conditions:  # the row after the last class means no class
             self.label_emb = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
             count += 1
         if "text" in conditions:
@@ -38,12 +39,12 @@ class UViT(Backbone):
             count += tokens
         self.pos_embed = nn.Parameter(torch.empty(1, count, width))
 
-        def block(skip: bool = False) -> PlainBlock:
+        def build_block(skip: bool = False) -> PlainBlock:
             return PlainBlock(width, Attention(width, options.heads, qkv_bias=False), options.mlp_ratio, 1e-5, skip)
 
-        self.in_blocks = nn.ModuleList(block() for _ in range(half))
-        self.mid_block = block()
-        self.out_blocks = nn.ModuleList(block(skip=True) for _ in range(half))
+        self.in_blocks = nn.ModuleList(build_block() for _ in range(half))
+        self.mid_block = build_block()
+        self.out_blocks = nn.ModuleList(build_block(skip=True) for _ in range(half))
         self.norm = nn.LayerNorm(width)
         self.decoder_pred = nn.Linear(width, patch * patch * outputs)
         self.final_layer = nn.Conv2d(outputs, outputs, 3, padding=1) if options.convolution else nn.Identity()
@@ -51,21 +52,21 @@ class UViT(Backbone):
         initialise_normal(self)
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A published file's weights; a table of classes without a row for none (ImageNet 64) gets one of zeros."""
+        """Return a published file's weights; a table of classes without a row for no class (ImageNet 64) gets zeros."""
         table = weights.get("label_emb.weight")
         if table is None or "class" not in self.conditions or len(table) + 1 != self.label_emb.num_embeddings:
             return weights
         return weights | {"label_emb.weight": nn.functional.pad(table, (0, 0, 0, 1))}
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Prediction (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width)."""
         tokens = self.patch_embed(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2)  # row by row
-        extra = [embed_time(t, self.options.width)[:, None]]
+        condition_tokens = [embed_time(t, self.options.width)[:, None]]
         if "class" in self.conditions:
-            extra.insert(0, self.label_emb(conditions["class"])[:, None])
+            condition_tokens.insert(0, self.label_emb(conditions["class"])[:, None])
         if "text" in self.conditions:
-            extra.append(self.context_embed(self.null(conditions["text"])))
-        tokens = torch.cat([*extra, tokens], dim=1) + self.pos_embed
+            condition_tokens.append(self.context_embed(self.null(conditions["text"])))
+        tokens = torch.cat([*condition_tokens, tokens], dim=1) + self.pos_embed
         skips = []
         for block in self.in_blocks:
             tokens = block(tokens)

@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions
-from kairos.models.layers import Attention, PlainBlock, initialise_normal, named_sequence
+from kairos.models.layers import Attention, PlainBlock, build_sequence, initialise_normal
 from kairos.models.registries import ViTOptions
 
 
 class BeitAttention(Attention):
-    """Attention whose queries and values have biases, and whose keys have none."""
+    """Attention with biases of queries and values but not of keys."""
 
     def __init__(self, width: int, heads: int):
         super().__init__(width, heads, qkv_bias=False)
         self.q_bias, self.v_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attended tokens."""
+        """Return the attention output of tokens x, (batch, tokens, width)."""
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         return self.attend(nn.functional.linear(x, self.qkv.weight, bias))
 
 
 class ViT(Backbone):
-    """The vision transformer; arguments as of `Backbone`. It knows `options.timesteps` times, indices from 0.
+    """The vision transformer; see `Backbone` for the arguments. Its time table has `options.timesteps` rows from t = 0.
 
     Raises:
         KairosError: patches do not divide the size.
@@ -36,10 +36,10 @@ class ViT(Backbone):
     def __init__(self, options: ViTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
-        self.patches = math.prod(self.grid(patch))
-        self.patch_embed = named_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
+        self.patches = math.prod(self.patch_grid(patch))
+        self.patch_embed = build_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
         self.time_embedding = nn.Embedding(options.timesteps, width)
-        if "class" in conditions:  # the row past the last class stands for no class
+        if "class" in conditions:  # the row after the last class means no class
             self.class_embedding = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + ("class" in conditions) + self.patches, width))
         blocks = (
@@ -52,20 +52,21 @@ class ViT(Backbone):
 
     @torch.no_grad()
     def _initialise(self) -> None:
+        """Initialise all weights as the published code."""
         nn.init.normal_(self.pos_embed, std=0.02)
         initialise_normal(self)
-        for number, block in enumerate(self.blocks, start=1):  # the residual stream does not grow with depth
+        for number, block in enumerate(self.blocks, start=1):  # keeps the variance of the residuals
             for last in (block.attn.proj, block.mlp[2]):
                 last.weight /= math.sqrt(2 * number)
         self.linear_projection.weight *= 0.001
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Prediction (batch, outputs, height, width); t between two indices is taken for the nearest."""
+        """Return the prediction, (batch, outputs, height, width); t is rounded to the nearest row of the time table."""
         tokens = self.patch_embed(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2)  # row by row
-        extra = [self.time_embedding(t.round().long())[:, None]]
+        condition_tokens = [self.time_embedding(t.round().long())[:, None]]
         if "class" in self.conditions:
-            extra.append(self.class_embedding(conditions["class"])[:, None])
-        tokens = torch.cat([*extra, tokens], dim=1) + self.pos_embed
+            condition_tokens.append(self.class_embedding(conditions["class"])[:, None])
+        tokens = torch.cat([*condition_tokens, tokens], dim=1) + self.pos_embed
         for block in self.blocks:
             tokens = block(tokens)
         return self.unpatchify(self.linear_projection(tokens[:, -self.patches :]), self.options.patch)
