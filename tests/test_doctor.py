@@ -9,7 +9,7 @@ import pytest
 
 from kairos.cli import main
 from kairos.staging import mount
-from kairos.status import machine
+from kairos.status import cluster_checks
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_usable_store_and_repository_are_reported_as_ok(folder, capsys, monkey
     from mlflow import MlflowClient
 
     # the tests on SLURM may run at the same time, and stop its controller
-    monkeypatch.setattr(machine, "slurm", lambda profile: [])
+    monkeypatch.setattr(cluster_checks, "slurm", lambda profile: [])
     (folder / ".dvc").mkdir()
     (folder / ".dvc/config").write_text(
         "[core]\n  remote = store\n['remote \"store\"']\n  url = https://me:secret@host/x\n"
@@ -93,7 +93,7 @@ def test_a_profile_that_is_not_there(capsys):
 def test_a_profile_that_cannot_be_read(folder, monkeypatch, text):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     (folder / "profile.yaml").write_text(text)
-    [(mark, what, fact)] = machine.slurm(folder)
+    [(mark, what, fact)] = cluster_checks.slurm(folder)
     assert (mark, what) == (False, "slurm profile")
     assert fact.startswith(f"{folder}/profile.yaml: default-resources cannot be read: ")
 
@@ -101,28 +101,30 @@ def test_a_profile_that_cannot_be_read(folder, monkeypatch, text):
 def test_a_machine_of_a_cluster(folder, monkeypatch):
     """Check file locks, disks and limits without SLURM; tests/cluster contains the checks that need SLURM."""
     monkeypatch.setenv("PATH", "/nowhere")
-    assert machine.slurm() == [(True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")]
-    good = machine.locks(folder / "results" / "x")
+    assert cluster_checks.slurm() == [
+        (True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")
+    ]
+    good = cluster_checks.locks(folder / "results" / "x")
     assert [mark for mark, *_ in good] == [True, True]
     assert good[0][2] == f"flock works in {folder}"
     assert mount(Path("/proc/self"))[0] == "proc"
     for kind, option in (("lustre", "localflock"), ("nfs", "local_lock=all")):
         with monkeypatch.context() as patch:
             patch.setattr("kairos.staging.mount", lambda path, found=(kind, ["rw", option, "vers=3"]): found)
-            mark, _, what = machine.locks(folder)[0]
+            mark, _, what = cluster_checks.locks(folder)[0]
         assert not mark
         assert f"{kind} is mounted with {option}: locks end at this machine" in what
-    bad = machine.locks(Path("/proc/self"))  # where no file can be made
+    bad = cluster_checks.locks(Path("/proc/self"))  # where no file can be made
     assert [mark for mark, *_ in bad] == [False, False]
     assert "use another file system" in bad[0][2]
     monkeypatch.setenv("TMPDIR", str(folder))
-    assert "GiB free, the file system of the results" in machine.disk(folder / "results")[2]
+    assert "GiB free, the file system of the results" in cluster_checks.disk(folder / "results")[2]
     monkeypatch.setenv("TMPDIR", str(folder / "nowhere"))
-    assert machine.disk(folder)[0] is False
+    assert cluster_checks.disk(folder)[0] is False
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        mark, _, fact = machine.limits()[0]
+        mark, _, fact = cluster_checks.limits()[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not mark
@@ -144,12 +146,12 @@ def test_a_machine_of_a_cluster(folder, monkeypatch):
 )
 def test_gpus_of_a_job(given, visible, mark, monkeypatch):
     """The check compares the GPUs that the job was given with those that torch finds."""
-    for name in machine._GIVEN:
+    for name in cluster_checks._GIVEN:
         monkeypatch.delenv(name, raising=False)
-    assert machine.job(visible)[0][2].startswith("none")
+    assert cluster_checks.job(visible)[0][2].startswith("none")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    ((found, what, fact),) = machine.job(visible)
+    ((found, what, fact),) = cluster_checks.job(visible)
     assert (found, what) == (mark, "slurm job")
     assert f"torch sees {visible}" in fact

@@ -13,9 +13,8 @@ from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json
 from kairos.report.collect import collect
-from kairos.status import views
-from kairos.status.outline import outline
-from kairos.status.trainings import trainings
+from kairos.status.render import render_page
+from kairos.status.run_progress import list_run_progress, load_outline
 from kairos_timesteps.errors import KairosError
 from report_page import page_of
 
@@ -218,7 +217,7 @@ def test_status_counts_results_of_the_earlier_autoencoder_as_outdated(
 
 
 def test_the_status_page_shows_no_distance_of_the_earlier_autoencoder(interrupted: Path) -> None:
-    page = views.page(Path("tiny.yaml"), 5.0, 0.0)
+    page = render_page(Path("tiny.yaml"), 5.0, 0.0)
     shown = {method: f"/{method}/seed0/evaluation/0000002.json" in page for method in METHODS}
     assert shown == {"uniform": True, "adaptive": False}
     assert "/uniform/seed0/samples/0000002.png" in page and "/adaptive/seed0/samples" not in page
@@ -233,8 +232,8 @@ def test_status_does_not_take_an_earlier_training_for_the_present_one(experiment
     options = ("--method", "adaptive", "--seed", 0, "--out", folder, "--latents", f"{RESULTS}/latents")
     kairos("train", "--config", "tiny.yaml", *options, "--milestones", 0, 1, "--part")
     assert read_json(Path(folder, "training.json"))["steps"] == 2
-    (training,) = [one for one in trainings(outline(Path("tiny.yaml")), []) if one.method == "adaptive"]
-    assert (training.state, training.step, training.of) == ("waiting", 1, 2)
+    (training,) = [one for one in list_run_progress(load_outline(Path("tiny.yaml")), []) if one.method == "adaptive"]
+    assert (training.state, training.step, training.last_step) == ("waiting", 1, 2)
 
 
 def test_results_count_again_when_the_setting_is_back(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:

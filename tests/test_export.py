@@ -178,9 +178,9 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tree, milestone, tmp_pat
     there.mkdir()
     assert f"--out: got {there}, which exists" in refused(capsys, "hub", milestone, "--out", there)
     for path in (folder, folder / "uniform" / "seed0", Path("nowhere")):
-        assert f"PATH: got {path}, allowed: a milestone's folder" in refused(capsys, "hub", path, "--out", new)
+        assert f"PATH: got {path}, allowed: a snapshot's folder" in refused(capsys, "hub", path, "--out", new)
     assert "nowhere" in refused(capsys, "wandb", "nowhere", "--out", new)
-    assert "no training there" in refused(capsys, "tensorboard", there, "--out", new)
+    assert "no training run there" in refused(capsys, "tensorboard", there, "--out", new)
     weights = milestone / "ema" / "diffusion_pytorch_model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + b"x")

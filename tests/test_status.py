@@ -14,8 +14,7 @@ import pytest
 from kairos import slurm
 from kairos.cli import main
 from kairos.files import hash_folder, write_json
-from kairos.status.outline import outline
-from kairos.status.trainings import Training, trainings
+from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 from kairos.training.job import ProgressFile
 from kairos.training.run import train
 from training_case import experiment, make_latents
@@ -71,8 +70,8 @@ def write_log(name: str, text: str) -> None:
     (RESULTS / "logs" / name).write_text(text)
 
 
-def look() -> dict[str, Training]:
-    return {training.method: training for training in trainings(outline(Path("many.yaml")), [])}
+def look() -> dict[str, RunProgress]:
+    return {training.method: training for training in list_run_progress(load_outline(Path("many.yaml")), [])}
 
 
 def test_every_state_of_a_training_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +90,7 @@ def test_every_state_of_a_training_is_shown(capsys: pytest.CaptureFixture[str]) 
     with held(RESULTS / "uniform/seed0/.state/lock"):
         found = look()
         assert main(["status", "many.yaml"]) == 0
-    assert {name: (training.state, training.step, training.of) for name, training in found.items()} == {
+    assert {name: (training.state, training.step, training.last_step) for name, training in found.items()} == {
         "uniform": ("running", 120, 200),
         "p2": ("dead", 60, 200),
         "min_snr": ("failed", 80, 200),
@@ -124,8 +123,8 @@ def test_rate_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with held(RESULTS / "uniform/seed0/.state/lock"):
         training = look()["uniform"]
     assert training.rate is not None
-    assert training.left == pytest.approx(90 / training.rate)
-    assert training.where
+    assert training.seconds_left == pytest.approx(90 / training.rate)
+    assert training.location
 
 
 def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
@@ -139,8 +138,10 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
         "20|PENDING|Resources|2026-02-01T12:00:00|rule_train_wildcards_log_normal_0",
     )
     jobs = [slurm._job(RESULTS, *line.split("|", 4)) for line in lines]
-    found = {training.method: training for training in trainings(outline(Path("many.yaml")), jobs)}
-    states = {name: (training.state, training.step, training.where, training.note) for name, training in found.items()}
+    found = {training.method: training for training in list_run_progress(load_outline(Path("many.yaml")), jobs)}
+    states = {
+        name: (training.state, training.step, training.location, training.note) for name, training in found.items()
+    }
     assert states["uniform"] == ("queued", 50, "job 17", "Priority")
     assert states["p2"] == ("starting", 0, "job 18", "")
     assert states["log_normal"] == ("queued", 0, "job 20", "Resources")
@@ -150,16 +151,16 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
 
 def test_methods_seeds_and_milestones_come_from_the_file_or_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     write_experiment(["uniform"], "['12800 images', 400]", "[0, 3]")
-    assert outline(Path("many.yaml")).milestones == (0, 100, 400)
-    assert outline(Path("many.yaml")).trainings == [("uniform", 0), ("uniform", 3)]
+    assert load_outline(Path("many.yaml")).milestones == (0, 100, 400)
+    assert load_outline(Path("many.yaml")).trainings == [("uniform", 0), ("uniform", 3)]
     progress("p2", 5)
-    assert outline(RESULTS).trainings == [("p2", 0)]
+    assert load_outline(RESULTS).trainings == [("p2", 0)]
     for given, said in (("nowhere.yaml", "cannot be read"), ("many.yaml", "unknown field")):
         Path("many.yaml").write_text("experiment: many\nmethod: {}\n")
         assert main(["status", given]) == 2
         assert said in capsys.readouterr().err
     assert main(["status", "."]) == 1
-    assert "no training there" in capsys.readouterr().err
+    assert "no training run there" in capsys.readouterr().err
 
 
 def test_a_thousand_trainings_in_a_moment() -> None:

@@ -21,7 +21,7 @@ import results_tree
 from commands import Commands
 from kairos.cli import main
 from kairos.cli.common import listen
-from kairos.status import views
+from kairos.status import render
 from kairos.status.server import Server
 from kairos.training.job import ProgressFile
 from training_case import experiment as case
@@ -56,7 +56,7 @@ def results(folder: Path) -> Path:
 def served(experiment: Path, host: str = "127.0.0.1") -> Iterator[int]:
     """A server that looks anew whenever it is asked; its port."""
     with socket.create_server((host, 0)) as listener:
-        server = Server(listener, experiment, every=1e-6)
+        server = Server(listener, experiment, interval=1e-6)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -113,7 +113,7 @@ def test_an_experiment_that_is_done(results: Path) -> None:
         (results / "summary.bin").touch()
         assert {name: ask(port, f"/{name}")[2]["Content-type"] for name in kinds} == kinds
         assert ask(port, "/", "HEAD")[:2] == (200, b"")
-        assert "every = 1e-06 * 1000" in text and ask(port, "/?again")[0] == 200
+        assert "interval = 1e-06 * 1000" in text and ask(port, "/?again")[0] == 200
     with served(results) as port:  # the folder alone says which trainings there are
         assert "4 trainings: 4 complete" in shown(port)
 
@@ -192,13 +192,13 @@ def test_it_follows_an_experiment(folder: Path) -> None:
         for step in (10, 50):
             lines = [json.dumps({"step": at, "images": at, "loss": 1 / at, "mse": 1.0}) for at in range(1, step + 1)]
             metrics.write_text("\n".join(lines) + f'\n{{"step": {step + 1}, "images": 7, "loss": 0.')  # being written
-            said._written = None
+            said._last_write = None
             said.update(step, step / 10)
             text = shown(port)
             assert f">{step} / 200<" in text and f"<title>{step // 2} %" in text
             curves.append(re.findall(r'points="([^"]+)"', text)[0].split())
             assert [float(point.split(",")[0]) for point in curves[-1]] == list(range(1, step + 1))
-            assert f"<span>{views.text.number(1 / step)}</span>" in text
+            assert f"<span>{render.formatting.format_number(1 / step)}</span>" in text
         assert curves[1][0] == "1,2.0" and curves[1][-1] == "50,28.0"  # from the upper edge to the lower one
         said.write_end("failed", "step 50: loss nan")
         Path("results/grows/logs").mkdir()
@@ -224,7 +224,7 @@ def test_losses_of_a_long_training_are_read_in_places(tmp_path: Path) -> None:
             written.write(json.dumps(line) + "\n")
     for kept in (file.stat().st_size, file.stat().st_size - 70):
         os.truncate(file, kept)
-        found = views._losses(0, kept, file)
+        found = render._read_loss_curve(0, kept, file)
         assert found is not None
         curve, last, loss = found
         points.append(re.findall(r"([\d.]+),", curve))
@@ -235,7 +235,7 @@ def test_losses_of_a_long_training_are_read_in_places(tmp_path: Path) -> None:
         assert max(abs(y - line) for y, line in zip(heights, straight)) < 0.5
     assert points[0][:-2] == points[1][: len(points[0]) - 2]  # they stay where they were
     os.truncate(file, 0)
-    assert views._losses(1, 0, file) is None
+    assert render._read_loss_curve(1, 0, file) is None
 
 
 def test_a_thousand_bytes_at_a_time(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_thousand_bytes_at_a_time(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "images": 1, "loss": -0.01 * step}) + "\n" for step in range(1, 30_000)]
     for count in (1, 2, 79, 80, 81, 160, 161, 1000, 5000, 29_999):
         file.write_text("".join(lines[:count]))
-        found = views._losses(0, file.stat().st_size, file)
+        found = render._read_loss_curve(0, file.stat().st_size, file)
         assert found is not None and "nan" not in found[0]
         assert min(count, 30) <= len(found[0].split()) <= 81 and found[1] > count * 0.95
 
@@ -259,13 +259,15 @@ def test_what_cannot_be_served_is_rejected_in_one_line(results: Path, capsys: py
 
     with listen("127.0.0.1", free_port()) as taken:
         port = taken.getsockname()[1]
-        told = f"kairos: --port: {port} cannot be used ({os.strerror(errno.EADDRINUSE)}); choose another, e.g. {port + 1}"
+        told = (
+            f"kairos: --port: {port} cannot be used ({os.strerror(errno.EADDRINUSE)}); choose another, e.g. {port + 1}"
+        )
         assert refused("tiny.yaml", "--port", str(port)) == told
     assert "--port: got 70000, allowed: 1 to 65535" in refused("tiny.yaml", "--port", "70000")
     for host in ("nowhere.invalid", "192.0.2.1", "x" * 300):
         assert f"--host: {host} cannot be used" in refused("tiny.yaml", "--port", str(free_port()), "--host", host)
     assert "missing.yaml" in refused("missing.yaml", "--port", str(free_port()))
-    assert "no training there" in refused(".", "--port", str(free_port()))
+    assert "no training run there" in refused(".", "--port", str(free_port()))
     assert "--watch: got 0" in refused("tiny.yaml", "--watch", "0")
 
 
@@ -281,7 +283,7 @@ def test_it_ends_when_told_to(results: Path, number: signal.Signals, host: str) 
             process.send_signal(number)
             assert process.wait(10) == 0
         said = process.stderr.read()
-        assert "Traceback" not in said and ("there is no password" in said) == (host == "0.0.0.0")
+        assert "Traceback" not in said and ("without a password" in said) == (host == "0.0.0.0")
         assert process.stdout.read() == "Ctrl-C ends it\n"
 
 

@@ -13,9 +13,8 @@ from slurm import slurm, wait_for
 
 from kairos import slurm as queue
 from kairos.files import write_json
-from kairos.status import machine
-from kairos.status.outline import outline
-from kairos.status.trainings import Training, trainings
+from kairos.status import cluster_checks
+from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 RESULTS = Path("results/many")
@@ -39,10 +38,10 @@ def submit(comment: str, *options: str, command: str = "sleep 300") -> str:
     return slurm("sbatch", *fixed, *options, "--wrap", command)
 
 
-def look() -> dict[str, Training]:
+def look() -> dict[str, RunProgress]:
     jobs, fault = queue.jobs(RESULTS)
     assert fault == ""
-    return {training.method: training for training in trainings(outline(Path("many.yaml")), jobs)}
+    return {training.method: training for training in list_run_progress(load_outline(Path("many.yaml")), jobs)}
 
 
 def test_queued_and_starting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +52,9 @@ def test_queued_and_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(f".kairos/jobs/many/{shared}.json", {"outputs": ["results/many/p2/seed0/training.json"]})
     wait_for(lambda: look()["p2"].state == "starting", 60, "the start of a job")
     found = look()
-    assert (found["uniform"].state, found["uniform"].where) == ("queued", f"job {held}")
+    assert (found["uniform"].state, found["uniform"].location) == ("queued", f"job {held}")
     assert found["uniform"].note == "JobHeldUser"
-    assert found["p2"].where == f"job {shared}"
+    assert found["p2"].location == f"job {shared}"
     assert found["speed"].state == "waiting"
     assert queue.summary(queue.jobs(RESULTS)[0]) == "in the queue: train 1 wait, trainings 1 run"
     slurm("scancel", held, shared)
@@ -82,16 +81,16 @@ def test_a_requeued_job_is_starting_until_its_training_speaks() -> None:
 
 
 def test_doctor_on_a_login_node_and_in_a_job() -> None:
-    (good, what, fact), account = machine.slurm()
+    (good, what, fact), account = cluster_checks.slurm()
     assert (good, what) == (True, "slurm partitions")
     assert fact.startswith("main* (up, ")
     assert account[0]
     Path("profiles/slurm").mkdir(parents=True)
     Path("profiles/slurm/profile.yaml").write_text("default-resources:\n  slurm_partition: \"'fast'\"\n")
-    found = {name: (mark, said) for mark, name, said in machine.slurm()}
+    found = {name: (mark, said) for mark, name, said in cluster_checks.slurm()}
     assert found["slurm partition"] == (False, "fast, as in profiles/slurm, is none of main, wide: edit the profile")
 
-    code = "import json; from kairos.status import machine; print(json.dumps([machine.job(n) for n in (0, 1)]))"
+    code = "import json; from kairos.status.cluster_checks import job; print(json.dumps([job(n) for n in (0, 1)]))"
     job = submit("doctor", "--gpus=1", command=f"{sys.executable} -c '{code}' > said.json")
     wait_for(lambda: job not in slurm("squeue", "-h", "-o", "%i").split(), 120, "the end of the job")
     without, one = (findings[0] for findings in json.loads(Path("said.json").read_text()))
@@ -110,7 +109,7 @@ def test_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_CONF", str(Path("slurm.conf").resolve()))
         jobs, fault = queue.jobs(RESULTS)
-        good, _, said = machine.slurm()[0]
+        good, _, said = cluster_checks.slurm()[0]
         done = subprocess.run([sys.executable, "-m", "kairos", "status", "many.yaml"], capture_output=True, text=True)
     assert jobs == []
     assert fault.startswith("squeue: ")

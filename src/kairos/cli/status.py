@@ -1,4 +1,4 @@
-"""``kairos status``: how far every training of an experiment is."""
+"""``kairos status``: print or serve the state of every training run of an experiment."""
 
 import argparse
 import signal
@@ -12,36 +12,48 @@ from kairos.cli.common import demand, listen
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    where = parser.add_argument
-    where("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help="experiment file, or "
-          "its folder of results; default: params.yaml")  # fmt: skip
-    where("--watch", type=float, nargs="?", const=10.0, metavar="S", help="again every S seconds (10), until Ctrl-C")
-    where("--serve", action="store_true", help="a page for a browser, up to date (--watch: 5), until Ctrl-C")
-    where("--port", type=int, default=8008, metavar="N", help="of the page; default: 8008")
-    where("--host", default="127.0.0.1", metavar="H", help="of the page, e.g. 0.0.0.0, for all who reach this machine")
-    where("--remove-unclaimed", action="store_true", help="delete states of earlier settings: nothing goes on there")
+    add = parser.add_argument
+    experiment = "experiment file or its folder of results; default: params.yaml"
+    add("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help=experiment)
+    where("--watch", type=float, nargs="?", const=10.0, metavar="S", help="refresh every S seconds (10), until Ctrl-C")
+    where(
+        "--serve",
+        action="store_true",
+        help="serve a page for a browser, refreshed every S seconds of --watch (5), until Ctrl-C",
+    )
+    where("--port", type=int, default=8008, metavar="N", help="port of the page; default: 8008")
+    where(
+        "--host", default="127.0.0.1", metavar="H", help="address of the page; 0.0.0.0: reachable from other machines"
+    )
+    where(
+        "--remove-unclaimed",
+        action="store_true",
+        help="delete training states of earlier settings, which no training run resumes",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the stages, then a line per training."""
+    """Print the stages, then a line per training run; repeat with ``--watch``, or serve a page."""
     from kairos import resource_usage
     from kairos.status.render import render_lines
 
-    every = arguments.watch
-    demand(every is None or 0 < every <= 86400, "watch", every, "seconds, above 0 and at most 86400")
+    interval = arguments.watch
+    demand(interval is None or 0 < interval <= 86400, "watch", interval, "seconds, above 0 and at most 86400")
     resource_usage.end_startup()
     if arguments.serve:
-        return _serve(arguments)
+        _serve(arguments)
+        return
+    clear_screen = "\x1b[H\x1b[J" if interval and sys.stdout.isatty() else ""
     while True:
         text = render_lines(arguments.experiment, arguments.remove_unclaimed)
-        print(("\x1b[H\x1b[J" if every and sys.stdout.isatty() else "") + text, flush=True)
-        if not every:
+        print(clear_screen + text, flush=True)
+        if not interval:
             return
-        time.sleep(every)
+        time.sleep(interval)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Answer browsers until Ctrl-C or SIGTERM."""
+    """Serve the page until Ctrl-C or SIGTERM."""
     from kairos.progress import say
     from kairos.status.server import Server
 
@@ -49,6 +61,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     with suppress(KeyboardInterrupt), listen(arguments.host, arguments.port) as listener:
         server, host = Server(listener, arguments.experiment, arguments.watch or 5.0), arguments.host
         if not server.loopback:
-            say(f"--host {host}: whoever reaches this machine can read {server.results}; there is no password")
-        print(f"http://{f'[{host}]' if ':' in host else host}:{arguments.port}/\nCtrl-C ends it", flush=True)
+            say(f"--host {host}: other machines can read {server.results} without a password")
+        address = f"[{host}]" if ":" in host else host
+        print(f"http://{address}:{arguments.port}/\nCtrl-C ends it", flush=True)
         server.serve_forever()

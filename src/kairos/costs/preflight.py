@@ -10,7 +10,7 @@ import yaml
 from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import inspect_images
-from kairos.status.machine import profile_file
+from kairos.status.cluster_checks import profile_file
 from kairos.workflow.rules import gpus_per_job, training_resources
 from kairos_timesteps.errors import ConfigError, KairosError, demand
 
@@ -98,7 +98,7 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
     value = f"{dataset.broken}, and cannot be read: {unread}"
     demand(accepts_unread, "dataset.broken", value, "skip, or repair or remove them")
 
-    not_square, cropped_area = images.cut
+    not_square, cropped_area = images.cropping
     value = f"none with {not_square} images that are not square"
     demand(not not_square or dataset.crop != "none", "dataset.crop", value, "another crop")
 

@@ -1,6 +1,6 @@
-"""The server behind ``kairos status --serve``: the page, and the files in the experiment's folder of results.
+"""The server of ``kairos status --serve``: serves the status page and the files in the experiment's results.
 
-Nothing else is read, nothing is written, and there is no password: by default only this machine can ask.
+The server reads nothing else, writes nothing and has no password. By default only this machine can connect.
 """
 
 import re
@@ -13,20 +13,24 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import unquote
 
-from kairos.status.outline import outline
-from kairos.status.views import page
+from kairos.status.render import render_page
+from kairos.status.run_progress import load_outline
 
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d+){3}|\[?::1\]?)(:\d+)?", re.IGNORECASE)
 _TYPES = dict.fromkeys((".log", ".json", ".jsonl", ".csv", ".yaml", ".txt"), "text/plain; charset=utf-8")
 
 
 class Server(ThreadingTCPServer):
-    """Answers on a socket that listens already.
+    """HTTP server on a socket that listens already.
 
     Args:
         listener: the socket.
         experiment: file of an experiment, or its folder of results.
-        every: seconds after which a page asks for itself again.
+        interval: seconds after which a page requests itself again.
+
+    Attributes:
+        results: folder of the results, whose files are served.
+        loopback: only this machine can connect.
 
     Raises:
         KairosError: there is no such experiment.
@@ -34,11 +38,11 @@ class Server(ThreadingTCPServer):
 
     daemon_threads = True
 
-    def __init__(self, listener: socket.socket, experiment: Path, every: float):
+    def __init__(self, listener: socket.socket, experiment: Path, interval: float):
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
-        self.socket, self.experiment, self.every = listener, experiment, every
-        self.results = outline(experiment).results
+        self.socket, self.experiment, self.interval = listener, experiment, interval
+        self.results = load_outline(experiment).results
         self.loopback = bool(_THIS_MACHINE.fullmatch(listener.getsockname()[0]))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -46,18 +50,22 @@ class Server(ThreadingTCPServer):
 
 
 class _Handler(SimpleHTTPRequestHandler):
+    """Answers the requests of one connection."""
+
     server: Server
-    timeout = 60  # seconds that a silent browser keeps a thread
-    extensions_map = _TYPES  # others as usual
+    timeout = 60  # seconds after which the connection of a silent browser is closed
+    extensions_map = _TYPES
 
     def send_head(self) -> Any:
-        """Answer but for the content, which is given back."""
-        asked = self.server
-        if asked.loopback and not _THIS_MACHINE.fullmatch(self.headers.get("Host", "")):
-            return self.send_error(403, "ask for localhost or 127.0.0.1")  # not for a name that was made to lead here
+        """Send status and headers of a response, and return its content as a file; None for an error."""
+        server = self.server
+        if server.loopback and not _THIS_MACHINE.fullmatch(self.headers.get("Host", "")):
+            # a foreign name that resolves to this machine (DNS rebinding) must not read results
+            return self.send_error(403, "request localhost or 127.0.0.1")
         if self.path.partition("?")[0] != "/":
             return super().send_head()
-        body = page(asked.experiment, asked.every, time.monotonic() // (asked.every / 2)).encode(errors="replace")
+        moment = time.monotonic() // (server.interval / 2)
+        body = render_page(server.experiment, server.interval, moment).encode(errors="replace")
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -65,14 +73,15 @@ class _Handler(SimpleHTTPRequestHandler):
         return BytesIO(body)
 
     def translate_path(self, path: str) -> str:
-        """The file within the results that a URL names; nothing where there is none, or it is hidden as states are."""
+        """Return the file in the results that a URL names; empty if it does not exist, is outside or is hidden."""
         parts = [unquote(part, errors="surrogateescape") for part in path.partition("?")[0].split("/")]
         try:
             file = self.server.results.joinpath(*parts).resolve(strict=True)
-            parts += file.relative_to(self.server.results.resolve()).parts  # where links led to
-        except (OSError, ValueError, RuntimeError):  # nothing there, outside or no name at all, a circle of links
+            target_parts = file.relative_to(self.server.results.resolve()).parts
+        except (OSError, ValueError, RuntimeError):  # no such file, outside of the results, invalid name, or link cycle
             return ""
-        return str(file) if file.is_file() and not any(part.startswith(".") or "/" in part for part in parts) else ""
+        is_hidden = any(part.startswith(".") or "/" in part for part in (*parts, *target_parts))
+        return str(file) if file.is_file() and not is_hidden else ""
 
     def end_headers(self) -> None:
         """Send the headers that all responses have in common, and end the header section."""

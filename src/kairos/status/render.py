@@ -1,0 +1,159 @@
+"""Text and HTML of `kairos status`, from the templates in this folder."""
+
+import os
+import re
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+import numpy as np
+
+from kairos import slurm
+from kairos.files import glance
+from kairos.progress import duration
+from kairos.report import formatting
+from kairos.status.run_outputs import RunOutputs, summarise_stages
+from kairos.status.run_progress import (
+    STATES,
+    RunLogs,
+    RunProgress,
+    list_run_progress,
+    load_outline,
+    read_last_line,
+)
+from kairos.status.unclaimed_states import count_freed_bytes, delete_states, find_unclaimed_states
+
+_quote_path = partial(quote, errors="surrogateescape")
+_CURVE_POINTS = 80  # largest number of points of a loss curve
+_BLOCK = 2048  # bytes read at one position of metrics.jsonl, about ten lines
+_STEP_AND_LOSS = re.compile(rb'"step": (\d+).*?"loss": (-?\d[-+.\de]*)[,}]')  # does not match lines that are cut off
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=jinja2.select_autoescape(["html.jinja"]),
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
+    """Return the status of an experiment, in lines of at most 120 columns.
+
+    Args:
+        experiment: the experiment's file, or its folder of results.
+        remove_unclaimed: delete states of earlier settings first.
+
+    Raises:
+        KairosError: there is no such experiment.
+        ConfigError: the file is not a valid experiment.
+    """
+    status = _collect_status(experiment)
+    states = find_unclaimed_states(status["outline"], status["runs"])
+    freed_bytes = count_freed_bytes(states)
+    if remove_unclaimed:
+        delete_states(states)
+    return (
+        _TEMPLATES.get_template("lines.txt.jinja")
+        .render(status, experiment=experiment, states=states, freed_bytes=freed_bytes, removed=remove_unclaimed)
+        .rstrip()
+    )
+
+
+@lru_cache(maxsize=1)
+def render_page(experiment: Path, interval: float, moment: float) -> str:
+    """Return the status of an experiment as an HTML document that refreshes itself; it shows any reading error.
+
+    Args:
+        experiment: the experiment's file, or its folder of results.
+        interval: seconds after which the document requests itself again.
+        moment: key of the cache; requests with one moment get one page.
+    """
+    context: dict[str, Any] = {
+        "title": experiment.stem,
+        "interval": interval,
+        "formatting": formatting,
+        "glance": glance,
+        "url": _quote_path,
+    }
+    try:
+        context |= _collect_status(experiment)
+        logs = RunLogs(context["outline"].results)
+        context["rows"] = [_build_row(run, outputs, logs) for run, outputs in zip(context["runs"], context["outputs"])]
+    except Exception as error:  # a file may be half written: the next request may succeed
+        context |= {"outline": None, "fault": f"{type(error).__name__}: {error}"}
+    return _TEMPLATES.get_template("page.html.jinja").render(context)
+
+
+def _collect_status(experiment: Path) -> dict[str, Any]:
+    """Collect the values that both templates show."""
+    outline = load_outline(experiment)
+    jobs, queue_error = slurm.jobs(outline.results)
+    runs = list_run_progress(outline, jobs)
+    outputs = [RunOutputs(outline, method, seed) for method, seed in outline.trainings]
+    counts = {state: sum(run.state == state for run in runs) for state in STATES}
+    return {
+        "outline": outline,
+        "runs": runs,
+        "outputs": outputs,
+        "queue": slurm.summary(jobs) if jobs else queue_error,
+        "stages": summarise_stages(outline, outputs),
+        "summary": ", ".join(f"{count} {state}" for state, count in counts.items() if count),
+        "duration": duration,
+    }
+
+
+def _build_row(run: RunProgress, outputs: RunOutputs, run_logs: RunLogs) -> dict[str, Any]:
+    """Return the values of a training run's row in the page."""
+    metrics_files: list[Path] = []
+    if run.state != "outdated":
+        metrics_files = [*outputs.folder.glob(".state/*/metrics.jsonl"), *outputs.folder.glob("metrics.jsonl")]
+    versions = [(file.stat().st_mtime_ns, file.stat().st_size, file) for file in metrics_files]
+    newest = max(versions, default=None)
+    logs = run.logs or run_logs.find(run.method, run.seed, None)
+    return {
+        "run": run,
+        "note": run.note or (read_last_line(logs) if run.state == "running" else ""),
+        "logs": logs,
+        "evaluation": outputs.last_evaluation,
+        "grid": outputs.last_grid,
+        "losses": _read_loss_curve(*newest) if newest else None,
+    }
+
+
+@lru_cache(maxsize=4096)
+def _read_loss_curve(modified_ns: int, size: int, metrics_file: Path) -> tuple[str, float, float] | None:
+    """Return a loss curve as points of an SVG polyline, 30 units high, with its last step and loss.
+
+    A point is the mean over some lines. At most 81 blocks of a long file are read. Their distance doubles as the file
+    grows, so that points keep their position.
+
+    Args:
+        modified_ns: time of the file's last change, which is a key of the cache.
+        size: bytes of the file, which is a key of the cache too.
+        metrics_file: path of metrics.jsonl.
+
+    Returns:
+        ``(points, step, loss)``, or None if the file contains no loss.
+    """
+    with open(metrics_file, "rb") as file:
+        last_position = max(size - _BLOCK, 0)
+        positions = [*range(0, size - _BLOCK, _double_until_few(_BLOCK, size)), last_position]
+        blocks = [os.pread(file.fileno(), _BLOCK, position) for position in positions]
+    loss_of_step = dict(_STEP_AND_LOSS.findall(b"\n".join(blocks)))  # the last two blocks may overlap
+    points = np.array([*loss_of_step.items()], float)
+    if not len(points):
+        return None
+    lines_per_point = _double_until_few(1, len(points))
+    groups = np.split(points, range(lines_per_point, len(points), lines_per_point))
+    groups[-1] = points[-lines_per_point:]
+    steps, losses = np.array([group.mean(axis=0) for group in groups]).T
+    heights = np.arcsinh(1000 * losses)  # close to a logarithm, but defined for losses up to 0 too
+    heights = np.interp(heights, (heights.min(), heights.max() + 1e-9), (28, 2))
+    polyline = " ".join(f"{x:.6g},{y:.1f}" for x, y in zip(steps, heights))
+    return polyline, float(steps[-1]), float(losses[-1])
+
+
+def _double_until_few(unit: int, length: int) -> int:
+    """Return `unit` times the smallest power of two that divides `length` into at most `_CURVE_POINTS` units."""
+    return unit << max((length - 1) // (unit * _CURVE_POINTS), 0).bit_length()

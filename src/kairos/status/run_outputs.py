@@ -1,0 +1,134 @@
+"""Outputs of an experiment's stages: which exist, and which samples and evaluations have the experiment's settings."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kairos.files import glance
+from kairos.report.outdated import read_samples_protocol
+from kairos.status.run_progress import Outline, find_first_snapshot
+
+_SHARED_HASHES = ("extractor_hash", "reference_hash")
+_STAGE_RECORDS = {
+    "prepared": "dataset/manifest.json",
+    "autoencoder": "autoencoder/manifest.json",
+    "latents": "latents/manifest.json",
+    "extractor": "extractor/manifest.json",
+    "reference": "reference/reference.json",
+    "report": "report.html",
+    "tracked": "tracking.json",
+}
+
+
+class RunOutputs:
+    """Samples and evaluations of a training run.
+
+    A file is valid if it comes from the present snapshots, and both have the experiment's settings. If only a folder of
+    results is known, there are no settings to compare with, and all files are valid.
+
+    Args:
+        outline: the experiment.
+        method, seed: the training run.
+
+    Attributes:
+        folder: folder of the training run.
+    """
+
+    def __init__(self, outline: Outline, method: str, seed: int):
+        self.folder = outline.run_folder(method, seed)
+        self._outline, self._method, self._seed = outline, method, seed
+
+    @cached_property
+    def samples(self) -> dict[str, bool]:
+        """Files of samples by the step in their name; True: valid."""
+        return {path.stem: self._are_samples_valid(path) for path in self.folder.glob("samples/[0-9]*.npz")}
+
+    @cached_property
+    def evaluations(self) -> dict[str, bool]:
+        """Evaluations by the step in their name; True: valid."""
+        return {path.stem: self._is_evaluation_valid(path) for path in self.folder.glob("evaluation/[0-9]*.json")}
+
+    @property
+    def last_evaluation(self) -> Path | None:
+        """Valid evaluation of the highest step; None: there is none."""
+        paths = self.folder.glob("evaluation/[0-9]*.json")
+        return _find_last_step(path for path in paths if self.evaluations.get(path.stem))
+
+    @property
+    def last_grid(self) -> Path | None:
+        """Image grid of valid samples of the highest step; None: there is none."""
+        return _find_last_step(path for path in self.folder.glob("samples/[0-9]*.png") if self._is_grid_valid(path))
+
+    def _are_samples_valid(self, path: Path) -> bool:
+        """Return True if a file of samples comes from the present run and has the experiment's sampling settings."""
+        expected = self._outline.expected
+        if expected is None:
+            return True
+        protocol = read_samples_protocol(path)
+        return self._is_of_present_run(path, protocol) and not expected.find_sampling_changes(protocol)
+
+    def _is_evaluation_valid(self, path: Path) -> bool:
+        """Return True if an evaluation comes from the present run and reference and has the experiment's settings."""
+        expected = self._outline.expected
+        if expected is None:
+            return True
+        evaluation, reference = glance(path), self._outline.reference
+        protocol = evaluation.get("protocol", {})
+        if any(name in reference and protocol.get(name) != reference[name] for name in _SHARED_HASHES):
+            return False
+        return self._is_of_present_run(path, protocol) and not expected.find_evaluation_changes(evaluation)
+
+    def _is_grid_valid(self, path: Path) -> bool:
+        """Return True if the samples of an image grid are valid; if they are deleted, the run must be valid."""
+        if path.stem in self.samples:
+            return self.samples[path.stem]
+        return self._outline.expected is None or bool(self._identity)
+
+    def _is_of_present_run(self, path: Path, protocol: dict[str, Any]) -> bool:
+        """Return True if a file is of one of the run's milestones, by the step in its name and by its protocol."""
+        step, identity = int(path.stem), protocol.get("identity")
+        return step in self._outline.milestones and identity is not None and identity == self._identity
+
+    @cached_property
+    def _identity(self) -> str:
+        """Identity of the run; empty if its settings differ from the experiment's or it has no snapshot."""
+        expected, record = self._outline.expected, find_first_snapshot(self.folder)
+        if expected is None or record is None or expected.find_changes(self._method, self._seed, record):
+            return ""
+        return str(expected.snapshot_record(record).get("identity", ""))
+
+
+def _find_last_step(paths: Iterable[Path]) -> Path | None:
+    """Return the path with the highest step in its name; None: there is no path."""
+    return max(paths, key=lambda path: (len(path.name), path.name), default=None)
+
+
+def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
+    """Return two lines: the stages that are complete and open, and the numbers of samples and evaluations.
+
+    Args:
+        outline: the experiment.
+        outputs: samples and evaluations of every training run.
+    """
+    complete = [stage for stage, record in _STAGE_RECORDS.items() if (outline.results / record).is_file()]
+    open_stages = [stage for stage in _STAGE_RECORDS if stage not in complete]
+    stages = f"there: {', '.join(complete) or 'nothing'}; not yet: {', '.join(open_stages) or 'nothing'}"
+    expected_count = len(outline.trainings) * len(outline.milestones)
+    samples = _count_files("samples", [run.samples for run in outputs], expected_count)
+    evaluations = _count_files("evaluations", [run.evaluations for run in outputs], expected_count)
+    return f"{stages}\n{samples}, {evaluations}"
+
+
+def _count_files(name: str, files_of_runs: list[dict[str, bool]], expected_count: int) -> str:
+    """Return the number of valid files as text, with the expected number and the number of outdated files.
+
+    Args:
+        name: name of the files.
+        files_of_runs: validity by step, for each training run.
+        expected_count: number of files of the whole experiment; 0: unknown.
+    """
+    validity = [is_valid for files in files_of_runs for is_valid in files.values()]
+    of_expected = f" of {expected_count}" if expected_count else ""
+    outdated = f" ({validity.count(False)} outdated)" if False in validity else ""
+    return f"{name} {validity.count(True)}{of_expected}{outdated}"

@@ -1,0 +1,334 @@
+"""Progress of every training run of an experiment, read from small files: a thousand runs take a moment.
+
+A run writes ``.state/progress.json``, which is outdated if the process was killed. A lock that is held shows that the
+process is alive, and SLURM's queue shows that its job is.
+"""
+
+import fcntl
+import glob
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kairos.config import Experiment, load
+from kairos.files import glance
+from kairos.progress import duration
+from kairos.report.outdated import ExpectedSettings, format_changes
+from kairos.slurm import Job
+from kairos.training.job import read_progress
+from kairos_timesteps.errors import KairosError
+
+STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "outdated", "complete")
+_ACTIVE = ("running", "starting", "queued")
+_TROUBLE = ("failed", "dead", "stopped")
+_FRESH_SECONDS = 30.0  # age below which a progress file from another machine counts without a lock
+_SILENT_SECONDS = 300.0  # silence from which a running job gets a note, and a job that only has a log counts as failed
+_LOG_NAME = re.compile(r"train_(.+_seed\d+?)(?:_\d+)?\.log")
+_LOG_TAIL = 2000  # bytes at the end of a log that are searched for its last line
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The training runs of an experiment, and the folder of its results.
+
+    Attributes:
+        results: folder of the results.
+        trainings: method and seed of each run.
+        milestones: steps, 0 first; empty if only a folder of results is known.
+        experiment: the experiment; None if only a folder of results is known.
+    """
+
+    results: Path
+    trainings: list[tuple[str, int]]
+    milestones: tuple[int, ...] = ()
+    experiment: Experiment | None = None
+
+    @cached_property
+    def expected(self) -> ExpectedSettings | None:
+        """Settings that results must have to count; None if only a folder of results is known."""
+        return None if self.experiment is None else ExpectedSettings(self.experiment, self.results)
+
+    @cached_property
+    def reference(self) -> dict[str, Any]:
+        """Record of the reference statistics; empty if there is none."""
+        return glance(self.results / "reference" / "reference.json")
+
+    def run_folder(self, method: str, seed: int) -> Path:
+        """Return the folder of a training run."""
+        return self.results / method / f"seed{seed}"
+
+
+def load_outline(path: Path) -> Outline:
+    """Return the outline of the experiment with a given file or folder of results.
+
+    The folder of a pipeline's results selects the newest experiment file that the pipeline has kept for it.
+
+    Args:
+        path: file of an experiment, or folder of its results.
+
+    Raises:
+        KairosError: there is neither an experiment file nor a folder of results.
+        ConfigError: the file is not a valid experiment.
+    """
+    results = path if path.is_dir() else None
+    if results and path.resolve() == (Path("results") / path.name).resolve():
+        kept_files = Path(".kairos/config").glob(f"{path.name}-" + "?" * 16 + ".yaml")
+        path = max(kept_files, key=os.path.getmtime, default=path)
+    if path.is_dir():
+        seed_folders = [folder for folder in path.glob("*/seed*") if folder.name[4:].isdigit()]
+        if not seed_folders:
+            raise KairosError(
+                f"{path}: no training run there; pass an experiment file or a folder results/<experiment>"
+            )
+        return Outline(path, sorted((folder.parent.name, int(folder.name[4:])) for folder in seed_folders))
+    experiment = load(path)
+    trainings = [(method, seed) for method in experiment.methods for seed in experiment.seeds]
+    return Outline(results or Path("results") / experiment.experiment, trainings, experiment.milestones, experiment)
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """State and progress of a training run.
+
+    Attributes:
+        method, seed: the training run.
+        state: one of `STATES`. ``dead``: the progress file is of a running job, but no process holds the lock.
+            ``outdated``: all files of the run were computed with earlier settings.
+        step: completed steps, as far as known; 0 for an outdated run.
+        last_step: last milestone; None: unknown.
+        rate: steps per second; None if the run is not running.
+        location: host and job.
+        note: why the run waits, has stopped or has failed.
+        logs: log files to read if something went wrong.
+    """
+
+    method: str
+    seed: int
+    state: str
+    step: int
+    last_step: int | None
+    rate: float | None
+    location: str
+    note: str
+    logs: tuple[str, ...] = ()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the last step at the present rate; None: unknown."""
+        if not self.rate or self.last_step is None:
+            return None
+        return (self.last_step - self.step) / self.rate
+
+
+def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
+    """Return the progress of all training runs of an experiment, in its order.
+
+    Args:
+        outline: the experiment.
+        jobs: the experiment's jobs in SLURM's queue.
+    """
+    job_of_run = {training: job for job in jobs for training in job.trainings}
+    job_by_number = {job.number: job for job in jobs}
+    logs = RunLogs(outline.results)
+    runs = []
+    for method, seed in outline.trainings:
+        progress = read_progress(outline.run_folder(method, seed))
+        job = job_of_run.get((method, seed)) or job_by_number.get(str(progress.get("job") or ""))
+        runs.append(_assess_run(outline, method, seed, progress, job, logs))
+    return runs
+
+
+def _assess_run(
+    outline: Outline, method: str, seed: int, progress: dict[str, Any], job: Job | None, run_logs: "RunLogs"
+) -> RunProgress:
+    """Derive the state of a training run from its record, its progress file, its job and its logs.
+
+    Args:
+        outline: the experiment.
+        method, seed: the training run.
+        progress: content of the progress file; empty: there is none.
+        job: the run's job in the queue; None: there is none.
+        run_logs: log files of the experiment.
+    """
+    folder = outline.run_folder(method, seed)
+    record = glance(folder / "training.json")
+    begun_identity = progress.get("identity")
+    if begun_identity and record.get("identity", begun_identity) != begun_identity:
+        record = {}  # the run has started again with other settings
+    recorded_steps = record.get("steps", -1)
+    last_milestone = outline.milestones[-1] if outline.milestones else None
+    if last_milestone is None:
+        last_step = progress.get("of", recorded_steps if record else None)
+    else:
+        last_step = max(last_milestone, recorded_steps)
+
+    is_complete = bool(record) and (last_step is None or recorded_steps >= last_step)
+    state = _find_state(folder, progress, job, is_complete)
+    if state not in _ACTIVE:
+        changes = _find_changed_settings(outline, method, seed, begun_identity)
+        if changes:
+            note = f"changed settings: {changes}"
+            return RunProgress(method, seed, "outdated", 0, last_milestone, rate=None, location="", note=note)
+
+    step = max(progress.get("step", 0), recorded_steps, 0)
+    if not progress and not record:
+        snapshots = folder.glob("milestones/[0-9]*/milestone.json")
+        step = max([step, *(int(path.parent.name) for path in snapshots)])
+    needs_logs = state in _TROUBLE or (state == "waiting" and not progress)
+    logs = run_logs.find(method, seed, progress.get("job")) if needs_logs else ()
+    note = _find_note(state, progress, job, logs)
+    if state == "waiting" and logs and not record:
+        # only a log: the job ended before its first step, or has not written its first message yet
+        is_new = not note and time.time() - os.path.getmtime(logs[0]) < _SILENT_SECONDS
+        state = "starting" if is_new else "failed"
+    rate = (progress.get("rate") or None) if state == "running" else None
+    return RunProgress(method, seed, state, step, last_step, rate, _find_location(state, progress, job), note, logs)
+
+
+def _find_state(folder: Path, progress: dict[str, Any], job: Job | None, is_complete: bool) -> str:
+    """Return the state of a training run whose files are not outdated.
+
+    Args:
+        folder: folder of the run.
+        progress: content of the progress file.
+        job: the run's job in the queue; None: there is none.
+        is_complete: the run's record covers the last milestone.
+    """
+    reported = progress.get("state", "")
+    if reported == "running" and _is_alive(folder / ".state" / "lock", progress, job):
+        return "running"
+    if job is not None:
+        return "queued" if job.pending else "starting"
+    if is_complete:
+        return "complete"
+    if reported == "running":
+        return "dead"
+    # a job that completed an earlier segment: the next one is due
+    return "waiting" if reported in ("", "complete") else str(reported)
+
+
+def _find_changed_settings(outline: Outline, method: str, seed: int, begun_identity: str | None) -> str:
+    """Return the settings that have changed since a run was computed; empty: none, or its settings are unknown.
+
+    Args:
+        outline: the experiment.
+        method, seed: the training run.
+        begun_identity: identity of the state that the run wrote last; None: there is no state.
+    """
+    if outline.expected is None:
+        return ""
+    folder = outline.run_folder(method, seed)
+    record = find_first_snapshot(folder)
+    published_identity = outline.expected.snapshot_record(record).get("identity") if record else None
+    if begun_identity and published_identity != begun_identity:
+        record = find_first_snapshot(folder / ".state" / begun_identity[:16])
+    return format_changes(outline.expected.find_changes(method, seed, record)) if record else ""
+
+
+def find_first_snapshot(folder: Path) -> Path | None:
+    """Return the record of the snapshot with the lowest step; None: there is none. A new run replaces it first.
+
+    Args:
+        folder: folder of a training run, or of a state.
+    """
+    return min(folder.glob("milestones/[0-9]*/milestone.json"), default=None)
+
+
+def _find_note(state: str, progress: dict[str, Any], job: Job | None, logs: tuple[str, ...]) -> str:
+    """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add."""
+    if state == "queued" and job is not None:
+        return job.reason if job.reason != "None" else ""
+    if state == "dead":
+        return f"no process holds its lock; last update {format_age(progress['updated'])}"
+    if state in _TROUBLE:
+        return str(progress.get("message") or read_last_line(logs))
+    if job is not None and job.state != "RUNNING":
+        return job.state.lower()
+    if state == "running":
+        is_silent = time.time() - progress["updated"] > _SILENT_SECONDS
+        return f"last update {format_age(progress['updated'])}" if is_silent else ""
+    return read_last_line(logs)
+
+
+def format_age(unix_time: float) -> str:
+    """Return the duration since a time as text, such as ``3:05 ago``."""
+    return f"{duration(max(time.time() - unix_time, 0))} ago"
+
+
+def _find_location(state: str, progress: dict[str, Any], job: Job | None) -> str:
+    """Return host and job of a run as text."""
+    host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
+    job_number = None
+    if job is not None:
+        job_number = job.number
+    elif host:
+        job_number = progress.get("job")
+    return " ".join(part for part in (host, f"job {job_number}" if job_number else "") if part)
+
+
+def _is_alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
+    """Return True if the process that wrote a progress file as running is still alive.
+
+    If locks end at the machine, the queue or a recent progress file replaces the lock.
+    """
+    if job is not None and job.number == str(progress.get("job")) and (job.pending or job.state == "RUNNING"):
+        # an older progress file is from before SLURM requeued the job
+        return job.begun is not None and progress["updated"] >= job.begun
+    if is_locked(lock):
+        return True
+    return progress.get("host") != socket.gethostname() and time.time() - progress["updated"] < _FRESH_SECONDS
+
+
+def is_locked(lock: Path) -> bool:
+    """Return True if a process holds a lock file.
+
+    The check takes the lock as shared and releases it at once, so it keeps no process out.
+    """
+    try:
+        with open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
+    return False
+
+
+class RunLogs:
+    """Log files of training jobs: those of the workflow, listed once, and those of SLURM's plugin.
+
+    Args:
+        results: folder of the experiment's results.
+    """
+
+    def __init__(self, results: Path):
+        self._workflow_logs: dict[str, list[str]] = {}
+        with suppress(OSError):
+            for name in os.listdir(results / "logs"):
+                if match := _LOG_NAME.fullmatch(name):
+                    self._workflow_logs.setdefault(match[1], []).append(f"{results}/logs/{name}")
+        self._slurm_folders = [folder.as_posix() for folder in Path(".snakemake/slurm_logs").glob("*_train*")]
+
+    def find(self, method: str, seed: int, job: str | None) -> tuple[str, ...]:
+        """Return the newest log of the workflow for a training run, and the newest of SLURM's plugin, if they exist.
+
+        Args:
+            method, seed: the training run.
+            job: number of its last SLURM job; None: unknown.
+        """
+        workflow_logs = self._workflow_logs.get(f"{method}_seed{seed}", [])
+        slurm_logs = [path for folder in self._slurm_folders for path in glob.glob(f"{folder}/{method}_{seed}/*.log")]
+        slurm_logs += [path for folder in self._slurm_folders for path in glob.glob(f"{folder}/{job}.log")]
+        return tuple(max(logs, key=os.path.getmtime) for logs in (workflow_logs, slurm_logs) if logs)
+
+
+def read_last_line(logs: tuple[str, ...]) -> str:
+    """Return the last line of the first of some log files; empty: there is none."""
+    with suppress(OSError, IndexError), open(logs[0], "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL))
+        return file.read().decode(errors="replace").strip().split("\n")[-1].strip()
+    return ""

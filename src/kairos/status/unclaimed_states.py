@@ -1,0 +1,57 @@
+"""States with earlier settings or code, which no training run of the experiment uses; nothing else deletes them."""
+
+import fcntl
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from kairos.files import read_json
+from kairos.status.run_progress import Outline, RunProgress, is_locked
+
+_ACTIVE = ("running", "starting", "queued")
+_DEVICE_TYPES = {"auto": ("cpu", "cuda")}  # device types that a setting may select
+
+
+def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Path]:
+    """Return the folders of states whose settings or code differ from the experiment's.
+
+    States of runs that are active are left out, because such a run may have earlier settings. Without latents no state
+    is found.
+
+    Args:
+        outline: the experiment.
+        runs: progress of its training runs.
+    """
+    latents_manifest = outline.results / "latents" / "manifest.json"
+    states: dict[RunProgress, list[Path]] = {}
+    for run in runs:
+        folder = outline.run_folder(run.method, run.seed) / ".state"
+        if run.state not in _ACTIVE and not is_locked(folder / "lock"):
+            states[run] = [path for path in folder.glob("?" * 16) if path.is_dir()]
+    if outline.experiment is None or not latents_manifest.is_file() or not any(states.values()):
+        return []
+    from kairos.training.identity import compute_identity
+
+    plain, latents = outline.experiment.plain(), read_json(latents_manifest)
+    device = plain["training"]["device"].partition(":")[0]
+    device_types = _DEVICE_TYPES.get(device, (device,))
+    unclaimed = []
+    for run, paths in states.items():
+        identities = [compute_identity(plain, run.method, run.seed, latents, kind)["identity"] for kind in device_types]
+        claimed_names = [identity[:16] for identity in identities]
+        unclaimed += [path for path in paths if path.name not in claimed_names]
+    return unclaimed
+
+
+def count_freed_bytes(states: list[Path]) -> int:
+    """Return the bytes that deleting states frees; published files, which are hard links, remain."""
+    files = (file.stat() for state in states for file in state.rglob("*") if file.is_file())
+    return sum(file.st_size for file in files if file.st_nlink == 1)
+
+
+def delete_states(states: list[Path]) -> None:
+    """Delete states, except those of a run that a process is training."""
+    for state in states:
+        with suppress(BlockingIOError), open(state.parent / "lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(state)
