@@ -173,7 +173,7 @@ def test_two_processes_leave_when_asked_and_resume_as_two_or_as_one(folder, tmp_
     process = started(line(folder, "adaptive", out, **two), out)
     process.send_signal(signal.SIGTERM)  # to the launcher alone
     said = process.communicate(timeout=600)[1]
-    assert process.returncode == 75 and said.count("the same command goes on") == 1 and "SIGUSR1" in said, said
+    assert process.returncode == 75 and said.count("run the same command again") == 1 and "SIGUSR1" in said, said
     word = read_json(out / ".state" / "progress.json")
     assert word["state"] == "stopped" and 0 < word["step"] < length and word["of"] == length
     assert "Traceback" not in said

@@ -42,7 +42,7 @@ def test_signals_end_a_training_after_its_step_and_it_resumes(latents, tmp_path,
         assert commands.wait(process) == 75
         written = log.read_text()
         assert f"{name}: stopped after step" in written and "Traceback" not in written, written
-        assert written.count("the same command goes on") == 1
+        assert written.count("run the same command again") == 1
     assert commands.run(command, log) == 0
     assert hashes(out) == hashes(whole)
 

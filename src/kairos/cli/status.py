@@ -15,17 +15,15 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     experiment = "experiment file or its folder of results; default: params.yaml"
     add("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help=experiment)
-    where("--watch", type=float, nargs="?", const=10.0, metavar="S", help="refresh every S seconds (10), until Ctrl-C")
-    where(
+    add("--watch", type=float, nargs="?", const=10.0, metavar="S", help="refresh every S seconds (10), until Ctrl-C")
+    add(
         "--serve",
         action="store_true",
         help="serve a page for a browser, refreshed every S seconds of --watch (5), until Ctrl-C",
     )
-    where("--port", type=int, default=8008, metavar="N", help="port of the page; default: 8008")
-    where(
-        "--host", default="127.0.0.1", metavar="H", help="address of the page; 0.0.0.0: reachable from other machines"
-    )
-    where(
+    add("--port", type=int, default=8008, metavar="N", help="port of the page; default: 8008")
+    add("--host", default="127.0.0.1", metavar="H", help="address of the page; 0.0.0.0: reachable from other machines")
+    add(
         "--remove-unclaimed",
         action="store_true",
         help="delete training states of earlier settings, which no training run resumes",

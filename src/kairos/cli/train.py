@@ -1,4 +1,4 @@
-"""``kairos train``."""
+"""``kairos train``: train one method with one seed, or resume its training run."""
 
 import argparse
 from pathlib import Path
@@ -12,35 +12,46 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_config(parser)
     add = parser.add_argument
-    add("--method", required=True, metavar="M", help="one of the experiment's methods")
-    add("--seed", required=True, type=int, metavar="N", help="seed of the training")
-    add("--out", required=True, type=Path, metavar="D", help="folder of the training")
+    add("--method", required=True, metavar="M", help="name of a method of the experiment")
+    add("--seed", required=True, type=int, metavar="N", help="seed of the training run")
+    add("--out", required=True, type=Path, metavar="D", help="folder of the training run")
     add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents")
-    add("--milestones", type=int, nargs="+", metavar="STEP", help="default: all of the experiment's")
-    add("--until", type=int, metavar="STEP", help="stop at this milestone")
-    add("--restart", action="store_true", help="forget the state and start from step 0")
-    other = "go on from a state that other versions of torch or diffusers have computed; jobs of a pipeline never do"
-    add("--accept-versions", action="store_true", help=other)
-    add("--part", action="store_true", help="a later job goes on: publish the milestones only")
-    add("--wait", action="store_true", help="wait for a process that trains here already")
+    add(
+        "--milestones", type=int, nargs="+", metavar="STEP", help="steps of snapshots; default: those of the experiment"
+    )
+    add("--until", type=int, metavar="STEP", help="stop at this snapshot")
+    add("--restart", action="store_true", help="delete the checkpoint and start from step 0")
+    versions = "resume a checkpoint of other versions of torch or diffusers; pipeline jobs never do"
+    add("--accept-versions", action="store_true", help=versions)
+    add("--part", action="store_true", help="write only the snapshots, since a later job resumes the training run")
+    add("--wait", action="store_true", help="wait for another process that trains in this folder")
     add_timing(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train, or go on training."""
+    """Train, or resume training."""
     from kairos.progress import say
     from kairos.training.launch import is_reporting_process
 
-    with StopRequest() as leave:  # from here on: imports take a while
+    with StopRequest() as stop_request:  # before the imports of `_train`, which take seconds
         try:
-            _run(arguments, leave)
-        except StoppedEarly as left:
-            if left.reason and is_reporting_process():
-                say(f"kairos: {left.reason}; the same command goes on from there")
+            _train(arguments, stop_request)
+        except StoppedEarly as stop:
+            if stop.reason and is_reporting_process():
+                say(f"kairos: {stop.reason}; run the same command again to resume")
             raise
 
 
-def _run(arguments: argparse.Namespace, leave: StopRequest) -> None:
+def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
+    """Train as the arguments request; with several processes, launch them.
+
+    Args:
+        arguments: arguments of the command.
+        stop_request: signal to stop after the current step.
+
+    Raises:
+        ConfigError: an argument is not allowed.
+    """
     from kairos.config import load
     from kairos.config.plugins import check_unedited
     from kairos.training import launch
@@ -54,13 +65,13 @@ def _run(arguments: argparse.Namespace, leave: StopRequest) -> None:
         milestones = [step for step in milestones if step <= arguments.until]
         demand(arguments.until in milestones, "until", arguments.until, f"one of {list(experiment.milestones)}")
     latents = arguments.latents or Path("results") / experiment.experiment / "latents"
-    several = experiment.training.processes > 1
-    if several and launch.local_rank() is None:
+    is_distributed = experiment.training.processes > 1
+    if is_distributed and launch.local_rank() is None:
         launch.launch(experiment.training)
         return
 
     with launch.report_first_failure():
-        if several:
+        if is_distributed:
             launch.die_with_launcher()
         from kairos.staging import staged
         from kairos.tracking.live import reporting
@@ -72,7 +83,7 @@ def _run(arguments: argparse.Namespace, leave: StopRequest) -> None:
         resource_usage.end_startup()
         switches = {name: getattr(arguments, name) for name in ("restart", "wait", "accept_versions")}
         switches["milestones_only"] = arguments.part
-        with reporting(experiment, method, seed, out), staged(latents) as read:
-            done = train(plain, method, seed, out, read, milestones, stop_request=leave, **switches)
+        with reporting(experiment, method, seed, out), staged(latents) as local_latents:
+            facts = train(plain, method, seed, out, local_latents, milestones, stop_request=stop_request, **switches)
         if launch.is_reporting_process():
-            write_timing(arguments, method=method, seed=seed, **done)
+            write_timing(arguments, method=method, seed=seed, **facts)

@@ -1,4 +1,4 @@
-"""``kairos ui``: MLflow's pages of the project's store, from a prepared comparison on."""
+"""``kairos ui``: serve MLflow's pages of the imported runs and open a prepared comparison."""
 
 import argparse
 import os
@@ -16,37 +16,39 @@ from typing import IO
 from kairos.cli.common import listen
 from kairos_timesteps.errors import KairosError
 
-_SECONDS = 120  # that MLflow may take to start
+_START_SECONDS = 120  # time limit for the start of MLflow
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("--port", type=int, default=5000, metavar="N", help="on this machine alone; default: 5000")
-    parser.add_argument("--no-open", action="store_true", help="print the address, open no browser")
+    parser.add_argument(
+        "--port", type=int, default=5000, metavar="N", help="port of the pages, for this machine only; default: 5000"
+    )
+    parser.add_argument("--no-open", action="store_true", help="print the address without opening a browser")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve the store until Ctrl-C."""
+    """Serve MLflow's pages until Ctrl-C."""
     from kairos.tracking import store
 
     uri = store.tracking_uri(None)
-    _check(uri, arguments.port)
-    places = _places(uri)
+    _check_store(uri, arguments.port)
+    comparisons = _find_comparisons(uri)
     base = f"http://127.0.0.1:{arguments.port}/"
-    what = ["--backend-store-uri", uri, "--host", "127.0.0.1", "--port", str(arguments.port), "--workers", "1"]
-    command = [sys.executable, "-m", "mlflow", "server", *what]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server never outlives us
+    options = ["--backend-store-uri", uri, "--host", "127.0.0.1", "--port", str(arguments.port), "--workers", "1"]
+    command = [sys.executable, "-m", "mlflow", "server", *options]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server must end with this process
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            _wait(server, base, log)
-            for name, place in places.items():
-                print(f"{name}: {base}{place}")
-            if not places:
-                print(f"{base}: no comparison there; the import of results (make run, kairos track) prepares it")
+            _wait_until_ready(server, base, log)
+            for name, path in comparisons.items():
+                print(f"{name}: {base}{path}")
+            if not comparisons:
+                print(f"{base}: no comparison yet; the import of results (make run, kairos track) prepares it")
             print("Ctrl-C ends it", flush=True)
             if not arguments.no_open and ({"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ) or sys.platform == "darwin"):
-                webbrowser.open(base + next(iter(places.values()), ""))
+                webbrowser.open(base + next(iter(comparisons.values()), ""))
             server.wait()
         except KeyboardInterrupt:
             pass
@@ -56,31 +58,50 @@ def run(arguments: argparse.Namespace) -> None:
                 server.wait()
 
 
-def _check(uri: str, port: int) -> None:
+def _check_store(uri: str, port: int) -> None:
+    """Check that the store is a local one with runs, and that the port is free.
+
+    Raises:
+        KairosError: the store is a server, the store does not exist, or the port is not available.
+    """
     from kairos.tracking.store import without_credentials
 
     if uri.startswith(("http://", "https://", "databricks")):
         shown = without_credentials(uri)
-        raise KairosError(f"MLFLOW_TRACKING_URI: {shown} is a server, which shows its runs itself: open that address")
+        raise KairosError(f"MLFLOW_TRACKING_URI: {shown} is a server with pages of its runs; open that address")
     path = re.sub(r"^(sqlite(\+\w+)?:///|file://)", "", uri)
     if "://" not in path and not Path(path).exists():
-        raise KairosError(f"{path}: no store of runs here yet; the import of results (make run, kairos track) makes it")
+        raise KairosError(f"{path}: no runs have been imported yet; make run or kairos track imports results")
     listen("127.0.0.1", port).close()
 
 
-def _places(uri: str) -> dict[str, str]:
+def _find_comparisons(uri: str) -> dict[str, str]:
+    """Return the path of the prepared comparison of each experiment, relative to the server's address.
+
+    Raises:
+        KairosError: the store cannot be read.
+    """
     from kairos.tracking import store, view
 
     try:
         with store.exclusive(uri), store.patience(seconds=4, retries=1):
             return view.prepared(store.connect(uri))
-    except Exception as error:  # of whatever kind of store
+    except Exception as error:  # its type depends on the kind of store
         raise KairosError(f"{store.without_credentials(uri)}: {store.explained(error, uri)}") from None
 
 
-def _wait(server: "subprocess.Popen[bytes]", base: str, log: IO[str]) -> None:
-    """Return when the server answers."""
-    deadline = time.monotonic() + _SECONDS
+def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]) -> None:
+    """Wait until the server answers.
+
+    Args:
+        server: process of the server.
+        base: address of the server.
+        log: output of the server.
+
+    Raises:
+        KairosError: the server ended or did not answer in time; the message contains its last error.
+    """
+    deadline = time.monotonic() + _START_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{base}health", timeout=5):

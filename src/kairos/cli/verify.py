@@ -1,4 +1,4 @@
-"""``kairos verify``: is a training's folder whole, and what is in it; are results those of a recording."""
+"""``kairos verify``: check the files of a training run or a snapshot, or compare results with a recording."""
 
 import argparse
 from collections import Counter
@@ -8,18 +8,22 @@ from pathlib import Path
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("folder", type=Path, nargs="?", metavar="D", help="folder of a training, or of one milestone")
+    group.add_argument("folder", type=Path, nargs="?", metavar="D", help="folder of a training run or of a snapshot")
     group.add_argument("--against", type=Path, metavar="LOCK", help="compare all results with a dvc.lock")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a line ``component sha256`` for each part; anything damaged ends with status 1."""
+    """Print a line ``component sha256`` for each component.
+
+    Raises:
+        KairosError: a file is missing or damaged, or results differ from the recording.
+    """
     from kairos.files import open_record, sha256_file
     from kairos.milestones import check_milestone
     from kairos_timesteps.errors import DamagedError, KairosError
 
     if arguments.against:
-        _against(arguments.against)
+        _compare_with_recording(arguments.against)
         return
     folder = arguments.folder
     if (folder / "milestone.json").exists():
@@ -27,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(*(f"{name} {digest}" for name, digest in sorted(record["files"].items())), sep="\n")
         return
     if not folder.is_dir():
-        raise KairosError(f"{folder}: no such folder; pass the folder of a training or of a milestone")
+        raise KairosError(f"{folder}: no such folder; pass the folder of a training run or of a snapshot")
 
     from kairos.training.checkpoint import component_hashes, read
 
@@ -38,23 +42,28 @@ def run(arguments: argparse.Namespace) -> None:
             raise DamagedError(f"{path}: missing")
     hashes = {**component_hashes(read(checkpoint)), "metrics": sha256_file(folder / "metrics.jsonl")}
     print(*(f"{name} {digest}" for name, digest in hashes.items()), sep="\n")
-    wrong = [name for name, digest in hashes.items() if record["components"][name] != digest]
-    if wrong:
-        raise DamagedError(f"{folder}: damaged or not of this training: {', '.join(wrong)}")
+    mismatched = [name for name, digest in hashes.items() if record["components"][name] != digest]
+    if mismatched:
+        raise DamagedError(f"{folder}: damaged or from another training run: {', '.join(mismatched)}")
     for milestone in sorted((folder / "milestones").glob("[0-9]*")):
         check_milestone(milestone)
 
 
-def _against(lock: Path) -> None:
+def _compare_with_recording(lock: Path) -> None:
+    """Print the results that differ from the hashes in a dvc.lock.
+
+    Raises:
+        KairosError: a result differs or is missing.
+    """
     from kairos.workflow.dvc_records import compare
     from kairos_timesteps.errors import KairosError
 
-    found: Counter[str] = Counter()
-    for path, state, why in compare(lock):
-        found[state] += 1
+    counts: Counter[str] = Counter()
+    for path, state, reason in compare(lock):
+        counts[state] += 1
         if state != "same":
-            print(f"{path}: {state}{f', {why}' if why else ''}")
-    said = ", ".join(f"{count} {state}" for state, count in sorted(found.items()))
-    if found["differs"] or found["missing"]:
-        raise KairosError(f"results are not those of {lock}: {said}")
-    print(f"results are those of {lock}: {said}")
+            print(f"{path}: {state}{f', {reason}' if reason else ''}")
+    summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    if counts["differs"] or counts["missing"]:
+        raise KairosError(f"results differ from {lock}: {summary}")
+    print(f"results are equal to {lock}: {summary}")
