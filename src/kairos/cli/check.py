@@ -1,4 +1,4 @@
-"""``kairos check`` and ``kairos schema``: what an experiment file will do, and what may stand in one."""
+"""``kairos check`` and ``kairos schema``: check an experiment file, or print the schema of experiment files."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.registry import Registry
 
 _WIDTH = 100  # columns of the output
+_Table = list[tuple[str, ...]]  # rows of cells; the first is the header
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -20,122 +21,176 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "schema":
         add_plugins(parser)
         return
-    what = "experiment file, e.g. params.yaml, or a folder of some: a line each, and what cannot be used"
-    parser.add_argument("file", type=Path, metavar="FILE", help=what)
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="compare time limits with this cluster's profile")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of a GPU; default: of this machine's")
-    parser.add_argument("--steps-per-second", type=float, metavar="R", help="of a training, for the time limits")
+    file = "experiment file, e.g. params.yaml, or a folder of experiment files: a line for each, and all errors"
+    parser.add_argument("file", type=Path, metavar="FILE", help=file)
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="check the time limits of this cluster's profile")
+    parser.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of a GPU; default: that of this machine"
+    )
+    parser.add_argument(
+        "--steps-per-second", type=float, metavar="R", help="speed of a training run, for the time limits"
+    )
     parser.add_argument("--all-options", action="store_true", help="also print options that have their default value")
-    parser.add_argument("--folder", action="store_true", help="print the folder of its results only")
+    parser.add_argument("--folder", action="store_true", help="print only the folder of results")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check the file and print jobs, methods and milestones, or print the schema."""
-    from kairos.config import Experiment, load
+    """Print the schema, or check one experiment file or a folder of them."""
+    from kairos.config import Experiment
     from kairos.config.plugins import load_plugins
-    from kairos.downloads import lacking
-    from kairos.evaluation.registries import EXTRACTORS
-    from kairos.evaluation.separation import warning_before_run
-    from kairos.report.formatting import describe_sample_sets
-    from kairos.workflow.layout import Layout
-    from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
-    from kairos_timesteps.diffusion.registries import PROCESSES
 
     if arguments.command == "schema":
         load_plugins(arguments.plugin)
         print(json.dumps(Experiment.model_json_schema(), indent=1, ensure_ascii=False))
-        return
-    if arguments.file.is_dir():
-        _folder(arguments.file)
-        return
-    given = load(arguments.file)
+    elif arguments.file.is_dir():
+        _check_folder(arguments.file)
+    else:
+        _check_file(arguments)
+
+
+def _check_file(arguments: argparse.Namespace) -> None:
+    """Check an experiment file and print jobs, methods, settings and warnings.
+
+    Raises:
+        ConfigError: the experiment is not valid, or is certain to fail.
+    """
+    from kairos.config import load
+    from kairos.downloads import lacking
+    from kairos.evaluation.registries import EXTRACTORS
+    from kairos.evaluation.separation import warning_before_run
+    from kairos.workflow.layout import Layout
+
+    configured = load(arguments.file)
     if arguments.folder:
-        print(Layout(given, arguments.file).results)
+        print(Layout(configured, arguments.file).results)
         return
     from kairos.costs.preflight import find_warnings
 
-    experiment, said = given.resolve()
+    experiment, messages = configured.resolve()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     if warning := warning_before_run(experiment.evaluation, experiment.dataset, Path(layout.results)):
         print(textwrap.fill(f"warning: {warning}", _WIDTH, subsequent_indent="  ") + "\n")
-    print(_ruled([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.count_jobs().items())]) + "\n")
-    coupled = any(method.coupling["name"] != "independent" for method in experiment.methods.values())
-    parts = {"sampler": SAMPLERS, "weighting": WEIGHTINGS} | ({"coupling": COUPLINGS} if coupled else {})
-    rows = [("method", *parts)]
+    job_rows: _Table = [("stage", "jobs")]
+    job_rows += [(stage, str(count)) for stage, count in layout.count_jobs().items()]
+    print(_render_table(job_rows) + "\n")
+    print(_render_table(_method_rows(experiment, arguments.all_options)) + "\n")
+    settings = _describe_settings(layout, arguments.all_options)
+    if configured == experiment:  # else `messages` report the extractor that replaces auto
+        extractor = experiment.evaluation.extractor
+        settings["extractor"] = _describe_component(EXTRACTORS, extractor, arguments.all_options)
+    for name, setting in settings.items():
+        print(textwrap.fill(f"{name}: {setting}", _WIDTH, subsequent_indent="  "))
+    messages += find_warnings(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)
+    messages += lacking(experiment)
+    for message in messages:
+        print(message)
+
+
+def _method_rows(experiment: Any, all_options: bool) -> _Table:
+    """Return the rows of the table of methods; couplings have a column if a method has one.
+
+    Args:
+        experiment: the checked experiment.
+        all_options: True to include options that have their default value.
+    """
+    from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+
+    registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS}
+    if any(method.coupling["name"] != "independent" for method in experiment.methods.values()):
+        registries["coupling"] = COUPLINGS
+    rows: _Table = [("method", *registries)]
     for name, method in experiment.methods.items():
-        components = {part: getattr(method, part) for part in parts}
-        rows.append((name, *(_component(parts[part], components[part], arguments.all_options) for part in parts)))
-    print(_ruled(rows) + "\n")
-    prediction = f", prediction {experiment.diffusion.prediction}" if experiment.diffusion.prediction else ""
-    steps = ", ".join(str(step) for step in experiment.milestones)
+        cells = (
+            _describe_component(registry, getattr(method, part), all_options) for part, registry in registries.items()
+        )
+        rows.append((name, *cells))
+    return rows
+
+
+def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
+    """Return descriptions of forward process, seeds, snapshots and samples, by label.
+
+    Args:
+        layout: layout of the checked experiment.
+        all_options: True to include options that have their default value.
+    """
+    from kairos.report.formatting import describe_sample_sets
+    from kairos_timesteps.diffusion.registries import PROCESSES
+
+    experiment = layout.experiment
+    process = _describe_component(PROCESSES, experiment.diffusion.process, all_options)
+    if experiment.diffusion.prediction:
+        process += f", prediction {experiment.diffusion.prediction}"
+    steps = ", ".join(map(str, experiment.milestones))
     segments = f", in {len(layout.segments)} segments" if len(layout.segments) > 1 else ""
-    facts = {
-        "process": _component(PROCESSES, experiment.diffusion.process, arguments.all_options) + prediction,
+    return {
+        "process": process,
         "seeds": ", ".join(map(str, experiment.seeds)),
-        "milestones": f"{steps} (of {experiment.training.batch_size} images a step){segments}",
+        "milestones": f"{steps} (steps of {experiment.training.batch_size} images){segments}",
         "samples": f"{describe_sample_sets(experiment.evaluation)} at each milestone",
     }
-    if given == experiment:
-        facts["extractor"] = _component(EXTRACTORS, experiment.evaluation.extractor, arguments.all_options)
-    for name, fact in facts.items():
-        print(textwrap.fill(f"{name}: {fact}", _WIDTH, subsequent_indent="  "))
-    said += [*find_warnings(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)]
-    said += lacking(experiment)
-    print(*said, sep="\n", end="\n" if said else "")
 
 
-def _folder(folder: Path) -> None:
-    """A line for every experiment file below a folder.
+def _check_folder(folder: Path) -> None:
+    """Check all experiment files below a folder and print a line for each.
 
     Raises:
-        ConfigError: some cannot be used: all of these, with the reasons.
+        ConfigError: some files are not valid; the message contains the errors of all.
     """
     from kairos.config import find_experiment_files, load
     from kairos.workflow.layout import Layout
     from kairos_timesteps.errors import ConfigError
 
-    rows, faults = list[tuple[str, ...]]([("file", "methods", "trainings", "milestones", "jobs")]), []
+    rows: _Table = [("file", "methods", "training runs", "milestones", "jobs")]
+    problems = []
     for file in find_experiment_files(folder):
         try:
             experiment, _ = load(file).resolve()
         except ConfigError as error:
-            faults.append(str(error) if str(file) in str(error) else f"{file}: {error}")
+            problems.append(str(error) if str(file) in str(error) else f"{file}: {error}")
             continue
-        its = Layout(experiment, file)
-        numbers = (len(its.methods), len(its.trainings), len(its.snapshots), sum(its.count_jobs().values()))
-        rows.append((str(file), *map(str, numbers)))
-    print(table(rows, lambda head, column, cell: column > 0))
-    if faults:
-        raise ConfigError("\n".join([f"{len(faults)} files cannot be used", *faults]))
+        layout = Layout(experiment, file)
+        job_count = sum(layout.count_jobs().values())
+        counts = (len(layout.methods), len(layout.trainings), len(layout.snapshots), job_count)
+        rows.append((str(file), *map(str, counts)))
+    print(table(rows, lambda is_header, column, cell: column > 0))
+    if problems:
+        raise ConfigError("\n".join([f"{len(problems)} files cannot be used", *problems]))
 
 
-def _component(registry: Registry, named: Any, all_options: bool) -> str:
-    """Return a component's name with its options; without `all_options` only those that differ from their defaults."""
-    if isinstance(named, list):
-        return ", ".join(_component(registry, one, all_options) for one in named)
-    if not isinstance(named, dict):
-        return "null" if named is None else str(named)
-    if "name" not in named:
-        return str(named)
-    default = dump(registry.entry(named["name"]).options())
-    shown = []
-    for option, value in but_name(named).items():
-        text = _component(registry, value, all_options)
-        is_default = option in default and text == _component(registry, default[option], all_options)
+def _describe_component(registry: Registry, component: Any, all_options: bool) -> str:
+    """Return a component, a list of components or a value as text, components with their options.
+
+    Args:
+        registry: registry of the component.
+        component: name and options, a list of components, or the value of an option.
+        all_options: True to include options that have their default value.
+    """
+    if isinstance(component, list):
+        return ", ".join(_describe_component(registry, item, all_options) for item in component)
+    if not isinstance(component, dict):
+        return "null" if component is None else str(component)
+    if "name" not in component:
+        return str(component)
+    defaults = dump(registry.entry(component["name"]).options())
+    options = []
+    for option, value in but_name(component).items():
+        text = _describe_component(registry, value, all_options)
+        is_default = option in defaults and text == _describe_component(registry, defaults[option], all_options)
         if not is_default or (all_options and value not in (None, [])):
-            shown.append(f"{option} {text}")
-    return str(named["name"]) + (f" ({', '.join(shown)})" if shown else "")
+            options.append(f"{option} {text}")
+    return str(component["name"]) + (f" ({', '.join(options)})" if options else "")
 
 
-def _ruled(rows: list[tuple[str, ...]]) -> str:
-    """Return a table with a rule below its header; cells are wrapped where it would be wider than `_WIDTH`."""
+def _render_table(rows: _Table) -> str:
+    """Return a table with a rule below its header; cells of a table wider than `_WIDTH` are wrapped."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     while sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
         widths[widths.index(max(widths))] -= 1
-    lines: list[tuple[str, ...]] = []
+    lines: _Table = []
     for row in rows:
         cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths)]
         lines += zip_longest(*cells, fillvalue="")
     rule = tuple("-" * width for width in widths)
-    return table([lines[0], rule, *lines[1:]], lambda *cell: False)
+    return table([lines[0], rule, *lines[1:]], lambda is_header, column, cell: False)
