@@ -40,7 +40,7 @@ def test_a_usable_store_and_repository_are_reported_as_ok(folder, capsys, monkey
     subprocess.run(["git", "init", "-q"], check=True)
     status, found = doctor(capsys)
     assert status == 0
-    assert found["mlflow store"] == ("ok", "sqlite:///mlflow.db: not there yet, the first import makes it")
+    assert found["mlflow store"] == ("ok", "sqlite:///mlflow.db: does not exist yet, the first import creates it")
     assert found["dvc repository"][0] == "ok"
     assert found["dvc cache"] == ("ok", str(folder / ".dvc/cache/files/md5"))
     assert found["dvc remote"] == ("ok", "store, https://host/x")
@@ -146,7 +146,7 @@ def test_a_machine_of_a_cluster(folder, monkeypatch):
 )
 def test_gpus_of_a_job(given, visible, mark, monkeypatch):
     """The check compares the GPUs that the job was given with those that torch finds."""
-    for name in cluster_checks._GIVEN:
+    for name in cluster_checks._GPU_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert cluster_checks.job(visible)[0][2].startswith("none")
     monkeypatch.setenv("SLURM_JOB_ID", "17")

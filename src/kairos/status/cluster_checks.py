@@ -1,4 +1,4 @@
-"""Checks of a cluster's machine: SLURM, the GPUs of a job, a local disk, locks, limits."""
+"""Checks of `kairos doctor` on a cluster: SLURM, the GPUs of a job, local disk, file locks, resource limits."""
 
 import fcntl
 import getpass
@@ -11,14 +11,14 @@ import tempfile
 from pathlib import Path
 
 from kairos.slurm import NO_CLUSTER, ask
-from kairos.status.tool_checks import Finding, existing
+from kairos.status.tool_checks import Finding, nearest_existing
 from kairos_timesteps.errors import KairosError
 
 PROFILE = Path("profiles/slurm")
-_FILES = 1024  # open files at once that a job may need
-_GIVEN = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")
+_OPEN_FILES = 1024  # largest number of files that a job may open at once
+_GPU_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")
 
-_LOCK = """
+_TRY_LOCK = """
 import fcntl, sys
 with open(sys.argv[1], "r+b") as file:
     try:
@@ -40,36 +40,51 @@ def slurm(profile: Path = PROFILE) -> list[Finding]:
         defaults = _default_resources(profile)
     except KairosError as error:
         return [(False, "slurm profile", str(error))]
-    good, answer = ask("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
+    succeeded, answer = ask("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
     if NO_CLUSTER in answer:
-        return [(True, "slurm", "its commands are here, but no cluster is configured (slurm.conf): none to use")]
-    if not good:
+        return [(True, "slurm", "its commands are installed, but no cluster is configured (slurm.conf)")]
+    if not succeeded:
         return [(False, "slurm", f"sinfo: {answer}; is slurmctld reachable, is SLURM_CONF right?")]
     rows = [line.split("|") for line in answer.splitlines() if line.count("|") == 4]
-    shown = [f"{name} ({state}, {nodes} nodes, {limit}, {gres})" for name, state, nodes, limit, gres in rows]
-    findings: list[Finding] = [(bool(rows), "slurm partitions", ", ".join(shown) or "none: ask the administrators")]
+    descriptions = [f"{name} ({state}, {nodes} nodes, {limit}, {gres})" for name, state, nodes, limit, gres in rows]
+    partitions = ", ".join(descriptions) or "none: ask the administrators"
+    findings: list[Finding] = [(bool(rows), "slurm partitions", partitions)]
     known = {name.rstrip("*") for name, *_ in rows}
-    wanted = defaults.get("slurm_partition")
-    if rows and wanted and not known.issuperset(wanted.split(",")):
-        advice = f"{wanted}, as in {profile}, is none of {', '.join(sorted(known))}: edit the profile"
+    requested = defaults.get("slurm_partition")
+    if rows and requested and not known.issuperset(requested.split(",")):
+        advice = f"{requested}, as in {profile}, is none of {', '.join(sorted(known))}: edit the profile"
         findings.append((False, "slurm partition", advice))
     return [*findings, _account(profile, defaults.get("slurm_account"))]
 
 
-def _account(profile: Path, wanted: str | None) -> Finding:
-    """The accounts that this user may charge, where SLURM keeps any."""
+def _account(profile: Path, requested: str | None) -> Finding:
+    """Check that this user may charge the account of the profile, if SLURM has accounts.
+
+    Args:
+        profile: folder of the profile, for the message.
+        requested: account of the profile; None: it has none.
+    """
     command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
-    good, answer = ask(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
+    succeeded, answer = ask(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
     accounts = sorted(set(answer.split()))
-    if good and accounts and wanted and wanted not in accounts:
-        return False, "slurm account", f"{wanted}, as in {profile}, is none of {', '.join(accounts)}: edit the profile"
-    kept = f", of {', '.join(accounts)}" if accounts else "; SLURM keeps none for this user"
-    return True, "slurm account", (wanted or "none in the profile") + (kept if good else f"; not checked ({answer})")
+    if succeeded and accounts and requested and requested not in accounts:
+        advice = f"{requested}, as in {profile}, is none of {', '.join(accounts)}: edit the profile"
+        return False, "slurm account", advice
+    if not succeeded:
+        comparison = f"; not checked ({answer})"
+    elif accounts:
+        comparison = f", of {', '.join(accounts)}"
+    else:
+        comparison = "; SLURM keeps none for this user"
+    return True, "slurm account", (requested or "none in the profile") + comparison
 
 
 def profile_file(profile: Path) -> Path | None:
-    """The file of a profile's folder; None where it has none."""
-    return next((profile / name for name in ("profile.yaml", "config.yaml") if (profile / name).is_file()), None)
+    """Return the file in a profile's folder that Snakemake reads; None: there is none."""
+    for name in ("profile.yaml", "config.yaml"):
+        if (profile / name).is_file():
+            return profile / name
+    return None
 
 
 def _default_resources(profile: Path) -> dict[str, str]:
@@ -82,10 +97,11 @@ def _default_resources(profile: Path) -> dict[str, str]:
 
     file = profile_file(profile)
     try:
-        found = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else None) or {}
-        given = found.get("default-resources") or {}
-        named = dict(item.split("=", 1) for item in given) if isinstance(given, list) else dict(given)
-        return {name: str(value).strip("'\"") for name, value in named.items() if value}
+        settings = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else None) or {}
+        resources = settings.get("default-resources") or {}
+        if isinstance(resources, list):
+            resources = [item.split("=", 1) for item in resources]
+        return {name: str(value).strip("'\"") for name, value in dict(resources).items() if value}
     except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
         raise KairosError(f"{file}: default-resources cannot be read: {' '.join(str(error).split())}") from None
 
@@ -99,44 +115,57 @@ def job(visible: int) -> list[Finding]:
     number = os.environ.get("SLURM_JOB_ID")
     if number is None:
         return [(True, "slurm job", "none: a login node, or a machine of one's own")]
-    told = {name: os.environ[name] for name in _GIVEN if os.environ.get(name)}
-    words = ", ".join(f"{name}={value}" for name, value in told.items()) or "no GPU"
-    fact = f"job {number} on {os.environ.get('SLURMD_NODENAME', '?')}, given: {words}; torch sees {visible}"
-    given = _number(told)
-    if given == visible or (given is None and not visible):
+    variables = {name: os.environ[name] for name in _GPU_VARIABLES if os.environ.get(name)}
+    assigned = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no GPU"
+    fact = f"job {number} on {os.environ.get('SLURMD_NODENAME', '?')}, given: {assigned}; torch sees {visible}"
+    count = _count_assigned_gpus(variables)
+    if count == visible or (count is None and not visible):
         return [(True, "slurm job", fact)]
-    advice = "the driver or torch's CUDA version may not fit this node" if not visible else "check gres.conf"
+    advice = "check gres.conf" if visible else "the driver or torch's CUDA version may not fit this node"
     return [(False, "slurm job", f"{fact}: {advice}")]
 
 
-def _number(told: dict[str, str]) -> int | None:
-    """Return the number of GPUs in the environment variables; CUDA_VISIBLE_DEVICES, which CUDA obeys, comes first."""
-    value = told.get("CUDA_VISIBLE_DEVICES") or told.get("SLURM_STEP_GPUS") or told.get("SLURM_JOB_GPUS")
-    if value is not None:
-        return 0 if value in ("-1", "NoDevFiles") else len(value.split(","))
-    count = told.get("SLURM_GPUS_ON_NODE", "")
+def _count_assigned_gpus(variables: dict[str, str]) -> int | None:
+    """Return the number of GPUs in a job's environment variables; None: they contain none.
+
+    CUDA_VISIBLE_DEVICES comes first, because CUDA obeys it.
+    """
+    names = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+    devices = next((variables[name] for name in names if variables.get(name)), None)
+    if devices is not None:
+        return 0 if devices in ("-1", "NoDevFiles") else len(devices.split(","))
+    count = variables.get("SLURM_GPUS_ON_NODE", "")
     return int(count) if count.isdigit() and count != "0" else None
 
 
 def disk(results: Path) -> Finding:
-    """The folder for temporary files, which latents are staged to where it is on a disk of its own."""
+    """Check the folder for temporary files, to which jobs copy latents if it is on another file system.
+
+    Args:
+        results: folder of the results.
+    """
     folder = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return False, "local disk", f"{folder} (TMPDIR): cannot write: {error.strerror}"
     free = shutil.disk_usage(folder).free / 2**30
-    same = os.stat(folder).st_dev == os.stat(existing(results)).st_dev
-    where = "the file system of the results, nothing is gained by it" if same else "not the file system of the results"
-    return True, "local disk", f"{folder}: {free:.1f} GiB free, {where}"
+    if os.stat(folder).st_dev == os.stat(nearest_existing(results)).st_dev:
+        location = "the file system of the results, so a copy of the latents gains nothing"
+    else:
+        location = "not the file system of the results"
+    return True, "local disk", f"{folder}: {free:.1f} GiB free, {location}"
 
 
 def locks(results: Path) -> list[Finding]:
-    """Check that a lock in the results' folder keeps other processes out, and that its release lets them in.
+    """Check that a file lock in the results excludes other processes, and that its release admits them.
 
-    Trainings and the controller lock with flock, databases (MLflow's, Snakemake's) with POSIX locks.
+    Training runs and the controller use flock; databases (MLflow's, Snakemake's) use POSIX locks.
+
+    Args:
+        results: folder of the results.
     """
-    folder = existing(results)
+    folder = nearest_existing(results)
     findings: list[Finding] = []
     for kind in ("flock", "lockf"):
         try:
@@ -146,7 +175,7 @@ def locks(results: Path) -> list[Finding]:
             fault = f"{error.strerror}"
         if not fault and kind == "flock":
             fault = _not_between_machines(folder)
-        advice = "; two trainings could write one state: use another file system, or have it mounted with locks"
+        advice = "; two jobs could write one state: use another file system, or mount it with locks"
         fact = f"{kind} works in {folder}" if not fault else f"{kind} in {folder}: {fault}{advice}"
         findings.append((not fault, f"locks ({kind})", fact))
     return findings
@@ -162,25 +191,30 @@ def _not_between_machines(folder: Path) -> str:
 
 
 def _try_lock(kind: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> str:
-    """Lock a file, let another process try, unlock it, let it try again; what was wrong, or nothing."""
+    """Test a lock with another process, while it is held and after its release, and return what failed; empty: nothing.
+
+    Args:
+        kind: function of module fcntl, ``flock`` or ``lockf``.
+        file: the file to lock.
+    """
     lock = getattr(fcntl, kind)
-    command = [sys.executable, "-S", "-c", _LOCK, file.name, kind]
+    command = [sys.executable, "-S", "-c", _TRY_LOCK, file.name, kind]
     lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    kept_out = subprocess.run(command, capture_output=True, check=False).returncode
+    status_while_locked = subprocess.run(command, capture_output=True, check=False).returncode
     lock(file, fcntl.LOCK_UN)
-    let_in = subprocess.run(command, capture_output=True, check=False).returncode
-    if kept_out == 3 and let_in == 0:
+    status_after_release = subprocess.run(command, capture_output=True, check=False).returncode
+    if status_while_locked == 3 and status_after_release == 0:
         return ""
-    return "another process was not kept out" if kept_out == 0 else "another process could not try"
+    return "another process was not kept out" if status_while_locked == 0 else "another process could not try"
 
 
 def limits() -> list[Finding]:
     """Report the resource limits of this user's processes; too few open files or limited addresses fail the check."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    enough = files == resource.RLIM_INFINITY or files >= _FILES
+    enough = files == resource.RLIM_INFINITY or files >= _OPEN_FILES
     words = f"{_limit(resource.RLIMIT_NOFILE)} open files, {_limit(resource.RLIMIT_NPROC)} processes, "
     words += f"{_limit(resource.RLIMIT_MEMLOCK, 2**20)} MiB locked memory, core files {_limit(resource.RLIMIT_CORE)}"
-    advice = "" if enough else f"; at least {_FILES} open files: ulimit -n {_FILES}"
+    advice = "" if enough else f"; at least {_OPEN_FILES} open files: ulimit -n {_OPEN_FILES}"
     findings: list[Finding] = [(enough, "limits", words + advice)]
     memory = resource.getrlimit(resource.RLIMIT_AS)[0]
     if memory != resource.RLIM_INFINITY:
@@ -189,6 +223,7 @@ def limits() -> list[Finding]:
     return findings
 
 
-def _limit(which: int, unit: int = 1) -> str:
-    value = resource.getrlimit(which)[0]
+def _limit(resource_number: int, unit: int = 1) -> str:
+    """Return the soft limit of a resource as text, in units of `unit`."""
+    value = resource.getrlimit(resource_number)[0]
     return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
