@@ -17,7 +17,7 @@ from reference import described, fields, schema
 import kairos_timesteps
 from kairos.cli import strategies as command
 from kairos.cli.strategies.listing import COMBINATIONS
-from kairos.cli.strategies.show import computed, warnings_of
+from kairos.cli.strategies.show import build_initial_view, find_faults
 from kairos.report.plot_style import STYLE, Label, create_figure, label_lines
 from kairos.report.strategy_figures import draw_strategy
 from kairos_timesteps import options
@@ -56,11 +56,11 @@ def shown(name: str, process: str) -> tuple[bytes, str]:
     said = _EXAMPLES.get(name, ())
     sets = [word for each in said for word in ([each] if each[0] == "-" else ["--set", each])]
     words = [name, *(["--process", process] if process != "discrete" else []), *sets]
-    view = computed(parser.parse_args(["show", *words]))
+    view = build_initial_view(parser.parse_args(["show", *words]))
     with matplotlib.rc_context(STYLE):
         picture = _svg(draw_strategy(view.columns, "", (), view.process), _BOX)
     said = " ".join(f'"{word}"' if re.search(r"[\s\[{]", word) else word for word in words)
-    notes = "; ".join([*view.notes, *warnings_of(view.columns)])
+    notes = "; ".join([*view.notes, *find_faults(view.columns)])
     return picture, f"`kairos strategies show {said}`" + (f": {notes}." if notes else "")
 
 

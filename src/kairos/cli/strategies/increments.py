@@ -2,8 +2,8 @@
 
 import argparse
 
-from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
-from kairos.cli.strategies.show import process_of
+from kairos.cli.strategies.output import align_columns, text_bar, timestep_ranges, warn, write_output
+from kairos.cli.strategies.show import build_process_with_warnings
 from kairos.increments import AREAS, PROCESSES, Increments, increments
 from kairos.strategy_file import strategy_csv
 
@@ -11,7 +11,7 @@ from kairos.strategy_file import strategy_csv
 def run(arguments: argparse.Namespace) -> None:
     """Show the increments of a process."""
     named = {"name": "discrete", "schedule": arguments.schedule or "linear", "timesteps": arguments.timesteps}
-    schedule = process_of({"process": named, "prediction": "epsilon"}).schedule
+    schedule = build_process_with_warnings({"process": named, "prediction": "epsilon"}).schedule
     if arguments.process in PROCESSES[1:] and arguments.schedule is not None:
         warn(f"--schedule {arguments.schedule} is not used: process {arguments.process} has noise levels of its own")
     found = increments(arguments.process, schedule, schedule.timesteps, arguments.r)
@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> None:
     if found.process == "vp":
         title, name = f"{title}, {schedule.name} schedule", f"{name}_{schedule.name}"
     title = f"{title}, T = {len(found.t)}"
-    deliver(
+    write_output(
         arguments,
         name,
         table=lambda: _text(found, title),
@@ -45,13 +45,13 @@ def _text(found: Increments, title: str) -> str:
     }
     rows = [["t", "mean / x0", "variance", "of it, given x0", "variance >=", "change per t", "magnitude", "area", ""]]
     shown = ("mean", "variance", "own_variance", "variance_bound", "change", "magnitude")
-    for inside in strata(len(area)):
+    for inside in timestep_ranges(len(area)):
         t = found.t[inside]
         means = [getattr(found, name)[inside].mean() for name in shown]
         times = f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}"
         areas = "/".join(name for name in AREAS if name in area[inside])
-        rows.append([times, *(f"{mean:.4g}" for mean in means), areas, bar(means[1], found.variance.max())])
-    return "".join(f"{word:13} {what}\n" for word, what in head.items()) + "\n" + aligned(rows)
+        rows.append([times, *(f"{mean:.4g}" for mean in means), areas, text_bar(means[1], found.variance.max())])
+    return "".join(f"{word:13} {what}\n" for word, what in head.items()) + "\n" + align_columns(rows)
 
 
 def _place(t: float | None, otherwise: str) -> str:

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     presets = [row.name for row in TABLE]
     width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS, *presets)))
     for title, entries in (
-        (f"samplers, with options and defaults; fixed ones also have {described(_COMMON)}", _entries(SAMPLERS)),
+        (f"samplers, with options and defaults; fixed ones also have {describe_options(_COMMON)}", _entries(SAMPLERS)),
         ("\nweightings, with options and defaults", _entries(WEIGHTINGS)),
         ("\ncouplings of noise with images, with options and defaults", _entries(COUPLINGS)),
         ("\npresets, options of other trainers with their defaults; kairos strategies show NAME", _presets()),
@@ -50,7 +50,10 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
     for name, entry in registry.items():
         yield name, entry.help
         shared = _COMMON if issubclass(entry.load(), FixedDensity) else {}
-        yield "", described({key: value for key, value in options.dump(entry.options()).items() if key not in shared})
+        yield (
+            "",
+            describe_options({key: value for key, value in options.dump(entry.options()).items() if key not in shared}),
+        )
 
 
 def _presets() -> Iterator[tuple[str, str]]:
@@ -58,10 +61,10 @@ def _presets() -> Iterator[tuple[str, str]]:
     for row in TABLE:
         yield row.name, row.help
         if row.options:
-            yield "", described(row.options)
+            yield "", describe_options(row.options)
 
 
-def described(values: Mapping[str, Any]) -> str:
+def describe_options(values: Mapping[str, Any]) -> str:
     """Options and their values as a user would write them, those of all samplers last: ``k=5, tau=null``."""
     ordered = sorted(values.items(), key=lambda item: item[0] in _COMMON)
     written = ((key, f"{its:.15g}" if isinstance(its, float) else json.dumps(its).strip('"')) for key, its in ordered)

@@ -15,7 +15,9 @@ Text = Callable[[], str]
 _BAR = 30  # characters
 
 
-def deliver(arguments: argparse.Namespace, name: str, table: Text, csv: Text, picture: Callable[[Any], Any]) -> None:
+def write_output(
+    arguments: argparse.Namespace, name: str, table: Text, csv: Text, picture: Callable[[Any], Any]
+) -> None:
     """Make what is asked for, or what the file's name ends in, and put it where it is asked for.
 
     Args:
@@ -47,19 +49,19 @@ def warn(text: str) -> None:
     say(f"kairos: warning: {text}")
 
 
-def strata(count: int, most: int = 20) -> list[slice]:
+def timestep_ranges(count: int, most: int = 20) -> list[slice]:
     """Ranges of `count` timesteps, at most `most`, of sizes that differ by one at most."""
     parts = min(count, most)
     return [slice(*ends) for ends in pairwise(count * k // parts for k in range(parts + 1))]
 
 
-def bar(share: float, largest: float) -> str:
+def text_bar(share: float, largest: float) -> str:
     """A text bar: `share` of `largest`."""
     drawn = largest > 0 and share > 0 and share != math.inf
     return "#" * max(round(_BAR * share / largest), 1) if drawn else ""
 
 
-def aligned(rows: list[list[str]]) -> str:
+def align_columns(rows: list[list[str]]) -> str:
     """Rows of cells in columns, the first and the last to the left, the others to the right."""
     last = len(rows[0]) - 1
     return table(rows, lambda head, column, cell: 0 < column < last) + "\n"

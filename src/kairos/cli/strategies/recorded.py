@@ -8,7 +8,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.strategies.show import Named, View, named_parts, process_of, view_of_strategy
+from kairos.cli.strategies.show import (
+    StrategySettings,
+    View,
+    build_process_with_warnings,
+    build_strategy_view,
+    parse_strategy,
+)
 from kairos.files import read_json, sha256_file
 from kairos.forward_process import measured
 from kairos.strategy_file import parse_strategy_csv
@@ -21,7 +27,7 @@ _MILESTONES = "milestones/*/milestone.json"
 _IMAGES = "p(t) differs from image to image; it is the mean over the first images of the training set, 256 at most"
 
 
-def view_of_checkpoint(arguments: argparse.Namespace) -> View:
+def build_recorded_view(arguments: argparse.Namespace) -> View:
     """Return the strategy that ``--checkpoint`` refers to, as recorded in a milestone or in a checkpoint.
 
     A milestone's folder stands for that milestone, a training run's folder for the last milestone. A checkpoint file
@@ -33,40 +39,40 @@ def view_of_checkpoint(arguments: argparse.Namespace) -> View:
     """
     place: Path = arguments.checkpoint
     if (place / "milestone.json").is_file():
-        return _of_milestone(place / "milestone.json", arguments)
+        return _view_of_snapshot(place / "milestone.json", arguments)
     if found := sorted(place.glob(_MILESTONES)):
-        return _of_milestone(found[-1], arguments)
+        return _view_of_snapshot(found[-1], arguments)
     file = place / "checkpoint.pt" if place.is_dir() else place
     if not file.is_file():
         allowed = "a training's folder, a milestone's, or a checkpoint"
         raise KairosError(f"--checkpoint {place}: no checkpoint there; allowed: {allowed}")
-    content = _read(file)
+    content = _read_checkpoint(file)
     record = None
     for path in (*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))):
         beside = read_json(path)
         if "identity" in content and beside["identity"] == content["identity"]:
             record = beside
             if beside["step"] == content["step"]:
-                return _of_milestone(path, arguments)
-    return _of_state(file, content, record, arguments)
+                return _view_of_snapshot(path, arguments)
+    return _view_of_checkpoint(file, content, record, arguments)
 
 
-def _of_milestone(path: Path, arguments: argparse.Namespace) -> View:
+def _view_of_snapshot(path: Path, arguments: argparse.Namespace) -> View:
     record = read_json(path)
     file = path.with_name("strategy.csv")
     try:
-        sampler, weighting, diffusion = _of_record(record, arguments)
+        sampler, weighting, diffusion = _recorded_settings(record, arguments)
         if sha256_file(file) != record["files"]["strategy.csv"]:
             raise ValueError("does not match the milestone's checksum")
         columns = parse_strategy_csv(file.read_text(encoding="utf-8"))
         step = record["step"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{file}: damaged ({error}); train again, or pull it with dvc") from None
-    notes = [f"as it was after {step} steps: {file}", *([_IMAGES] if _looks_at_images(sampler["name"]) else [])]
-    return view_of_strategy(sampler, weighting, diffusion, columns, tuple(notes))
+    notes = [f"as it was after {step} steps: {file}", *([_IMAGES] if _is_per_image(sampler["name"]) else [])]
+    return build_strategy_view(sampler, weighting, diffusion, columns, tuple(notes))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_checkpoint(file: Path) -> dict[str, Any]:
     """A checkpoint of ours, or what someone's own loop saved with torch: `Strategy.state_dict()`, maybe under
     ``strategy``; with ``strategy`` and ``step`` at least.
 
@@ -92,7 +98,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise KairosError(f"{file}: saved by torch, but holds {lacking}") from None
 
 
-def _of_state(
+def _view_of_checkpoint(
     file: Path, content: dict[str, Any], record: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> View:
     from kairos.config.plugins import load_plugins
@@ -100,9 +106,11 @@ def _of_state(
 
     if record is not None:
         load_plugins(record["config"].get("plugins", []))
-    sampler, weighting, diffusion = named_parts(arguments) if record is None else _of_record(record, arguments)
-    process = process_of(diffusion)
-    if _looks_at_images(sampler["name"]):
+    sampler, weighting, diffusion = (
+        parse_strategy(arguments) if record is None else _recorded_settings(record, arguments)
+    )
+    process = build_process_with_warnings(diffusion)
+    if _is_per_image(sampler["name"]):
         fault = f"p(t) of {sampler['name']} differs from image to image, and there is no milestone at step"
         told = f"{content['step']} that holds its mean over the training's images; name a milestone's folder"
         raise KairosError(f"{file}: {fault} {told}")
@@ -115,11 +123,11 @@ def _of_state(
         asked = f"{name} with T = {process.schedule.timesteps}"
         raise KairosError(f"{file}: does not hold the state of {asked} ({error})") from None
     notes = (f"as it was after {content['step']} steps: {file}",)
-    return view_of_strategy(sampler, weighting, diffusion, columns, notes)
+    return build_strategy_view(sampler, weighting, diffusion, columns, notes)
 
 
-def _of_record(record: dict[str, Any], arguments: argparse.Namespace) -> Named:
-    """Return sampler, weighting and diffusion settings of a record, as `named_parts` does.
+def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) -> StrategySettings:
+    """Return sampler, weighting and diffusion settings of a record, as `parse_strategy` does.
 
     The arguments may repeat the recorded strategy; every other setting must be left out.
 
@@ -143,5 +151,5 @@ def _of_record(record: dict[str, Any], arguments: argparse.Namespace) -> Named:
     return method["sampler"], method["weighting"], {**diffusion, "process": process}
 
 
-def _looks_at_images(sampler: str) -> bool:
+def _is_per_image(sampler: str) -> bool:
     return sampler in SAMPLERS and SAMPLERS[sampler].load().per_image

@@ -10,8 +10,8 @@ import numpy as np
 import yaml
 
 from kairos.cli.common import demand
-from kairos.cli.strategies.listing import described
-from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
+from kairos.cli.strategies.listing import describe_options
+from kairos.cli.strategies.output import align_columns, text_bar, timestep_ranges, warn, write_output
 from kairos.forward_process import build_process, chosen_prediction, measured
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.base import Learned, Sampler
@@ -23,7 +23,9 @@ from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.options import but_name, dump, unknown_key
 
-Named = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # sampler and weighting with options, `diffusion`
+StrategySettings = tuple[
+    dict[str, Any], dict[str, Any], dict[str, Any]
+]  # sampler and weighting with options, `diffusion`
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class View:
         return [(kind, self.name), *self.description, *(("note", note) for note in self.notes)]
 
 
-def view_of_strategy(
+def build_strategy_view(
     sampler: dict[str, Any],
     weighting: dict[str, Any],
     diffusion: dict[str, Any],
@@ -71,7 +73,7 @@ def view_of_strategy(
     if name == "discrete":
         process = {"name": f"{process['schedule']} schedule, T = {process['timesteps']}"}
     named = (("sampler", sampler), ("weighting", weighting), ("process", process))
-    lines = {kind: ": ".join(filter(None, (part["name"], described(but_name(part))))) for kind, part in named}
+    lines = {kind: ": ".join(filter(None, (part["name"], describe_options(but_name(part))))) for kind, part in named}
     if diffusion["prediction"] is not None:
         lines["process"] += f", prediction {diffusion['prediction']}"
     return View(f"{sampler['name']}+{weighting['name']}", name, columns, tuple(lines.items()), notes)
@@ -79,15 +81,15 @@ def view_of_strategy(
 
 def run(arguments: argparse.Namespace) -> None:
     """Show the strategy or preset that the arguments name, with another one if `compare` names it."""
-    views = selected_views(arguments)
+    views = build_views(arguments)
     for view in views:
-        for fault in warnings_of(view.columns):
+        for fault in find_faults(view.columns):
             warn(fault if len(views) == 1 else f"{view.name}: {fault}")
     first, *others = views
     described_views = [
         (view.columns, view.name, [f"{word}  {what}" for word, what in view.head()[1:]]) for view in views
     ]
-    deliver(
+    write_output(
         arguments,
         first.name.replace(":", "-"),
         table=lambda: _text(views),
@@ -98,7 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
 
 
-def selected_views(arguments: argparse.Namespace) -> list[View]:
+def build_views(arguments: argparse.Namespace) -> list[View]:
     """Return the view of the strategy or preset that the arguments name, and that of `compare`.
 
     Raises:
@@ -109,19 +111,19 @@ def selected_views(arguments: argparse.Namespace) -> list[View]:
             if getattr(arguments, option) is not None:
                 why = "shows the recorded state alone"
                 raise ConfigError(f"--{option}: --checkpoint {why}; allowed: one of the two")
-        from kairos.cli.strategies.recorded import view_of_checkpoint
+        from kairos.cli.strategies.recorded import build_recorded_view
 
-        return [view_of_checkpoint(arguments)]
+        return [build_recorded_view(arguments)]
     names = [name for name in (arguments.strategy, arguments.compare) if name is not None]
-    context = _context(arguments.context)
+    context = _parse_context(arguments.context)
     if any(map(is_preset, names)):
-        from kairos.cli.strategies.trainer_presets import views_with_presets
+        from kairos.cli.strategies.trainer_presets import build_views_with_presets
 
-        views = views_with_presets(arguments, context)
+        views = build_views_with_presets(arguments, context)
     else:
-        views = [computed(arguments, context)]
+        views = [build_initial_view(arguments, context)]
         if arguments.compare is not None:
-            views.append(computed(of_compared(arguments), context))
+            views.append(build_initial_view(compared_arguments(arguments), context))
     unused = [
         name for name in context if not any(note.startswith(f"{name} =") for view in views for note in view.notes)
     ]
@@ -134,24 +136,24 @@ def is_preset(name: str | None) -> bool:
     return ":" in (name or "")
 
 
-def of_compared(arguments: argparse.Namespace) -> argparse.Namespace:
+def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments with the name and the options of `compare` in the place of the first ones."""
     return argparse.Namespace(
         **{**vars(arguments), "strategy": arguments.compare, "set": arguments.compare_set, "progress": None}
     )
 
 
-def _context(settings: list[str]) -> dict[str, Any]:
+def _parse_context(settings: list[str]) -> dict[str, Any]:
     """Parse settings ``name=value`` of a sample's properties, such as its tokens."""
     context = {}
     for setting in settings:
         name, equals, text = map(str.strip, setting.partition("="))
         demand(equals, "context", repr(setting), "NAME=VALUE, such as tokens=4096")
-        context[name] = scalar(text, setting)
+        context[name] = parse_scalar(text, setting)
     return context
 
 
-def context_of(sampler: Any, name: str, context: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the part of a context that a sampler depends on, and notes on it.
 
     Raises:
@@ -173,7 +175,7 @@ def _joined_columns(views: list[View]) -> dict[str, Array]:
     return columns
 
 
-def warnings_of(columns: dict[str, Array]) -> list[str]:
+def find_faults(columns: dict[str, Array]) -> list[str]:
     """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn."""
     warnings = []
     for fault, bad in (
@@ -187,7 +189,7 @@ def warnings_of(columns: dict[str, Array]) -> list[str]:
     return warnings
 
 
-def named_parts(arguments: argparse.Namespace) -> Named:
+def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
     """Sampler and weighting that the arguments name, with their options, and section `diffusion`.
 
     Raises:
@@ -198,7 +200,7 @@ def named_parts(arguments: argparse.Namespace) -> Named:
         raise ConfigError(f"strategy: none given; allowed: {allowed}")
     sampler, weighting = parse_name(arguments.strategy)
     process = arguments.process or "discrete"
-    given = set_options(arguments.set, {"sampler": sampler, "weighting": weighting, "process": process})
+    given = parse_settings(arguments.set, {"sampler": sampler, "weighting": weighting, "process": process})
     short = {key: getattr(arguments, key) for key in ("schedule", "timesteps")}
     given["process"] |= {key: value for key, value in short.items() if value is not None}
     its = {"name": process, **dump(PROCESSES.parse(process, given["process"]))}
@@ -207,7 +209,7 @@ def named_parts(arguments: argparse.Namespace) -> Named:
     return {"name": sampler, **given["sampler"]}, {"name": weighting, **given["weighting"]}, diffusion
 
 
-def process_of(diffusion: dict[str, Any]) -> Process:
+def build_process_with_warnings(diffusion: dict[str, Any]) -> Process:
     """The process of a section; that it does not end in noise is a warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -217,7 +219,7 @@ def process_of(diffusion: dict[str, Any]) -> Process:
     return process
 
 
-def set_options(settings: list[str], names: dict[str, str]) -> dict[str, dict[str, Any]]:
+def parse_settings(settings: list[str], names: dict[str, str]) -> dict[str, dict[str, Any]]:
     """The settings ``part.option=value``, or ``option=value`` where one part alone has the option, by part.
 
     Raises:
@@ -238,11 +240,11 @@ def set_options(settings: list[str], names: dict[str, str]) -> dict[str, dict[st
         part, _, option = meant[0].partition(".")
         if option in given[part]:
             raise ConfigError(f"--set {meant[0]}: given twice, allowed: once")
-        given[part][option] = scalar(text, setting)
+        given[part][option] = parse_scalar(text, setting)
     return given
 
 
-def scalar(text: str, setting: str) -> Any:
+def parse_scalar(text: str, setting: str) -> Any:
     """A value written in YAML; numbers such as 1e-3, which YAML takes for text, are numbers here."""
     try:
         value = yaml.safe_load(text)
@@ -255,7 +257,7 @@ def scalar(text: str, setting: str) -> Any:
     return value
 
 
-def computed(arguments: argparse.Namespace, context: dict[str, Any] | None = None) -> View:
+def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | None = None) -> View:
     """Return the view of the strategy that the arguments name, as it is before any training.
 
     Args:
@@ -265,11 +267,13 @@ def computed(arguments: argparse.Namespace, context: dict[str, Any] | None = Non
     Raises:
         ConfigError: a name, an option or a value is not allowed, or the sampler requires more context.
     """
-    *named, diffusion = named_parts(arguments)
+    *named, diffusion = parse_strategy(arguments)
     names = named[0]["name"], named[1]["name"]
-    sampler, weighting = build_pair(process_of(diffusion), names, but_name(named[0]), but_name(named[1]))
-    place, notes = _shown_at(sampler, names[0], arguments.progress)
-    properties, properties_shown = context_of(sampler, f"sampler {names[0]}", context or {})
+    sampler, weighting = build_pair(
+        build_process_with_warnings(diffusion), names, but_name(named[0]), but_name(named[1])
+    )
+    place, notes = _curriculum_context(sampler, names[0], arguments.progress)
+    properties, properties_shown = select_context(sampler, f"sampler {names[0]}", context or {})
     notes += properties_shown
     if isinstance(sampler, Learned):
         notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows what it has learned")
@@ -278,12 +282,12 @@ def computed(arguments: argparse.Namespace, context: dict[str, Any] | None = Non
     if isinstance(weighting, Learned):
         notes.append("w(t) is the initial one: this weighting learns; --checkpoint shows what it has learned")
     complete = [{"name": name, **dump(its)} for name, its in zip(names, (sampler.options, weighting.options))]
-    with np.errstate(all="ignore"):  # `warnings_of` reports what is not finite
+    with np.errstate(all="ignore"):  # `find_faults` reports what is not finite
         columns = table(sampler, weighting, **properties, **place)
-    return view_of_strategy(complete[0], complete[1], diffusion, columns, tuple(notes))
+    return build_strategy_view(complete[0], complete[1], diffusion, columns, tuple(notes))
 
 
-def _shown_at(sampler: Sampler, name: str, progress: float | None) -> tuple[dict[str, Any], list[str]]:
+def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> tuple[dict[str, Any], list[str]]:
     """Return the context at which a curriculum is shown, and notes on it.
 
     Raises:
@@ -308,7 +312,7 @@ def _text(views: list[View]) -> str:
     """Return the descriptions of one or two views, and a table of ranges of time."""
     head = "\n".join("".join(f"{word:10} {what}\n" for word, what in view.head()) for view in views)
     first = views[0]
-    t, ranges = first.columns["t"], strata(len(first.columns["t"]))
+    t, ranges = first.columns["t"], timestep_ranges(len(first.columns["t"]))
     ends = [[f"{t[place]:.5g}" for place in (inside.start, inside.stop - 1)] for inside in ranges]
     width = max(len(end) for pair in ends for end in pair)
     symbol = "timesteps" if first.process == "discrete" else PROCESSES[first.process].load().time_symbol
@@ -322,12 +326,12 @@ def _text(views: list[View]) -> str:
         with np.errstate(invalid="ignore", over="ignore"):
             weights = [f"{view.columns['w'][inside].mean():.4g}" for view in views]
         percents = [f"{100 * each[row]:.2f} %" for each in shares]
-        rows.append([name, *masses, *weights, *percents, bar(shares[0][row], largest)])
+        rows.append([name, *masses, *weights, *percents, text_bar(shares[0][row], largest)])
     sums = "".join(
         f"sum of p = {view.columns['p'].sum():.15g}, sum of p*w = {view.columns['effective'].sum():.6g}\n"
         for view in views
     )
-    return f"{head}\n{aligned(rows)}{sums}"
+    return f"{head}\n{align_columns(rows)}{sums}"
 
 
 def _shares(view: View, ranges: list[slice]) -> list[float]:

@@ -7,15 +7,23 @@ import numpy as np
 
 import kairos_timesteps
 from kairos.cli.common import demand
-from kairos.cli.strategies.listing import described
-from kairos.cli.strategies.show import View, computed, context_of, is_preset, of_compared, process_of, scalar
+from kairos.cli.strategies.listing import describe_options
+from kairos.cli.strategies.show import (
+    View,
+    build_initial_view,
+    build_process_with_warnings,
+    compared_arguments,
+    is_preset,
+    parse_scalar,
+    select_context,
+)
 from kairos.forward_process import chosen_prediction
 from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE, Row
 
-PROCESSES_OF_UNITS: dict[str, dict[str, Any]] = {  # that has the time of a preset, by the unit of its times
+PROCESS_BY_TIME_UNIT: dict[str, dict[str, Any]] = {  # that has the time of a preset, by the unit of its times
     "t": {"name": "flow"},
     "sigma": {"name": "edm", "sigma_data": 0.5},
     "step": {"name": "discrete", "schedule": "scaled_linear"},
@@ -24,7 +32,7 @@ _ROWS = {row.name: row for row in TABLE}
 _ARGUMENTS = ("process", "schedule", "timesteps")  # of the process, which a preset determines
 
 
-def views_with_presets(arguments: argparse.Namespace, context: dict[str, Any]) -> list[View]:
+def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, Any]) -> list[View]:
     """Return the views of a preset or strategy and of the one that it is compared with; one of them is a preset.
 
     A strategy is shown on the process that has the time of the preset.
@@ -32,21 +40,21 @@ def views_with_presets(arguments: argparse.Namespace, context: dict[str, Any]) -
     Raises:
         ConfigError: a name or an option is not allowed, or two presets have different times.
     """
-    each = [arguments] if arguments.compare is None else [arguments, of_compared(arguments)]
+    each = [arguments] if arguments.compare is None else [arguments, compared_arguments(arguments)]
     presets = {one.strategy: _preset(one) for one in each if is_preset(one.strategy)}
     units = {name: CONVENTIONS[_ROWS[name].convention].time for name in presets}
     if len({*units.values()}) > 1:
-        got = " and ".join(f"{name} in {PROCESSES_OF_UNITS[unit]['name']} time" for name, unit in units.items())
+        got = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
         raise ConfigError(f"--compare: got {got}; allowed: presets in the same time")
     for option in (*_ARGUMENTS, "progress"):
         got = getattr(arguments, option)
         demand(got is None, option, got, f"none: {next(iter(presets))} determines it")
-    process = PROCESSES_OF_UNITS[next(iter(units.values()))]
+    process = PROCESS_BY_TIME_UNIT[next(iter(units.values()))]
     changed = {"process": process["name"], "schedule": process.get("schedule")}
     return [
-        view_of_preset(presets[one.strategy], process, context)
+        build_preset_view(presets[one.strategy], process, context)
         if one.strategy in presets
-        else computed(argparse.Namespace(**{**vars(one), **changed}), context)
+        else build_initial_view(argparse.Namespace(**{**vars(one), **changed}), context)
         for one in each
     ]
 
@@ -58,11 +66,11 @@ def _preset(arguments: argparse.Namespace) -> Any:
         key, equals, text = map(str.strip, setting.partition("="))
         demand(equals, "set", repr(setting), "OPTION=VALUE, such as shift=3")
         demand(key not in options, f"set {key}", "given twice", "once")
-        options[key] = scalar(text, setting)
+        options[key] = parse_scalar(text, setting)
     return kairos_timesteps.preset(arguments.strategy, **options)
 
 
-def view_of_preset(preset: Any, process: dict[str, Any], context: dict[str, Any]) -> View:
+def build_preset_view(preset: Any, process: dict[str, Any], context: dict[str, Any]) -> View:
     """Return the view of a preset.
 
     Args:
@@ -72,10 +80,10 @@ def view_of_preset(preset: Any, process: dict[str, Any], context: dict[str, Any]
     """
     row = _ROWS[preset.name]
     options = dump(PROCESSES.parse(process["name"], but_name(process)))
-    built = process_of(
+    built = build_process_with_warnings(
         {"process": {"name": process["name"], **options}, "prediction": chosen_prediction(process["name"], None)}
     )
-    properties, notes = context_of(preset.sampler, f"preset {preset.name}", context)
+    properties, notes = select_context(preset.sampler, f"preset {preset.name}", context)
     cells = np.arange(built.schedule.timesteps + 1) / built.schedule.timesteps
     unit = CONVENTIONS[row.convention].time
     edges = built.times(cells) if unit == "sigma" else cells
@@ -94,7 +102,7 @@ def view_of_preset(preset: Any, process: dict[str, Any], context: dict[str, Any]
 def _description(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
     """Return the lines that describe a preset: options, formula, time, components of kairos and source."""
     lines = {
-        "options": described(preset.options) or "none",
+        "options": describe_options(preset.options) or "none",
         "formula": preset.help,
         "time": preset.convention,
         "sampler": row.sampler,
