@@ -77,7 +77,7 @@ def test_an_unusable_store_or_repository_is_reported_with_the_remedy(folder, cap
     assert mark == "NO" and "cannot write" in what and "dvc cache dir" in what
     assert found["dvc remote"] == (
         "ok",
-        "none: dvc remote add --local --default NAME PATH_OR_URL names where to share results",
+        "none: dvc remote add --local --default NAME PATH_OR_URL adds one, to share results",
     )
 
 
