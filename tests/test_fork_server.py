@@ -23,11 +23,11 @@ CONTROLLER = """
 import os, sys
 from pathlib import Path
 from kairos.workflow import fork_server
-fork_server.start(Path(sys.argv[1]), 1, ["train", "train"])
-print(os.environ["KAIROS_PRELOADED"], fork_server._held[0].pid, flush=True)
+fork_server.start_server(Path(sys.argv[1]), 1, ["train", "train"])
+print(os.environ["KAIROS_PRELOADED"], fork_server._servers[0].pid, flush=True)
 sys.stdin.read()
 """
-HAND_OVER = "import sys; from kairos.workflow import fork_server; print(fork_server.hand_over(sys.argv[1:]))"
+HAND_OVER = "import sys; from kairos.workflow import fork_server; print(fork_server.run_on_server(sys.argv[1:]))"
 no_server = sys.platform != "linux" or Path("/dev/nvidiactl").exists()
 pytestmark = [
     pytest.mark.long,
@@ -42,7 +42,9 @@ class Run:
         self.folder = folder
         self.latents = make_latents(folder / "data")
         self.config = write_experiment(folder / "x.yaml", experiment(**training))
-        variables = dict.fromkeys(fork_server._THREADS, "1") | dict.fromkeys(fork_server._FOLDERS, tempfile.gettempdir())
+        variables = dict.fromkeys(fork_server._THREAD_VARIABLES, "1") | dict.fromkeys(
+            fork_server._FOLDER_VARIABLES, tempfile.gettempdir()
+        )
         self.alone = {**os.environ, **variables, "PYTHONPATH": f"{source}{os.pathsep}{LIBRARY}"}
         line = [sys.executable, "-P", "-c", CONTROLLER, str(self.config)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -1,19 +1,21 @@
-"""Jobs of a run on this machine as forks of one process, which has imported what they need and computed nothing.
+"""Fork server: the jobs of a run on this machine are forks of one process that has imported their modules.
 
-Interpreter and imports take seconds of CPU time, of a small job most of it. All else stays as it is, to the bit:
+Start-up of the interpreter and imports take seconds of CPU time, most of a small job. The results stay equal to the
+bit. The processes are:
 
-    snakemake               the controller: `start`
+    snakemake               the controller: `start_server`
       ├── the server        `serve`: imports once, then forks
-      │     └── a guardian  `_guard`: hands on what the client is told, tells it how the job has ended
+      │     └── a guardian  `_guard`: forwards signals to the job, and its exit status to the client
       │           └── the job
       └── bash
-            └── kairos ...  the client: `hand_over`; ends as its job does
+            └── kairos ...  the client: `run_on_server`; ends with the job's exit status
 
-The import of diffusers asks for GPUs, which a fork could not use any more: where there is one, there is no server.
+A machine with a GPU has no server: the import of diffusers initialises the GPU, which forks then cannot use. There is
+none on a cluster and outside of Linux either.
 
-A job does not outlive its client; it gets SIGTERM where the controller, the server or its guardian has gone. A command
-that finds no server, or one of another environment, folder, interpreter or source code, runs by itself. On a cluster,
-and outside of Linux, there is none.
+A job does not outlive its client. It gets SIGTERM if the controller, the server or its guardian ends. A command runs in
+its own process if there is no server, or if the server has another environment, working directory, interpreter or
+source code.
 """
 
 import atexit
@@ -32,186 +34,248 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kairos import portable, resource_usage
 from kairos.training.launch import die_with_parent
 
-_OF_TRAININGS = ("train", "sample", "evaluate", "analyse", "measure")
-STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_OF_TRAININGS))
-_VARIABLE = "KAIROS_PRELOADED"  # names the server's socket
+_TRAINING_STAGES = ("train", "sample", "evaluate", "analyse", "measure")
+FORKED_STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_TRAINING_STAGES))
+_SOCKET_VARIABLE = "KAIROS_PRELOADED"  # environment variable with the path of the server's socket
 _SERVER = "from kairos import cli; from kairos.workflow import fork_server; fork_server.serve(cli.main, {}, {!r}, {!r})"
-# what Snakemake sets to a job's number of threads, and to its folder for temporary files
-_NAMES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
-_THREADS = [f"{name}_THREADS" for name in _NAMES]
-_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
-_OF_SHELLS = ("_", "SHLVL", "PWD", "OLDPWD")  # they differ, and no job reads them
+# environment variables that Snakemake sets to a job's number of threads, and to its folder for temporary files
+_THREAD_LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
+_THREAD_VARIABLES = [f"{library}_THREADS" for library in _THREAD_LIBRARIES]
+_FOLDER_VARIABLES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+_SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD")  # differ between processes, and no job reads them
 _SIGNALS = [getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "TSTP", "CONT")]
-_held: list[Any] = []  # the pipe whose end tells the server that the controller has ended
+_MOST_WAITING = 1000  # clients that wait while the server imports
+_REQUEST, _ACCEPTED = b"?", b"!"  # first bytes that a client and a guardian send
+_servers: list[Any] = []  # the server's process; when its standard input closes, the server ends
+
+Request = dict[str, Any]  # a client's command line and the state of its process
 
 
-def start(config: Path, threads: int, stages: Iterable[str]) -> None:
-    """Start the server of a run, where it is of use.
+# ------------------------------------------------------------------------------------------------- in the controller
+
+
+def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
+    """Start the fork server of a run, unless the machine has a GPU or fewer than two jobs would use the server.
 
     Args:
-        config: the frozen experiment.
-        threads: of a job.
-        stages: of every job that the run will start.
+        config: file of the frozen experiment.
+        threads: number of threads of a job.
+        stages: the stage of every job that the run will start.
     """
-    os.environ.pop(_VARIABLE, None)
-    if sys.platform != "linux" or os.path.exists("/dev/nvidiactl") or sum(stage in STAGES for stage in stages) < 2:
+    os.environ.pop(_SOCKET_VARIABLE, None)
+    forked_jobs = sum(stage in FORKED_STAGES for stage in stages)
+    if sys.platform != "linux" or os.path.exists("/dev/nvidiactl") or forked_jobs < 2:
         return
-    folder = tempfile.mkdtemp(prefix="kairos-")  # for this user alone
+    folder = tempfile.mkdtemp(prefix="kairos-")  # only this user can open it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
-        os.close(os.pidfd_open(os.getpid()))  # Linux has it from 5.3 on
+        os.close(os.pidfd_open(os.getpid()))  # raises OSError before Linux 5.3, where guardians could not work
         listener.bind(f"{folder}/socket")
-        listener.listen(1000)  # jobs wait while it imports what they would have to import themselves
-        of_jobs = dict.fromkeys(_THREADS, str(threads)) | dict.fromkeys(_FOLDERS, tempfile.gettempdir())
-        line = [sys.executable, "-P", "-c", _SERVER.format(listener.fileno(), str(config), folder)]
-        # in a group of its own, since what a terminal sends to all processes reaches jobs through their clients
-        streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        others: Any = {"env": os.environ | of_jobs, "pass_fds": [listener.fileno()], "process_group": 0}
-        _held.append(subprocess.Popen(line, **streams, **others))
-        os.environ[_VARIABLE] = f"{folder}/socket"
+        listener.listen(_MOST_WAITING)
+        environment = dict(os.environ)
+        environment |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
+        environment |= dict.fromkeys(_FOLDER_VARIABLES, tempfile.gettempdir())
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-c", _SERVER.format(listener.fileno(), str(config), folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=[listener.fileno()],
+            process_group=0,  # signals of a terminal reach jobs through their clients, not directly
+        )
+        _servers.append(server)
+        os.environ[_SOCKET_VARIABLE] = f"{folder}/socket"
 
 
-def hand_over(argv: list[str]) -> int | None:
-    """Have the server run this command line; returns its exit status, 128 and more where a signal has ended it.
+# ----------------------------------------------------------------------------------------------------- in the client
 
-    None: it has to run here.
+
+def run_on_server(argv: list[str]) -> int | None:
+    """Run a command line in a fork of the server, and forward this process's signals to it.
+
+    Args:
+        argv: arguments of ``kairos``.
+
+    Returns:
+        The job's exit status, or 128 plus the signal that ended the job. None if the command has to run in this
+        process, because there is no server or the server does not accept the command.
     """
-    path, told = os.environ.pop(_VARIABLE, None), b""
+    path = os.environ.pop(_SOCKET_VARIABLE, None)
     if path is None or sys.stdin is None:
         return None
     ignored = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
-    asked = {
-        "conditions": _conditions(),
+    request: Request = {
+        "conditions": _process_conditions(),
         "sys": [sys.argv, sys.path],
-        "clock": resource_usage.usage_so_far(),
+        "usage": resource_usage.usage_so_far(),
         "ignored": ignored,
+        "argv": argv,
     }
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.connect(path)
-            socket.send_fds(server, [b"?"], [0, 1, 2])
-            server.sendall(json.dumps({**asked, "argv": argv}).encode() + b"\n")
+            socket.send_fds(server, [_REQUEST], [0, 1, 2])
+            server.sendall(json.dumps(request).encode() + b"\n")
             if not server.recv(1):
                 return None
         except OSError:
             return None
 
-        def hand_on(number: int, frame: object) -> None:
+        def forward(number: int, frame: object) -> None:
             with suppress(OSError):
                 server.send(bytes([number]))
             if number == signal.SIGTSTP:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
         for number in set(_SIGNALS) - set(ignored):
-            signal.signal(number, hand_on)
+            signal.signal(number, forward)
+        answer = b""
         with suppress(OSError):
-            told = server.recv(4)
-    status = int.from_bytes(told, "big", signed=True) if told else -signal.SIGKILL  # it was the guardian's end
+            answer = server.recv(4)
+    # without an answer the guardian was killed
+    status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
     return status if status >= 0 else 128 - status
 
 
-def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: str) -> None:
-    """Import what the jobs of an experiment need, and fork for each that asks until the controller has ended.
+# ----------------------------------------------------------------------------------------------------- in the server
+
+
+def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: str) -> NoReturn:
+    """Import what the jobs of an experiment need, and fork a job for each client until the controller has ended.
 
     Args:
-        main: runs a command line and returns its exit status.
-        listener: number of the file that is the listening socket.
-        config: the frozen experiment.
-        folder: of the socket.
+        main: function that runs a command line and returns its exit status.
+        listener: file descriptor of the listening socket.
+        config: file of the frozen experiment.
+        folder: folder of the socket, which the server deletes at its end.
     """
     gc.disable()
     if portable.asked(Namespace(config=config)):
         portable.hold()
-    conditions = _conditions()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a job's first ones wait until it can take them
-    # a fork could use no GPU, and would lack other threads
-    refused = _import(config) or len(os.listdir("/proc/self/task")) > 1
-    known = _sources()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guardians end unheard
+    conditions = _process_conditions()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a job's first signals wait until its handlers are set
+    _import_modules(config)
+    # a fork could not use a GPU that is initialised, and would lack other threads
+    can_fork = not sys.modules["torch"].cuda.is_available() and len(os.listdir("/proc/self/task")) == 1
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended guardians are removed without a wait
     with socket.socket(fileno=listener) as clients:
-        while not refused and 0 not in select.select([0, listener], [], [])[0]:
-            with suppress(OSError, ValueError), clients.accept()[0] as client:
-                files = socket.recv_fds(client, 1, 3)[1]
-                try:
-                    asked = json.loads(client.makefile(encoding="utf-8").readline())
-                    if asked["conditions"] == conditions and known.items() <= _sources().items() and not os.fork():
-                        _guard(client)
-                        for number, file in enumerate(files):
-                            os.dup2(file, number)
-                        break
-                finally:  # what others hold open would keep a `tee` from ending
-                    for file in files:
-                        os.close(file)
-        else:
+        request = _fork_jobs(clients, conditions) if can_fork else None
+        if request is None:
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(0)
+    _run_job(main, request)
+
+
+def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
+    """Accept clients, and fork a guardian and a job for each acceptable request.
+
+    Args:
+        clients: the listening socket.
+        conditions: state of this process that a client must have in common with it.
+
+    Returns:
+        The request, in the process of its job. None in the server when the controller has ended.
+    """
+    sources = _source_times()
+    controller = 0  # standard input is a pipe from the controller
+    while controller not in select.select([controller, clients.fileno()], [], [])[0]:
+        with suppress(OSError, ValueError), clients.accept()[0] as client:
+            streams = socket.recv_fds(client, 1, 3)[1]
+            try:
+                request: Request = json.loads(client.makefile(encoding="utf-8").readline())
+                unchanged = sources.items() <= _source_times().items()
+                if request["conditions"] == conditions and unchanged and os.fork() == 0:
+                    _guard(client)
+                    for number, stream in enumerate(streams):
+                        os.dup2(stream, number)
+                    return request
+            finally:  # a stream that stays open would keep its reader, such as `tee`, from ending
+                for stream in streams:
+                    os.close(stream)
+    return None
+
+
+def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
+    """Run a client's command line in this process, with the client's arguments, paths and ignored signals."""
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-    sys.argv, sys.path[:] = asked["sys"]
-    resource_usage.inherited.update(asked["clock"])
+    sys.argv, sys.path[:] = request["sys"]
+    resource_usage.inherited.update(request["usage"])
     for number in _SIGNALS:
-        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else usual)
+        if number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        else:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    sys.exit(main(asked["argv"]))
+    sys.exit(main(request["argv"]))
 
 
 def _guard(client: socket.socket) -> None:
-    """Fork the job and stay until it has ended; returns in the job."""
+    """Fork the job; return in the job, and in this process stay until the job has ended, then exit.
+
+    This process, the guardian, forwards signals from the client to the job, and sends the job's exit status.
+    """
     die_with_parent(signal.SIGKILL)
     guardian = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with suppress(OSError):
-        if not (job := os.fork()):
+        job = os.fork()
+        if job == 0:
             die_with_parent(signal.SIGTERM)
             if os.getppid() == guardian:
                 return
-            os._exit(1)  # it is gone already
-        ended = os.pidfd_open(job)
-        client.sendall(b"!")
-        while ended not in select.select([client.fileno(), ended], [], [])[0]:
-            os.kill(job, (client.recv(1) or b"\x09")[0])  # SIGKILL for one that tells of nothing, as it has got
-        client.sendall(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]).to_bytes(4, "big", signed=True))
+            os._exit(1)  # the guardian ended before the job could ask for a signal at its end
+        job_end = os.pidfd_open(job)
+        client.sendall(_ACCEPTED)
+        while job_end not in select.select([client.fileno(), job_end], [], [])[0]:
+            message = client.recv(1)
+            # a client that has ended without a signal for the job was killed
+            os.kill(job, message[0] if message else signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+        client.sendall(status.to_bytes(4, "big", signed=True))
     os._exit(0)
 
 
-def _import(config: str) -> bool:
-    """Import what an experiment's stages need, of ours and torch's; other code might compute.
+def _import_modules(config: str) -> None:
+    """Import the modules of kairos and torch that an experiment's stages need; other modules could compute something.
 
-    Returns whether a GPU is here.
+    The time of the imports is recorded in ``timing/preload.json``.
     """
     from kairos.config import load
     from kairos.workflow.dependencies import TRAINING_STAGES, find_dependencies, shared_stages
 
     plain = load(config).plain()
-    stages = STAGES.intersection((*shared_stages(plain), *TRAINING_STAGES))
-    roots = {
-        root
-        for stage in stages
-        for method in plain["methods"]
-        for root in find_dependencies(stage, plain, method).modules
-    }
-    roots |= {"torch._dynamo", "kairos.training.run", "kairos.staging", "kairos.tracking.live"}
-    roots |= {"kairos.autoencoders.train"} if plain["autoencoder"]["kind"] != "none" else set()
-    for module in sorted(root for root in roots if root.startswith(("torch.", "kairos.", "kairos_timesteps."))):
-        importlib.import_module(module.partition(":")[0])
+    names = {"torch._dynamo", "kairos.training.run", "kairos.staging", "kairos.tracking.live"}
+    if plain["autoencoder"]["kind"] != "none":
+        names.add("kairos.autoencoders.train")
+    for stage in FORKED_STAGES.intersection((*shared_stages(plain), *TRAINING_STAGES)):
+        for method in plain["methods"]:
+            names.update(find_dependencies(stage, plain, method).modules)
+    for name in sorted(names):
+        if name.startswith(("torch.", "kairos.", "kairos_timesteps.")):
+            importlib.import_module(name.partition(":")[0])
     resource_usage.write_record(Path("results", plain["experiment"], "timing", "preload.json"), "preload")
-    return bool(sys.modules["torch"].cuda.is_available())
 
 
-def _conditions() -> list[Any]:
-    """Return the state of this process that a command and the server must have in common."""
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_SHELLS}
-    os.umask(umask := os.umask(0))
+def _process_conditions() -> list[Any]:
+    """Return the state of this process that a client and the server must have in common.
+
+    The state consists of interpreter, import path, environment, working directory, umask and blocked signals.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _SHELL_VARIABLES}
+    umask = os.umask(0)  # can only be read by setting it
+    os.umask(umask)
     blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-    return [sys.prefix, sys.path[not sys.flags.safe_path :], environment, os.getcwd(), umask, blocked]
+    first_path = 0 if sys.flags.safe_path else 1  # else sys.path begins with the script's folder
+    return [sys.prefix, sys.path[first_path:], environment, os.getcwd(), umask, blocked]
 
 
-def _sources() -> dict[str, int]:
-    """Return the modification time of the file of every imported module."""
+def _source_times() -> dict[str, int]:
+    """Return the modification time of the file of every imported module, in nanoseconds."""
     specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
     return {spec.origin: os.stat(spec.origin).st_mtime_ns for spec in specs if spec and spec.has_location}
