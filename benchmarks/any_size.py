@@ -1,10 +1,10 @@
-"""Time and peak memory of every stage for 10,000 and for 50,000 images, each stage a process of its own.
+"""Measure time and peak memory of every stage for 10,000 and for 50,000 images, each stage in a process of its own.
 
     python benchmarks/any_size.py --data data/cifar10/train-00000-of-00001.parquet --out benchmarks/results/any_size.csv
 
-As many images are prepared, encoded, compared with and drawn; no image is held out, and all are the reference. The
-networks are small and hardly trained: they decide the time, not how memory grows. The table's last column is the larger
-peak over the smaller one.
+All images are prepared, encoded and part of the reference; none is held out. The number of samples is the number of
+images. The networks are small and hardly trained, which changes the time but not the growth of memory. The last column
+of the table is the peak memory for 50,000 images over the peak memory for 10,000.
 """
 
 import argparse
@@ -24,7 +24,7 @@ STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train",
 
 
 def experiment(size: int, metrics: list[str]) -> dict:
-    """An experiment on `size` images, all of them the reference, and as many samples."""
+    """Return an experiment on `size` images, all of them in the reference, with `size` samples."""
     return {
         "experiment": "size",
         "dataset": {"source": "parquet", "path": "images.parquet", "heldout": 0},
@@ -44,7 +44,7 @@ def experiment(size: int, metrics: list[str]) -> dict:
 
 
 def run(folder: Path, size: int) -> dict[str, dict]:
-    """The record of every stage's time and memory."""
+    """Run every stage of the experiment in a folder; return the record of time and memory by stage."""
     shared = ["--config", folder / "x.yaml", "--dataset", "dataset"]
     parts = {name: [f"--{name}", name] for name in ("autoencoder", "latents", "extractor")}
     milestone = ["--milestone", "u/seed0/milestones/0000050"]

@@ -31,7 +31,7 @@ CONTEXT = {"tokens": 300, "group": 0, "progress": 0.3}
 
 
 def digest(value) -> str:
-    """The first 16 digits of a SHA-256 of arrays, tensors and plain values, nested or not."""
+    """Return the first 16 digits of a SHA-256 of arrays, tensors and plain values, nested or not."""
     hashed = hashlib.sha256()
 
     def add(item):
@@ -54,12 +54,12 @@ def digest(value) -> str:
 
 
 def strategies() -> dict[str, list[str]]:
-    """Names of samplers, weightings and couplings."""
+    """Return the names of samplers, weightings and couplings."""
     return {kind: library.names(kind) for kind in ("sampler", "weighting", "coupling")}
 
 
 def trained(name: str, process: str, **options) -> list:
-    """Draws, losses and state of three steps of a strategy around a small network."""
+    """Train a small network for three steps with a strategy; return draws, losses and state of each step."""
     strategy = library.Strategy(name, process, seed=3, **options)
     torch.manual_seed(0)
     network = torch.nn.Conv2d(2, 2, 3, padding=1)
@@ -105,14 +105,14 @@ def of_library() -> dict[str, str]:
                 hashes[key] = type(error).__name__
     for name in library.names("preset"):
         preset = library.preset(name)
-        drawn = preset.sample(100, seed=1, tokens=1024, frames=1)
-        middle = drawn.clip(0.01, 0.99)
-        hashes[f"preset {name}"] = digest([drawn, preset.weights(middle)])
+        timesteps = preset.sample(100, seed=1, tokens=1024, frames=1)
+        middle = timesteps.clip(0.01, 0.99)
+        hashes[f"preset {name}"] = digest([timesteps, preset.weights(middle)])
     return hashes
 
 
 def of_results(results: Path) -> dict[str, str]:
-    """Component hashes, sample arrays and distances of a finished experiment."""
+    """Return component hashes, sample arrays and distances of a finished experiment."""
     from kairos.cli.verify import run
 
     hashes = {}
@@ -134,7 +134,7 @@ def of_results(results: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Record or compare."""
+    """Record the hashes, or compare them with a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)

@@ -1,12 +1,16 @@
-"""How the controller's time grows with the number of planned jobs: reading the Snakefile, and planning.
+"""Measure how the controller's time for reading the Snakefile and planning grows with the number of planned jobs.
 
     python benchmarks/controller.py --out benchmarks/results/controller.csv
 
-For each size an experiment of methods x 5 seeds (3 jobs per training, 7 besides) in a folder of its own: CPU seconds
-(user and system, which other load hardly changes) of `snakemake --list-rules` (start and reading), of a dry run with
-everything to do, and of one with everything done, as when a controller is started again: its ledger comes from
-`snakemake --touch`, whose time is that of the books of all jobs. Columns `per job` are what a job costs beyond the
-smallest experiment, in milliseconds; a ratio of them near 1 from one size to the next is linear growth.
+An experiment of each size has `methods` methods with 5 seeds: 3 jobs per training run, and 7 other jobs. It runs in a
+folder of its own. Times are CPU seconds (user and system), which other load hardly changes.
+
+Columns:
+    read: `snakemake --list-rules`, which starts Snakemake and reads the Snakefile.
+    plan: dry run with all jobs to do.
+    books: `snakemake --touch`, which writes the metadata of all jobs.
+    plan, all done: dry run with all jobs done, as in a controller that is started again.
+    per job: cost of a job beyond the smallest experiment, in milliseconds. The growth is linear if it stays equal.
 """
 
 import argparse
@@ -49,7 +53,7 @@ def main() -> None:
 
 
 def measure(methods: int, seeds: int) -> dict[str, str]:
-    """CPU seconds of every run for an experiment of this size."""
+    """Return the CPU seconds of every run for an experiment with a number of methods and seeds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("Snakefile", "workflow", "profiles", "src", "library", "envs"):
@@ -64,14 +68,14 @@ def measure(methods: int, seeds: int) -> dict[str, str]:
 
 
 def experiment(methods: int, seeds: int) -> str:
-    """An experiment file with so many methods, all different."""
+    """Return an experiment file with a number of methods, all different, and a number of seeds."""
     lines = [f"  m{number}: {{sampler: {{name: adaptive, entropy: 0.{number + 1}}}}}" for number in range(methods)]
     head = f"experiment: x\nseeds: {list(range(seeds))}\ndataset: {{source: digits}}\n"
     return head + "training: {milestones: [100, 200, 300]}\nmethods:\n" + "\n".join(lines) + "\n"
 
 
 def make_outputs(folder: Path) -> None:
-    """Files of every name that the experiment's jobs make."""
+    """Write a placeholder for every output of the experiment's jobs."""
     listed = subprocess.run(command(["--summary"]), cwd=folder, env=environment(), capture_output=True, text=True)
     for line in listed.stdout.splitlines()[1:]:
         path = folder / line.split("\t")[0]
@@ -83,17 +87,17 @@ def make_outputs(folder: Path) -> None:
 
 
 def command(options: list[str]) -> list[str]:
-    """A call of Snakemake in the folder of an experiment."""
+    """Return the command line of Snakemake for the experiment in the working directory."""
     return [sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", "x.yaml", *options]
 
 
 def environment() -> dict[str, str]:
-    """Without what a surrounding controller may have left."""
+    """Return the environment without the variable that a surrounding controller sets."""
     return {name: value for name, value in os.environ.items() if name != "KAIROS_EXPERIMENT"}
 
 
 def cpu_seconds(folder: Path, options: list[str]) -> float:
-    """User and system time of a call of Snakemake and all that it starts."""
+    """Return user and system time of a call of Snakemake and of its child processes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command(options), cwd=folder, env=environment(), check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

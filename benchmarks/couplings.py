@@ -57,12 +57,12 @@ def main() -> None:
     x0 = (0.5 * smooth / smooth.square().mean().sqrt()).to(device)
     times: dict[str, list[float]] = {name: [] for name in (*COUPLINGS, "step")}
     distance, square = dict.fromkeys(COUPLINGS, 0.0), dict.fromkeys(COUPLINGS, 0.0)
-    for turn in range(arguments.rounds + 1):
-        drawn = Stream(0, "noise").normal(turn, range(len(x0)), shape, device)
+    for round_number in range(arguments.rounds + 1):
+        independent_noise = Stream(0, "noise").normal(round_number, range(len(x0)), shape, device)
         for name, strategy in strategies.items():
-            strategy.step = turn
+            strategy.step = round_number
             draw = strategy.draw(x0)
-            took, noise = timed(device, lambda: strategy.couple(draw, drawn))  # noqa: B023
+            took, noise = timed(device, lambda: strategy.couple(draw, independent_noise))  # noqa: B023
             times[name].append(took)
             distance[name] += (x0 - noise).square().mean().item() / (arguments.rounds + 1)
             square[name] += noise.square().mean().item() / (arguments.rounds + 1)
@@ -74,7 +74,8 @@ def main() -> None:
             optimizer.step()
 
         times["step"].append(timed(device, step)[0])
-    median = {name: statistics.median(found[1:]) for name, found in times.items()}  # not what happens once
+    # the first round includes what happens only once
+    median = {name: statistics.median(milliseconds[1:]) for name, milliseconds in times.items()}
     size = sum(parameter.numel() for parameter in network.parameters())
     how = (
         f"median of {arguments.rounds} turns, batch {arguments.batch} of 3x32x32, step: DiT of {size / 1e6:.1f} M "

@@ -1,21 +1,24 @@
-"""How much signal each way of choosing timesteps has, and what it costs, in a real training on real images.
+"""Measure signal and cost of each estimator of the benefit of timesteps, in a training run on real images.
 
     python benchmarks/credit.py --out benchmarks/results/credit.csv
 
-A small DiT is trained under uniform timesteps, and held still at several moments. There every way is measured many
-times on fresh batches, and the data of each measurement are split in two halves. `correlation` is that of the two
-halves' estimates, each accumulated over n measurements: sum A·B / sqrt(sum A·A  sum B·B) over groups of n, after
-subtracting the mean over t from estimates by bins of t, whose level moves no density. With signal S and noise N per
-component in one measurement (both halves) it is n S/(n S + 2 N), so from it follows how many measurements, and at what
-cost, give an estimate that correlates 0.5 with its repetition: `forwards_for_half`. Costs are forward passes of a batch
-through the network beyond the training's own step (a backward pass counts two); a training step is 3.
+A small DiT is trained with uniform timesteps, and is frozen at several steps. Every estimator is measured there many
+times on new batches. The data of each measurement are split into two halves.
 
-A high correlation says that the way measures something that is there, not that a density made from it trains better:
-the root mean squares of losses and gradients estimate noise, the others what a step at t does to the target, and
-`with_first_order` and `with_regression` are how those agree, over bins and from all measurements, with the first-order
-inner product and with the regression of the plain loss; the noise of both makes agreement less than it is.
+`correlation` compares the estimates A and B of the two halves, each accumulated over n measurements: it is
+sum A·B / sqrt(sum A·A  sum B·B) over groups of n. Estimates by bins of t are centred over t, because their level moves
+no density. With signal S and noise N per component in one measurement (both halves), the correlation is
+n S/(n S + 2 N). This gives the number of measurements, and so their cost, until an estimate correlates 0.5 with its
+repetition: `forwards_for_half`. Costs are forward passes of a batch through the network beyond those of the training
+step. A backward pass counts two, a training step 3.
 
---config takes an experiment of yours instead of the digits, whose latents must have been made (kairos encode).
+A high correlation shows that an estimator measures something that exists, not that a density made from it trains
+better. The root mean squares of losses and gradients estimate noise. The other estimators estimate what a step at t
+does to the target. `with_first_order` and `with_regression` are their correlations, over bins and from all
+measurements, with the first-order inner product and with the regression of the plain loss. The noise of both lowers
+these correlations.
+
+--config replaces the digits by another experiment, whose latents must exist (kairos encode).
 """
 
 import argparse
@@ -45,7 +48,7 @@ TRUTHS = {"with_first_order": "first order", "with_regression": "regression, los
 
 
 def digits(folder: Path, schedule: str) -> tuple[dict[str, Any], Path]:
-    """An experiment on scikit-learn's digits as 4x4x4 latents, and the latents' folder."""
+    """Return an experiment on scikit-learn's digits as 4x4x4 latents, and the folder of the latents."""
     from training_case import experiment, make_latents
 
     plain = experiment(
@@ -67,9 +70,9 @@ def configured(path: Path, schedule: str) -> tuple[dict[str, Any], Path]:
     return plain, Path("results") / experiment.experiment / "latents"
 
 
-def split_half(way: Way, n: int, chosen: Array) -> float:
-    """Correlation of the two halves' estimates over groups of n of the chosen measurements."""
-    groups = np.array_split(chosen, max(1, round(len(chosen) / n)))
+def split_half(way: Way, n: int, measurements: Array) -> float:
+    """Return the correlation of the two halves' estimates over groups of n of the given measurements."""
+    groups = np.array_split(measurements, max(1, round(len(measurements) / n)))
     estimates = np.array([way.estimate(group) for group in groups])  # (groups, 2, components)
     if way.profile:
         estimates = estimates - estimates.mean(-1, keepdims=True)
@@ -79,7 +82,7 @@ def split_half(way: Way, n: int, chosen: Array) -> float:
 
 
 def with_error(way: Way, n: int) -> tuple[float, float]:
-    """The correlation and its standard error, by a jackknife over blocks of measurements."""
+    """Return the correlation and its standard error, by a jackknife over blocks of measurements."""
     every = np.arange(way.count)
     blocks = min(BLOCKS, way.count)
     left_out = [split_half(way, n, every[every % blocks != block]) for block in range(blocks)]
@@ -87,7 +90,7 @@ def with_error(way: Way, n: int) -> tuple[float, float]:
 
 
 def rows_of(moment: Moment, schedule: str, count: int) -> list[dict[str, Any]]:
-    """All ways at one moment of a training, for several n."""
+    """Return the table rows of all estimators at one step of a training run, for several n."""
     rows, profiles, comparable = [], {}, {}
     for way in ways(moment, count):
         if way.profile and "rms" not in way.name:
@@ -115,13 +118,13 @@ def rows_of(moment: Moment, schedule: str, count: int) -> list[dict[str, Any]]:
 
 
 def summaries(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over the moments of each schedule, with the cost of a correlation of 0.5."""
-    found = []
+    """Return means over the steps of each schedule, with the cost of a correlation of 0.5."""
+    means = []
     for key in dict.fromkeys((row["schedule"], row["way"], row["n"]) for row in rows):
         group = [row for row in rows if (row["schedule"], row["way"], row["n"]) == key]
         value = float(np.mean([row["correlation"] for row in group]))
         error = float(np.sqrt(np.sum([row["standard_error"] ** 2 for row in group])) / len(group))
-        found.append(
+        means.append(
             {
                 "schedule": key[0], "step": "mean", "way": key[1], "n": key[2],
                 "correlation": value, "standard_error": error,
@@ -129,17 +132,17 @@ def summaries(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 **{name: float(np.mean([r[name] for r in group])) if group[0][name] != "" else "" for name in TRUTHS},
             }
         )  # fmt: skip
-    for row in found:
-        same = [r for r in found if (r["schedule"], r["way"]) == (row["schedule"], row["way"])]
+    for row in means:
+        same = [r for r in means if (r["schedule"], r["way"]) == (row["schedule"], row["way"])]
         row["forwards_for_half"] = cost_of_half(same) if row is same[-1] else ""
-    return found
+    return means
 
 
 def cost_of_half(rows: list[dict[str, Any]]) -> str:
-    """Forward passes until an estimate correlates 0.5 with its repetition, from the n whose correlation says most.
+    """Return the forward passes until an estimate correlates 0.5 with its repetition, from the most informative n.
 
     Two halves of n measurements with correlation r have n S/2 N = r/(1 - r), so whole ones need n (1 - r)/(2 r). A
-    correlation under two standard errors gives a lower bound, from two standard errors above it.
+    correlation below two standard errors gives a lower bound, computed from two standard errors above it.
     """
     if not rows[0]["forwards_per_measurement"]:
         return "0"
@@ -154,7 +157,7 @@ def cost_of_half(rows: list[dict[str, Any]]) -> str:
 
 
 def write(path: Path, how: str, rows: list[dict[str, Any]]) -> None:
-    """A CSV with a line that says how it was made."""
+    """Write rows as CSV, with a first line that contains the command and the setting."""
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -194,8 +197,8 @@ def main() -> None:
                     pass
                 moment = Moment(training)
                 rows += rows_of(moment, schedule, arguments.measurements)
-                found = agreement(feature_vectors(moment, steps), min(20, steps // 3), 3, 1 / moment.size)
-                features += [{"schedule": schedule, "step": until, **row} for row in found]
+                agreement_rows = agreement(feature_vectors(moment, steps), min(20, steps // 3), 3, 1 / moment.size)
+                features += [{"schedule": schedule, "step": until, **row} for row in agreement_rows]
                 print(f"{schedule}, step {until}: {time.perf_counter() - begun:.0f} s", flush=True)
     means = summaries(rows)
     for schedule in arguments.schedules:
@@ -203,9 +206,9 @@ def main() -> None:
         header = f"{'way':<50} {'cost':>5} {'n = 1':>14} {'n = 10':>14} {'all (n)':>20}"
         print(f"{header} {'for 0.5':>7} {'1st':>5} {'regr':>5}")
         for name in dict.fromkeys(row["way"] for row in means):
-            mine = [row for row in means if (row["schedule"], row["way"]) == (schedule, name)]
-            last = mine[-1]
-            cells = {r["n"]: f"{r['correlation']:.3f} ± {r['standard_error']:.3f}" for r in mine}
+            matching = [row for row in means if (row["schedule"], row["way"]) == (schedule, name)]
+            last = matching[-1]
+            cells = {r["n"]: f"{r['correlation']:.3f} ± {r['standard_error']:.3f}" for r in matching}
             every = f"{cells[last['n']]} ({last['n']})" if last["n"] > 10 else ""
             agree = [f"{last[truth]:.2f}" if last[truth] != "" else "" for truth in TRUTHS]
             print(
@@ -214,9 +217,9 @@ def main() -> None:
             )
         print(f"{'features':<50} {'cost':>5} {'Delta, one':>12} {'Delta, batch':>13} {'S apart':>8} {'S predicts':>11}")
         for name in dict.fromkeys(row["features"] for row in features):
-            mine = [row for row in features if (row["schedule"], row["features"]) == (schedule, name)]
+            matching = [row for row in features if (row["schedule"], row["features"]) == (schedule, name)]
             cells = [
-                f"{np.mean([row[column] for row in mine]):.2f}" if mine[0][column] != "" else ""
+                f"{np.mean([row[column] for row in matching]):.2f}" if matching[0][column] != "" else ""
                 for column in ("forwards", "delta_with_one_image", "delta_with_batch", "distance_of_S", "S_predicts")
             ]
             print(f"{name:<50} {cells[0]:>5} {cells[1]:>12} {cells[2]:>13} {cells[3]:>8} {cells[4]:>11}")

@@ -33,7 +33,7 @@ def feature_vectors(moment: Moment, count: int) -> dict[str, tuple[Array, Array]
     for name, (wanted, images, draw) in FEATURES.items():
         number = min(wanted or timesteps, timesteps)
         sets[name] = (((np.arange(number) + 0.5) * timesteps / number).astype(np.int64), images, draw)
-    found: dict[str, list[Array]] = {name: [] for name in sets}
+    vectors: dict[str, list[Array]] = {name: [] for name in sets}
 
     def look(observation: Observation) -> dict[str, Tensor]:
         looks = {}
@@ -52,8 +52,8 @@ def feature_vectors(moment: Moment, count: int) -> dict[str, tuple[Array, Array]
         after = look(observation)
         moment.restore()
         for name in sets:
-            found[name].append((before[name] - after[name]).numpy())
-    return {name: (sets[name][0], np.array(rows)) for name, rows in found.items()}
+            vectors[name].append((before[name] - after[name]).numpy())
+    return {name: (sets[name][0], np.array(rows)) for name, rows in vectors.items()}
 
 
 def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int, share: float) -> list[dict[str, Any]]:
@@ -86,24 +86,28 @@ def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int
         t, rows = vectors[name]
         return t[select_timesteps(torch.from_numpy(rows[part]), selected).numpy()]
 
-    def predicts(chosen: Array, part: Array) -> float:
+    def predicts(selected_timesteps: Array, part: Array) -> float:
         rest = np.setdiff1d(np.arange(count), part)
-        return correlation(other[rest][:, np.searchsorted(timesteps, chosen)].mean(1), delta[names[2]][rest])
+        return correlation(
+            other[rest][:, np.searchsorted(timesteps, selected_timesteps)].mean(1), delta[names[2]][rest]
+        )
 
     rows = []
     anything = [np.sort(random.choice(timesteps, selected, replace=False)) for _ in range(20 * len(parts))]
     for name in [*names, "S at random"]:
         known = name in vectors
-        chosen = [pick(name, part) for part in parts] if known else anything
+        selected_timesteps = [pick(name, part) for part in parts] if known else anything
         full = [pick(names[0], part) for part in parts] * (1 if known else 20)
-        scores = [predicts(s, part) for s, part in zip(chosen, parts * (1 if known else 20), strict=True)]
+        scores = [predicts(s, part) for s, part in zip(selected_timesteps, parts * (1 if known else 20), strict=True)]
         rows.append(
             {
                 "features": name,
                 "forwards": 2 * len(vectors[name][0]) * share if known else "",
                 "delta_with_one_image": correlation(delta[name], delta[names[0]]) if known else "",
                 "delta_with_batch": correlation(delta[name], delta[names[2]]) if known else "",
-                "distance_of_S": float(np.mean([np.abs(s - f).mean() for s, f in zip(chosen, full, strict=True)]))
+                "distance_of_S": float(
+                    np.mean([np.abs(s - f).mean() for s, f in zip(selected_timesteps, full, strict=True)])
+                )
                 / len(timesteps),
                 "S_predicts": float(np.mean(scores)),
             }

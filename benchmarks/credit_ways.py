@@ -162,7 +162,7 @@ def ratio(table: Array) -> Array:
 
 def mean_of(values: Array) -> Callable[[Array], Array]:
     """Return the estimator that averages measured vectors (count, 2, components) over the selected measurements."""
-    return lambda chosen: values[chosen].mean(0)
+    return lambda selected: values[selected].mean(0)
 
 
 def published(moment: Moment, name: str, count: int) -> list[Way]:
@@ -209,7 +209,7 @@ def published(moment: Moment, name: str, count: int) -> list[Way]:
             Way(f"{name}: policy gradient{part}", cost, count, mean_of(np.array(values, np.float64)), profile=False)
             for part, values in gradients.items()
         ),
-        Way(f"{name}: reward by bins", cost, count, lambda chosen: ratio(table[chosen].sum(0))),
+        Way(f"{name}: reward by bins", cost, count, lambda selected: ratio(table[selected].sum(0))),
     ]
 
 
@@ -222,25 +222,25 @@ def second_moment_of_loss(moment: Moment, count: int) -> Way:
             squares = moment.losses(number, fractions).double().cpu().numpy() ** 2
         tables.append([sums_by_bin(*part) for part in zip(halves(bins_of(fractions)), halves(squares))])
     table = np.array(tables)
-    return Way("loss rms", 0.0, count, lambda chosen: np.sqrt(ratio(table[chosen].sum(0))))
+    return Way("loss rms", 0.0, count, lambda selected: np.sqrt(ratio(table[selected].sum(0))))
 
 
 def of_gradients(moment: Moment, name: str, options: dict[str, Any], count: int) -> Way:
     """Measure `gradient_norm` or `first_order` as the samplers do, on each half of the images of a batch."""
     half = moment.size // 2
-    chosen = {"bins": BINS, "samples": max(2, half // BINS), **options}
-    sampler: Any = SAMPLERS.build(name, chosen, moment.schedule)
+    settings = {"bins": BINS, "samples": max(2, half // BINS), **options}
+    sampler: Any = SAMPLERS.build(name, settings, moment.schedule)
     values = np.zeros((count, 2, BINS))
     for number in range(count):
         x0, conditions = moment.batch(number)
         for k, part in enumerate((slice(0, half), slice(half, 2 * half))):
-            chosen = {key: value[part] for key, value in conditions.items()}
-            values[number, k] = sampler.measure(moment.observation(x0[part], chosen, 2 * number + k))
+            half_conditions = {key: value[part] for key, value in conditions.items()}
+            values[number, k] = sampler.measure(moment.observation(x0[part], half_conditions, 2 * number + k))
     samples = BINS * max(2, half // BINS) * 2
     if name == "first_order":
         return Way("first order", 3 * 2 * samples / moment.size, count, mean_of(values))
     label = f"gradient rms, {sampler.options.norm}"
-    return Way(label, 3 * samples / moment.size, count, lambda chosen: np.sqrt(values[chosen].mean(0)))
+    return Way(label, 3 * samples / moment.size, count, lambda selected: np.sqrt(values[selected].mean(0)))
 
 
 def regressions(moment: Moment, count: int) -> list[Way]:
@@ -253,7 +253,9 @@ def regressions(moment: Moment, count: int) -> list[Way]:
             fallen[number, half] = moment.reduction(2 * number + half, fractions)
 
     def estimate(target: int) -> Callable[[Array], Array]:
-        return lambda chosen: np.stack([ridge(histograms[chosen, h], fallen[chosen, h, target]) for h in range(2)])
+        return lambda selected: np.stack(
+            [ridge(histograms[selected, h], fallen[selected, h, target]) for h in range(2)]
+        )
 
     cost = 2 * 2 * TARGET / moment.size
     return [
@@ -278,8 +280,8 @@ def antithetic(moment: Moment, count: int) -> list[Way]:
             fallen = []
             for k, sign in enumerate((1, -1)):
                 density = (1 + sign * PERTURBATION * xi) / BINS
-                chosen = random.choice(BINS, moment.size, p=density / density.sum())
-                fractions = torch.from_numpy((chosen + random.random(moment.size)) / BINS)
+                bins = random.choice(BINS, moment.size, p=density / density.sum())
+                fractions = torch.from_numpy((bins + random.random(moment.size)) / BINS)
                 fallen.append(moment.reduction(4 * number + 2 * half + k, fractions))
             values[number, half] = (fallen[0] - fallen[1])[:, None] * xi / (2 * PERTURBATION)
     cost = 4 * 2 * TARGET / moment.size

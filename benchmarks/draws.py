@@ -32,12 +32,12 @@ def microseconds(name: str) -> tuple[list[float], list[float]]:
     for _ in range(32 + STEPS):
         begun = time.perf_counter()
         draw = strategy.draw(x0)
-        drawn = time.perf_counter()
+        end_of_draw = time.perf_counter()
         strategy.weighted(draw, losses)
         learning = time.perf_counter()
         with strategy.observe(draw):
             pass
-        draws.append(1e6 * (drawn - begun))
+        draws.append(1e6 * (end_of_draw - begun))
         observed.append(1e6 * (time.perf_counter() - learning))
     return draws[32:], observed[32:]
 

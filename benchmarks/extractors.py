@@ -58,10 +58,10 @@ Train = Callable[[Any, PreparedDataset, Path], dict[str, Any]]
 
 
 def load(folder: Path, name: str, train: int, heldout: int) -> PreparedDataset:
-    """A data set of that many images, chosen at random, as stage prepare would give it."""
+    """Return a data set of randomly selected images in the form that stage prepare gives."""
     table = pq.read_table(folder / FILES[name])
-    chosen = Stream(0, "benchmark images").permutation(len(table))[: train + heldout].numpy()
-    table = table.take(chosen)
+    rows = Stream(0, "benchmark images").permutation(len(table))[: train + heldout].numpy()
+    table = table.take(rows)
     column = next(column for column in table.column_names if column != "label")
     images = np.stack([np.asarray(Image.open(io.BytesIO(cell["bytes"]))) for cell in table[column].to_pylist()])
     if images.ndim == 3:
@@ -72,15 +72,15 @@ def load(folder: Path, name: str, train: int, heldout: int) -> PreparedDataset:
 
 
 def damaged(images: np.ndarray) -> dict[str, np.ndarray]:
-    """Blurred and noisy images by kind and strength, uint8; the noise is the same, but for its strength."""
+    """Return blurred and noisy images by kind and strength, uint8; all noisy images have one noise, scaled."""
     pixels, noise = images.astype(np.float64), np.random.default_rng(0).normal(size=images.shape)
-    found = {f"blur {sigma}": gaussian_filter(pixels, (0, sigma, sigma, 0)) for sigma in BLUR}
-    found |= {f"noise {sigma}": pixels + sigma * noise for sigma in NOISE}
-    return {name: values.round().clip(0, 255).astype(np.uint8) for name, values in found.items()}
+    damaged_images = {f"blur {sigma}": gaussian_filter(pixels, (0, sigma, sigma, 0)) for sigma in BLUR}
+    damaged_images |= {f"noise {sigma}": pixels + sigma * noise for sigma in NOISE}
+    return {name: values.round().clip(0, 255).astype(np.uint8) for name, values in damaged_images.items()}
 
 
 def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: int) -> dict[str, float]:
-    """Distance of every damage from the training images, and of `floor`; sets have `count` images."""
+    """Return the distance of every damage and of `floor` from the training images, for sets of `count` images."""
 
     def features(images: np.ndarray) -> Tensor:
         batches = moments.iterate_rows(images, range(len(images)))
@@ -98,59 +98,59 @@ def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: in
 
     heldout = dataset.images[dataset.heldout]
     whole, labels = features(heldout), dataset.conditions["class"][dataset.heldout]
-    found = {"floor": distance(whole[:count])}
-    found |= {name: distance(features(images)) for name, images in damaged(heldout[:count]).items()}
+    distances = {"floor": distance(whole[:count])}
+    distances |= {name: distance(features(images)) for name, images in damaged(heldout[:count]).items()}
     for modes in MODES:
         sets = [whole[(labels - first) % 10 < modes][:count] for first in range(10)]
         assert {len(each) for each in sets} == {count}, f"too few held-out images for {count} of {modes} classes"
-        found[f"modes {modes}"] = float(np.mean([distance(each) for each in sets]))
-    return found
+        distances[f"modes {modes}"] = float(np.mean([distance(each) for each in sets]))
+    return distances
 
 
-def ordered(found: dict[str, float], kind: str) -> bool:
+def ordered(distances: dict[str, float], kind: str) -> bool:
     """Return True if the distances of a kind of damage rise strictly with its strength, starting from the floor."""
-    values = [found["floor"], *(value for name, value in found.items() if name.startswith(kind))]
+    values = [distances["floor"], *(value for name, value in distances.items() if name.startswith(kind))]
     return all(low < high for low, high in pairwise(values))
 
 
 def parts(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Train on another task: predict the quarter of the image that a crop is from, and which way up it is."""
+    """Train with another pretext task: predict the quarter of the image that a crop is from, and its rotation."""
 
-    def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
-        classes = Stream(options.seed, "classes").integers(step, 16, range(len(chosen)))
-        places = Stream(options.seed, "places").uniform(step, range(len(chosen)), (2,))
-        seen = mirrored(classifier.load_pixels(dataset, chosen), classes % 4, places)
+    def task(indices: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+        classes = Stream(options.seed, "classes").integers(step, 16, range(len(indices)))
+        positions = Stream(options.seed, "places").uniform(step, range(len(indices)), (2,))
+        seen = mirrored(classifier.load_pixels(dataset, indices), classes % 4, positions)
         return classifier.rotate_images(seen, classes // 4), classes
 
     return classifier.train_on_task("parts", options, dataset, 16, task, folder)
 
 
-def mirrored(images: Tensor, quarters: Tensor, places: Tensor) -> Tensor:
-    """A square of each image in the middle of an image of the same size, whose borders mirror it.
+def mirrored(images: Tensor, quarters: Tensor, positions: Tensor) -> Tensor:
+    """Return crops of images, each in the middle of an image of the original size that mirrors its borders.
 
-    No pixel is interpolated: a network that knows enlarged parts alone takes blurred images for usual ones.
+    No pixel is interpolated: a network that was only trained on enlarged crops takes blurred images for normal ones.
 
     Args:
         images: (n, channels, side, side).
-        quarters: towards which corner each square lies, int64 (n,).
-        places: where in that quarter of all places, (n, 2) in [0, 1).
+        quarters: corner towards which each crop lies, int64 (n,).
+        positions: position of each crop within the range of its quarter, (n, 2) in [0, 1).
     """
     side = images.shape[-1]
     last = round(PART * side) - 1
     inside = last - (last - (torch.arange(side) - (side - last - 1) // 2).abs()).abs()  # (side,): row of the square
     corners = torch.stack([quarters // 2, quarters % 2], dim=1)  # (n, 2): down, across
-    offsets = ((side - last) / 2 * (corners + places)).long()  # (n, 2): half of the side - last places each
+    offsets = ((side - last) / 2 * (corners + positions)).long()  # (n, 2): half of the side - last places each
     rows, columns = (offsets[:, :, None] + inside).unbind(1)  # (n, side) each
     each = torch.arange(len(images))[:, None, None]
     return images[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Train on another task: find the two crops of a batch that are from one image; half the steps, equal cost."""
+    """Train with another task, half the steps at equal cost: find the two crops of a batch that are from one image."""
     model = {}
 
     class Pairs(nn.Module):
-        """The head's outputs as similarities: the classes are the other parts of the batch."""
+        """Similarities of the outputs of the head: the classes are the other crops of the batch."""
 
         def __init__(self, *arguments: Any):
             super().__init__()
@@ -169,8 +169,8 @@ def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder
     size = options.batch_size
     classes = torch.arange(2 * size).roll(size)
     for step in range(steps):
-        chosen = dataset.train[Stream(options.seed, "pairs").integers(step, len(dataset.train), range(size)).numpy()]
-        images = classifier.load_pixels(dataset, chosen).repeat(2, 1, 1, 1)
+        indices = dataset.train[Stream(options.seed, "pairs").integers(step, len(dataset.train), range(size)).numpy()]
+        images = classifier.load_pixels(dataset, indices).repeat(2, 1, 1, 1)
         quarters = Stream(options.seed, "quarters").integers(step, 4, range(2 * size))
         images = mirrored(images, quarters, Stream(options.seed, "places").uniform(step, range(2 * size), (2,)))
         light = Stream(options.seed, "light").uniform(step, range(2 * size), (2, 1, 1, 1)).float()
@@ -184,7 +184,7 @@ def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder
 
 
 def untrained(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """The network as it is initialised."""
+    """Write a network with its initial weights."""
     torch.manual_seed(options.seed)
     shape = tuple(dataset.images.shape[1:])
     model = classifier.Classifier(shape, 4, options.channels, options.features)
@@ -209,11 +209,11 @@ TRAINED: dict[str, Train] = {
 
 
 def trained(name: str, dataset: PreparedDataset, **options: Any) -> tuple[extractors.Extractor, float]:
-    """An extractor and the CPU seconds that its training took."""
-    chosen = (ClassifierOptions if name == "classifier" else SelfsupervisedOptions)(**options)
+    """Return an extractor and the CPU seconds of its training."""
+    settings = (ClassifierOptions if name == "classifier" else SelfsupervisedOptions)(**options)
     with TemporaryDirectory() as folder:
         begun = time.process_time()
-        manifest = {"options": vars(chosen), **TRAINED[name](chosen, dataset, Path(folder))}
+        manifest = {"options": vars(settings), **TRAINED[name](settings, dataset, Path(folder))}
         seconds = time.process_time() - begun
         write_json(Path(folder) / "manifest.json", manifest)
         return classifier.load(Path(folder), manifest), seconds
@@ -247,15 +247,15 @@ def main() -> None:
             first: dict[str, float] = {}
             for name in arguments.extractors:
                 extractor, seconds = trained(name, dataset, seed=seed)
-                found = measure(extractor, dataset, count)
-                first = first or found
-                rank = float(spearmanr(list(found.values()), [first[damage] for damage in found])[0])
-                right = {kind: ordered(found, kind) for kind in KINDS}
-                ratios = {damage: value / found["floor"] for damage, value in found.items()}
+                distances = measure(extractor, dataset, count)
+                first = first or distances
+                rank = float(spearmanr(list(distances.values()), [first[damage] for damage in distances])[0])
+                right = {kind: ordered(distances, kind) for kind in KINDS}
+                ratios = {damage: value / distances["floor"] for damage, value in distances.items()}
                 text = "  ".join(f"{damage} {ratio:.3f}" for damage, ratio in ratios.items())
                 print(f"{data} {name} seed {seed}: {seconds:.0f} s, rank {rank:.3f}, {right}\n  {text}", flush=True)
                 key = {"data": data, "seed": seed, "extractor": name}
-                for damage, value in found.items():
+                for damage, value in distances.items():
                     row = key | {"damage": damage, "distance": f"{value:.5g}", "ratio": f"{ratios[damage]:.4f}"}
                     writer.writerow(row)
                 writer.writerow(key | {"damage": "order", "rank": f"{rank:.4f}", "seconds": round(seconds), **right})

@@ -109,8 +109,8 @@ def second_moments(
     added = (problem.rate * w * problem.noise) ** 2 * p / b
     decay = (problem.steps if steps is None else steps) * torch.log1p(-shrink)
     before = problem.start**2 if start is None else start
-    drawn = torch.where(p > 0, -torch.expm1(decay) * added / torch.where(p > 0, shrink, 1.0), 0.0)
-    return torch.exp(decay) * before + drawn
+    added_error = torch.where(p > 0, -torch.expm1(decay) * added / torch.where(p > 0, shrink, 1.0), 0.0)
+    return torch.exp(decay) * before + added_error
 
 
 def along(problem: Problem, densities: list[Tensor], corrected: bool) -> Tensor:

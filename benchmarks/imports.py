@@ -26,15 +26,15 @@ RUNS = 10
 
 
 def measured(folder: str, kept: bool) -> tuple[list[float], str]:
-    """Milliseconds of each run, and torch's version; one run before them reads the files, and compiles where kept."""
+    """Return milliseconds of each run, and torch's version; a first run, not counted, reads and compiles the files."""
     environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "" if kept else "1"}
     run = [sys.executable, "-c", CODE]
-    said = [subprocess.run(run, env=environment, capture_output=True, text=True, check=True) for _ in range(RUNS + 1)]
-    return [1e3 * float(one.stdout.split()[0]) for one in said[1:]], said[0].stdout.split()[1]
+    runs = [subprocess.run(run, env=environment, capture_output=True, text=True, check=True) for _ in range(RUNS + 1)]
+    return [1e3 * float(one.stdout.split()[0]) for one in runs[1:]], runs[0].stdout.split()[1]
 
 
 def main() -> None:
-    """A row for either way."""
+    """Print a row with compiled modules and a row without."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(__file__).resolve().parents[1] / "library" / "src" / "kairos_timesteps"
         shutil.copytree(source, Path(folder, "kairos_timesteps"), ignore=shutil.ignore_patterns("__pycache__"))

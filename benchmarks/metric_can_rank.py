@@ -60,8 +60,8 @@ def reference_rows(file: Path, results: Path) -> tuple[str, bool]:
     """Train the extractor, score the reference rows; returns both rows as text, and True if the distance can rank."""
     folders = {name: results / name for name in ("dataset", "autoencoder", "latents", "extractor")}
     run("extractor", "--config", file, "--dataset", folders["dataset"], "--out", folders["extractor"])
-    named = [word for name, folder in folders.items() for word in (f"--{name}", folder)]
-    run("reference", "--config", file, *named, "--out", results / "reference")
+    folder_options = [word for name, folder in folders.items() for word in (f"--{name}", folder)]
+    run("reference", "--config", file, *folder_options, "--out", results / "reference")
     record = read_json(results / "reference/reference.json")
     metric, rows = record["metric"], record["rows"]
     shown = [
@@ -71,7 +71,7 @@ def reference_rows(file: Path, results: Path) -> tuple[str, bool]:
 
 
 def loss_differences(file: Path, results: Path, first: int, last: int, seeds: int) -> list[tuple[float, float]]:
-    """Validation loss of uniform timesteps after `first` and after `last` steps, for each seed."""
+    """Return the validation losses of uniform timesteps after `first` and after `last` steps, for each seed."""
     latents, losses = open_latents(results / "latents"), []
     settings = LossSettings(images=256, strata=32, seed=0)
     for seed in range(seeds):
@@ -84,7 +84,7 @@ def loss_differences(file: Path, results: Path, first: int, last: int, seeds: in
 
 
 def measure(table: Any, work: Path, steps: int, seeds: int) -> None:
-    """Print the reference rows of both extractors, the validation losses, and what separates."""
+    """Print the reference rows of both extractors, the validation losses, and which metrics separate."""
     count = len(table)
     images, file = work / f"images{count}", work / f"cifar{count}.yaml"
     results = Path("results") / file.stem

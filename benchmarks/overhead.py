@@ -32,7 +32,7 @@ PERIOD = 40
 
 
 class Case:
-    """A training under one strategy: its own network and optimiser, random data that all share."""
+    """A training run with one strategy: its own network and optimiser, and random data that all cases share."""
 
     def __init__(self, name: str, config: dict, shape: tuple[int, int, int], batch: int, device: torch.device):
         torch.manual_seed(0)
@@ -56,13 +56,13 @@ class Case:
         strategy, x0 = self.strategy, self.x0
         begun = time.perf_counter()
         draw = strategy.draw(x0)
-        own = time.perf_counter() - begun
+        strategy_seconds = time.perf_counter() - begun
         noise = torch.randn_like(x0)
         x_t = strategy.process.noised(x0, noise, draw.t)
         error = ((self.network(x_t, draw.t, {}) - noise) ** 2).flatten(1).mean(1)
         begun = time.perf_counter()
         loss = strategy.loss(draw, error)
-        own += time.perf_counter() - begun
+        strategy_seconds += time.perf_counter() - begun
         self.optimizer.zero_grad()
         loss.backward()
         begun = time.perf_counter()
@@ -72,7 +72,7 @@ class Case:
             stepping = time.perf_counter() - stepping
         if x0.is_cuda:
             torch.cuda.synchronize()
-        return own + time.perf_counter() - begun - stepping
+        return strategy_seconds + time.perf_counter() - begun - stepping
 
 
 def main() -> None:
@@ -99,18 +99,18 @@ def main() -> None:
             case.step()
         case.strategy.step = 3 * PERIOD
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    own: dict[str, list[float]] = {name: [] for name in names}
+    strategy_seconds: dict[str, list[float]] = {name: [] for name in names}
     for case in cases.values():
         case.samples = 0
     for number in range(arguments.rounds):
         for name in names:
             seconds[name].append(0.0)
-            own[name].append(0.0)
+            strategy_seconds[name].append(0.0)
         progress = Progress(PERIOD, f"round {number + 1} of {arguments.rounds}", "turn", interval=30)
         for _ in range(PERIOD):
             for name, case in cases.items():
                 begun = time.perf_counter()
-                own[name][-1] += case.step() / PERIOD
+                strategy_seconds[name][-1] += case.step() / PERIOD
                 seconds[name][-1] += (time.perf_counter() - begun) / PERIOD
             progress.advance()
         progress.close()
@@ -131,7 +131,7 @@ def main() -> None:
                 "ratio": round(sum(seconds[name]) / sum(base), 4),
                 "ratio_low": round(min(ratios), 4),
                 "ratio_high": round(max(ratios), 4),
-                "own_share": round(sum(own[name]) / sum(base), 5),
+                "own_share": round(sum(strategy_seconds[name]) / sum(base), 5),
                 "forwards_per_step": round(cases[name].samples / steps / arguments.batch, 4),
             }
         )

@@ -1,4 +1,4 @@
-"""The systems that the two papers train: `experiments/systems/<name>.yaml`, and beside it what a file does not say."""
+"""Describe the systems that the two papers train: `experiments/systems/<name>.yaml`, and what no file contains."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +15,10 @@ class System:
     """A system: `experiments/systems/<name>.yaml`.
 
     Attributes:
-        parameters: published, fixed positions included; of super-resolution, which nobody has published, counted.
-        shape: of the published x0.
-        conditions: that the published model is told, as manifests describe them.
-        data: of the small form.
+        parameters: published number, fixed position embeddings included; counted for super-resolution, which has none.
+        shape: shape of the published x0.
+        conditions: conditions of the published model, described as in manifests.
+        data: data set of the small form.
         small: fields of the small form's model.
     """
 
@@ -66,6 +66,6 @@ SYSTEMS = {
 
 
 def published(name: str) -> dict[str, Any]:
-    """The configuration of a system as its file has it."""
+    """Return the configuration of a system from its file."""
     values: dict[str, Any] = yaml.safe_load((FILES / f"{name}.yaml").read_text())
     return values

@@ -21,7 +21,7 @@ CASES = {"demo": 20, "unet": 1}  # steps of a round
 
 
 def worker(case: str, kind: str) -> None:
-    """Do a round of steps for every line read, and answer with their seconds."""
+    """Run a round of steps for every line of standard input, and print their seconds."""
     from kairos import portable
 
     if kind == "portable":
@@ -64,7 +64,7 @@ def worker(case: str, kind: str) -> None:
 
 
 def measure(case: str, rounds: int) -> dict[str, object]:
-    """A row of the table."""
+    """Return a row of the table."""
     kinds = ("plain", "portable")
     workers = {
         kind: subprocess.Popen(

@@ -28,7 +28,7 @@ CASES = {  # model, shape of a sample, batch, steps in a round
 
 
 class Case:
-    """A training with random data, and the seconds of its steps and draws."""
+    """A training run with random data, and the seconds of its steps and draws."""
 
     def __init__(self, config: dict, shape: tuple[int, int, int], batch: int, steps: int, device: torch.device):
         torch.manual_seed(0)
@@ -61,16 +61,16 @@ class Case:
         return time.thread_time()  # what others do on the machine costs no time
 
     def row(self, name: str) -> dict:
-        step, ours, torchs = (statistics.mean(values[self.warm :]) for values in self.seconds.values())
+        step, kairos_draws, torch_draws = (statistics.mean(values[self.warm :]) for values in self.seconds.values())
         size = sum(parameter.numel() for parameter in self.network.parameters())
         return {
             "network": name,
             "parameters_m": round(size / 1e6, 1),
             "batch": self.batch,
             "step_ms": round(1e3 * step, 2),
-            "draws_us": round(1e6 * ours),
-            "torch_draws_us": round(1e6 * torchs),
-            "share": round(ours / step, 6),
+            "draws_us": round(1e6 * kairos_draws),
+            "torch_draws_us": round(1e6 * torch_draws),
+            "share": round(kairos_draws / step, 6),
         }
 
 

@@ -1,13 +1,13 @@
-"""The small form of every recipe of the papers through the whole pipeline: `kairos small`, then `snakemake`.
+"""Run the small form of every recipe of the papers through the whole pipeline: `kairos small`, then `snakemake`.
 
     python benchmarks/recipes.py                                  # all of recipes/
     python benchmarks/recipes.py recipes/speed/table5.yaml ...    # some
     python benchmarks/recipes.py --steps 20 --out /tmp/x.csv ...
 
-As many at once as there are cores, one core each. A row says how long a recipe took beside the others, and what came
-out: the first metric of both methods after the last step, and how many published numbers stand beside measured ones.
-It shows that the recipe runs; its numbers say nothing of the methods. Images are those of ../shared/data, or $DATA;
-texts are encoded by a tiny CLIP made here. Rows of recipes that were not run stay as they were.
+By default one recipe runs on each core. A row contains the duration of a recipe, with others running, and its result.
+The result is the first metric of both methods after the last step, and the number of published values that have a
+measured one. The rows show that the recipes run; their numbers do not compare the methods. Images are those of
+../shared/data, or of $DATA. A tiny CLIP, made here, encodes texts. Rows of recipes that were not run stay in the file.
 """
 
 import argparse
@@ -27,34 +27,40 @@ sys.path.append(str(ROOT / "tests"))  # clip_case: a tiny text encoder with the 
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data")).resolve()
 BIN = Path(sys.executable).parent
 COLUMNS = ["recipe", "seconds", "result"]
-LINES = 15  # of what a failed run has said
+LINES = 15  # of the output of a failed run
 
 
 def run(recipe: Path, folder: Path, encoder: Path, steps: int) -> tuple[float, str]:
-    """Seconds that one took, and what came out; raises SystemExit with what was said where it failed."""
+    """Train a short form of a recipe; return its duration in seconds and the distances of its methods.
+
+    Raises:
+        SystemExit: a command failed; the message is the end of its output.
+    """
     file = folder / f"{recipe.parent.name}_{recipe.stem}.yaml"
-    made = [BIN / "kairos", "small", recipe, file, "--data", DATA, "--text-encoder", encoder, "--steps", str(steps)]
+    options = ["--data", DATA, "--text-encoder", encoder, "--steps", str(steps)]
+    small_command = [BIN / "kairos", "small", recipe, file, *options]
     follows = [BIN / "snakemake", "--cores", "1", "--snakefile", ROOT / "Snakefile", "--directory", folder / file.stem]
     begun, environment = time.monotonic(), os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    for command in (made, [*follows, "--configfile", file]):
+    for command in (small_command, [*follows, "--configfile", file]):
         (folder / file.stem).mkdir(exist_ok=True)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         if done.returncode:
-            said = "\n".join((done.stdout + done.stderr).splitlines()[-LINES:])
-            raise SystemExit(f"{recipe}: {command[0].name} ended with {done.returncode}\n{said}")
+            output = "\n".join((done.stdout + done.stderr).splitlines()[-LINES:])
+            raise SystemExit(f"{recipe}: {command[0].name} ended with {done.returncode}\n{output}")
     seconds = time.monotonic() - begun
     (results,) = (folder / file.stem / "results").iterdir()
     table = pd.read_csv(results / "summary.csv")
     metric = next(name for name in table.columns if name.startswith("frechet"))
     last = table[table["step"] == table["step"].max()]
-    told = ", ".join(f"{row.method} {row[metric]:.3g}" for _, row in last.iterrows())
+    values = ", ".join(f"{row.method} {row[metric]:.3g}" for _, row in last.iterrows())
     published = results / "published.csv"
-    beside = pd.read_csv(published)["measured"].notna().sum() if published.is_file() else 0
-    return seconds, f"{told} ({metric})" + (f"; {beside} numbers beside published ones" if beside else "")
+    compared = pd.read_csv(published)["measured"].notna().sum() if published.is_file() else 0
+    note = f"; {compared} numbers compared with published ones" if compared else ""
+    return seconds, f"{values} ({metric}){note}"
 
 
 def main() -> int:
-    """Run them, and write a row as each ends."""
+    """Run the recipes, and write a row when each ends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", type=Path)
     parser.add_argument("--steps", type=int, default=100)
@@ -69,11 +75,12 @@ def main() -> int:
             rows = {row["recipe"]: row for row in csv.DictReader(file)}
     recipes = [path.resolve() for path in arguments.recipes] or sorted((ROOT / "recipes").glob("*/*.yaml"))
     failed, begun = [], time.monotonic()
-    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(arguments.jobs) as pool:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as temporary_folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        folder = Path(temporary_folder)
         encoder = Path(write_text_encoder(folder / "clip"))
 
         def one(recipe: Path) -> None:
+            """Run a recipe; on success, update its row in the file."""
             name = recipe.relative_to(ROOT).as_posix()
             try:
                 seconds, result = run(recipe, folder, encoder, arguments.steps)

@@ -1,12 +1,13 @@
-"""Every system of both papers in a small form: the same parts, under a million parameters, 200 steps on real images.
+"""Train every system of both papers in a small form: the same components, few parameters, 200 steps on real images.
 
     python benchmarks/systems.py [NAME ...]
 
-Each goes through the pipeline's own commands with the methods uniform, speed and adaptive: prepare, text, autoencoder,
-encode, train, sample. A row says the published system's parameters (counted), the small form's, the validation loss
-before and after (squared error of epsilon on held-out images, raw weights), and the seconds a training took. Images go
-beside the results. CIFAR-10 and COCO are read from ../shared/data, or $DATA; where CIFAR-10 is absent the digits stand
-in, and systems that need COCO are skipped.
+The small forms have less than a million parameters. Each runs through the commands prepare, text, autoencoder, encode,
+train and sample, with the methods uniform, speed and adaptive. A row contains the number of parameters of the published
+system (counted) and of the small form, the validation loss before and after, and the seconds of training. The
+validation loss is the squared error of epsilon on held-out images with the raw weights. Images are written next to the
+table. CIFAR-10 and COCO are read from ../shared/data, or from $DATA. Without CIFAR-10, the digits replace it; systems
+that need COCO are skipped.
 """
 
 import argparse
@@ -32,7 +33,7 @@ METHODS = ("uniform", "speed", "adaptive")
 
 
 def small(name: str, steps: int, folder: Path, methods: Sequence[str] = METHODS) -> dict[str, Any]:
-    """The small form's experiment: the file's parts with a small model on small real images."""
+    """Return the experiment of a small form: components of the system's file, a small model, small real images."""
     system, values = SYSTEMS[name], published(name)
     values |= {"experiment": name, **_data(system.data, values, folder)}
     values["model"] = {**values["model"], **system.small}
@@ -54,7 +55,7 @@ def small(name: str, steps: int, folder: Path, methods: Sequence[str] = METHODS)
 
 
 def _data(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Sections dataset, autoencoder and text_encoder of a small form."""
+    """Return the sections dataset, autoencoder and text_encoder of a small form."""
     taesd = {"kind": "pretrained", "path": str(DATA / "taesd"), "scaling": values.get("autoencoder", {}).get("scaling")}
     if kind == COCO:
         coco = {"source": "folder", "resolution": 64, "crop": "adm", "flips": True, "path": str(DATA / "coco_mini")}
@@ -83,12 +84,12 @@ def _data(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
             "dataset": dataset,
             "autoencoder": {"kind": "pretrained", "path": str(tiny_vq(folder / "vq")), "scaling": 1.0},
         }
-    ours = {"kind": "train", "channels": [16, 32], "steps": 200}
-    return {"dataset": dataset, "autoencoder": taesd if at_hand else ours}
+    small_autoencoder = {"kind": "train", "channels": [16, 32], "steps": 200}
+    return {"dataset": dataset, "autoencoder": taesd if at_hand else small_autoencoder}
 
 
 def tiny_vq(folder: Path) -> Path:
-    """A VQ autoencoder of 2 levels, 32 channels and 256 codes, untrained."""
+    """Return an untrained VQ autoencoder of 2 levels, 32 channels and 256 codes."""
     import torch
     from diffusers import VQModel
 
@@ -102,7 +103,7 @@ def tiny_vq(folder: Path) -> Path:
 
 
 def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of a system: a method each."""
+    """Train and sample a system's small form; return one row per method."""
     import torch
 
     from kairos import models
@@ -131,12 +132,12 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
         at = {stage: results / stage for stage in ("dataset", "text", "autoencoder", "latents")}
         given = ["--config", config]
         call("prepare", *given, "--out", at["dataset"])
-        told = []
+        text_options = []
         if "text" in (plain["model"]["conditions"] or []):
             call("text", *given, "--dataset", at["dataset"], "--out", at["text"])
-            told = ["--text", at["text"]]
+            text_options = ["--text", at["text"]]
         call("autoencoder", *given, "--dataset", at["dataset"], "--out", at["autoencoder"])
-        read = ["--dataset", at["dataset"], "--autoencoder", at["autoencoder"], *told]
+        read = ["--dataset", at["dataset"], "--autoencoder", at["autoencoder"], *text_options]
         call("encode", *given, *read, "--out", at["latents"])
         rows = []
         for method in plain["methods"]:
@@ -152,9 +153,9 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
             for step in (0, steps):
                 milestone = open_milestone(training / "milestones" / f"{step:07d}", "raw")
                 losses.append(validation_loss(milestone, latents, settings)["loss"])
-            own = sum(value.numel() for value in milestone.model.parameters())
+            parameters = sum(value.numel() for value in milestone.model.parameters())
             rows.append({
-                "system": name, "method": method, "small_parameters": own, "steps": steps,
+                "system": name, "method": method, "small_parameters": parameters, "steps": steps,
                 "loss_before": f"{losses[0]:.4f}", "loss_after": f"{losses[1]:.4f}", "seconds": f"{seconds:.1f}",
             })  # fmt: skip
     process = build_process(plain["diffusion"], 0.5)
@@ -166,7 +167,7 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
 
 
 def main() -> int:
-    """Run the systems side by side, a process each, and write results/systems.csv."""
+    """Run the systems in parallel, one process each, and write results/systems.csv."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SYSTEMS)}; default: all")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
@@ -178,8 +179,8 @@ def main() -> int:
         parser.error(f"unknown system {', '.join(sorted(unknown))}")
     begun, rows = time.monotonic(), []
     with ProcessPoolExecutor(a.processes, get_context("spawn")) as pool:
-        for found in [pool.submit(run, name, a.steps, a.out, a.methods) for name in a.names or SYSTEMS]:
-            for row in found.result():
+        for job in [pool.submit(run, name, a.steps, a.out, a.methods) for name in a.names or SYSTEMS]:
+            for row in job.result():
                 rows.append(row)
                 print(
                     {key: row[key] for key in ("system", "method", "loss_before", "loss_after", "seconds")}, flush=True

@@ -46,20 +46,20 @@ SPARE = 20.0  # seconds between the end of the budget and that of a process that
 
 
 class Skipped(Exception):
-    """A row that cannot run here, and why."""
+    """Raised by a row that cannot run on this machine; the message is the reason."""
 
 
 class _OutOfTime(BaseException):
-    """The budget is used up, in a row or between two rows."""
+    """Raised when the time budget is used up, in a row or between two rows."""
 
 
 class Part:
-    """A part of the kit: runs its rows, the most valuable first, within the budget; keeps the JSON up to date.
+    """Part of the GPU benchmarks: runs its rows, the most valuable first, within a budget, and updates the JSON record.
 
     Args:
-        name: of the part.
+        name: name of the part.
         about: what is measured, in one line.
-        arguments: from `arguments`.
+        arguments: command line, from `arguments`.
     """
 
     def __init__(self, name: str, about: str, arguments: argparse.Namespace):
@@ -78,7 +78,7 @@ class Part:
         return self._budget - (time.monotonic() - self._begun)
 
     def run(self, rows: dict[str, Callable[[], dict[str, Any]]]) -> int:
-        """Run the rows; returns 1 if one of them failed, else 0."""
+        """Run the rows; return 1 if one of them failed, else 0."""
         names = [name for name in rows if not self._only or any(word in name for word in self._only)]
         gc.freeze()  # `free` collects after each row; modules and what the part has built stay
         faulthandler.dump_traceback_later(self._budget + SPARE, exit=True)  # a call that hangs ends the process
@@ -92,8 +92,8 @@ class Part:
         self._write()
         faulthandler.cancel_dump_traceback_later()
         failed = [row["row"] for row in self.content["rows"] if "failed" in row]
-        told = [f"{len(failed)} failed", f"{len(self.content['not_reached'])} not reached", str(self.path)]
-        print(f"{self.content['part']}: {len(self.content['rows'])} rows, {', '.join(told)}", flush=True)
+        summary = [f"{len(failed)} failed", f"{len(self.content['not_reached'])} not reached", str(self.path)]
+        print(f"{self.content['part']}: {len(self.content['rows'])} rows, {', '.join(summary)}", flush=True)
         return int(bool(failed))
 
     def _run_rows(self, names: list[str], rows: dict[str, Callable[[], dict[str, Any]]]) -> None:
@@ -138,7 +138,7 @@ def arguments(about: str) -> argparse.Namespace:
 
 
 def install_wheels() -> None:
-    """Unpack the wheels of $WHEELS and put them on the path, for processes that are started from here too."""
+    """Unpack the wheels of $WHEELS and put them on the path, also of processes that are started from here."""
     folder = os.environ.pop("WHEELS", "")
     if not folder:
         return
@@ -157,19 +157,20 @@ def device_of(name: str) -> torch.device:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Return the device, the driver, the commit and the versions of the libraries, for the JSON record."""
-    told = {
+    provenance = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}",
-        "driver": _told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": _told("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "driver": _first_output_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": _first_output_line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
         "diffusers": no_unet() is None,
     }  # fmt: skip
     if device.type == "cuda":
-        told["memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
-    return told
+        provenance["memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
+    return provenance
 
 
-def _told(*command: str) -> str | None:
+def _first_output_line(*command: str) -> str | None:
+    """Return the first line of a command's output; None if the command fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0]
     except (OSError, subprocess.SubprocessError):
@@ -206,8 +207,8 @@ def free(device: torch.device) -> None:
 # a training
 
 
-def named(registry: Registry, name: str, **options: Any) -> dict[str, Any]:
-    """A component with all its options, as a checked experiment names it."""
+def component(registry: Registry, name: str, **options: Any) -> dict[str, Any]:
+    """Return a component with all its options, as in a checked experiment."""
     return {"name": name, **dump(registry.parse(name, options))}
 
 
@@ -232,22 +233,22 @@ def experiment(
     defaults: dict[str, Any] = {
         "batch_size": 128, "microbatch": None, "processes": 1, "nodes": 1, "trainings_per_gpu": 1,
         "milestones": [1000], "segments": 1, "checkpoint_every": 500, "log_every": None,
-        "optimizer": named(OPTIMIZERS, "adam"), "schedule": named(SCHEDULES, "constant"),
-        "ema": named(AVERAGES, "decay"), "precision": "fp32", "compile": False, "deterministic": True, "threads": 1,
+        "optimizer": component(OPTIMIZERS, "adam"), "schedule": component(SCHEDULES, "constant"),
+        "ema": component(AVERAGES, "decay"), "precision": "fp32", "compile": False, "deterministic": True, "threads": 1,
         "device": "auto", "condition_dropout": 0.0, "augment": None, "start_from": None, "probes": [],
     }  # fmt: skip
     return {
-        "model": named(MODELS, **model),
+        "model": component(MODELS, **model),
         "diffusion": {
-            "process": named(PROCESSES, **(process or {"name": "discrete"})),
+            "process": component(PROCESSES, **(process or {"name": "discrete"})),
             "prediction": prediction,
-            "losses": [named(LOSSES, **loss) for loss in losses],
+            "losses": [component(LOSSES, **loss) for loss in losses],
         },
         "training": {**defaults, **training},
         "methods": {
             "method": {
-                "sampler": named(SAMPLERS, **(sampler or {"name": "uniform"})),
-                "weighting": named(WEIGHTINGS, **(weighting or {"name": "none"})),
+                "sampler": component(SAMPLERS, **(sampler or {"name": "uniform"})),
+                "weighting": component(WEIGHTINGS, **(weighting or {"name": "none"})),
             }
         },
     }
@@ -256,9 +257,9 @@ def experiment(
 def make_latents(
     folder: Path, shape: tuple[int, int, int], count: int, conditions: dict[str, dict[str, Any]], pixels: bool = False
 ) -> Path:
-    """Write `folder`/dataset and `folder`/latents of random numbers as stage encode does; returns the latter.
+    """Write `folder`/dataset and `folder`/latents of random numbers as stage encode does; return the latter.
 
-    `conditions` are described as in manifests; one that is an image is that in low resolution.
+    `conditions` are described as in manifests. A condition that is an image is the image in low resolution.
     """
     dataset, latents, random = folder / "dataset", folder / "latents", np.random.default_rng(0)
     (dataset / "conditions").mkdir(parents=True)
@@ -298,7 +299,7 @@ def make_latents(
 
 
 class Data:
-    """Synthetic data sets by shape, in a folder that goes with the process."""
+    """Synthetic data sets by shape, in a temporary folder that is deleted at the end of the process."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kairos-gpu-"))
@@ -331,7 +332,7 @@ def training_of(plain: dict[str, Any], latents: Latents, device: torch.device, s
 
 
 def move(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Move all weights by the same random numbers, drawn on the CPU: gates and last layers start at 0."""
+    """Add equal random numbers to all weights, drawn on the CPU: gates and last layers are 0 initially."""
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in parameters:
@@ -341,34 +342,34 @@ def move(parameters: Iterable[torch.nn.Parameter]) -> None:
 # measuring
 
 
-def take_turns(
+def compare_alternately(
     variants: dict[str, Callable[[int], float]], steps: int, rounds: int, base: str
 ) -> dict[str, dict[str, Any]]:
-    """Run blocks of `steps` steps of each variant in turn, `rounds` times.
+    """Run blocks of steps of each variant alternately, and compare their times.
 
     Args:
-        variants: each runs so many steps and returns the seconds they took.
-        steps: of a block.
-        rounds: of all variants.
-        base: the variant that ratios are to.
+        variants: functions that run a number of steps and return the seconds.
+        steps: number of steps of a block.
+        rounds: number of blocks of each variant.
+        base: name of the variant that the others are compared with.
 
     Returns:
-        By variant: milliseconds a step (median over blocks), the ratio of its time to the base's of the same round
+        By variant: milliseconds per step (median over blocks), the ratio of its time to the base's in the same round
         (median), and the range of that ratio.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, run in variants.items():
             seconds[name].append(run(steps) / steps)
-    told = {}
+    statistics_of_variants = {}
     for name, values in seconds.items():
         ratios = [value / one for value, one in zip(values, seconds[base], strict=True)]
-        told[name] = {
+        statistics_of_variants[name] = {
             "ms_per_step": round(1e3 * statistics.median(values), 4),
             "ratio": round(statistics.median(ratios), 4),
             "range": [round(min(ratios), 4), round(max(ratios), 4)],
         }
-    return told
+    return statistics_of_variants
 
 
 def synchronisations(device: torch.device, run: Callable[[], Any]) -> dict[str, Any] | None:
@@ -383,16 +384,16 @@ def synchronisations(device: torch.device, run: Callable[[], Any]) -> dict[str, 
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    places = Counter(
+    locations = Counter(
         "/".join(Path(one.filename).parts[-2:]) + f":{one.lineno}" for one in caught if "synchroniz" in str(one.message)
     )
-    return {"count": sum(places.values()), "places": dict(places.most_common(8))}
+    return {"count": sum(locations.values()), "places": dict(locations.most_common(8))}
 
 
 def idle_share(device: torch.device, run: Callable[[], Any]) -> float | None:
-    """Share of the time from the first to the last kernel of `run` in which none was running, by torch.profiler.
+    """Return the share of the time from the first to the last kernel of `run` without a running kernel.
 
-    The profiler records the device alone, yet costs the host some time: the share is an upper bound.
+    The share is measured by torch.profiler, which costs the host some time: it is an upper bound.
     """
     if device.type != "cuda":
         run()

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Data, Part, Skipped, arguments, experiment, free, move, named, setup, training_of
-from sample import Drawn
+from common import Data, Part, Skipped, arguments, component, experiment, free, move, setup, training_of
+from sample import SampledBatch
 
 from kairos.files import read_json, write_json
 from kairos.training.checkpoint import component_hashes
@@ -73,7 +73,7 @@ MEASURES = {
 
 
 class Correct:
-    """The rows of the part."""
+    """Rows of the part `correct`."""
 
     def __init__(self, part: Part, data: Data):
         self.part, self.data, self.device = part, data, part.device
@@ -84,7 +84,7 @@ class Correct:
         self._references: dict[str, dict[str, Any]] = {}
 
     def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """All rows, the most valuable first."""
+        """Return all rows, the most valuable first."""
         rows: dict[str, Callable[[], dict[str, Any]]] = {}
         short = self.part.short
         for name, model in BACKBONES.items():
@@ -137,45 +137,56 @@ class Correct:
         return rows
 
     def all_precisions(self, plain: dict[str, Any], judged: bool = True) -> dict[str, Any]:
-        """`against_cpu` in every precision that a GPU is good for."""
-        told, wrong = {}, []
+        """Run `against_cpu` in fp32, tf32 and bf16; raise AssertionError for those that are wrong."""
+        results, failures = {}, []
         for precision in ("fp32",) if self.part.short else ("fp32", "tf32", "bf16"):
             plain["training"]["precision"] = precision
             try:
-                told[precision] = self.against_cpu(plain, judged)
-            except Exception as error:  # the other precisions are told too
-                wrong.append(f"{precision}: {error}")
-        assert not wrong, f"{'; '.join(wrong)}; {json.dumps(told)}"
-        return told
+                results[precision] = self.against_cpu(plain, judged)
+            except Exception as error:  # the other precisions are measured too
+                failures.append(f"{precision}: {error}")
+        assert not failures, f"{'; '.join(failures)}; {json.dumps(results)}"
+        return results
 
     def against_cpu(self, plain: dict[str, Any], judged: bool = True, reference: str = "fp32") -> dict[str, Any]:
-        """Some steps on both; `judged`: whether the steps after the first must agree too."""
+        """Train some steps on the CPU and on the device, and compare losses and gradients.
+
+        Args:
+            plain: the experiment.
+            judged: True if the steps after the first have to agree too.
+            reference: precision on the CPU.
+
+        Raises:
+            AssertionError: a difference exceeds its tolerance.
+        """
         settings = plain["training"]
-        settings |= {"batch_size": self.batch, "optimizer": named(OPTIMIZERS, "adam", grad_clip=None)}
+        settings |= {"batch_size": self.batch, "optimizer": component(OPTIMIZERS, "adam", grad_clip=None)}
         key = json.dumps([plain["model"], plain["diffusion"], plain["methods"], settings["condition_dropout"]])
         if key + reference not in self._references:
             changed = {**plain, "training": {**settings, "precision": reference, "compile": False}}
             self._references[key + reference] = self.trained(changed, torch.device("cpu"))
-        wanted, found = self._references[key + reference], self.trained(plain, self.device)
-        distance = (found["gradient"] - wanted["gradient"]).norm() / wanted["gradient"].norm()
-        losses = [abs(a - b) / abs(b) for a, b in zip(found["losses"], wanted["losses"], strict=True)]
-        told = {
+        expected, measured = self._references[key + reference], self.trained(plain, self.device)
+        distance = (measured["gradient"] - expected["gradient"]).norm() / expected["gradient"].norm()
+        losses = [abs(a - b) / abs(b) for a, b in zip(measured["losses"], expected["losses"], strict=True)]
+        differences = {
             "loss": losses[0],
             "gradient": float(distance),
             "later losses": max(losses[1:]),
-            "norm": float(wanted["gradient"].norm()),
+            "norm": float(expected["gradient"].norm()),
         }
         loss, gradient = ALLOWED.get(settings["precision"], (1e-5, 1e-5))  # fp64: times are embedded in float32
         checks = {"loss": loss, "gradient": gradient, "later losses": 10 * loss if judged else float("inf")}
-        wrong = [
-            f"{name} {told[name]:.3g}, allowed {most:g}" for name, most in checks.items() if not told[name] <= most
+        failures = [
+            f"{name} {differences[name]:.3g}, allowed {most:g}"
+            for name, most in checks.items()
+            if not differences[name] <= most
         ]
-        if wrong:
-            raise AssertionError("; ".join(wrong))
-        return {name: float(f"{value:.3g}") for name, value in told.items()}
+        if failures:
+            raise AssertionError("; ".join(failures))
+        return {name: float(f"{value:.3g}") for name, value in differences.items()}
 
     def trained(self, plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """Losses of all steps, and the first step's gradient."""
+        """Train some steps on a device; return the losses of all steps, and the gradient of the first step."""
         setup(device, True, plain["training"]["precision"])
         training = training_of(plain, self.data.open(self.shape, 64, pixels=True), device)
         move(training.parameters)
@@ -192,39 +203,41 @@ class Correct:
         return self.all_precisions(experiment(DIT, sampler=sampler), judged=not learned)
 
     def graphed(self) -> dict[str, Any]:
-        """Draws of fixed strategies, replayed with another step, are those of that step on the CPU."""
+        """Check that a CUDA graph of a fixed strategy's draw gives the draw of another step when it is replayed."""
         worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity)]
         x0 = torch.zeros(self.batch, *self.shape)
         for name in names:
-            made, step = Strategy(name, "cosine"), torch.zeros((), dtype=torch.int64, device=self.device)
-            here, wanted = x0.to(self.device), made.draw(x0, step=torch.tensor(7)).fractions
-            made.draw(here, step=step)  # tables go to the device once
+            strategy, step = Strategy(name, "cosine"), torch.zeros((), dtype=torch.int64, device=self.device)
+            here, wanted = x0.to(self.device), strategy.draw(x0, step=torch.tensor(7)).fractions
+            strategy.draw(here, step=step)  # tables go to the device once
             if self.device.type == "cuda":
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    draw = made.draw(here, step=step)
+                    draw = strategy.draw(here, step=step)
                 step.fill_(7)
                 graph.replay()
             else:
-                draw = made.draw(here, step=step.fill_(7))
+                draw = strategy.draw(here, step=step.fill_(7))
             worst = max(worst, float((draw.fractions.cpu() - wanted).abs().max()))
         assert worst <= 1e-6, f"fractions {worst:.3g}, allowed 1e-6"
         return {"strategies": len(names), "fractions": worst}
 
     @torch.inference_mode()
     def scheme(self, process: str, scheme: str) -> dict[str, Any]:
-        """Images of ten steps, guided, from the same noise (to 1e-6) on both."""
-        plain, found = experiment(BACKBONES["dit with classes"], process={"name": process}), []
+        """Check that guided images of ten steps are equal to 1e-3 on CPU and device, from equal noise."""
+        plain, images = experiment(BACKBONES["dit with classes"], process={"name": process}), []
         for device in (torch.device("cpu"), self.device):
             setup(device, True)
-            drawn = Drawn(plain, self.shape, self.batch, scheme, 3 if self.part.short else 10, 1.5, "fp32", device)
-            found.append(drawn.images().cpu())
-        distance = float((found[0] - found[1]).norm() / found[0].norm())
+            batch_of_images = SampledBatch(
+                plain, self.shape, self.batch, scheme, 3 if self.part.short else 10, 1.5, "fp32", device
+            )
+            images.append(batch_of_images.images().cpu())
+        distance = float((images[0] - images[1]).norm() / images[0].norm())
         assert distance <= 1e-3, f"images {distance:.3g}, allowed 1e-3"
         return {"images": float(f"{distance:.3g}")}
 
     def microbatch(self) -> dict[str, Any]:
-        """Passes of an eighth of the batch give the whole batch's gradient."""
+        """Check that micro-batches of an eighth give the gradient of the whole batch."""
         whole, parts = (
             self.trained(experiment(DIT, batch_size=self.batch, microbatch=size), self.device)
             for size in (None, self.batch // 8)
@@ -234,7 +247,7 @@ class Correct:
         return {"gradient": float(f"{distance:.3g}")}
 
     def resume(self, backbone: str = "dit", **changes: Any) -> dict[str, Any]:
-        """A training that is killed between two checkpoints ends bit for bit as one that is not."""
+        """Check that a training run that is killed between two checkpoints ends bit for bit as an undisturbed one."""
         count, every, killed_at = (12, 5, 8) if self.part.short else (60, 20, 50)
         model = DIT if backbone == "dit" else UNET  # with its dropout
         plain = experiment(
@@ -254,7 +267,7 @@ class Correct:
         return {"steps": count, "killed_at": killed_at, "bit_exact": not differ}
 
     def nccl(self) -> dict[str, Any]:
-        """DistributedDataParallel of one process, over NCCL on a GPU, changes no bit."""
+        """Check that DistributedDataParallel of one process, over NCCL on a GPU, changes no bit."""
         outs, started = [self.data.folder / f"wrapped {wrapped}" for wrapped in (False, True)], []
         for out, wrapped in zip(outs, (False, True)):
             order = {"steps": self.steps, "wrapped": wrapped, "device": str(self.device), "out": str(out)}
@@ -267,7 +280,7 @@ class Correct:
         return {"backend": "nccl" if self.device.type == "cuda" else "gloo", "bit_exact": True}
 
     def out_of_memory(self) -> dict[str, Any]:
-        """A batch that does not fit is refused with the microbatch that does, and that one trains."""
+        """Check that a batch that does not fit is rejected with a micro-batch that fits, and that this one trains."""
         if self.device.type != "cuda":
             raise Skipped("the CPU's allocator has no limit to set; tests/test_memory.py goes the same way")
         large = {**DIT, "width": 384, "depth": 12, "heads": 6}
@@ -304,14 +317,14 @@ class Correct:
 
 
 class Killed(StopRequest):
-    """Kills its process after so many steps, as the machine may."""
+    """Stop request that kills its process after a number of steps."""
 
     def __init__(self, after: int):
         super().__init__()
         self._left = after
 
     def reason_to_stop(self, saving: float) -> str:
-        """Called after every step."""
+        """Count a step, and kill the process after the last one."""
         self._left -= 1
         if not self._left:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -320,14 +333,14 @@ class Killed(StopRequest):
 
 def processes() -> dict[str, dict[str, Any]]:
     """Return settings of every process with every prediction, and of every noise schedule."""
-    found = {}
+    settings = {}
     for name, entry in PROCESSES.items():
         for prediction in entry.facts.get("predictions", ("epsilon",)):
-            found[f"{name} {prediction}"] = {"process": {"name": name}, "prediction": prediction}
+            settings[f"{name} {prediction}"] = {"process": {"name": name}, "prediction": prediction}
     for schedule in ("cosine", "quadratic"):
-        found[f"discrete {schedule}"] = {"process": {"name": "discrete", "schedule": schedule}}
-    found["edm"] = found.pop("edm epsilon") | {"prediction": "epsilon"}
-    return found
+        settings[f"discrete {schedule}"] = {"process": {"name": "discrete", "schedule": schedule}}
+    settings["edm"] = settings.pop("edm epsilon") | {"prediction": "epsilon"}
+    return settings
 
 
 def obey(order: dict[str, Any]) -> None:

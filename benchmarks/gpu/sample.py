@@ -1,12 +1,16 @@
-"""How fast images are sampled: schemes, guidance and precisions, without decoding.
+"""Measure how fast images are sampled with each solver, guidance and precision, without decoding.
 
     make gpu PART=sample
 
-Untrained networks, whose arithmetic costs what a trained one's does: the CIFAR-10 U-Net in pixels, DiT-S/2 and DiT-XL/2
-with classes on 4x32x32 latents. A row takes turns between a whole scheme and the network alone, called as often on the
-same batch. Columns: seconds of a batch and the ratio to the network alone (median and range over rounds), images a
-second, network evaluations (``nfe``; guidance doubles their batch), and ``waits``: how often a batch waits for the
-device, and where.
+The networks are untrained, which does not change their arithmetic: the CIFAR-10 U-Net in pixels, DiT-S/2 and DiT-XL/2
+with classes on 4x32x32 latents. A row alternates between a whole sampling run and the network alone, evaluated with
+equal frequency on an equal batch.
+
+Columns:
+    seconds_of_a_batch, ratio, range: seconds of a batch, and the ratio to the network alone, over rounds.
+    images_per_s: images per second.
+    nfe: network evaluations; guidance doubles their batch.
+    waits: number and location of a batch's synchronisations with the device.
 """
 
 import sys
@@ -19,14 +23,14 @@ from common import (
     Part,
     Skipped,
     arguments,
+    compare_alternately,
+    component,
     experiment,
     free,
     move,
-    named,
     setup,
     synchronisations,
     synchronize,
-    take_turns,
 )
 
 from kairos import compute, models
@@ -60,8 +64,8 @@ ROWS = [  # model, process, scheme, steps, guidance, precision
 ]  # fmt: skip
 
 
-class Drawn:
-    """A batch of images from a network that was not trained, all weights moved by the same random numbers."""
+class SampledBatch:
+    """A batch of images from an untrained network whose weights are perturbed by equal random numbers."""
 
     def __init__(
         self, plain: dict[str, Any], shape: tuple[int, int, int], batch: int, scheme: str, steps: int,
@@ -71,7 +75,7 @@ class Drawn:
         torch.manual_seed(0)
         network = models.build(plain["model"], shape, CLASSES, self.process.channels(shape[0]))
         move(network.parameters())
-        self.scheduler = resolve_solver(named(SCHEDULERS, scheme), plain["diffusion"]["process"])
+        self.scheduler = resolve_solver(component(SCHEDULERS, scheme), plain["diffusion"]["process"])
         self.grid = build_time_grid(self.process, steps, self.scheduler)
         conditions = {name: torch.arange(batch, device=device) % 10 for name in plain["model"]["conditions"]}
         self.predict = build_guided_predictor(
@@ -97,7 +101,7 @@ class Drawn:
 
 
 class Sample:
-    """The rows of the part."""
+    """Rows of the part `sample`."""
 
     def __init__(self, part: Part):
         self.device, self.short = part.device, part.short
@@ -114,7 +118,7 @@ class Sample:
         return rows
 
     def sample(self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, *given: Any) -> dict[str, Any]:
-        """A row: the batch is halved until it fits."""
+        """Return a row; the batch is halved until it fits."""
         while batch:
             try:
                 return self.measured(model, shape, batch, *given)
@@ -131,24 +135,24 @@ class Sample:
     ) -> dict[str, Any]:  # fmt: skip
         setup(self.device, False)
         plain = experiment(model, process={"name": process_name})
-        drawn = Drawn(plain, shape, batch, scheme, steps, guidance, precision, self.device)
-        drawn.images()
-        nfe = drawn.evaluations
-        told = take_turns(
+        batch_of_images = SampledBatch(plain, shape, batch, scheme, steps, guidance, precision, self.device)
+        batch_of_images.images()
+        nfe = batch_of_images.evaluations
+        timing = compare_alternately(
             {
-                "network": lambda count: self.seconds(lambda: drawn.network_alone(nfe), count),
-                "scheme": lambda count: self.seconds(drawn.images, count),
+                "network": lambda count: self.seconds(lambda: batch_of_images.network_alone(nfe), count),
+                "scheme": lambda count: self.seconds(batch_of_images.images, count),
             },
             steps=1, rounds=1 if self.short else 3, base="network",
         )["scheme"]  # fmt: skip
-        seconds = told.pop("ms_per_step") / 1e3
+        seconds = timing.pop("ms_per_step") / 1e3
         return {
             "batch": batch,
             "nfe": nfe,
             "seconds_of_a_batch": round(seconds, 4),
             "images_per_s": round(batch / seconds, 2),
-            **told,
-            "waits": synchronisations(self.device, drawn.images),
+            **timing,
+            "waits": synchronisations(self.device, batch_of_images.images),
         }
 
     def seconds(self, run: Callable[[], None], count: int) -> float:

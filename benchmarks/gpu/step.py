@@ -1,22 +1,25 @@
-"""How fast a training step is, beside a bare loop of the same model, and how much of the device it uses.
+"""Measure how fast a training step is, compared with a bare loop of the model, and how much of the device it uses.
 
     make gpu PART=step
 
-Models: the CIFAR-10 U-Net on 3x32x32, DiT-S/2, B/2 and XL/2 (with classes) on 4x32x32 latents; batch 128 or 256, halved
-until it fits. In one process, taking turns in blocks of steps:
+The models are the CIFAR-10 U-Net on 3x32x32, and DiT-S/2, B/2 and XL/2 (with classes) on 4x32x32 latents. The batch is
+128 or 256, halved until it fits. In one process, blocks of steps of these variants alternate:
 
-- ``kairos``: kairos.training.loop.steps, data read from memory maps, a line logged every 100 steps;
-- ``every step logged``: the same with a line every step;
-- ``deterministic``: the same as the first, with deterministic algorithms only (the default of an experiment; not where
-  the model is compiled, which would be compiled anew);
-- ``bare``: the least that trains the same model with the same optimiser objects: latents on the device, noise and
-  timesteps drawn there by torch, clipping, a foreach average; no logging, no weights, nothing exact.
+- ``kairos``: kairos.training.loop.train_steps, with data from memory maps and a logged line every 100 steps.
+- ``every step logged``: ``kairos`` with a logged line every step.
+- ``deterministic``: ``kairos`` with deterministic algorithms only, the default of an experiment. It is left out for a
+  compiled model, which would be compiled again.
+- ``bare``: the smallest loop that trains the model with equal optimiser objects. Latents are on the device; torch draws
+  noise and timesteps there; gradients are clipped; the average uses foreach. Nothing is logged, weighted or exact.
 
-A row's columns: milliseconds a step and the ratio to bare (median and range over rounds); images a second and the share
-of the bf16 peak that a large matrix product reaches in the same process (by torch.utils.flop_counter's count of forward
-and backward passes, without optimiser); ``idle``: share of some steps' time in which no kernel ran, by torch.profiler;
-``host``: share of a block's time in which the host was still issuing work, 1 where it is what all wait for;
-``waits``: synchronisations of a step that logs nothing, and where they are.
+Columns:
+    ms_per_step, ratio, range: milliseconds per step, and the ratio to bare (median and range over rounds).
+    images_per_s: images per second.
+    share_of_bf16_peak: achieved share of the bf16 peak of a large matrix product in the same process. Operations are
+        those of forward and backward passes by torch.utils.flop_counter, without the optimiser.
+    idle: share of some steps' time without a running kernel, by torch.profiler.
+    host: share of a block's time in which the host issued work; 1 if the device waits for the host.
+    waits: number and location of the synchronisations of a step that logs nothing.
 """
 
 import sys
@@ -30,13 +33,13 @@ from common import (
     Part,
     Skipped,
     arguments,
+    compare_alternately,
     experiment,
     free,
     idle_share,
     setup,
     synchronisations,
     synchronize,
-    take_turns,
     training_of,
 )
 from torch import nn
@@ -67,7 +70,7 @@ ROWS = [
 
 
 class Step:
-    """The rows of the part."""
+    """Rows of the part `step`."""
 
     def __init__(self, part: Part, data: Data):
         self.part, self.data, self.device = part, data, part.device
@@ -84,26 +87,26 @@ class Step:
         return rows
 
     def peak(self) -> dict[str, Any]:
-        """Tera-operations a second of a large matrix product."""
+        """Measure the operations per second of a large matrix product, in bf16 and tf32."""
         size = 128 if self.part.short else 8192
         for precision, dtype in (("bf16", torch.bfloat16), ("tf32", torch.float32)):
             setup(self.device, False, precision)
             a, b = (torch.randn(size, size, device=self.device, dtype=dtype) for _ in range(2))
-            found = []
+            rates = []
             for _ in range(5):
                 synchronize(self.device)
                 begun = time.perf_counter()
                 for _ in range(10):
                     a @ b
                 synchronize(self.device)
-                found.append(10 * 2 * size**3 / (time.perf_counter() - begun))
-            self.peaks[precision] = max(found)
+                rates.append(10 * 2 * size**3 / (time.perf_counter() - begun))
+            self.peaks[precision] = max(rates)
         return {f"{name} tflops": round(value / 1e12, 2) for name, value in self.peaks.items()}
 
     def step(
         self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, precision: str, compiled: bool
     ) -> dict[str, Any]:
-        """A row: the batch is halved until it fits."""
+        """Return a row; the batch is halved until it fits."""
         while True:
             try:
                 return self.measured(model, shape, batch, precision, compiled)
@@ -136,17 +139,17 @@ class Step:
         first = time.perf_counter() - begun
         enough = 0.02 if self.part.short else 1.5  # seconds of a block
         count = max(3, round(enough / (bare.block(3) / 3)))
-        told = take_turns(variants, count, 1 if self.part.short else 4, base="bare")
-        for row in told.values():
+        timing = compare_alternately(variants, count, 1 if self.part.short else 4, base="bare")
+        for row in timing.values():
             row["images_per_s"] = round(1e3 * batch / row["ms_per_step"], 1)
-        told["kairos"] |= self.watched(training)
-        told["bare"] |= {
+        timing["kairos"] |= self.watched(training)
+        timing["bare"] |= {
             "waits": synchronisations(self.device, lambda: bare.steps(1)),
             "idle": idle_share(self.device, lambda: bare.steps(5)),
             "host": bare.host,
         }
         flops = self.flops(training)
-        for row in told.values():
+        for row in timing.values():
             if flops is not None and "bf16" in self.peaks:
                 row["share_of_bf16_peak"] = round(flops * row["images_per_s"] / self.peaks["bf16"], 4)
         return {
@@ -156,11 +159,11 @@ class Step:
             "first_steps_s": round(first, 1),
             "gflops_per_image": None if flops is None else round(flops / 1e9, 2),
             "memory_gib": self._memory(),
-            **told,
+            **timing,
         }
 
     def block(self, training: TrainingState, count: int, log_every: int, deterministic: bool = False) -> float:
-        """Seconds of `count` steps, after one that fills the queue of batches."""
+        """Return the seconds of `count` steps, after one step that fills the queue of batches."""
         setup(self.device, deterministic, training.settings["precision"])
         training.settings["log_every"] = log_every
         lines = train_steps(training, training.step + count + 1)
@@ -178,17 +181,17 @@ class Step:
         return seconds
 
     def watched(self, training: TrainingState) -> dict[str, Any]:
-        """Waits and idle time of steps that log nothing, and the host's share."""
+        """Return synchronisations and idle time of steps that log nothing, and the host's share."""
         self.block(training, 10, 10**9)
         host, lines = round(self.host, 3), train_steps(training, training.step + 20)
         next(lines)
-        told = {
+        usage = {
             "waits": synchronisations(self.device, lambda: next(lines)),
             "idle": idle_share(self.device, lambda: [next(lines) for _ in range(5)]),
             "host": host,
         }
         lines.close()
-        return told
+        return usage
 
     def _memory(self) -> float | None:
         if self.device.type != "cuda":
@@ -198,7 +201,7 @@ class Step:
         return round(used, 2)
 
     def flops(self, training: TrainingState) -> float | None:
-        """Operations of a forward and backward pass, an image."""
+        """Return the operations of a forward and a backward pass of one image."""
         from torch.utils.flop_counter import FlopCounterMode
 
         batch = next(training.batches.steps(0, 1))
@@ -218,7 +221,7 @@ class Step:
 
 
 class Bare:
-    """The least that trains the same model: data and everything random on the device, nothing logged."""
+    """Smallest training loop of the model: data and random numbers on the device, nothing logged."""
 
     def __init__(self, training: TrainingState):
         self.training, self.device, self.host = training, training.device, 0.0
@@ -249,7 +252,7 @@ class Bare:
             torch._foreach_lerp_(self.average, self.live, 1e-4)
 
     def block(self, count: int) -> float:
-        """Seconds of `count` steps."""
+        """Return the seconds of `count` steps."""
         synchronize(self.device)
         begun = time.perf_counter()
         self.steps(count)

@@ -20,12 +20,12 @@ from common import (
     Data,
     Part,
     arguments,
+    compare_alternately,
     experiment,
     no_unet,
     setup,
     synchronisations,
     synchronize,
-    take_turns,
     training_of,
 )
 
@@ -71,23 +71,23 @@ class Strategies:
 
     def rows(self) -> dict[str, Any]:
         names = [name for name in self.strategies if name != "uniform"]
-        rows = {name: lambda name=name: self.beside_uniform(name) for name in self._sorted(names)}
+        rows = {name: lambda name=name: self.compared_with_uniform(name) for name in self._sorted(names)}
         return {"uniform": lambda: self.alone("uniform"), **rows}
 
     def _sorted(self, names: list[str]) -> list[str]:
         """Sort names: strategies that cost time come first."""
         return sorted(names, key=lambda name: not name.startswith((*MEASURING, "loss", "edm2")))
 
-    def beside_uniform(self, name: str) -> dict[str, Any]:
-        """A row: blocks of the strategy and of uniform, taking turns."""
+    def compared_with_uniform(self, name: str) -> dict[str, Any]:
+        """Return a row: blocks of steps of the strategy and of uniform, run alternately."""
         blocks = {one: lambda count, one=one: self.block(one, count) for one in ("uniform", name)}
         for run in blocks.values():
             run(self.period)
-        told = take_turns(blocks, self.period, 1 if self.short else 3, base="uniform")
-        return {**told[name], "uniform_ms_per_step": told["uniform"]["ms_per_step"], **self.alone(name)}
+        timing = compare_alternately(blocks, self.period, 1 if self.short else 3, base="uniform")
+        return {**timing[name], "uniform_ms_per_step": timing["uniform"]["ms_per_step"], **self.alone(name)}
 
     def alone(self, name: str) -> dict[str, Any]:
-        """draw() by itself, and what a step waits for."""
+        """Return the microseconds of draw() by itself, and the synchronisations of a step."""
         strategy, training = self.strategies[name], self.training
         x0 = next(training.batches.steps(0, 1)).x0
         step, count = strategy.step, 5 if self.short else 100
@@ -110,7 +110,7 @@ class Strategies:
         return {"draw_us": round(1e6 * draw, 1), "waits": waits, "model": self.model}
 
     def block(self, name: str, count: int) -> float:
-        """Seconds of `count` steps under a strategy, after one that fills the queue of batches."""
+        """Return the seconds of `count` steps with a strategy, after one step that fills the queue of batches."""
         self.training.strategy = self.strategies[name]
         lines = train_steps(self.training, self.training.step + count + 1)
         next(lines)

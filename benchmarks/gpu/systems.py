@@ -1,7 +1,10 @@
-"""Every system of both papers at its published size: 20 steps of training, images a second and memory.
+"""Train every system of both papers at its published size for 20 steps: images per second and memory.
+
+    make gpu PART=systems
 
 The files are those of experiments/systems, the images random numbers. The batch is the published one, halved until it
-fits; precision is bf16. PyYAML is needed beside torch and numpy, and diffusers for the U-Nets: WHEELS brings them.
+fits. The precision is bf16. In addition to torch and numpy, PyYAML is needed, and diffusers for the U-Nets: $WHEELS
+provides them.
 """
 
 import sys
@@ -27,7 +30,7 @@ STEPS, SHORT_STEPS = 20, 5
 
 
 class Systems:
-    """The rows of the part."""
+    """Rows of the part `systems`."""
 
     def __init__(self, part: Part, data: Data):
         self.part, self.data = part, data
@@ -41,7 +44,7 @@ class Systems:
         raise Skipped(missing)
 
     def fitting(self, name: str) -> dict[str, Any]:
-        """A row: the batch is halved until it fits."""
+        """Return a row; the batch is halved until it fits."""
         batch = 8 if self.part.short else published(name)["training"]["batch_size"]
         while batch:
             try:
