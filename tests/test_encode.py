@@ -150,7 +150,7 @@ def test_killed_encode_goes_on_with_the_same_bits(results, latents, capsys, monk
         open_latents(results / "killed")
     capsys.readouterr()
     assert encode_into(results, "killed", flips=True) == latents.manifest
-    assert "goes on after image 48" in capsys.readouterr().err
+    assert "resumes after image 48" in capsys.readouterr().err
     assert sorted(file.name for file in (results / "killed").iterdir()) == [
         *("logvar.npy", "logvar_flipped.npy", "manifest.json", "mean.npy", "mean_flipped.npy")
     ]

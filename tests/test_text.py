@@ -327,7 +327,7 @@ def test_killed_and_resumed_gives_the_same_bits(encoder, captioned, tmp_path, ca
     with pytest.raises(KairosError, match=r"is not complete.*kairos text"):
         open_encoded_captions(tmp_path / "killed", dataset)
     assert encode_texts(config, dataset, tmp_path / "killed", CPU) == whole
-    assert "text: goes on after caption 32" in capsys.readouterr().err
+    assert "text: resumes after caption 32" in capsys.readouterr().err
     assert sorted(file.name for file in (tmp_path / "killed").iterdir()) == ["empty.npy", "manifest.json", "states.npy"]
     other = encode_texts(config.model_copy(update={"length": 20}), dataset, tmp_path / "other", CPU)
     assert other["content_sha256"] != whole["content_sha256"]

@@ -1,4 +1,7 @@
-"""Images that are only encoded stay where they are: a prepared data set refers to them by number, name and checksum."""
+"""Images that stay in their source: a prepared data set stores the index, name and checksum of each.
+
+With a pretrained autoencoder the images are needed for encoding only, and copying them would double the disk space.
+"""
 
 import functools
 import hashlib
@@ -14,66 +17,78 @@ from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
 from kairos_timesteps.errors import DamagedError, KairosError
 
-_AGAIN = "bring it back as it was, or make the folder again with: kairos prepare"
+_ADVICE = "bring it back as it was, or make the folder again with: kairos prepare"
 
 
 def checksum(pixels: np.ndarray) -> np.ndarray:
-    """BLAKE2 of an image's pixels, uint8 (16,)."""
+    """Return the BLAKE2 hash of an image's pixels, uint8 (16,)."""
     return np.frombuffer(hashlib.blake2b(pixels.data, digest_size=16).digest(), np.uint8)
 
 
 class LinkedImages:
-    """Images that are decoded when they are asked for, each compared with what stage prepare saw.
+    """Images of a prepared data set that are read from their source, decoded and verified on each access.
 
-    The source is opened by the first that is asked for: a training on latents asks for none.
+    The first access opens the source; training on latents never does.
+
+    Args:
+        folder: folder of the prepared data set.
+        manifest: record of stage prepare.
+        command: kairos command that writes the folder, for error messages.
 
     Attributes:
-        shape: (count, height, width, channels); they are uint8.
+        shape: (count, height, width, channels); the images are uint8.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], command: str):
         self.shape = tuple(manifest[name] for name in ("count", "height", "width", "channels"))
-        self._folder, self._config = folder, DatasetConfig.model_validate(manifest["refers"])
-        names = ("numbers", "checksums", "names")
-        self._numbers, self._checksums, self._names = (open_array(folder / f"{name}.npy", command) for name in names)
+        self._folder = folder
+        self._config = DatasetConfig.model_validate(manifest["refers"])
+        self._indices = open_array(folder / "numbers.npy", command)
+        self._checksums = open_array(folder / "checksums.npy", command)
+        self._names = open_array(folder / "names.npy", command)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Some images, as of `ArrayFile`.
+        """Read some images, selected by an integer, a slice, a mask, or an array of indices (n,).
 
         Raises:
-            KairosError: their source cannot be opened where this runs.
-            DamagedError: an image has changed since stage prepare, or has gone; it is named.
+            KairosError: the source cannot be opened on this machine.
+            DamagedError: an image is missing or differs from the one that stage prepare read.
         """
-        chosen = row_indices(index, len(self))
-        images = np.fromiter(map(self._pixels, chosen.flat), np.dtype((np.uint8, self.shape[1:])), chosen.size)
-        return images.reshape((*chosen.shape, *self.shape[1:]))
+        rows = row_indices(index, len(self))
+        images = np.fromiter(map(self._read, rows.flat), np.dtype((np.uint8, self.shape[1:])), rows.size)
+        return images.reshape((*rows.shape, *self.shape[1:]))
 
-    def _pixels(self, row: int) -> np.ndarray:
-        number, config = int(self._numbers[row]), self._config
-        name = f"{self._folder}: refers to {self._source.name(number)}, which"
+    def _read(self, row: int) -> np.ndarray:
+        """Read and verify one image, uint8 (height, width, channels)."""
+        index, config = int(self._indices[row]), self._config
+        name = f"{self._folder}: refers to {self._source.name(index)}, which"
         try:
-            image = self._source.read(number)
+            image = self._source.read(index)
         except ValueError as error:
-            raise DamagedError(f"{name} cannot be read any more ({error}); {_AGAIN}") from None
+            raise DamagedError(f"{name} cannot be read any more ({error}); {_ADVICE}") from None
         pixels = to_pixels(image, config.color, config.crop, config.resolution, name, config.resample)
         if pixels.shape != self.shape[1:] or (checksum(pixels) != self._checksums[row]).any():
-            raise DamagedError(f"{name} has changed since kairos prepare; {_AGAIN}")
+            raise DamagedError(f"{name} has changed since kairos prepare; {_ADVICE}")
         return pixels
 
     @functools.cached_property
     def _source(self) -> Source:
+        """The source of the images, after a check that all their names are unchanged."""
         try:
             source = open_source(self._config)
         except KairosError as error:
-            fault = f"refers to images that cannot be read from here ({error}). Paths are relative to the folder that"
-            advice = "kairos prepare ran in; or copy the images: dataset.store: copy"
-            raise KairosError(f"{self._folder}: {fault} {advice}") from None
-        for number, known in zip(self._numbers[:].tolist(), self._names[:].tolist()):
-            found = source.name(number) if number < source.count else "nothing"
-            if os.fsencode(found) != known:
-                fault = f"refers to {os.fsdecode(known)}, which is not where kairos prepare found it ({found} is there)"
-                raise DamagedError(f"{self._folder}: {fault}; {_AGAIN}")
+            raise KairosError(
+                f"{self._folder}: refers to images that cannot be read from here ({error}). Paths are relative to the "
+                "folder that kairos prepare ran in; or copy the images: dataset.store: copy"
+            ) from None
+        for index, recorded_name in zip(self._indices[:].tolist(), self._names[:].tolist()):
+            name = source.name(index) if index < source.count else "nothing"
+            if os.fsencode(name) != recorded_name:
+                raise DamagedError(
+                    f"{self._folder}: refers to {os.fsdecode(recorded_name)}, which is not where kairos prepare found "
+                    f"it ({name} is there); {_ADVICE}"
+                )
         return source

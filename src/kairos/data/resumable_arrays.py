@@ -1,6 +1,6 @@
-"""Arrays that grow in a private folder, batch by batch: a killed job goes on where the last record says they are whole.
+"""Computation of array files in batches, in a private folder; a killed job resumes after the last recorded batch.
 
-Batches are cut at the same places, so that the result has the same bits.
+A resumed job cuts the batches at the same rows, so that its result is equal bit for bit.
 """
 
 import os
@@ -17,14 +17,19 @@ from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write
 from kairos.progress import Progress, say
 from kairos_timesteps.errors import DamagedError
 
-PARTIAL = ".partial"
-_SAVE_SECONDS = 2.0
+PARTIAL = ".partial"  # name of the private folder
+_SAVE_SECONDS = 2.0  # least time between two records of the progress
 
 
 def prepare_folder(out: Path, names: Iterable[str]) -> Path:
-    """Make room for the files of a stage; gives the private folder, in which a killed job's arrays may still be."""
+    """Delete old results of a stage, and return its private folder, which may contain arrays of a killed job.
+
+    Args:
+        out: folder of the stage.
+        names: files that the stage may write there.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    if (out / "manifest.json").exists():  # complete and asked for again: computed again
+    if (out / "manifest.json").exists():  # the stage was complete and is repeated from the beginning
         shutil.rmtree(out / PARTIAL, ignore_errors=True)
         (out / "manifest.json").unlink()
     for name in names:
@@ -33,7 +38,7 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
 
 
 def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
-    """Give the files of a manifest, which are whole, their names; the manifest comes last."""
+    """Move the files of a manifest, which are complete, out of the private folder, and write the manifest last."""
     for name in manifest["files"]:
         os.replace(out / PARTIAL / name, out / name)
     sync_folder(out)
@@ -51,44 +56,52 @@ def fill_arrays(
     label: str,
     unit: str,
 ) -> dict[str, str]:
-    """Fill arrays in a private folder and return the hash of each file.
+    """Compute arrays in batches, write them into a private folder, and return the hash of each file by name.
 
     Args:
-        partial: the folder.
-        identity: what decides the content, beside the rows.
-        arrays: shape of a row and dtype by name.
-        rows: numbers of the rows that are computed.
+        partial: the private folder; an interrupted computation with equal identity and rows resumes there.
+        identity: settings that, together with the rows, determine the content of the arrays.
+        arrays: shape of a row, and dtype, of each array by name.
+        rows: indices of the rows to compute.
         batch_size: rows per call of `compute`.
-        compute: the arrays' rows with some numbers (n,).
-        label: of the job, for what is said.
-        unit: what a row is of, likewise.
+        compute: function that returns the arrays' rows for some indices (n,), by name.
+        label: name of the job in progress messages.
+        unit: name of a row in progress messages, such as ``image``.
     """
     key, count = sha256_json({**identity, "rows": [rows.start, rows.stop]}), len(rows)
-    shapes = {partial / f"{name}.npy": (count, *shape) for name, (shape, _) in arrays.items()}
-    try:
-        record = read_json(partial / "progress.json")
-        whole = record["key"] == key and {path: ArrayFile(path).shape for path in shapes} == shapes
-        done = record["done"] if whole else 0
-    except (OSError, ValueError, EOFError, DamagedError):
-        done = 0
+    shapes = {partial / f"{name}.npy": (count, *row_shape) for name, (row_shape, _) in arrays.items()}
+    done = _rows_done(partial, key, shapes)
     if done:
-        say(f"{label}: goes on after {unit} {rows.start + done}")
+        say(f"{label}: resumes after {unit} {rows.start + done}")
     else:
-        shutil.rmtree(partial, ignore_errors=True)  # with it the record, so that no other job trusts our arrays
+        shutil.rmtree(partial, ignore_errors=True)  # with the old record, which must not vouch for the new arrays
         partial.mkdir()
         for path, shape in shapes.items():
             create_array(path, shape, arrays[path.stem][1])
-    opened = {path.stem: ArrayFile(path, writable=True) for path in shapes}
+    files = {path.stem: ArrayFile(path, writable=True) for path in shapes}
     progress, saved = Progress(count, label, unit, start=done), time.monotonic()
     for start in range(done, count, batch_size):
         end = min(start + batch_size, count)
         for name, values in compute(np.arange(rows.start + start, rows.start + end)).items():
-            opened[name].write(start, values)
+            files[name].write(start, values)
         progress.advance(end - start)
         if time.monotonic() - saved > _SAVE_SECONDS or end == count:
-            for array in opened.values():
-                array.flush()  # durable before it is said
+            for file in files.values():
+                file.flush()  # rows must be durable before the record counts them
             write_json(partial / "progress.json", {"key": key, "done": end})
             saved = time.monotonic()
     progress.close()
     return {path.name: sha256_file(path) for path in shapes}
+
+
+def _rows_done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
+    """Return the number of rows that an interrupted computation has finished.
+
+    The result is 0 if there is none, or if its key or the shape of an array differs.
+    """
+    try:
+        record = read_json(partial / "progress.json")
+        is_equal = record["key"] == key and {path: ArrayFile(path).shape for path in shapes} == shapes
+        return record["done"] if is_equal else 0
+    except (OSError, ValueError, EOFError, DamagedError):
+        return 0

@@ -1,31 +1,32 @@
-"""Number of images of a data set and size of its smallest class, without reading an image or importing `datasets`.
+"""Counts of a data set's images and classes, and sizes and colours of its images, before the data set is prepared.
 
-Checks before any job use both. Names of files, or the number of rows and the column of labels, are enough.
+Checks that run before any job use these functions. `count_images` reads no image and does not import `datasets`: names
+of files, or the number of rows and the column of labels, are enough.
 """
 
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError
 
-_LOOKED_AT = 20_000
-_DIGITS, _RAREST = 1797, 174  # scikit-learn's images, and those of the rarest digit
+_MOST_INSPECTED = 20_000
+_DIGITS, _RAREST_DIGIT = 1797, 174  # images in scikit-learn, and images of the rarest digit
 
 
 @dataclass(frozen=True)
 class ImageCounts:
-    """Known properties of a data set before it is prepared.
+    """Numbers of images and classes of a data set.
 
     Attributes:
-        train: number of training images; None where that is not known.
+        train: number of training images; None if unknown.
         smallest: number of images of the smallest class, training and held out; None without labels.
-        unknown: why nothing is known; else empty.
-        count: number of images, training and held out (with a place of their own not counted).
+        unknown: why nothing is known; empty if the counts are known.
+        count: number of images, training and held out, without held-out images from another path.
         classes: number of classes; None without labels.
     """
 
@@ -44,10 +45,10 @@ def count_images(config: DatasetConfig) -> ImageCounts:
     Raises:
         ConfigError: the number of images is known, and is not `dataset.images`.
     """
+    count_by_source = {"digits": _count_digits, "parquet": _count_parquet, "hub": _count_hub}
     try:
-        looks = {"digits": lambda _: (_DIGITS, dict.fromkeys(range(10), _RAREST)), "parquet": _parquet, "hub": _hub}
-        count, labels = looks.get(config.source, _files)(config)
-    except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow's own errors are of the latter kinds
+        count, labels = count_by_source.get(config.source, _count_files)(config)
+    except (ConfigError, OSError, ValueError, LookupError) as error:  # errors of arrow are of the latter two types
         return ImageCounts(unknown=" ".join(str(error).split()))
     config.check_count(count)
     kept = min(count, config.limit or count)
@@ -56,7 +57,12 @@ def count_images(config: DatasetConfig) -> ImageCounts:
     return ImageCounts(kept - heldout, smallest, count=kept, classes=len(labels) or None)
 
 
-def _files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
+def _count_digits(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
+    """Return the known counts of scikit-learn's digits: of all images, and of each class at least."""
+    return _DIGITS, dict.fromkeys(range(10), _RAREST_DIGIT)
+
+
+def _count_files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     """Count the images of a folder or a zip, and the images of each class; only names of files are read."""
     from kairos.data.sources import OPENERS
 
@@ -64,46 +70,52 @@ def _files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     return source.count, Counter([] if source.labels is None else source.labels.tolist())
 
 
-def _parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
+def _count_parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
+    """Count the rows of parquet files, and the rows of each class; only the column of labels is read."""
     import pyarrow.parquet as pq
 
     from kairos.data.sources import parquet_files
 
     files = [pq.ParquetFile(file) for file in parquet_files(config)]
     column = config.find_label_column(files[0].schema_arrow.names)
-    return _counted([file.read([column] if column else []) for file in files], column)
+    return _count_rows([file.read([column] if column else []) for file in files], column)
 
 
-def _hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
+def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     """Count images and classes in the hub's cache, which contains each split as Arrow files of `datasets`."""
     import pyarrow as pa
 
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets")).expanduser()
-    space, _, name = str(config.path).rpartition("/")
-    folder = "___".join(filter(None, (space, re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower())))
-    found = sorted(cache.glob(f"{folder}/*/*/*/*-{config.split}*.arrow"))
-    if not found:
-        raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; kairos fetch brings it")
-    files = (str(file) for file in found if file.parent == found[0].parent)
-    tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files]
-    return _counted(tables, config.find_label_column(tables[0].column_names))
+    # `datasets` writes OWNER/MyImages into the folder OWNER___my_images
+    owner, _, name = str(config.path).rpartition("/")
+    snake_case = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower()
+    folder = "___".join(filter(None, (owner, snake_case)))
+    files = sorted(cache.glob(f"{folder}/*/*/*/*-{config.split}*.arrow"))
+    if not files:
+        raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; run kairos fetch")
+    one_version = (str(file) for file in files if file.parent == files[0].parent)
+    tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in one_version]
+    return _count_rows(tables, config.find_label_column(tables[0].column_names))
 
 
-def _counted(tables: list[Any], column: str | None) -> tuple[int, dict[Any, int]]:
-    """Rows of some tables of arrow, and those of each class in the column of labels."""
-    labels = Counter(value for table in tables for value in table[column].to_pylist()) if column else Counter()
+def _count_rows(tables: list[Any], label_column: str | None) -> tuple[int, dict[Any, int]]:
+    """Count the rows of several tables of arrow, and the rows of each class; no classes without a label column."""
+    labels: Counter[Any] = Counter()
+    if label_column:
+        for table in tables:
+            labels.update(table[label_column].to_pylist())
     return sum(map(len, tables)), labels
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageProperties:
     """Sizes and colours of a folder's images.
 
     Attributes:
         sizes: number of images of each size (width, height).
-        grey: number of images without colour.
-        unread: images that cannot be read, with the reason.
+        grey: number of images without colour; 0 if the images were not decoded.
+        unread: names of the images that cannot be read, with the reason.
     """
 
     sizes: Counter[tuple[int, int]]
@@ -111,37 +123,59 @@ class Look:
     unread: list[str]
 
     @property
-    def cut(self) -> tuple[int, float]:
-        """Number of images that are not square, and the share of their area that a centre crop removes."""
-        oblong = {size: count for size, count in self.sizes.items() if size[0] != size[1]}
-        whole = sum(width * height * count for (width, height), count in oblong.items())
-        kept = sum(min(size) ** 2 * count for size, count in oblong.items())
-        return sum(oblong.values()), 1 - kept / whole if whole else 0.0
+    def cropping(self) -> tuple[int, float]:
+        """Number of images that are not square, and the fraction of their area that a centre crop removes."""
+        not_square = {size: count for size, count in self.sizes.items() if size[0] != size[1]}
+        area = sum(width * height * count for (width, height), count in not_square.items())
+        kept_area = sum(min(size) ** 2 * count for size, count in not_square.items())
+        return sum(not_square.values()), 1 - kept_area / area if area else 0.0
 
 
-def inspect_images(config: DatasetConfig, whole: bool = False) -> Look:
-    """Look at a folder's images, 20,000 evenly spread ones of more: at their heads, or at them as a `whole`.
+def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperties:
+    """Determine sizes and colours of a folder's images; of more than 20,000, evenly spaced ones are read.
+
+    Args:
+        config: section `dataset`, of source ``folder``.
+        decode: decode the images completely, which finds damaged ones and colours; False: read the headers only.
 
     Raises:
-        ConfigError: there is no such folder, or no image in it.
+        ConfigError: the folder does not exist, or contains no image.
     """
-    from PIL import Image, ImageChops
+    from PIL import Image
 
     from kairos.data.sources import OPENERS
 
-    source, seen, grey = OPENERS["folder"](config), Look(Counter(), 0, []), 0
-    for number in range(0, source.count, -(-source.count // _LOOKED_AT)):
+    source = OPENERS["folder"](config)
+    sizes: Counter[tuple[int, int]] = Counter()
+    grey = 0
+    unread = []
+    for index in range(0, source.count, -(-source.count // _MOST_INSPECTED)):
+        name = source.name(index)
         try:
-            if whole:
-                image = source.read(number)
-                red, *others = image.convert("RGB").split()
-                grey += not any(ImageChops.difference(red, other).getbbox() for other in others)
-                size = image.size
+            if decode:
+                image = source.read(index)
+                grey += _is_grey(image)
+                sizes[image.size] += 1
             else:
-                with Image.open(Path(str(config.path), source.name(number))) as image:
-                    turned = image.format != "PNG" and image.getexif().get(0x0112, 1) > 4
-                    size = image.size[::-1] if turned else image.size
-            seen.sizes[size] += 1
+                sizes[_size_in_header(Path(str(config.path), name))] += 1
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            seen.unread.append(f"{source.name(number)} ({' '.join(str(error).split())})")
-    return replace(seen, grey=grey)
+            unread.append(f"{name} ({' '.join(str(error).split())})")
+    return ImageProperties(sizes, grey, unread)
+
+
+def _is_grey(image: Any) -> bool:
+    """Return True if the three colour channels of a PIL image are equal."""
+    from PIL import ImageChops
+
+    red, *others = image.convert("RGB").split()
+    return not any(ImageChops.difference(red, other).getbbox() for other in others)
+
+
+def _size_in_header(path: Path) -> tuple[int, int]:
+    """Return width and height of an image file, after the rotation that its EXIF orientation requires."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        # orientations 5 to 8 swap the sides; to look for EXIF in a PNG, PIL would decode it
+        is_rotated = image.format != "PNG" and image.getexif().get(0x0112, 1) > 4
+        return image.size[::-1] if is_rotated else image.size
