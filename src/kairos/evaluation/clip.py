@@ -23,12 +23,12 @@ FIELD = "evaluation.metrics: clip.path"
 Network = tuple[Any, Any, Any]  # CLIP, its tokenizer and its image processor
 
 
-def clip(options: ClipOptions, measured: ImageStatistics, target: Any) -> dict[str, float]:
+def clip(options: ClipOptions, statistics: ImageStatistics, target: Any) -> dict[str, float]:
     """Return the CLIP score of a set of images as column ``clip_score``; no column if the images have no captions."""
-    if measured.captioned is None:
+    if statistics.captioned is None:
         return {}
-    network = _load_network(options.path, measured.device)
-    cosines = [compute_cosines(network, images, texts) for images, texts in measured.captioned]
+    network = _load_network(options.path, statistics.device)
+    cosines = [compute_cosines(network, images, texts) for images, texts in statistics.captioned]
     return {"clip_score": 100 * float(torch.cat(cosines).double().mean())}
 
 

@@ -48,7 +48,7 @@ def run(
     extractor: Path | None = None,
     latents: Path | None = None,
     sets: int = 1,
-    wanted: list[str] | None = None,
+    metric_names: list[str] | None = None,
 ) -> None:
     """Evaluate every job, write its record, and print the warnings about numbers of images once.
 
@@ -59,18 +59,19 @@ def run(
             reference's folder, or with an npz reference the extractor that the metrics are defined for.
         latents: folder of the latents for the validation loss; None: ``../../../../latents``, relative to the snapshot.
         sets: with an npz reference: number of sets that the samples are split into.
-        wanted: with an npz reference: names of metrics; None: the default metrics of the extractor.
+        metric_names: with an npz reference: names of metrics; None: the default metrics of the extractor.
 
     Raises:
         KairosError: a file is missing or damaged, or files do not belong together.
     """
     is_external = reference.suffix == ".npz"
-    if wanted and not is_external:
+    if metric_names and not is_external:
         raise ConfigError(
-            f"--metrics: got {','.join(wanted)}, allowed with an npz reference only; {reference} fixes its metrics"
+            f"--metrics: got {','.join(metric_names)}, allowed with an npz reference only; "
+            f"{reference} fixes its metrics"
         )
     if is_external and extractor is None:
-        extractor = Path(_extractor_of_metrics(wanted or []))
+        extractor = Path(_extractor_of_metrics(metric_names or []))
     if str(extractor) in PUBLISHED and not Path(str(extractor)).exists():
         extractor = cache_published_extractor(str(extractor))
     milestone = next((job.milestone for job in jobs if job.milestone), None)
@@ -79,7 +80,7 @@ def run(
     opened = open_extractor(extractor or folder / "../extractor", device)
     resource_usage.end_startup()
     if is_external:
-        opened_reference = open_external_reference(reference, opened, wanted)
+        opened_reference = open_external_reference(reference, opened, metric_names)
     else:
         opened_reference = open_reference(reference, opened)
     opened = replace(opened, precision=opened_reference.record["precision"])
@@ -160,13 +161,13 @@ def evaluate(
         training_latents = _open_training_latents(job, samples.protocol, snapshot_record, latents)
     scores = []
     for part in parts:
-        measured = measure(extractor, iterate_rows(samples.images, part), needs)
+        statistics = measure(extractor, iterate_rows(samples.images, part), needs)
         if "captions" in needs:
-            measured = replace(measured, captioned=_pair_with_captions(file, samples, part))
+            statistics = replace(statistics, captioned=_pair_with_captions(file, samples, part))
         if "pairs" in needs and training_latents is not None:
             pairs = pair_with_real_images(samples, part, training_latents, snapshot_record["conditions"])
-            measured = replace(measured, pairs=pairs)
-        scores.append(reference.target.score(measured))
+            statistics = replace(statistics, pairs=pairs)
+        scores.append(reference.target.score(statistics))
     columns = metrics.summarise(scores)
     record = {
         "step": samples.protocol.get("step"),

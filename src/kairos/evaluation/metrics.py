@@ -1,4 +1,4 @@
-"""Formulas of the metrics of a set of images, each called as ``metric(options, measured, target)``.
+"""Formulas of the metrics of a set of images, each called as ``metric(options, statistics, target)``.
 
 A metric returns columns: a dictionary from column name to number. Module `registries` lists the measurements that each
 metric needs.
@@ -103,19 +103,19 @@ class Target:
         """Measurements that the metrics need of a set of images; see `moments.measure`."""
         return needs_of(self.metrics)
 
-    def score(self, measured: ImageStatistics) -> dict[str, float]:
+    def score(self, statistics: ImageStatistics) -> dict[str, float]:
         """Return the columns of all metrics for one set of images, except those that evaluate a snapshot's network."""
         columns: dict[str, float] = {}
         for metric in self.metrics:
             if "milestone" not in needs_of([metric]):
-                columns |= build(METRICS, metric, measured, self)
+                columns |= build(METRICS, metric, statistics, self)
         return columns
 
 
-def statistics_to_store(measured: ImageStatistics) -> RealStatistics:
+def statistics_to_store(statistics: ImageStatistics) -> RealStatistics:
     """Return the statistics to store, given the measurements of real images."""
-    features = np.zeros((0, 0), np.float32) if measured.features is None else measured.features[:]
-    return RealStatistics(measured.moments, features, measured.count)
+    features = np.zeros((0, 0), np.float32) if statistics.features is None else statistics.features[:]
+    return RealStatistics(statistics.moments, features, statistics.count)
 
 
 def indices_to_store(count: int) -> NDArray[np.int64]:
@@ -170,14 +170,14 @@ def warn(what: str, warning: str) -> None:
     say(f"warning: {what}: {warning}")
 
 
-def frechet(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
+def frechet(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
     """Compute the Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017)."""
-    return {target.metric: frechet_distance(measured.moments["features"], target.statistics, "features")}
+    return {target.metric: frechet_distance(statistics.moments["features"], target.statistics, "features")}
 
 
-def sfid(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
+def sfid(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
     """Compute sFID, the Fréchet distance of Inception's spatial features (Nash et al. 2021; ADM's evaluator)."""
-    return {"sfid": frechet_distance(measured.moments["spatial"], target.statistics, "spatial")}
+    return {"sfid": frechet_distance(statistics.moments["spatial"], target.statistics, "spatial")}
 
 
 def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> float:
@@ -205,16 +205,16 @@ def _root(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
 
 
-def kid(options: KidOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
+def kid(options: KidOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
     """Compute the unbiased kernel distance (Bińkowski et al. 2018), mean over subsets of at most half the images.
 
     The kernel is (gamma x·y + 1)³. For Inception, gamma is the published 1/d. Features of an extractor that kairos
     trains have an arbitrary scale. For them gamma is 1 / mean |x|² of the real features, which makes the distance
     independent of the scale.
     """
-    assert measured.features is not None
+    assert statistics.features is not None
     real = torch.from_numpy(target.statistics.features).double()
-    samples = torch.from_numpy(measured.features[indices_to_store(len(measured.features))]).double()
+    samples = torch.from_numpy(statistics.features[indices_to_store(len(statistics.features))]).double()
     size = min(options.subset_size, len(samples) // 2, len(real) // 2)
     if size < 2:
         return {}
@@ -225,30 +225,32 @@ def kid(options: KidOptions, measured: ImageStatistics, target: Target) -> dict[
     return {"kid": result[KEY_METRIC_KID_MEAN]}
 
 
-def isc(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
+def isc(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
     """Compute the Inception score (Salimans et al. 2016), mean over splits of at most `SPLIT` images."""
-    assert measured.logits is not None
-    splits = _iterate_vectors(measured.logits, SPLIT)
+    assert statistics.logits is not None
+    splits = _iterate_vectors(statistics.logits, SPLIT)
     scores = [isc_features_to_metric(logits, splits=1, shuffle=False) for logits in splits]
     return {"isc": stats.fmean(score[KEY_METRIC_ISC_MEAN] for score in scores)}
 
 
-def psnr(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
+def psnr(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
     """Compute the mean peak signal-to-noise ratio in dB of image pairs; no column if the images have no pairs."""
-    if measured.pairs is None:
+    if statistics.pairs is None:
         return {}
-    errors = [np.square(samples.astype(float) - real).mean((1, 2, 3)) for samples, real in measured.pairs]  # each (n,)
+    errors = [
+        np.square(samples.astype(float) - real).mean((1, 2, 3)) for samples, real in statistics.pairs
+    ]  # each (n,)
     return {"psnr": float(np.mean(10 * np.log10(255**2 / np.concatenate(errors).clip(1e-12))))}
 
 
-def precision(options: ManifoldOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
+def precision(options: ManifoldOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
     """Compute the share of samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
-    return {"precision": share_inside(measured.features, target.statistics.features, options.neighbours)}
+    return {"precision": share_inside(statistics.features, target.statistics.features, options.neighbours)}
 
 
-def recall(options: ManifoldOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
+def recall(options: ManifoldOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
     """Compute the share of real images inside the manifold of the samples (Kynkäänniemi et al. 2019)."""
-    return {"recall": share_inside(target.statistics.features, measured.features, options.neighbours)}
+    return {"recall": share_inside(target.statistics.features, statistics.features, options.neighbours)}
 
 
 def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
@@ -283,23 +285,23 @@ def _iterate_vectors(vectors: Any, size: int = ROWS) -> Iterator[Tensor]:
     return map(torch.from_numpy, iterate_blocks([vectors], size))
 
 
-def bootstrap(measured: ImageStatistics, target: Target, resamples: int, seed: int) -> float:
+def bootstrap(statistics: ImageStatistics, target: Target, resamples: int, seed: int) -> float:
     """Return the standard deviation of the Fréchet distance over bootstrap resamples of one set of images.
 
     Args:
-        measured: measurements of the set, with features.
+        statistics: measurements of the set, with features.
         target: statistics of the real images.
         resamples: number of resamples, drawn with replacement.
         seed: seed of the resamples.
     """
-    assert measured.features is not None
+    assert statistics.features is not None
     random = np.random.default_rng(seed)
     distances = []
     for _ in range(resamples):
-        indices = random.integers(0, measured.count, measured.count)
-        multiplicities = np.bincount(indices, minlength=measured.count)
+        indices = random.integers(0, statistics.count, statistics.count)
+        multiplicities = np.bincount(indices, minlength=statistics.count)
         moments = Moments()
-        for features, weights in zip(_iterate_vectors(measured.features), _iterate_vectors(multiplicities)):
+        for features, weights in zip(_iterate_vectors(statistics.features), _iterate_vectors(multiplicities)):
             moments.add(features, weights)
         distances.append(frechet_distance(moments.mean_and_covariance, target.statistics, "features"))
     return stats.stdev(distances)

@@ -81,8 +81,10 @@ def build_reference(
     codec = load_codec(autoencoder, device)
     training_latents = open_latents(latents)
     resource_usage.end_startup()
-    wanted = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
-    target = Target(opened.manifest["metric"], _real_statistics(evaluation.reference, images, opened, wanted), wanted)
+    selected = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
+    target = Target(
+        opened.manifest["metric"], _real_statistics(evaluation.reference, images, opened, selected), selected
+    )
     num = evaluation.num_samples
     warnings = _check_image_counts(num, target.statistics.count, opened.width)
     fitted, gaussian = _gaussian_source(training_latents, codec, num, evaluation.seed)
@@ -95,7 +97,7 @@ def build_reference(
         "extractor": opened.name,
         "extractor_hash": opened.hash,
         "metric": target.metric,
-        "metrics": wanted,
+        "metrics": selected,
         "features": opened.width,
         "accuracy": opened.manifest["accuracy"],
         "reference": evaluation.reference,
@@ -157,19 +159,19 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
     return Reference(record, Target(record["metric"], real, tuple(record["metrics"])))
 
 
-def open_external_reference(path: Path, extractor: Extractor, wanted: list[str] | None) -> Reference:
+def open_external_reference(path: Path, extractor: Extractor, metric_names: list[str] | None) -> Reference:
     """Open an npz file of real images or published moments as reference; the statistics are cached by its content.
 
     Args:
         path: the npz file.
         extractor: the feature extractor.
-        wanted: names of metrics; None: the default metrics of the extractor.
+        metric_names: names of metrics; None: the default metrics of the extractor.
 
     Raises:
         KairosError: the file lacks something that the metrics need, or contains too few images for the extractor.
     """
     kind = extractor.manifest["kind"]
-    selected = metrics_with_options(wanted or default_metrics(kind, True))
+    selected = metrics_with_options(metric_names or default_metrics(kind, True))
     check_metrics(selected, kind)
     statistics = load_external_statistics(path, extractor, needs_of(selected) - SAMPLES_ONLY)
     record = {"num_samples": None, **_fixed_settings(EvaluationConfig(), statistics, extractor)}
@@ -187,7 +189,7 @@ def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extracto
 
 
 def _real_statistics(
-    which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tuple[dict[str, Any], ...]
+    which: str, dataset: PreparedDataset, extractor: Extractor, selected: tuple[dict[str, Any], ...]
 ) -> RealStatistics:
     """Return the statistics of the real images, cached by content.
 
@@ -195,9 +197,9 @@ def _real_statistics(
         which: ``train``, ``all`` (with the held-out images) or the path of an npz file.
         dataset: the prepared data set.
         extractor: the feature extractor.
-        wanted: the metrics, which decide what is measured.
+        selected: the metrics, which decide the measurements.
     """
-    needs = needs_of(wanted) - SAMPLES_ONLY
+    needs = needs_of(selected) - SAMPLES_ONLY
     if which not in ("train", "all"):
         return load_external_statistics(Path(which), extractor, needs)
     indices = dataset.train if which == "train" else np.arange(len(dataset.images))
@@ -227,10 +229,10 @@ def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) 
     if "moments" in missing:
         for warning in metrics.check_image_count(len(images), extractor.width, str(path)):
             metrics.warn(str(path), warning)
-    measured = _measure_cached(images, range(len(images)), extractor, missing, {"images": sha256_file(path)})
+    statistics = _measure_cached(images, range(len(images)), extractor, missing, {"images": sha256_file(path)})
     # published moments may be of more images than the file has, so their number is unknown
-    count = 0 if moments else measured.count
-    return RealStatistics({**measured.moments, **moments}, measured.features, count)
+    count = 0 if moments else statistics.count
+    return RealStatistics({**statistics.moments, **moments}, statistics.features, count)
 
 
 def _measure_cached(
@@ -249,8 +251,8 @@ def _measure_cached(
 
     def compute() -> RealStatistics:
         stored = metrics.indices_to_store(len(indices))
-        measured = measure(extractor, iterate_rows(images, indices), needs, stored)
-        return metrics.statistics_to_store(measured)
+        statistics = measure(extractor, iterate_rows(images, indices), needs, stored)
+        return metrics.statistics_to_store(statistics)
 
     return metrics.load_or_compute(cache_key, compute)
 
@@ -282,20 +284,20 @@ def _compute_rows(
     rows = {}
     with torch.inference_mode():
         for name, heldout_images in heldout_sources.items():
-            measured = measure(extractor, heldout_images(), target.needs | {"features"})
+            statistics = measure(extractor, heldout_images(), target.needs | {"features"})
             if captions is not None:
                 batches = zip(heldout_images(), iterate_rows(captions, range(len(heldout))))
-                measured = replace(measured, captioned=batches)
-            scores = target.score(measured)
-            deviation = metrics.bootstrap(measured, target, RESAMPLES, derived_seed(evaluation.seed, "bootstrap"))
+                statistics = replace(statistics, captioned=batches)
+            scores = target.score(statistics)
+            deviation = metrics.bootstrap(statistics, target, RESAMPLES, derived_seed(evaluation.seed, "bootstrap"))
             deviations = {f"{column}_spread": deviation if column == target.metric else None for column in scores}
             rows[name] = {"n_samples": len(heldout), **scores, **deviations}
             progress.advance()
         for name, images_of_set in generated.items():
             set_scores = []
             for number in range(evaluation.sets):
-                measured = measure(extractor, images_of_set(number), target.needs)
-                set_scores.append(target.score(measured))
+                statistics = measure(extractor, images_of_set(number), target.needs)
+                set_scores.append(target.score(statistics))
             rows[name] = {"n_samples": evaluation.num_samples, **metrics.summarise(set_scores)}
             progress.advance()
     progress.close()

@@ -3,7 +3,7 @@
 An extractor's code is called as ``code(options, dataset, folder)``. It fills the folder and returns the manifest's
 fields. The module also has ``load(folder, manifest)``, which opens the folder.
 
-A metric's code is called as ``code(options, measured, target)``, with the measurements of a set of images and the
+A metric's code is called as ``code(options, statistics, target)``, with the measurements of a set of images and the
 statistics of the real ones. It returns columns: a dictionary of numbers. A metric that needs a snapshot is called as
 ``code(milestone, latents, settings, device)``, see `validation`.
 """
