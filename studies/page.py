@@ -1,4 +1,4 @@
-"""Tables in Markdown and the figure for the page of the study."""
+"""Write the tables in Markdown and the figure for the page of the study."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-SHOWN = 4  # times uniform's value, or a fourth of it: where the picture ends
+SHOWN = 4  # the axis ends at 4 times uniform's value, and at a fourth of it
 
 
 def of_ratios(judged: pd.DataFrame) -> str:
-    """A table per metric: ratio to uniform at equal time, interval, corrected p by setting; the best first."""
+    """Return a table per metric: ratio to uniform at equal time, interval and corrected p; the best method first."""
     tables = {}
     for metric, of_metric in judged.groupby("metric", sort=False):
         cells = {(row.method, row.setting): row for row in of_metric.itertuples()}
@@ -24,28 +24,28 @@ def of_ratios(judged: pd.DataFrame) -> str:
 
 
 def of_rates(ratios: dict[str, pd.DataFrame]) -> str:
-    """A table per metric: a row per method, a column per setting with its value at each rate."""
+    """Return a table per metric: a row per method, a column per setting with its value at each rate."""
     tables = {}
     for metric, of_metric in ratios.items():
         tables[metric] = pd.DataFrame(index=of_metric.index)
         for setting in of_metric.columns.unique(0):
-            own = of_metric[setting]
-            named = f"{setting} at {', '.join(f'{factor:g}' for factor in own.columns)}"
-            tables[metric][named] = own.map("{:.3f}".format).agg(", ".join, axis=1)
+            of_setting = of_metric[setting]
+            column = f"{setting} at {', '.join(f'{factor:g}' for factor in of_setting.columns)}"
+            tables[metric][column] = of_setting.map("{:.3f}".format).agg(", ".join, axis=1)
     return _markdown(tables)
 
 
 def mean_ratios(judged: pd.DataFrame) -> "pd.Series[float]":
-    """Geometric mean over settings of each method's ratio to uniform, the lowest first."""
+    """Return the geometric mean over settings of each method's ratio to uniform, the lowest first."""
     return np.exp(np.log(judged["ratio"]).groupby(judged["method"]).mean()).sort_values()
 
 
 def _markdown(tables: dict[Any, pd.DataFrame]) -> str:
-    said = []
+    parts = []
     for name, table in tables.items():
         head = [f"| {name} | {' | '.join(table.columns)} |", "|---" * (len(table.columns) + 1) + "|"]
-        said.append("\n".join([*head, *(f"| {' | '.join(row)} |" for row in table.itertuples())]))
-    return "\n\n".join(said)
+        parts.append("\n".join([*head, *(f"| {' | '.join(row)} |" for row in table.itertuples())]))
+    return "\n\n".join(parts)
 
 
 def _cell(row: Any) -> str:
@@ -58,7 +58,7 @@ def _cell(row: Any) -> str:
 
 
 def draw(judged: pd.DataFrame, path: Path, metrics: Sequence[str], level: float) -> None:
-    """Ratios with their intervals, a panel per metric and setting; full dots where the corrected p is below `level`."""
+    """Draw ratios with intervals, a panel per metric and setting; dots are full if the corrected p is below `level`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, NullLocator
 
@@ -68,14 +68,14 @@ def draw(judged: pd.DataFrame, path: Path, metrics: Sequence[str], level: float)
     panels = figure.subplots(len(metrics), len(settings), sharey=True, squeeze=False)
     for metric, of_metric in zip(metrics, panels):
         for setting, axes in zip(settings, of_metric):
-            own = judged[(judged["metric"] == metric) & (judged["setting"] == setting)].set_index("method")
-            for place, method in enumerate(methods):
-                if method in own.index and not math.isnan(own["ratio"][method]):
-                    ratio, low, high, p = own.loc[method, ["ratio", "low", "high", "p_holm"]]
-                    axes.plot([low, high], [place, place], color="C0", lw=1.5)
-                    axes.plot(ratio, place, "o", color="C0", ms=5, mfc="C0" if p < level else "white")
+            of_setting = judged[(judged["metric"] == metric) & (judged["setting"] == setting)].set_index("method")
+            for height, method in enumerate(methods):
+                if method in of_setting.index and not math.isnan(of_setting["ratio"][method]):
+                    ratio, low, high, p = of_setting.loc[method, ["ratio", "low", "high", "p_holm"]]
+                    axes.plot([low, high], [height, height], color="C0", lw=1.5)
+                    axes.plot(ratio, height, "o", color="C0", ms=5, mfc="C0" if p < level else "white")
             axes.axvline(1, color="0.5", lw=1)
-            ends = own["low"].clip(1 / SHOWN, 1).min(), own["high"].clip(1, SHOWN).max()
+            ends = of_setting["low"].clip(1 / SHOWN, 1).min(), of_setting["high"].clip(1, SHOWN).max()
             axes.set(xscale="log", yticks=range(len(methods)), yticklabels=methods, title=f"{setting}: {metric}")
             axes.set_xlim(ends[0] ** 1.05 / 1.005, ends[1] ** 1.05 * 1.005)
             axes.xaxis.set_major_locator(MaxNLocator(5))

@@ -1,4 +1,4 @@
-"""The study's trainings, each round through the pipeline: settings x methods x seeds; goes on where it was stopped.
+"""Run the training runs of a round of the study through the pipeline: settings x methods x seeds; resumes if repeated.
 
     python studies/run.py first                      # twelve methods, two seeds, every setting
     python studies/run.py second --methods uniform min_snr ...
@@ -6,9 +6,9 @@
     python studies/run.py rates --methods uniform min_snr ...
     python studies/run.py first --settings digits --cores 1
 
-A round is an experiment per setting (and learning rate), written to results/study_<round>_<setting>/ as the file that
-`kairos check` and `snakemake --configfile` take. Rounds have seeds of their own, so that what is chosen in the first is
-judged on trainings that the choice has not seen.
+A round has one experiment per setting (and learning rate). The experiment file is written to
+results/study_<round>_<setting>/, for `kairos check` and `snakemake --configfile`. Every round has other seeds, so that
+methods selected in the first round are tested on new training runs.
 """
 
 import argparse
@@ -20,21 +20,23 @@ import yaml
 
 HERE = Path(__file__).parent
 SETTINGS = [path.stem for path in sorted((HERE / "settings").glob("*.yaml"))]
-LATER = ("auto", "coarse_to_fine")  # than the first round, which they are no part of unless named
+LATER = ("auto", "coarse_to_fine")  # methods of later rounds: not in the first one unless selected
 ROUNDS = {  # seeds, and factors of the learning rate
     "first": (range(2), [1.0]),
     "second": (range(10, 20), [1.0]),
-    "third": (range(10, 20), [1.0]),  # of methods that the second did not have, paired with its seeds
+    "third": (range(10, 20), [1.0]),  # methods that the second round lacks, with its seeds
     "rates": (range(10, 12), [0.5, 2.0]),
 }
 
 
-def experiments(which: str, settings: list[str], methods: list[str] | None) -> list[Path]:
-    """Write a round's experiment files; they differ from the setting in methods, seeds and learning rate alone."""
-    known = yaml.safe_load((HERE / "methods.yaml").read_text(encoding="utf-8"))
-    if missing := sorted({*(methods or ())} - {*known}):
-        raise SystemExit(f"--methods: got {', '.join(missing)}, allowed: {', '.join(known)}")
-    chosen = {name: known[name] for name in methods or [name for name in known if name not in LATER]}
+def write_experiments(which: str, settings: list[str], methods: list[str] | None) -> list[Path]:
+    """Write a round's experiment files, which differ from the setting only in methods, seeds and learning rate."""
+    methods_by_name = yaml.safe_load((HERE / "methods.yaml").read_text(encoding="utf-8"))
+    if missing := sorted({*(methods or ())} - {*methods_by_name}):
+        raise SystemExit(f"--methods: got {', '.join(missing)}, allowed: {', '.join(methods_by_name)}")
+    selected = {
+        name: methods_by_name[name] for name in methods or [name for name in methods_by_name if name not in LATER]
+    }
     seeds, factors = ROUNDS[which]
     paths = []
     for setting in settings:
@@ -42,7 +44,7 @@ def experiments(which: str, settings: list[str], methods: list[str] | None) -> l
             plain = yaml.safe_load((HERE / "settings" / f"{setting}.yaml").read_text(encoding="utf-8"))
             name = f"study_{which}_{setting}" + ("" if factor == 1 else f"_lr{factor:g}")
             plain["training"]["optimizer"]["lr"] *= factor
-            plain |= {"experiment": name, "seeds": [*seeds], "methods": chosen, "tracking": {"enabled": False}}
+            plain |= {"experiment": name, "seeds": [*seeds], "methods": selected, "tracking": {"enabled": False}}
             path = Path("results") / name / "experiment.yaml"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
@@ -58,7 +60,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", help="of studies/methods.yaml; default: all of the first round")
     parser.add_argument("--cores", default="2")
     arguments = parser.parse_args()
-    for path in experiments(arguments.round, arguments.settings, arguments.methods):
+    for path in write_experiments(arguments.round, arguments.settings, arguments.methods):
         command = ["snakemake", "--cores", arguments.cores, "--keep-going", "--configfile", str(path)]
         if status := subprocess.run(command).returncode:
             return status

@@ -61,8 +61,11 @@ def test_the_goal_is_judged_against_the_best_fixed_method_and_over_all_settings(
 def test_a_method_too_slow_for_the_time_is_judged_before_its_end_and_no_further():
     rows = trainings({"uniform": (1, 1), "gradient_norm": (1, 2)}, 3)
     half = rows[(rows["method"] == "uniform") & (rows["step"] <= 400)]
-    assert judge.at(half, "distance", 800).isna().all() and judge.at(half, "distance", 400).notna().all()
-    at = judge.at(rows[rows["method"] == "gradient_norm"], "distance", 800)
+    assert (
+        judge.log_values_at(half, "distance", 800).isna().all()
+        and judge.log_values_at(half, "distance", 400).notna().all()
+    )
+    at = judge.log_values_at(rows[rows["method"] == "gradient_norm"], "distance", 800)
     assert at.tolist() == pytest.approx([math.log(100 / 800) + 0.3 * seed for seed in range(3)])
 
 
@@ -89,7 +92,7 @@ def test_holms_correction_by_hand():
 
 def test_the_smallest_difference_is_found_as_often_as_it_says():
     deviation, seeds, level = 0.2, 8, 0.05 / 27
-    shift = judge.smallest(deviation, seeds, level)
+    shift = judge.smallest_detectable_difference(deviation, seeds, level)
     drawn = np.random.default_rng(1).normal(shift, deviation, (20_000, seeds))
     found = (stats.ttest_1samp(drawn, 0, axis=1).pvalue < level).mean()
     assert found == pytest.approx(0.8, abs=0.012)  # four standard errors
@@ -120,7 +123,7 @@ def test_a_setting_that_is_not_complete_is_left_out_with_the_reason(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (path,) = run["experiments"]("first", ["digits"], ["uniform"])
     (path.parent / "report.html").touch()  # of fewer methods
-    assert judge.read("first").empty
+    assert judge.read_round("first").empty
     assert re.search(
         r"study_first_digits is left out: results/study_first_digits/.* is missing", capsys.readouterr().err
     )

@@ -28,18 +28,27 @@ from kairos.data.latents import open_latents
 from kairos.milestones import Snapshot, open_milestone
 from kairos_timesteps.randomness import Stream
 
-LEAST, MOST = -7.0, 7.0  # ln SNR; beyond, every network is right or the noise is not to be seen
+LEAST, MOST = -7.0, 7.0  # ln SNR; outside, the error or the noise is negligible
 
 
-def optimum(x_t: Tensor, signal: Tensor, sigma: Tensor, known: Tensor) -> Tensor:
-    """E[x0 | x_t] of x0 that is one of `known`, (images, ...); x_t (batch, ...), its signal and noise (batch, 1)."""
-    images = known.flatten(1).double()
+def posterior_mean(x_t: Tensor, signal: Tensor, sigma: Tensor, training_images: Tensor) -> Tensor:
+    """Return E[x0 | x_t] for x0 uniformly distributed over images.
+
+    Args:
+        x_t: noisy images, (batch, ...).
+        signal: coefficient of the signal, (batch, 1).
+        sigma: coefficient of the noise, (batch, 1).
+        training_images: the possible x0, (images, ...).
+    """
+    images = training_images.flatten(1).double()
     squares = torch.cdist(x_t.flatten(1) / signal, images).square() * (signal / sigma) ** 2
     return (torch.softmax(-squares / 2, dim=1) @ images).view_as(x_t)
 
 
-def errors(opened: Snapshot, x0: Tensor, known: Tensor, ends: tuple[float, float], level: int) -> list[float]:
-    """Error of epsilon at a level, of images (batch, ...): mean square of the network's, and of the optimum's."""
+def epsilon_errors(
+    opened: Snapshot, x0: Tensor, training_images: Tensor, ends: tuple[float, float], level: int
+) -> list[float]:
+    """Return the mean squared error of epsilon at a noise level: of the network, and of the posterior mean."""
     process, rows = opened.process, range(len(x0))
     t = process.times(ends[0] + (ends[1] - ends[0]) * Stream(0, "why times").uniform(level, rows))
     noise = Stream(0, "why noise").normal(level, rows, tuple(x0.shape[1:]))
@@ -47,42 +56,53 @@ def errors(opened: Snapshot, x0: Tensor, known: Tensor, ends: tuple[float, float
     with torch.inference_mode():
         epsilon = process.epsilon(process.predict(opened.model, x_t, t, {}), x_t, t)
     signal, sigma = (each.double().view(-1, 1) for each in process.coefficients(t))
-    best = optimum(x_t.double(), signal, sigma, known)
+    best = posterior_mean(x_t.double(), signal, sigma, training_images)
     shape = (-1, *[1] * (x_t.ndim - 1))
     least = (x_t - signal.view(shape) * best) / sigma.view(shape)
     return [(each - noise).square().mean().item() for each in (epsilon, least)]
 
 
 def measure(training: Path, bins: int, images: int, count: int) -> pd.DataFrame:
-    """Rows of all milestones but the first, see above.
+    """Measure all snapshots of a training run except the first; return the table (see the module).
 
     Args:
-        training: its folder.
-        bins: levels.
-        images: of each level, for gradients.
+        training: folder of the training run.
+        bins: number of noise levels.
+        images: images of each level, for gradients.
         count: images of each level, for errors.
     """
     latents = open_latents(training.parents[1] / "latents")
     options = AgreementOptions(bins=bins, images=images, least=LEAST, most=MOST)
     pick = Stream(0, "why images").integers
-    some = {
+    x0_by_split = {
         "train": latents.load_x0(latents.train[pick(0, len(latents.train), range(count)).numpy()]),
         "heldout": latents.load_x0(latents.heldout[pick(1, len(latents.heldout), range(count)).numpy()]),
     }
-    known, tables = latents.load_x0(latents.train), []
+    training_images, tables = latents.load_x0(latents.train), []
     for folder in sorted((training / "milestones").iterdir())[1:]:
         rows, opened = pd.DataFrame(measure_agreement(options, folder, latents, "cpu")), open_milestone(folder)
         levels = [ends for _, ends in log_snr_levels(opened.process, bins, LEAST, MOST)]
-        found = []
+        table_rows = []
         for level, ends in enumerate(levels):
-            of = {name: errors(opened, x0, known, ends, level) for name, x0 in some.items()}
-            found.append({"level": level, **{name: its[0] for name, its in of.items()}, "by_heart": of["train"][1]})
-        tables.append(rows.merge(pd.DataFrame(found), on="level").assign(step=int(folder.name)))
+            errors_by_split = {
+                name: epsilon_errors(opened, x0, training_images, ends, level) for name, x0 in x0_by_split.items()
+            }
+            table_rows.append(
+                {
+                    "level": level,
+                    **{name: its[0] for name, its in errors_by_split.items()},
+                    "by_heart": errors_by_split["train"][1],
+                }
+            )
+        tables.append(rows.merge(pd.DataFrame(table_rows), on="level").assign(step=int(folder.name)))
     return pd.concat(tables)
 
 
-def noise_left(table: pd.DataFrame) -> "pd.Series[float]":
-    """Variance of uniform's gradient under the best density with importance weights, (E sqrt v)² / E v, by step."""
+def relative_noise_of_best_density(table: pd.DataFrame) -> "pd.Series[float]":
+    """Return the gradient variance of the best density relative to uniform's, (E sqrt v)² / E v, by step.
+
+    The density has importance weights, so that it keeps the objective.
+    """
     rows = table[table["loss"] == "training"]
     share, variance = rows["u_high"] - rows["u_low"], rows["variance"]
     sums = (
@@ -94,7 +114,7 @@ def noise_left(table: pd.DataFrame) -> "pd.Series[float]":
 
 
 def main() -> None:
-    """Measure a training, and write the table."""
+    """Measure a training run, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("training", type=Path, help="folder of a method and seed, with its milestones")
     parser.add_argument("--out", type=Path, required=True)
@@ -104,7 +124,7 @@ def main() -> None:
     a = parser.parse_args()
     table = measure(a.training, a.bins, a.images, a.count)
     table.to_csv(a.out, index=False, float_format="%.5g", lineterminator="\n")
-    print(noise_left(table).to_string(float_format="%.2f"))
+    print(relative_noise_of_best_density(table).to_string(float_format="%.2f"))
 
 
 if __name__ == "__main__":
