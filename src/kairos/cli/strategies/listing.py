@@ -1,4 +1,4 @@
-"""``kairos strategies list``."""
+"""``kairos strategies list``: print all samplers, weightings, couplings and presets with their options."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.preset_table import TABLE
 from kairos_timesteps.registry import Registry
 
-# sampler+weighting as papers and their code use them together; a bare name is a method of its own as well
+# sampler+weighting pairs of papers and their code; a sampler or weighting alone is a method as well
 COMBINATIONS = {
     "speed+change_aware": "SpeeD (Wang et al. 2025)",
     "speed_official+change_aware_official": "SpeeD's public code",
@@ -34,30 +34,31 @@ def run(arguments: argparse.Namespace) -> None:
         ("\nweightings, with options and defaults", _entries(WEIGHTINGS)),
         ("\ncouplings of noise with images, with options and defaults", _entries(COUPLINGS)),
         ("\npresets, options of other trainers with their defaults; kairos strategies show NAME", _presets()),
-        ("\nknown, but not available", {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}.items()),
-        ("\ncombinations of the papers; any sampler goes with any weighting", COMBINATIONS.items()),
+        ("\nnot available, with the reason", {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}.items()),
+        ("\ncombinations from papers; every sampler can be combined with every weighting", COMBINATIONS.items()),
     ):
         print(title)
         for name, text in entries:
             indent = "" if name else "  "
             for number, line in enumerate(textwrap.wrap(text, 118 - width)):
                 print(f"  {'' if number else name:{width}}  {indent}{line}")
-    print("\nkairos strategies show NAME says what a strategy trains on")
+    print("\nkairos strategies show NAME prints density and weights of a strategy")
 
 
 def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
-    """Each component's name and what it is; under no name its own options."""
+    """Yield name and description of each component, and its options under an empty name.
+
+    Options that all fixed samplers share are omitted.
+    """
     for name, entry in registry.items():
         yield name, entry.help
         shared = _COMMON if issubclass(entry.load(), FixedDensity) else {}
-        yield (
-            "",
-            describe_options({key: value for key, value in options.dump(entry.options()).items() if key not in shared}),
-        )
+        defaults = options.dump(entry.options())
+        yield "", describe_options({option: value for option, value in defaults.items() if option not in shared})
 
 
 def _presets() -> Iterator[tuple[str, str]]:
-    """Yield the name and the formula of each preset, and its options under no name."""
+    """Yield name and formula of each preset, and its options under an empty name."""
     for row in TABLE:
         yield row.name, row.help
         if row.options:
@@ -65,7 +66,9 @@ def _presets() -> Iterator[tuple[str, str]]:
 
 
 def describe_options(values: Mapping[str, Any]) -> str:
-    """Options and their values as a user would write them, those of all samplers last: ``k=5, tau=null``."""
-    ordered = sorted(values.items(), key=lambda item: item[0] in _COMMON)
-    written = ((key, f"{its:.15g}" if isinstance(its, float) else json.dumps(its).strip('"')) for key, its in ordered)
-    return ", ".join(map("=".join, written))
+    """Return options and values as text, such as ``k=5, tau=null``; options that all fixed samplers share come last."""
+    texts = []
+    for option, value in sorted(values.items(), key=lambda item: item[0] in _COMMON):
+        text = f"{value:.15g}" if isinstance(value, float) else json.dumps(value).strip('"')
+        texts.append(f"{option}={text}")
+    return ", ".join(texts)

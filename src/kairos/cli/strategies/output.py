@@ -1,4 +1,4 @@
-"""Output of `show` and `increments`: tables by ranges of timesteps, csv files, pictures."""
+"""Output of `show` and `increments`: tables with a row per range of timesteps, CSV files, PNG figures."""
 
 import argparse
 import math
@@ -12,32 +12,35 @@ from kairos.files import write_text
 from kairos.progress import say, table
 
 Text = Callable[[], str]
-_BAR = 30  # characters
+_BAR_LENGTH = 30  # characters
 
 
 def write_output(
     arguments: argparse.Namespace, name: str, table: Text, csv: Text, picture: Callable[[Any], Any]
 ) -> None:
-    """Make what is asked for, or what the file's name ends in, and put it where it is asked for.
+    """Write the output in the requested format to a file or the terminal.
+
+    The format is ``--format``, or else the one of the suffix of ``--out``, or else a table.
 
     Args:
-        arguments: with `format` and `out`.
-        name: of a picture's file where none is given, without suffix.
-        table: makes the readable text.
-        csv: makes the csv text.
-        picture: makes a matplotlib figure with the module that draws strategies.
+        arguments: arguments with `format` and `out`.
+        name: name of a PNG file without suffix, if ``--out`` is not set.
+        table: function that returns the table.
+        csv: function that returns the CSV text.
+        picture: function that returns a matplotlib figure; its argument is module `report.strategy_figures`.
     """
     out: Path | None = arguments.out
-    wanted = arguments.format or {".csv": "csv", ".png": "png"}.get(out.suffix.lower() if out else "", "table")
-    if wanted == "png":
+    suffix = out.suffix.lower() if out else ""
+    output_format = arguments.format or {".csv": "csv", ".png": "png"}.get(suffix, "table")
+    if output_format == "png":
         from kairos.report import strategy_figures
 
         path = out or Path(f"{name}.png")
         strategy_figures.write_png(lambda: picture(strategy_figures), path)
         if out is None:
-            say(f"kairos: written to {path}; --out names another file")
+            say(f"kairos: written to {path}; --out sets another file")
         return
-    text = table() if wanted == "table" else csv()
+    text = table() if output_format == "table" else csv()
     if out is not None:
         write_text(out, text)
     else:
@@ -45,23 +48,24 @@ def write_output(
 
 
 def warn(text: str) -> None:
-    """A warning, on stderr."""
+    """Print a warning to standard error."""
     say(f"kairos: warning: {text}")
 
 
 def timestep_ranges(count: int, most: int = 20) -> list[slice]:
-    """Ranges of `count` timesteps, at most `most`, of sizes that differ by one at most."""
+    """Split `count` timesteps into at most `most` ranges whose sizes differ by at most one."""
     parts = min(count, most)
-    return [slice(*ends) for ends in pairwise(count * k // parts for k in range(parts + 1))]
+    return [slice(*ends) for ends in pairwise(count * number // parts for number in range(parts + 1))]
 
 
-def text_bar(share: float, largest: float) -> str:
-    """A text bar: `share` of `largest`."""
-    drawn = largest > 0 and share > 0 and share != math.inf
-    return "#" * max(round(_BAR * share / largest), 1) if drawn else ""
+def text_bar(value: float, largest: float) -> str:
+    """Return a bar of characters whose length is proportional to a value; the largest value has the longest bar."""
+    if not (largest > 0 and value > 0 and value != math.inf):
+        return ""
+    return "#" * max(round(_BAR_LENGTH * value / largest), 1)
 
 
 def align_columns(rows: list[list[str]]) -> str:
-    """Rows of cells in columns, the first and the last to the left, the others to the right."""
+    """Return rows of cells in columns: the first and the last column aligned left, the others right."""
     last = len(rows[0]) - 1
-    return table(rows, lambda head, column, cell: 0 < column < last) + "\n"
+    return table(rows, lambda is_header, column, cell: 0 < column < last) + "\n"

@@ -1,7 +1,7 @@
-"""The strategy of a training as it was at a milestone or a checkpoint.
+"""``kairos strategies show --checkpoint``: a strategy as recorded in a snapshot or a checkpoint.
 
-A milestone holds its table, `strategy.csv`, with what a sampler that looks at images drew on average over the images of
-the training; it is preferred where there is one. Only a checkpoint between milestones has its state loaded, with torch.
+A snapshot contains the table of its strategy, `strategy.csv`. For samplers whose density differs between images, the
+table is the mean over training images. Only for a checkpoint between snapshots is the state loaded, which needs torch.
 """
 
 import argparse
@@ -24,60 +24,76 @@ from kairos_timesteps.lookup import parse_name
 from kairos_timesteps.options import but_name
 
 _MILESTONES = "milestones/*/milestone.json"
-_IMAGES = "p(t) differs from image to image; it is the mean over the first images of the training set, 256 at most"
+_PER_IMAGE_NOTE = (
+    "p(t) differs between images; shown is the mean over the first images of the training set, at most 256"
+)
 
 
 def build_recorded_view(arguments: argparse.Namespace) -> View:
-    """Return the strategy that ``--checkpoint`` refers to, as recorded in a milestone or in a checkpoint.
+    """Return the view of the strategy that ``--checkpoint`` refers to, as recorded in a snapshot or in a checkpoint.
 
-    A milestone's folder stands for that milestone, a training run's folder for the last milestone. A checkpoint file
-    stands for the run's milestone at the step of the checkpoint; without one, for the state that the file contains.
+    A snapshot's folder refers to that snapshot, a training run's folder to the last snapshot. A checkpoint file refers
+    to the run's snapshot at the step of the checkpoint, or without one to the state in the file.
 
     Raises:
-        ConfigError: arguments contradict the record of the run, or are missing where there is no record.
+        ConfigError: arguments contradict the record of the run, or are missing without a record.
         KairosError: there is no checkpoint, or it does not contain this strategy.
     """
-    place: Path = arguments.checkpoint
-    if (place / "milestone.json").is_file():
-        return _view_of_snapshot(place / "milestone.json", arguments)
-    if found := sorted(place.glob(_MILESTONES)):
-        return _view_of_snapshot(found[-1], arguments)
-    file = place / "checkpoint.pt" if place.is_dir() else place
+    path: Path = arguments.checkpoint
+    if (path / "milestone.json").is_file():
+        return _view_of_snapshot(path / "milestone.json", arguments)
+    if snapshots := sorted(path.glob(_MILESTONES)):
+        return _view_of_snapshot(snapshots[-1], arguments)
+    file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
-        allowed = "a training's folder, a milestone's, or a checkpoint"
-        raise KairosError(f"--checkpoint {place}: no checkpoint there; allowed: {allowed}")
+        allowed = "the folder of a training run or of a snapshot, or a checkpoint"
+        raise KairosError(f"--checkpoint {path}: no checkpoint found; allowed: {allowed}")
     content = _read_checkpoint(file)
-    record = None
-    for path in (*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))):
-        beside = read_json(path)
-        if "identity" in content and beside["identity"] == content["identity"]:
-            record = beside
-            if beside["step"] == content["step"]:
-                return _view_of_snapshot(path, arguments)
-    return _view_of_checkpoint(file, content, record, arguments)
+    record_of_run = None
+    for record_file in (*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))):
+        record = read_json(record_file)
+        if "identity" in content and record["identity"] == content["identity"]:
+            record_of_run = record
+            if record["step"] == content["step"]:
+                return _view_of_snapshot(record_file, arguments)
+    return _view_of_checkpoint(file, content, record_of_run, arguments)
 
 
-def _view_of_snapshot(path: Path, arguments: argparse.Namespace) -> View:
-    record = read_json(path)
-    file = path.with_name("strategy.csv")
+def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
+    """Return the view of the strategy of a snapshot.
+
+    Args:
+        record_file: path of the snapshot's milestone.json.
+        arguments: arguments of the command, which may repeat the recorded strategy.
+
+    Raises:
+        ConfigError: the arguments contradict the record.
+        DamagedError: a file of the snapshot is damaged or missing.
+    """
+    record = read_json(record_file)
+    file = record_file.with_name("strategy.csv")
     try:
         sampler, weighting, diffusion = _recorded_settings(record, arguments)
         if sha256_file(file) != record["files"]["strategy.csv"]:
-            raise ValueError("does not match the milestone's checksum")
+            raise ValueError("does not match the snapshot's checksum")
         columns = parse_strategy_csv(file.read_text(encoding="utf-8"))
         step = record["step"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{file}: damaged ({error}); train again, or pull it with dvc") from None
-    notes = [f"as it was after {step} steps: {file}", *([_IMAGES] if _is_per_image(sampler["name"]) else [])]
+    notes = [f"state after {step} steps: {file}"]
+    if _is_per_image(sampler["name"]):
+        notes.append(_PER_IMAGE_NOTE)
     return build_strategy_view(sampler, weighting, diffusion, columns, tuple(notes))
 
 
 def _read_checkpoint(file: Path) -> dict[str, Any]:
-    """A checkpoint of ours, or what someone's own loop saved with torch: `Strategy.state_dict()`, maybe under
-    ``strategy``; with ``strategy`` and ``step`` at least.
+    """Return the content of a checkpoint, with ``strategy`` and ``step`` at least.
+
+    The file is a checkpoint of kairos, or a file that another training loop has saved with torch. The latter contains
+    `Strategy.state_dict()`, alone or as entry ``strategy``.
 
     Raises:
-        KairosError: it is neither.
+        KairosError: the file is neither.
     """
     import pickle
 
@@ -94,62 +110,73 @@ def _read_checkpoint(file: Path) -> dict[str, Any]:
         state = content.get("strategy", content)
         return {"strategy": state, "step": state["step"]}
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError):
-        lacking = "no Strategy.state_dict(), neither alone nor as 'strategy'"
-        raise KairosError(f"{file}: saved by torch, but holds {lacking}") from None
+        missing = "no Strategy.state_dict(), neither alone nor as 'strategy'"
+        raise KairosError(f"{file}: saved by torch, but contains {missing}") from None
 
 
 def _view_of_checkpoint(
     file: Path, content: dict[str, Any], record: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> View:
+    """Return the view of the strategy whose state is in a checkpoint.
+
+    Args:
+        file: path of the checkpoint.
+        content: content of the checkpoint.
+        record: record of a snapshot of the training run; None: the arguments describe the strategy.
+        arguments: arguments of the command.
+
+    Raises:
+        ConfigError: arguments contradict the record, or are missing without one.
+        KairosError: the checkpoint contains the state of another strategy, or the density differs between images.
+    """
     from kairos.config.plugins import load_plugins
     from kairos_timesteps.strategy import Strategy
 
     if record is not None:
         load_plugins(record["config"].get("plugins", []))
-    sampler, weighting, diffusion = (
-        parse_strategy(arguments) if record is None else _recorded_settings(record, arguments)
-    )
+    settings = parse_strategy(arguments) if record is None else _recorded_settings(record, arguments)
+    sampler, weighting, diffusion = settings
     process = build_process_with_warnings(diffusion)
     if _is_per_image(sampler["name"]):
-        fault = f"p(t) of {sampler['name']} differs from image to image, and there is no milestone at step"
-        told = f"{content['step']} that holds its mean over the training's images; name a milestone's folder"
-        raise KairosError(f"{file}: {fault} {told}")
+        problem = f"p(t) of {sampler['name']} differs between images, and step {content['step']} has no snapshot"
+        raise KairosError(f"{file}: {problem} with the mean over training images; pass the folder of a snapshot")
     name = f"{sampler['name']}+{weighting['name']}"
     strategy = Strategy(name, process, sampler=but_name(sampler), weighting=but_name(weighting))
     try:
         strategy.load_state_dict(content["strategy"])
         columns = strategy.table()
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        asked = f"{name} with T = {process.schedule.timesteps}"
-        raise KairosError(f"{file}: does not hold the state of {asked} ({error})") from None
-    notes = (f"as it was after {content['step']} steps: {file}",)
+        expected = f"{name} with T = {process.schedule.timesteps}"
+        raise KairosError(f"{file}: does not contain the state of {expected} ({error})") from None
+    notes = (f"state after {content['step']} steps: {file}",)
     return build_strategy_view(sampler, weighting, diffusion, columns, notes)
 
 
 def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) -> StrategySettings:
-    """Return sampler, weighting and diffusion settings of a record, as `parse_strategy` does.
+    """Return sampler and weighting with their options, and section `diffusion`, of a snapshot's record.
 
-    The arguments may repeat the recorded strategy; every other setting must be left out.
+    The arguments may repeat the name of the recorded strategy; they may contain no other setting.
 
     Raises:
         ConfigError: the arguments contain another strategy, or a setting that the record contains.
     """
     method = record["config"]["methods"][record["method"]]
-    held = method["sampler"]["name"], method["weighting"]["name"]
+    recorded = method["sampler"]["name"], method["weighting"]["name"]
     if arguments.strategy is not None:
-        named = parse_name(arguments.strategy)
-        only_sampler = arguments.strategy.strip() in SAMPLERS
-        if named[0] != held[0] or (not only_sampler and named[1] != held[1]):
-            fault = f"got {arguments.strategy!r}, but the checkpoint is of {'+'.join(held)}"
-            raise ConfigError(f"strategy: {fault}; leave the name out")
-    said = ("process", "schedule", "timesteps", "prediction", "set")
-    superfluous = [f"--{key}" for key in said if getattr(arguments, key) not in (None, [])]
+        sampler, weighting = parse_name(arguments.strategy)
+        is_only_sampler = arguments.strategy.strip() in SAMPLERS
+        if sampler != recorded[0] or (not is_only_sampler and weighting != recorded[1]):
+            problem = f"got {arguments.strategy!r}, but the checkpoint contains {'+'.join(recorded)}"
+            raise ConfigError(f"strategy: {problem}; omit the name")
+    options = ("process", "schedule", "timesteps", "prediction", "set")
+    superfluous = [f"--{option}" for option in options if getattr(arguments, option) not in (None, [])]
     if superfluous:
-        raise ConfigError(f"{', '.join(superfluous)}: the checkpoint says it; leave it out with --checkpoint")
+        raise ConfigError(f"{', '.join(superfluous)}: not allowed with --checkpoint, which contains it; omit it")
     diffusion = record["config"]["diffusion"]
     process = measured(diffusion["process"], record["sigma_data"])
     return method["sampler"], method["weighting"], {**diffusion, "process": process}
 
 
 def _is_per_image(sampler: str) -> bool:
+    """Return True if the density of a sampler differs between images."""
     return sampler in SAMPLERS and SAMPLERS[sampler].load().per_image
