@@ -109,19 +109,19 @@ def test_every_round_is_an_experiment_that_can_be_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seeds = []
     for which, (own, factors) in run["ROUNDS"].items():
-        paths = run["experiments"](which, run["SETTINGS"], None)
+        paths = run["write_experiments"](which, run["SETTINGS"], None)
         assert len(paths) == len(run["SETTINGS"]) * len(factors)
         rates = {load(path).plain()["training"]["optimizer"]["lr"] for path in paths}
         assert rates == {factor * 1e-3 for factor in factors}
         seeds.append({*own})
     assert not seeds[0] & seeds[1]
     with pytest.raises(SystemExit, match=r"--methods: got other, allowed: uniform"):
-        run["experiments"]("first", ["digits"], ["uniform", "other"])
+        run["write_experiments"]("first", ["digits"], ["uniform", "other"])
 
 
 def test_a_setting_that_is_not_complete_is_left_out_with_the_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (path,) = run["experiments"]("first", ["digits"], ["uniform"])
+    (path,) = run["write_experiments"]("first", ["digits"], ["uniform"])
     (path.parent / "report.html").touch()  # of fewer methods
     assert judge.read_round("first").empty
     assert re.search(
