@@ -129,7 +129,7 @@ def test_killed_training_goes_on(digits, tmp_path, monkeypatch, capsys):
         load_codec(tmp_path / "killed")
     capsys.readouterr()
     assert make_autoencoder(settings(steps=10), digits, tmp_path / "killed", CPU) == expected
-    assert "goes on after step 4" in capsys.readouterr().err
+    assert "resumes after step 4" in capsys.readouterr().err
     assert not (tmp_path / "killed" / ".state.pt").exists()
 
 

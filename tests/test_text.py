@@ -31,7 +31,7 @@ from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples
 from kairos.staging import staged
 from kairos.text_encoders import encoder as encoders
-from kairos.text_encoders.encode_captions import encode_texts
+from kairos.text_encoders.encode_captions import encode_captions
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos.training.run import train
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -221,7 +221,9 @@ def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
     ids = tokenizer(["A photo of  cat"])["input_ids"]
     words = ["<|startoftext|>", "a</w>", "photo</w>", "of</w>", "cat</w>", "<|endoftext|>"]
     assert tokenizer.convert_ids_to_tokens(ids[0]) == words
-    manifest = encode_texts(TextEncoderConfig(path=str(encoder)).settled("tokens"), dataset, tmp_path / "tokens", CPU)
+    manifest = encode_captions(
+        TextEncoderConfig(path=str(encoder)).resolve_auto("tokens"), dataset, tmp_path / "tokens", CPU
+    )
     form = {"kind": "text", "shape": [77, 32], "null": "empty", "encoder": manifest["condition"]["encoder"]}
     assert manifest["condition"] == form and len(form["encoder"]) == 64
     assert (manifest["count"], manifest["truncated"], manifest["longest"]) == (60, 1, 102)
@@ -233,14 +235,14 @@ def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
         with torch.no_grad():
             expected = model(input_ids=told["input_ids"])
         assert torch.allclose(torch.from_numpy(text.states[number]), expected.last_hidden_state[0], atol=1e-5)
-    pooled = TextEncoderConfig(path=str(encoder), dtype="float16").settled("pooled")
-    manifest = encode_texts(pooled, dataset, tmp_path / "pooled", CPU)
+    pooled = TextEncoderConfig(path=str(encoder), dtype="float16").resolve_auto("pooled")
+    manifest = encode_captions(pooled, dataset, tmp_path / "pooled", CPU)
     assert manifest["condition"] == {**form, "shape": [32], "null": "random"}
     text = open_encoded_captions(tmp_path / "pooled", dataset)
     assert text.states.dtype == np.float16
     assert np.allclose(text.states[59], expected.pooler_output[0], atol=2e-3)
     with pytest.raises(KairosError, match=r"text_encoder.too_long: got refuse, but 1 of 60 captions .*the first: 'cat"):
-        encode_texts(pooled.model_copy(update={"too_long": "refuse"}), dataset, tmp_path / "refused", CPU)
+        encode_captions(pooled.model_copy(update={"too_long": "refuse"}), dataset, tmp_path / "refused", CPU)
 
 
 def test_an_encoder_with_a_mask(captioned, tmp_path):
@@ -314,34 +316,40 @@ def _die_at(call, encoder, dataset, out):
         return one(self, texts)
 
     encoders.TextEncoder.__call__ = counted
-    encode_texts(TextEncoderConfig(path=str(encoder), batch_size=16).settled("tokens"), dataset, out, CPU)
+    encode_captions(TextEncoderConfig(path=str(encoder), batch_size=16).resolve_auto("tokens"), dataset, out, CPU)
 
 
 def test_killed_and_resumed_gives_the_same_bits(encoder, captioned, tmp_path, capsys):
-    dataset, config = open_dataset(captioned), TextEncoderConfig(path=str(encoder), batch_size=16).settled("tokens")
-    whole = encode_texts(config, dataset, tmp_path / "whole", CPU)
+    dataset, config = (
+        open_dataset(captioned),
+        TextEncoderConfig(path=str(encoder), batch_size=16).resolve_auto("tokens"),
+    )
+    whole = encode_captions(config, dataset, tmp_path / "whole", CPU)
     job = multiprocessing.get_context("fork").Process(target=_die_at, args=(4, encoder, dataset, tmp_path / "killed"))
     job.start()
     job.join()
     assert job.exitcode == -signal.SIGKILL
     with pytest.raises(KairosError, match=r"is not complete.*kairos text"):
         open_encoded_captions(tmp_path / "killed", dataset)
-    assert encode_texts(config, dataset, tmp_path / "killed", CPU) == whole
+    assert encode_captions(config, dataset, tmp_path / "killed", CPU) == whole
     assert "text: resumes after caption 32" in capsys.readouterr().err
     assert sorted(file.name for file in (tmp_path / "killed").iterdir()) == ["empty.npy", "manifest.json", "states.npy"]
-    other = encode_texts(config.model_copy(update={"length": 20}), dataset, tmp_path / "other", CPU)
+    other = encode_captions(config.model_copy(update={"length": 20}), dataset, tmp_path / "other", CPU)
     assert other["content_sha256"] != whole["content_sha256"]
 
 
 def test_text_states_of_another_torch_are_not_resumed(encoder, captioned, tmp_path, capsys, monkeypatch):
-    dataset, config = open_dataset(captioned), TextEncoderConfig(path=str(encoder), batch_size=16).settled("tokens")
+    dataset, config = (
+        open_dataset(captioned),
+        TextEncoderConfig(path=str(encoder), batch_size=16).resolve_auto("tokens"),
+    )
     job = multiprocessing.get_context("fork").Process(target=_die_at, args=(4, encoder, dataset, tmp_path / "killed"))
     job.start()
     job.join()
     assert job.exitcode == -signal.SIGKILL
     capsys.readouterr()
     monkeypatch.setattr(torch, "__version__", "0.0.1")
-    encode_texts(config, dataset, tmp_path / "killed", CPU)
+    encode_captions(config, dataset, tmp_path / "killed", CPU)
     assert "goes on" not in capsys.readouterr().err
 
 
@@ -466,7 +474,7 @@ def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path, 
     from kairos.data.batches import Batches
 
     dataset, manifest = open_dataset(captioned), {"kind": "none", "sha256": "pixels"}
-    encode_texts(TextEncoderConfig(path=str(encoder)).settled("pooled"), dataset, tmp_path / "text", CPU)
+    encode_captions(TextEncoderConfig(path=str(encoder)).resolve_auto("pooled"), dataset, tmp_path / "text", CPU)
     shapes = {name: list(dataset.shape) for name in ("image_shape", "latent_shape")}
     codec = Codec({**manifest, **shapes, "scaling_factor": 1.0, "shift_factor": 0.0}, CPU)
     encode(dataset, codec, tmp_path / "latents", False, 16, text=tmp_path / "text")

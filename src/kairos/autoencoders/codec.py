@@ -1,4 +1,4 @@
-"""From images to latents and back, the same for every kind of autoencoder."""
+"""Codecs: one interface to encode images and decode latents, for every kind of autoencoder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,40 +21,47 @@ KINDS = ("AutoencoderKL", "AutoencoderTiny", "VQModel")
 
 @dataclass(frozen=True)
 class Codec:
-    """An autoencoder ready for use; as it stands none: x0 is the image.
+    """The codec of experiments without an autoencoder, whose x0 is the image; base class of other codecs.
 
-    `manifest`: the record of stage autoencoder.
-    `device`: where the autoencoder computes.
+    Attributes:
+        manifest: record of stage autoencoder.
+        device: device of the computation.
     """
 
     manifest: dict[str, Any]
     device: torch.device
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w) of the latents z; None: no variance."""
+        """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w) of the latents z.
+
+        The log-variance is None if the encoder is deterministic.
+        """
         return images, None
 
     def decode(self, x0: Tensor) -> Tensor:
-        """Model space (n, c, h, w) to images (n, C, H, W), in [-1, 1] but for overshoot."""
+        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly."""
         return x0
 
     def to_model_space(self, z: Tensor) -> Tensor:
-        """x0 = (z − shift) · scale; of pixels 0 and 1."""
+        """Convert latents z to x0 = (z − shift) · scale; shift and scale are 0 and 1 for pixels."""
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
-    def reconstructed(self, images: Tensor) -> np.ndarray:
-        """Images (n, C, H, W) in [-1, 1] to the latents' means and back, uint8 (n, H, W, C)."""
-        return to_uint8(self.decode(self.to_model_space(self.encode(images)[0])))
+    def reconstruct(self, images: Tensor) -> np.ndarray:
+        """Encode images (n, C, H, W) in [-1, 1] and decode the means of their latents, uint8 (n, H, W, C)."""
+        mean, _ = self.encode(images)
+        return to_uint8(self.decode(self.to_model_space(mean)))
 
 
 @dataclass(frozen=True)
 class AutoencoderCodec(Codec):
-    """An AutoencoderKL, AutoencoderTiny or VQModel of diffusers.
+    """Codec with an AutoencoderKL, AutoencoderTiny or VQModel of diffusers.
 
-    What a VQModel encodes is the vector before quantisation (LDM's `VQModelInterface`); decoding quantises.
+    The latents of a VQModel are the vectors before quantisation (LDM's `VQModelInterface`); decoding quantises them.
 
-    `grey`: the images have one channel and the autoencoder three; grey is repeated before encoding and the three
-    channels are averaged after decoding.
+    Attributes:
+        model: the autoencoder.
+        grey: the images have one channel and the autoencoder three. The channel is repeated before encoding, and the
+            three channels are averaged after decoding.
     """
 
     model: "AutoencoderKL | AutoencoderTiny | VQModel"
@@ -62,7 +69,7 @@ class AutoencoderCodec(Codec):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w), None without a variance."""
+        """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w), or None, of the latents."""
         images = images.to(self.device)
         encoded = self.model.encode(images.expand(-1, 3, -1, -1) if self.grey else images)
         if hasattr(encoded, "latents"):  # AutoencoderTiny, VQModel
@@ -71,42 +78,53 @@ class AutoencoderCodec(Codec):
 
     @torch.no_grad()
     def decode(self, x0: Tensor) -> Tensor:
-        """Model space (n, c, h, w) to images (n, C, H, W), in [-1, 1] but for overshoot."""
+        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly."""
         z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
         images = self.model.decode(z).sample
         return images.mean(dim=1, keepdim=True) if self.grey else images
 
 
 def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
-    """The codec of a folder that stage autoencoder wrote.
+    """Load the codec in a folder that stage autoencoder wrote.
 
     Raises:
         KairosError: the folder is missing or not complete.
-        DamagedError: weights or configuration are not those that the manifest tells of.
+        DamagedError: weights or configuration do not match the checksums in the manifest.
     """
     folder = Path(folder)
     manifest = open_record(folder, f"autoencoder --config F --dataset DIR --out {folder}")
     if manifest["kind"] == "none":
         return Codec(manifest, torch.device(device))
     check_files(folder, manifest["files"], "make it again with: kairos autoencoder")
-    return wrap(load_model(folder), manifest, device)
+    return make_codec(load_model(folder), manifest, device)
 
 
-def wrap(model: Any, manifest: dict[str, Any], device: torch.device | str) -> AutoencoderCodec:
-    """A codec around a model in memory; the manifest needs scaling_factor, shift_factor and image_shape."""
+def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str) -> AutoencoderCodec:
+    """Return a codec with an autoencoder in memory, which is moved to the device and frozen.
+
+    Args:
+        model: an autoencoder of diffusers.
+        manifest: record with scaling_factor, shift_factor and image_shape at least.
+        device: device of the computation.
+    """
     model = model.to(device).eval().requires_grad_(False)
     grey = manifest["image_shape"][0] == 1 and model.config.in_channels == 3
     return AutoencoderCodec(manifest, torch.device(device), model, grey)
 
 
 def load_model(folder: Path | str) -> Any:
-    """The diffusers autoencoder in a folder, in float32, its class as its config.json says."""
+    """Load an autoencoder of diffusers from a folder, in float32; its config.json contains the class.
+
+    Raises:
+        ConfigError: the folder contains another kind of network.
+        KairosError: the autoencoder cannot be loaded.
+    """
     name = read_json(Path(folder) / "config.json").get("_class_name")
     if name not in KINDS:
         raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: {', '.join(KINDS)}")
     import diffusers
 
-    diffusers.logging.set_verbosity_error()  # it warns of a field that every AutoencoderTiny it saved itself has
+    diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
     try:
         cls = getattr(diffusers, name)
         return cls.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False)
@@ -115,22 +133,28 @@ def load_model(folder: Path | str) -> Any:
 
 
 def downsampling(model: Any) -> int:
-    """How many pixels of an image's side make one latent."""
+    """Return the factor by which an autoencoder of diffusers reduces the sides of an image."""
     channels = model.config.get("block_out_channels") or model.config.encoder_block_out_channels
     return 2 ** (len(channels) - 1)
 
 
-def check_size(shape: tuple[int, int, int], factor: int, what: str) -> None:
-    """Refuse images that the autoencoder cannot halve as often as it wants to.
+def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str) -> None:
+    """Check that the sides of the images are multiples of the autoencoder's downsampling factor.
+
+    Args:
+        shape: channels, height and width of the images.
+        factor: downsampling factor.
+        autoencoder: name of the autoencoder in the error message.
 
     Raises:
-        ConfigError: names the sizes that work.
+        ConfigError: they are not; the message contains the nearest sizes that are.
     """
     _, height, width = shape
     if height % factor or width % factor:
-        below, above = (max(factor, height // factor * factor), -(-height // factor) * factor)
+        below = max(factor, height // factor * factor)
+        above = -(-height // factor) * factor
         near = " or ".join(str(size) for size in sorted({below, above}))
         raise ConfigError(
-            f"dataset.resolution: images are {height}×{width}, but {what} needs sides that are multiples of {factor}; "
-            f"allowed: {near}, for example"
+            f"dataset.resolution: images are {height}×{width}, but {autoencoder} needs sides that are multiples of "
+            f"{factor}; allowed: {near}, for example"
         )

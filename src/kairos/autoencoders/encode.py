@@ -1,6 +1,6 @@
-"""Stage encode: the latent moments of all images, so that trainings never run the autoencoder.
+"""Stage encode: compute the latent moments of all images, so that training runs never run the autoencoder.
 
-Moments are kept, never one frozen sample. A killed encode goes on where it was, see `resumable_arrays`.
+Moments are stored, not one sample per image. An interrupted job resumes, see `resumable_arrays`.
 """
 
 import os
@@ -39,26 +39,21 @@ def encode(
     """Encode a data set, write the folder and return its manifest.
 
     Args:
-        flips: the horizontally flipped images too.
-        shard: the part that is encoded; None: all images.
-        parts: folders of all shards, which are joined; none: the images are encoded.
-        factor: of the images of low resolution that are a condition; None: none are.
-        text: folder of stage text, whose states a training reads beside the latents; None: there is none.
+        dataset: the prepared data set.
+        codec: the autoencoder.
+        out: the folder to write.
+        flips: encode horizontally flipped images too.
+        batch_size: images per encoding step.
+        shard: the shard of the images to encode; None: all images.
+        parts: folders of all shards, which are joined instead of encoding; empty: encode.
+        factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
+        text: folder of stage text, whose states are a condition of the training runs; None: no captions.
 
     Raises:
-        ConfigError: the factor does not divide the images' sides.
-        KairosError: the autoencoder is for images of another shape, or a part cannot be used; the message names it.
+        ConfigError: the factor does not divide the sides of the images.
+        KairosError: the autoencoder is for images of another shape, or the folder of a shard cannot be used.
     """
-    if list(dataset.shape) != codec.manifest["image_shape"]:
-        raise KairosError(
-            f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
-            f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
-        )
-    if any(side % (factor or 1) for side in dataset.shape[1:]):
-        raise ConfigError(
-            f"dataset.low_resolution: got {factor}, allowed: a divisor of both sides of the images, "
-            f"{dataset.shape[1]}×{dataset.shape[2]}"
-        )
+    _check_shapes(dataset, codec, factor)
     identity = {
         "autoencoder": codec.manifest["sha256"],
         "dataset": dataset.manifest["content_sha256"],
@@ -72,13 +67,13 @@ def encode(
     }
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
-    told = open_encoded_captions(text, dataset).manifest if text else {}
+    text_manifest = open_encoded_captions(text, dataset).manifest if text else {}
     partial = prepare_folder(out, _ARRAYS)
     files: dict[str, str] = {}
     if codec.manifest["kind"] != "none":
         rows = range(len(dataset.images))
         if parts:
-            files = _joined(parts, identity, partial, rows)
+            files = _join_shards(parts, identity, partial, rows)
         else:
             files = _encode_moments(dataset, codec, partial, identity, rows)
     conditions = dict(dataset.manifest["conditions"])
@@ -86,7 +81,7 @@ def encode(
         shape = codec.manifest["latent_shape"]
         conditions["low_resolution"] = {"kind": "image", "shape": shape, "factor": factor}
     if text:
-        conditions["text"] = told["condition"]
+        conditions["text"] = text_manifest["condition"]
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
@@ -94,28 +89,44 @@ def encode(
         **{name: codec.manifest[name] for name in ("scaling_factor", "shift_factor")},
         "flips": flips,
         "conditions": conditions,
-        **({"text_sha256": told["content_sha256"]} if text else {}),
+        **({"text_sha256": text_manifest["content_sha256"]} if text else {}),
         "autoencoder_sha256": codec.manifest["sha256"],
         "dataset_sha256": dataset.manifest["content_sha256"],
         "files": files,
     }
-    manifest["content_sha256"] = sha256_json(manifest)  # everything above decides what a training reads
-    for name, folder in {"dataset": dataset.folder, **({"text": text} if text else {})}.items():
+    manifest["content_sha256"] = sha256_json(manifest)  # of all fields above, which determine the training data
+    folders = {"dataset": dataset.folder, **({"text": text} if text else {})}
+    for name, folder in folders.items():
         manifest[name] = Path(os.path.relpath(folder.resolve(), out.resolve())).as_posix()
     publish_arrays(out, manifest)
     return manifest
 
 
+def _check_shapes(dataset: PreparedDataset, codec: Codec, factor: int | None) -> None:
+    """Check that the autoencoder accepts the images, and that the factor divides their sides; see `encode`."""
+    if list(dataset.shape) != codec.manifest["image_shape"]:
+        raise KairosError(
+            f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
+            f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
+        )
+    if any(side % (factor or 1) for side in dataset.shape[1:]):
+        raise ConfigError(
+            f"dataset.low_resolution: got {factor}, allowed: a divisor of both sides of the images, "
+            f"{dataset.shape[1]}×{dataset.shape[2]}"
+        )
+
+
 def _encode_shard(
     dataset: PreparedDataset, codec: Codec, out: Path, identity: dict[str, Any], shard: Shard
 ) -> dict[str, Any]:
-    """Write a part's folder, whole or not at all, and return what it says of itself."""
+    """Encode one shard of the images, write its folder atomically, and return its manifest."""
     if codec.manifest["kind"] == "none":
         raise ConfigError("--shard: got one with autoencoder.kind none, allowed: none, since pixels are not encoded")
-    partial, how = out.with_name(f".{out.name}"), (len(dataset.images), identity["batch_size"])
+    count, batch_size = len(dataset.images), identity["batch_size"]
+    partial = out.with_name(f".{out.name}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    files = _encode_moments(dataset, codec, partial, identity, shard.rows(*how))
-    manifest = {**identity, "shard": shard.record(*how), "files": files}
+    files = _encode_moments(dataset, codec, partial, identity, shard.rows(count, batch_size))
+    manifest = {**identity, "shard": shard.record(count, batch_size), "files": files}
     write_json(partial / "manifest.json", manifest)
     shutil.rmtree(out, ignore_errors=True)
     os.rename(partial, out)
@@ -123,40 +134,53 @@ def _encode_shard(
     return manifest
 
 
-def _joined(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows: range) -> dict[str, str]:
-    """Fill the arrays from those of all parts and return the hash of each."""
-    records, size = [open_record(part, "encode --shard KofN") for part in parts], identity["batch_size"]
-    # joining computes nothing: it may run elsewhere than the parts, which must agree with each other
+def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows: range) -> dict[str, str]:
+    """Concatenate the arrays of all shards, and return the hash of each file.
+
+    Args:
+        parts: folders of the shards, in any order.
+        identity: settings that the shards must have been encoded with.
+        partial: private folder to write.
+        rows: indices of all images.
+    """
+    records = [open_record(part, "encode --shard KofN") for part in parts]
+    batch_size = identity["batch_size"]
+    # joining computes nothing: it may run on another device than the shards, whose devices must agree
     identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
-    order = in_order(list(zip(parts, records)), identity, len(rows), size)
+    order = in_order(list(zip(parts, records)), identity, len(rows), batch_size)
     for part, record in zip(parts, records):
         check_files(part, record["files"], AGAIN)
-    opened = {Path(name).stem: [ArrayFile(parts[place] / name) for place in order] for name in records[0]["files"]}
-    arrays = {name: (rows_of[0].shape[1:], rows_of[0].dtype) for name, rows_of in opened.items()}
-    batches = {name: iterate_blocks(rows_of, size) for name, rows_of in opened.items()}
-    shutil.rmtree(partial, ignore_errors=True)  # parts are read from the first image on
+    arrays, batches = {}, {}
+    for file in records[0]["files"]:
+        shard_arrays = [ArrayFile(parts[position] / file) for position in order]
+        name = Path(file).stem
+        arrays[name] = shard_arrays[0].shape[1:], shard_arrays[0].dtype
+        batches[name] = iterate_blocks(shard_arrays, batch_size)
+    shutil.rmtree(partial, ignore_errors=True)  # joining cannot resume: `batches` start at the first image
 
-    def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
+    def read_batch(indices: np.ndarray) -> dict[str, np.ndarray]:
         return {name: next(batch) for name, batch in batches.items()}
 
-    return fill_arrays(partial, identity, arrays, rows, size, read, "join", "image")
+    return fill_arrays(partial, identity, arrays, rows, batch_size, read_batch, "join", "image")
 
 
 def _encode_moments(
     dataset: PreparedDataset, codec: Codec, partial: Path, identity: dict[str, Any], rows: range
 ) -> dict[str, str]:
-    """Fill the arrays of the images `rows` in a private folder and return the hash of each."""
-    factor, suffixes = identity["low_resolution"], ("", "_flipped")[: 1 + identity["flips"]]
+    """Encode the images with indices `rows` into arrays in a private folder, and return the hash of each file."""
+    factor = identity["low_resolution"]
+    suffixes = ("", "_flipped") if identity["flips"] else ("",)
 
-    def compute(numbers: np.ndarray) -> dict[str, np.ndarray]:
-        images = dataset.load_tensor(numbers)
-        found: dict[str, np.ndarray] = {}
+    def compute(indices: np.ndarray) -> dict[str, np.ndarray]:
+        images = dataset.load_tensor(indices)
+        arrays: dict[str, np.ndarray] = {}
         for suffix in suffixes:
             moments = _moments(codec, images.flip(3) if suffix else images, factor)
-            found |= {name + suffix: values.float().cpu().numpy() for name, values in moments.items()}
-        return found
+            arrays |= {name + suffix: values.float().cpu().numpy() for name, values in moments.items()}
+        return arrays
 
-    arrays = dict.fromkeys(compute(np.arange(1)), (tuple(codec.manifest["latent_shape"]), np.float32))
+    names = compute(np.arange(1))
+    arrays = dict.fromkeys(names, (tuple(codec.manifest["latent_shape"]), np.float32))
     return fill_arrays(partial, identity, arrays, rows, identity["batch_size"], compute, "encode", "image")
 
 
@@ -167,5 +191,9 @@ def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str
     factor is given.
     """
     mean, logvar = codec.encode(images)
-    found = {"mean": mean} | ({} if logvar is None else {"logvar": logvar})
-    return found | ({"low_mean": codec.encode(reduce_resolution(images, factor))[0]} if factor else {})
+    moments = {"mean": mean}
+    if logvar is not None:
+        moments["logvar"] = logvar
+    if factor:
+        moments["low_mean"], _ = codec.encode(reduce_resolution(images, factor))
+    return moments

@@ -1,4 +1,4 @@
-"""Section `autoencoder`."""
+"""Section `autoencoder` of an experiment file."""
 
 from typing import Any, Literal
 
@@ -7,9 +7,11 @@ from kairos_timesteps.errors import demand
 
 
 class AutoencoderConfig(Section):
-    """The space that the diffusion model works in."""
+    """Section `autoencoder`: the space that the diffusion model works in."""
 
-    kind: Literal["none", "train", "pretrained"] = field("none", "pixels, our own, or from diffusers")
+    kind: Literal["none", "train", "pretrained"] = field(
+        "none", "none: pixels; train: an autoencoder trained on the data set; pretrained: an autoencoder of diffusers"
+    )
     path: str | None = field(None, "pretrained: folder or hub id of an AutoencoderKL, AutoencoderTiny or VQModel")
     scaling: float | None = field(
         None,
@@ -26,10 +28,12 @@ class AutoencoderConfig(Section):
     kl_weight: float = field(1e-4, "train: weight of the KL term per dimension", ge=0)
     seed: int = field(0, "train: seed", ge=0)
     encode_batch_size: int = field(64, "images per encoding step", ge=1)
-    shards: int = field(1, "jobs that the images are encoded in; does not change the latents", ge=1)
+    shards: int = field(1, "number of jobs that encode the images in parallel; does not change the latents", ge=1)
 
     def model_post_init(self, context: Any) -> None:
         """Check that a pretrained autoencoder has a path, and that any other has no configured scaling."""
-        own = self.kind != "pretrained"
-        demand(own or self.path, "autoencoder.path", "null", "folder or hub id of the pretrained autoencoder")
-        demand(not (own and self.scaling), "autoencoder.scaling", self.scaling, f"null with kind {self.kind}")
+        pretrained = self.kind == "pretrained"
+        demand(
+            not pretrained or self.path, "autoencoder.path", "null", "folder or hub id of the pretrained autoencoder"
+        )
+        demand(pretrained or not self.scaling, "autoencoder.scaling", self.scaling, f"null with kind {self.kind}")

@@ -1,7 +1,7 @@
 """A small KL autoencoder trained on the data set itself (diffusers AutoencoderKL, purely convolutional).
 
-All randomness of step k is a function of (seed, k), so a killed training goes on from its checkpoint as if nothing had
-happened.
+All random numbers of step k are functions of (seed, k). A training run that resumes from its checkpoint therefore has
+the result of an uninterrupted one.
 """
 
 import io
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
-from kairos.autoencoders.codec import check_size, downsampling
+from kairos.autoencoders.codec import check_image_size, downsampling
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
@@ -20,15 +20,23 @@ from kairos.fingerprint import fingerprint
 from kairos.progress import Progress, say
 from kairos_timesteps.randomness import Stream, derived_seed
 
-_CHECKPOINT_EVERY = 200
+_CHECKPOINT_EVERY = 200  # steps
+_WARM_UP_STEPS = 20
 _BETAS = (0.9, 0.99)
 
 
 def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> AutoencoderKL:
-    """An untrained autoencoder for images of `shape` (channels, height, width)."""
+    """Return an untrained autoencoder for images of `shape` (channels, height, width).
+
+    Raises:
+        ConfigError: the sides of the images cannot be halved at every level.
+    """
     levels = len(config.channels)
-    check_size(shape, 2 ** (levels - 1), f"an autoencoder with {levels} levels (autoencoder.channels)")
-    common = math.gcd(*config.channels)  # groups for normalisation divide it, of 4 channels or more where possible
+    check_image_size(shape, 2 ** (levels - 1), f"an autoencoder with {levels} levels (autoencoder.channels)")
+    common_divisor = math.gcd(*config.channels)
+    # groups of the normalisation divide the channels of all levels, and have at least 4 channels if possible
+    most_groups = max(1, common_divisor // 4)
+    groups = max(n for n in range(1, most_groups + 1) if common_divisor % n == 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(config.seed, "autoencoder/weights"))
         return AutoencoderKL(
@@ -39,7 +47,7 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
             block_out_channels=tuple(config.channels),
             layers_per_block=config.layers,
             latent_channels=config.latent_channels,
-            norm_num_groups=max(n for n in range(1, common + 1) if common % n == 0 and n <= max(1, common // 4)),
+            norm_num_groups=groups,
             sample_size=shape[1],
             mid_block_add_attention=False,  # at 128×128 latents attention would need gigabytes
         )
@@ -54,12 +62,16 @@ def train(
     dimension. The learning rate has a short linear warm-up and a cosine decay to zero.
 
     Args:
-        flips: half of the images, by chance, are flipped horizontally.
-        state: file of the checkpoint that a killed training goes on from; the caller removes it when all is written.
+        config: section `autoencoder`.
+        dataset: the prepared data set.
+        state: file of the checkpoint, from which an interrupted training run resumes; the caller deletes it after the
+            results are written.
+        device: device of the training run.
+        flips: flip each image horizontally with probability 1/2.
     """
     model = build_model(config, dataset.shape).to(device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
-    decides = {
+    settings = {
         "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size"}),
         "dataset": dataset.manifest["content_sha256"],
         "code": fingerprint([__name__]),
@@ -68,22 +80,23 @@ def train(
         "device": device.type,
         "flips": flips,
     }
-    identity = sha256_json(decides)  # a checkpoint of anything else is not resumed
-    first = _resume(state, identity, model, optimizer)
+    identity = sha256_json(settings)  # a checkpoint with another identity is ignored
+    first_step = _resume(state, identity, model, optimizer)
     latent_shape = (config.latent_channels, *(side // downsampling(model) for side in dataset.shape[1:]))
-    index, seed = range(config.batch_size), config.seed
-    progress = Progress(config.steps, "autoencoder", "step", start=first)
-    for step in range(first, config.steps):
-        chosen = Stream(seed, "autoencoder/order").integers(step, len(dataset.train), index)
-        images = dataset.load_tensor(dataset.train[chosen.numpy()])
+    sample_indices, seed = range(config.batch_size), config.seed
+    progress = Progress(config.steps, "autoencoder", "step", start=first_step)
+    for step in range(first_step, config.steps):
+        items = Stream(seed, "autoencoder/order").integers(step, len(dataset.train), sample_indices)
+        images = dataset.load_tensor(dataset.train[items.numpy()])
         if flips:
-            flipped = Stream(seed, "autoencoder/flips").uniform(step, index) < 0.5
+            flipped = Stream(seed, "autoencoder/flips").uniform(step, sample_indices) < 0.5
             images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
         images = images.to(device)
-        noise = Stream(seed, "autoencoder/latent").normal(step, index, latent_shape).to(device)
+        noise = Stream(seed, "autoencoder/latent").normal(step, sample_indices, latent_shape).to(device)
+        warm_up = min(1.0, (step + 1) / _WARM_UP_STEPS)
+        decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
         for group in optimizer.param_groups:
-            decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
-            group["lr"] = config.learning_rate * (min(1.0, (step + 1) / 20) * decay)
+            group["lr"] = config.learning_rate * (warm_up * decay)
 
         posterior = model.encode(images).latent_dist
         reconstruction = model.decode(posterior.mean + posterior.std * noise).sample
@@ -95,36 +108,44 @@ def train(
         optimizer.step()
         progress.advance(facts=f"mse {mse.item():.5f}, kl {kl.item():.3f}")
         if (step + 1) % _CHECKPOINT_EVERY == 0 or step + 1 == config.steps:
-            content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            buffer = io.BytesIO()  # torch.save itself hides a full disk's error
-            torch.save({"identity": identity, "step": step + 1, **content}, buffer)
-            with atomic(state) as file:
-                file.write(buffer.getbuffer())
+            _save_checkpoint(state, identity, step + 1, model, optimizer)
     progress.close()
     return model.eval()
 
 
+def _save_checkpoint(state: Path, identity: str, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Write model and optimiser after `step` steps to the checkpoint, atomically."""
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    buffer = io.BytesIO()  # torch.save to a file would hide the error of a full disk
+    torch.save({"identity": identity, "step": step, **content}, buffer)
+    with atomic(state) as file:
+        file.write(buffer.getbuffer())
+
+
 def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint if it belongs to this training; gives the number of steps done."""
+    """Load model and optimiser from the checkpoint if its identity is equal, and return the number of steps done.
+
+    Without such a checkpoint, or with a damaged one, the result is 0.
+    """
     if not state.is_file():
         return 0
     try:
         content = torch.load(state, weights_only=True)
-    except Exception as error:  # torch raises many kinds for a damaged file; starting over is right for all
+    except Exception as error:  # for a damaged file torch raises errors of many types
         say(f"autoencoder: checkpoint {state} is damaged ({type(error).__name__}), starting over")
         return 0
     if content["identity"] != identity:
         return 0
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    say(f"autoencoder: goes on after step {content['step']}")
+    say(f"autoencoder: resumes after step {content['step']}")
     return content["step"]
 
 
 def latent_statistics(
     model: Any, dataset: PreparedDataset, batch_size: int, device: torch.device
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the latents of the training images, the samples' variance included."""
+    """Return mean and standard deviation of samples of the latents, over the training images and all dimensions."""
     total = square = count = 0.0
     with torch.no_grad():
         for start in range(0, len(dataset.train), batch_size):
@@ -135,5 +156,5 @@ def latent_statistics(
             total += float(mean.sum())
             square += float((mean**2 + posterior.var.double()).sum())
             count += mean.numel()
-    center = total / count
-    return center, math.sqrt(square / count - center**2)
+    mean_of_all = total / count
+    return mean_of_all, math.sqrt(square / count - mean_of_all**2)

@@ -1,4 +1,7 @@
-"""Stage autoencoder: the space the diffusion model works in becomes a folder; see `codec.load_codec`."""
+"""Stage autoencoder: train an autoencoder or load a pretrained one, and write it into the folder of the stage.
+
+`codec.load_codec` reads the folder.
+"""
 
 import math
 from pathlib import Path
@@ -8,7 +11,7 @@ import numpy as np
 import torch
 
 from kairos import resource_usage
-from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downsampling, load_model, wrap
+from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_image_size, downsampling, load_model, make_codec
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.data.image_grid import write_image_grid
@@ -16,19 +19,27 @@ from kairos.files import sha256_file, sha256_json, write_json, write_text, write
 from kairos.pretrained import find_network_folder
 from kairos_timesteps.errors import ConfigError
 
-_PSNR_IMAGES = 512  # of the held-out ones, at most; of the training images where none are held out
-_UNSET = 0.18215  # VQModel's scaling factor where nobody chose one: it is SD's, and no VQModel's
-_PICTURED, _SIDE = 16, 64  # images on the picture, and the least side of one
-_STATE = ".state.pt"  # checkpoint of a training that was killed
+_PSNR_IMAGES = 512  # most images to measure: held-out images, or training images if none are held out
+_DEFAULT_SCALING = 0.18215  # default of diffusers' VQModel: the scaling factor of Stable Diffusion, wrong for VQModels
+_PICTURE_IMAGES = 16
+_PICTURE_SIDE = 64  # least side in pixels of an image in the picture
+_STATE = ".state.pt"  # checkpoint of an interrupted training run
 
 
 def make_autoencoder(
     config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool = False
 ) -> dict[str, Any]:
-    """Train or fetch the autoencoder, write its folder and return its manifest.
+    """Train or load the autoencoder, write its folder and return its manifest.
 
-    The manifest holds kind, class, scaling and shift factor, image_shape and latent_shape (channels, height, width),
-    the hash of weights and configuration, and the PSNR in dB with what it is of.
+    The manifest contains kind, class, scaling and shift factor, and image_shape and latent_shape (channels, height,
+    width). It also contains the hash of weights and configuration, and the PSNR in dB with the images it is of.
+
+    Args:
+        config: section `autoencoder`.
+        dataset: the prepared data set.
+        out: folder to write.
+        device: device of the computation.
+        flips: train on horizontally flipped images too.
 
     Raises:
         ConfigError: the autoencoder does not fit the images, or its path cannot be used.
@@ -49,18 +60,21 @@ def make_autoencoder(
     if config.kind == "none":
         resource_usage.end_startup()
     else:
-        trains = config.kind == "train"
-        model = _trained(config, dataset, out, device, flips) if trains else _pretrained(config, dataset)
+        if config.kind == "train":
+            model = _train(config, dataset, out, device, flips)
+        else:
+            model = _load_pretrained(config, dataset)
         manifest["class"] = type(model).__name__
         manifest["scaling_factor"] = float(model.config.scaling_factor)
         manifest["shift_factor"] = float(model.config.get("shift_factor") or 0.0)
-        manifest |= _saved(wrap(model, manifest, device), dataset, out, config.encode_batch_size)
+        manifest |= _measure_and_save(make_codec(model, manifest, device), dataset, out, config.encode_batch_size)
     write_json(out / "manifest.json", manifest)
     (out / _STATE).unlink(missing_ok=True)
     return manifest
 
 
-def _trained(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool) -> Any:
+def _train(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool) -> Any:
+    """Train an autoencoder on the data set, and set its shift and scaling factor by the statistics of its latents."""
     from kairos.autoencoders.train import latent_statistics, train
 
     resource_usage.end_startup()
@@ -70,59 +84,68 @@ def _trained(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, dev
     return model
 
 
-def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
+def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
+    """Load a pretrained autoencoder from a folder or the hub, and set its configured scaling factor.
+
+    Raises:
+        ConfigError: files are missing, or the autoencoder does not accept the size or the channels of the images.
+    """
     field, needed = "autoencoder.path", " and ".join(FILES)
     folder = find_network_folder(str(config.path), field, FILES, needed)
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise ConfigError(f"{field}: {config.path!r} lacks {' and '.join(missing)} (a diffusers folder)")
     model = load_model(folder)
     resource_usage.end_startup()
-    check_size(dataset.shape, downsampling(model), f"the autoencoder {config.path}")
+    check_image_size(dataset.shape, downsampling(model), f"the autoencoder {config.path}")
     if model.config.in_channels not in (3, dataset.shape[0]):
         raise ConfigError(
             f"{field}: {config.path!r} takes {model.config.in_channels} channels, the images have "
             f"{dataset.shape[0]}; set dataset.color"
         )
-    unset = type(model).__name__ == "VQModel" and model.config.scaling_factor == _UNSET
-    if config.scaling or unset:
+    is_default = type(model).__name__ == "VQModel" and model.config.scaling_factor == _DEFAULT_SCALING
+    if config.scaling or is_default:
         model.register_to_config(scaling_factor=config.scaling or 1.0)
     return model
 
 
-def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
-    """Measure the autoencoder and save it; what the manifest says of that."""
+def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
+    """Measure the reconstruction error, save the autoencoder, and return the fields of the manifest about both."""
     indices = (dataset.heldout if len(dataset.heldout) else dataset.train)[:_PSNR_IMAGES]
     batches = np.split(indices, range(batch_size, len(indices), batch_size))
-    images, others = (
-        dataset.images[indices],
-        np.concatenate([codec.reconstructed(dataset.load_tensor(b)) for b in batches]),
-    )
+    images = dataset.images[indices]
+    reconstructions = np.concatenate([codec.reconstruct(dataset.load_tensor(batch)) for batch in batches])
     mean, _ = codec.encode(dataset.load_tensor(indices[:1]))
-    _write_picture(out / "reconstructions.png", images[:_PICTURED], others[:_PICTURED])
-    # the folder that diffusers' `from_pretrained` reads; its own `save_pretrained` hides a full disk's error
-    codec.model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
+    _write_picture(out / "reconstructions.png", images[:_PICTURE_IMAGES], reconstructions[:_PICTURE_IMAGES])
+    # in the format of diffusers' `save_pretrained`, which itself would hide the error of a full disk
+    codec.model.register_to_config(_name_or_path="")  # the path differs between machines and must not change the hash
     write_text(out / FILES[0], codec.model.to_json_string())
     write_weights(out / FILES[1], codec.model.state_dict())
     files = {name: sha256_file(out / name) for name in (*FILES, "reconstructions.png")}
     return {
         "latent_shape": list(mean.shape[1:]),
         "sha256": sha256_json({name: files[name] for name in FILES}),
-        "psnr": round(psnr(images, others), 3),
+        "psnr": round(psnr(images, reconstructions), 3),
         "psnr_of": "held-out images" if len(dataset.heldout) else "training images",
         "files": files,
     }
 
 
-def psnr(images: np.ndarray, others: np.ndarray) -> float:
-    """Peak signal-to-noise ratio in dB of uint8 images, from the mean squared error over all of them."""
-    error = np.mean((images.astype(np.float64) - others.astype(np.float64)) ** 2)
+def psnr(images: np.ndarray, reconstructions: np.ndarray) -> float:
+    """Return the peak signal-to-noise ratio in dB of uint8 images, from the mean squared error over all images."""
+    error = np.mean((images.astype(np.float64) - reconstructions.astype(np.float64)) ** 2)
     return 10 * math.log10(255**2 / max(float(error), 1e-12))
 
 
-def _write_picture(path: Path, images: np.ndarray, others: np.ndarray) -> None:
-    """Rows of originals, each above the row of their reconstructions, enlarged so that people can see them."""
+def _write_picture(path: Path, images: np.ndarray, reconstructions: np.ndarray) -> None:
+    """Write a picture of images and their reconstructions, as rows of originals above rows of reconstructions.
+
+    Args:
+        path: the PNG file.
+        images: originals, uint8 (n, height, width, channels).
+        reconstructions: their reconstructions, of equal shape.
+    """
     shape = images.shape[1:]
     columns = min(8, len(images))
     white = np.full((-len(images) % columns, *shape), 255, np.uint8)
-    rows = [np.concatenate([part, white]).reshape(-1, columns, *shape) for part in (images, others)]
-    write_image_grid(path, np.stack(rows, axis=1).reshape(-1, *shape), columns, _SIDE)
+    rows = [np.concatenate([part, white]).reshape(-1, columns, *shape) for part in (images, reconstructions)]
+    write_image_grid(path, np.stack(rows, axis=1).reshape(-1, *shape), columns, _PICTURE_SIDE)

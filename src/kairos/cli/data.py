@@ -87,10 +87,10 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Outco
 
 def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
     """Encode the captions of the data set."""
-    from kairos.text_encoders.encode_captions import encode_texts
+    from kairos.text_encoders.encode_captions import encode_captions
 
     demand(experiment.text_encoder, "text_encoder", "null", "{path: ...}, the encoder of the captions")
-    manifest = encode_texts(experiment.text_encoder, dataset, out, device)
+    manifest = encode_captions(experiment.text_encoder, dataset, out, device)
     shape = "×".join(map(str, manifest["condition"]["shape"]))
     return f"{manifest['count']} encoded captions, each of shape {shape}", {"captions": manifest["count"]}
 

@@ -140,7 +140,7 @@ class Experiment(Section):
         check_analyses(self)
         if self.text_encoder is not None:
             takes = MODELS.entry(self.model["name"]).facts.get("text")
-            object.__setattr__(self, "text_encoder", self.text_encoder.settled(takes))
+            object.__setattr__(self, "text_encoder", self.text_encoder.resolve_auto(takes))
 
     @property
     def conditions(self) -> list[str]:

@@ -185,9 +185,8 @@ def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[in
     """
     if source.captions is None:
         return list(range(source.count)), {}
-    selected, without = [], []
-    for index, image_captions in enumerate(source.captions):
-        (selected if image_captions else without).append(index)
+    selected = [index for index, image_captions in enumerate(source.captions) if image_captions]
+    without = [index for index, image_captions in enumerate(source.captions) if not image_captions]
     unmatched = len(source.unmatched_captions)
     example = f" (the first: {source.name(without[0])})" if without else ""
     facts = f"{len(without)} of {source.count} images have no caption{example}, {unmatched} captions no image"

@@ -19,7 +19,7 @@ def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int
 
     Args:
         images: (n, height, width, channels).
-        columns: images per row; None: as many as rows.
+        columns: images per row; None: the square root of n, rounded up.
         side: each image is enlarged, by an integer factor, until its longer side has this many pixels.
 
     Returns:

@@ -92,7 +92,7 @@ class Latents:
             pixels = self.dataset.images[indices]
             pixels[flips] = pixels[flips, :, ::-1]
             return {"pixels": torch.from_numpy(pixels)}
-        rows = {}
+        rows: dict[str, Tensor] = {}
         for name in ("mean", "logvar", "low_mean"):
             if name not in self.moments:
                 continue

@@ -14,7 +14,7 @@ from torch import Tensor
 from kairos.evaluation.moments import ImageStatistics
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
-from kairos.text_encoders.encoder import network_folder, opened
+from kairos.text_encoders.encoder import load_pretrained, network_folder
 from kairos.text_encoders.settings import FILES, PREPROCESSOR
 from kairos_timesteps.errors import ConfigError
 
@@ -65,7 +65,7 @@ def _load_network(path: str, device: torch.device) -> Network:
     kind = read_json(folder / "config.json").get("model_type")
     if kind != "clip" or not (folder / PREPROCESSOR).is_file():
         raise ConfigError(f"{FIELD}: got a {kind} in {path!r}, allowed: a clip with {PREPROCESSOR}")
-    tokenizer = opened(folder, AutoTokenizer, FIELD)
-    processor = opened(folder, CLIPImageProcessor, FIELD)
-    model = opened(folder, CLIPModel, FIELD, weights=True).to(device)
+    tokenizer = load_pretrained(folder, AutoTokenizer, FIELD)
+    processor = load_pretrained(folder, CLIPImageProcessor, FIELD)
+    model = load_pretrained(folder, CLIPModel, FIELD, weights=True).to(device)
     return model, tokenizer, processor

@@ -332,7 +332,7 @@ def _heldout_sources(
 
     def reconstructions() -> Iterator[np.ndarray]:
         for indices in iterate_rows(heldout, range(len(heldout))):
-            yield codec.reconstructed(dataset.load_tensor(indices))
+            yield codec.reconstruct(dataset.load_tensor(indices))
 
     return {"floor": real_images, "reconstruction": reconstructions}
 

@@ -1,1 +1,1 @@
-"""Texts become the states of a text encoder, once, before any training."""
+"""Text encoders, which convert captions to conditions once, before any training run."""

@@ -1,6 +1,6 @@
-"""Stage text: all captions of a data set go through the text encoder once, so that trainings never run it.
+"""Stage text: encode all captions of a data set once, so that training runs never run the text encoder.
 
-A killed stage goes on where it was, see `resumable_arrays`.
+An interrupted stage resumes, see `resumable_arrays`.
 """
 
 from pathlib import Path
@@ -10,48 +10,40 @@ import numpy as np
 import torch
 
 from kairos import resource_usage
+from kairos.data.captions import Captions
 from kairos.data.dataset import PreparedDataset
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import sha256_file, sha256_json, sync_folder
 from kairos.fingerprint import fingerprint
 from kairos.progress import say
-from kairos.text_encoders.encoder import load_encoder
+from kairos.text_encoders.encoder import TextEncoder, load_encoder
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import KairosError
 
-_COUNTED = 4096  # texts whose tokens are counted at a time
+_TOKENIZED_AT_ONCE = 4096  # texts
 
 
-def encode_texts(
+def encode_captions(
     config: TextEncoderConfig, dataset: PreparedDataset, out: Path, device: torch.device
 ) -> dict[str, Any]:
     """Encode the captions of a data set, write the folder and return its manifest.
 
     Args:
-        config: the section, without ``auto``.
-        dataset: with captions.
-        out: the folder.
-        device: where the encoder computes.
+        config: section `text_encoder`, without ``auto``.
+        dataset: a prepared data set with captions.
+        out: folder to write.
+        device: device of the text encoder.
 
     Raises:
-        KairosError: there are no captions or no such encoder, or a caption is too long where that is refused.
+        KairosError: the data set has no captions, the encoder cannot be loaded, or a caption is too long and
+            `text_encoder.too_long` is ``refuse``.
     """
     if dataset.captions is None:
         raise KairosError(f"{dataset.folder}: has no captions; set dataset.captions and make it again: kairos prepare")
     encoder = load_encoder(config, device)
     resource_usage.end_startup()
     captions, count = dataset.captions, len(dataset.captions)
-    parts = (captions.texts(range(start, min(start + _COUNTED, count))) for start in range(0, count, _COUNTED))
-    lengths = np.concatenate([encoder.tokens(texts) for texts in parts])
-    over = np.flatnonzero(lengths > encoder.length)
-    if len(over):
-        said = f"{len(over)} of {count} captions have more than {encoder.length} tokens"
-        if config.too_long == "refuse":
-            example = captions.texts(over[:1])[0]
-            raise KairosError(
-                f"text_encoder.too_long: got refuse, but {said}, the first: {example!r}; allowed: truncate"
-            )
-        say(f"text: {said} and are cut off")
+    longest, truncated = _check_lengths(captions, encoder, config.too_long)
     empty = encoder([""]).numpy()
     shape, dtype = empty.shape[1:], np.dtype(config.dtype)
     identity = {
@@ -66,8 +58,8 @@ def encode_texts(
     }
     partial = prepare_folder(out, ("states.npy", "empty.npy"))
 
-    def compute(numbers: np.ndarray) -> dict[str, np.ndarray]:
-        return {"states": encoder(captions.texts(numbers)).numpy().astype(dtype)}
+    def compute(indices: np.ndarray) -> dict[str, np.ndarray]:
+        return {"states": encoder(captions.texts(indices)).numpy().astype(dtype)}
 
     arrays = {"states": (shape, dtype)}
     files = fill_arrays(partial, identity, arrays, range(count), config.batch_size, compute, "text", "caption")
@@ -82,7 +74,29 @@ def encode_texts(
         "dataset_sha256": dataset.manifest["content_sha256"],
         "files": files,
     }
-    manifest["content_sha256"] = sha256_json(manifest)  # everything above decides what a training reads
-    manifest |= {"length": encoder.length, "longest": int(lengths.max()), "truncated": len(over)}
+    manifest["content_sha256"] = sha256_json(manifest)  # of all fields above, which determine the training data
+    manifest |= {"length": encoder.length, "longest": longest, "truncated": truncated}
     publish_arrays(out, manifest)
     return manifest
+
+
+def _check_lengths(captions: Captions, encoder: TextEncoder, too_long: str) -> tuple[int, int]:
+    """Return the tokens of the longest caption, and the number of captions that the encoder truncates.
+
+    Raises:
+        KairosError: captions would be truncated, and `too_long` is ``refuse``.
+    """
+    count = len(captions)
+    lengths: list[int] = []
+    for start in range(0, count, _TOKENIZED_AT_ONCE):
+        lengths += encoder.count_tokens(captions.texts(range(start, min(start + _TOKENIZED_AT_ONCE, count))))
+    truncated = [index for index, length in enumerate(lengths) if length > encoder.length]
+    if truncated:
+        fact = f"{len(truncated)} of {count} captions have more than {encoder.length} tokens"
+        if too_long == "refuse":
+            example = captions.texts(truncated[:1])[0]
+            raise KairosError(
+                f"text_encoder.too_long: got {too_long}, but {fact}, the first: {example!r}; allowed: truncate"
+            )
+        say(f"text: {fact} and are cut off")
+    return max(lengths), len(truncated)

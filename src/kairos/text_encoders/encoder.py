@@ -1,9 +1,10 @@
-"""Text encoders of transformers: texts of any length to states of one shape.
+"""Text encoders of transformers, which convert texts of any length to states of one shape.
 
-CLIP's text model is causal and was trained on texts that are padded with their end: it gets no mask, and the states of
-the padding are among its tokens, as models that attend to all of them saw it (U-ViT). Its pooled state is that of the
-first end of text, behind the last norm and before the projection. Other encoders (T5 and its like) get the mask, and
-their pooled state is the mean over it.
+CLIP's text model is causal and was trained on texts padded with the end-of-text token. It gets no attention mask. The
+states of the padding are among its tokens, as U-ViT's models, which attend to all tokens, were trained. Its pooled
+state is that of the first end-of-text token, after the last norm and before the projection.
+
+Other encoders, such as T5, get the mask. Their pooled state is the mean over the tokens that are not padding.
 """
 
 from dataclasses import dataclass
@@ -19,11 +20,17 @@ from kairos.text_encoders.settings import FILES, TOKENIZERS, WEIGHTS, TextEncode
 from kairos_timesteps.errors import ConfigError, KairosError
 
 _CLIP = ("clip", "clip_text_model")
-_ENDLESS = 10**6  # what tokenizers without a length of their own say is longer
+_FORMER_CLIP_END = 2  # wrong end-of-text token in configurations of early CLIP models, which transformers handles
+_UNLIMITED = 10**6  # tokenizers without a limit report a larger one
 
 
 def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Path:
-    """The folder with a network and its tokenizer that a field names, from the hub where it is none here.
+    """Return the folder of a network and its tokenizer, after a download from the hub if necessary.
+
+    Args:
+        path: a folder, or a hub id.
+        field: field of the experiment file that contains the path, for error messages.
+        files: files to download, as far as they exist.
 
     Raises:
         ConfigError: the folder lacks a file, or the path is neither a folder nor a hub id.
@@ -33,43 +40,59 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
     folder = find_network_folder(path, field, files, needed)
     if not (folder / WEIGHTS[0]).is_file():
         folder = find_network_folder(path, field, WEIGHTS[1:], needed)
-    wanted = {"config.json": [["config.json"]], WEIGHTS[0]: [[name] for name in WEIGHTS], "a tokenizer": TOKENIZERS}
-    there = {file.name for file in folder.iterdir() if file.is_file()}
-    if lacks := [name for name, kinds in wanted.items() if not any(map(there.issuperset, kinds))]:
-        raise ConfigError(f"{field}: {path!r} lacks {' and '.join(lacks)}; allowed: a folder with {needed}")
+    existing = {file.name for file in folder.iterdir() if file.is_file()}
+    # for each requirement, the alternative sets of files that meet it
+    requirements = {
+        "config.json": [["config.json"]],
+        WEIGHTS[0]: [[name] for name in WEIGHTS],
+        "a tokenizer": TOKENIZERS,
+    }
+    missing = []
+    for name, alternatives in requirements.items():
+        if not any(existing.issuperset(alternative) for alternative in alternatives):
+            missing.append(name)
+    if missing:
+        raise ConfigError(f"{field}: {path!r} lacks {' and '.join(missing)}; allowed: a folder with {needed}")
     return folder
 
 
-def opened(path: Any, kind: Any, field: str, weights: bool = False) -> Any:
-    """Open a folder with a class of transformers; any of the many errors of a damaged folder becomes a KairosError.
+def load_pretrained(path: Any, cls: Any, field: str, weights: bool = False) -> Any:
+    """Load a model or tokenizer of transformers from a folder.
+
+    Args:
+        path: the folder.
+        cls: class of transformers with a method `from_pretrained`.
+        field: field of the experiment file that contains the path, for the error message.
+        weights: the class is a model, which must have all weights.
 
     Raises:
-        KairosError: the folder cannot be opened, or lacks weights, which transformers would initialise at random.
+        KairosError: the folder cannot be read, or lacks weights, which transformers would initialise at random.
     """
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of a network that is read in a second, in a job's log
+    logging.disable_progress_bar()  # loading takes a second, and the bar would fill the logs of jobs
     try:
         if not weights:
-            return kind.from_pretrained(path, local_files_only=True)
-        model, found = kind.from_pretrained(path, local_files_only=True, output_loading_info=True)
-        if found["missing_keys"]:
-            raise ValueError(f"lacks weights: {', '.join(sorted(found['missing_keys'])[:3])} ...")
+            return cls.from_pretrained(path, local_files_only=True)
+        model, loading = cls.from_pretrained(path, local_files_only=True, output_loading_info=True)
+        if loading["missing_keys"]:
+            raise ValueError(f"lacks weights: {', '.join(sorted(loading['missing_keys'])[:3])} ...")
         return model.eval()
-    except Exception as error:
+    except Exception as error:  # damaged folders raise errors of many types
         raise KairosError(f"{field}: {path} cannot be opened ({' '.join(str(error).split())[:300]})") from None
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A text encoder ready for use.
+    """A text encoder of transformers with its tokenizer.
 
     Attributes:
-        model, tokenizer: of transformers.
-        output: ``tokens`` or ``pooled``.
-        length: tokens that texts are padded to.
-        sha256: of its files.
-        device: where it computes.
+        model: the network.
+        tokenizer: the tokenizer.
+        output: ``tokens`` (a state per token) or ``pooled`` (one state per text).
+        length: number of tokens to which texts are padded or truncated.
+        sha256: hash of the files of network and tokenizer.
+        device: device of the computation.
     """
 
     model: Any
@@ -79,19 +102,19 @@ class TextEncoder:
     sha256: str
     device: torch.device
 
-    def tokens(self, texts: list[str]) -> list[int]:
-        """Numbers of tokens, with those around the text, before any is cut off."""
+    def count_tokens(self, texts: list[str]) -> list[int]:
+        """Return the number of tokens of each text, with start and end tokens, before truncation."""
         return [len(ids) for ids in self.tokenizer(texts, verbose=False)["input_ids"]]
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> Tensor:
-        """States, float32 (n, length, width) or (n, width)."""
-        cut = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
-        told = self.tokenizer(texts, **cut)
-        ids, mask = told["input_ids"].to(self.device), told["attention_mask"].to(self.device)
+        """Encode texts, and return their states on the CPU, float32 (n, length, width) or (n, width)."""
+        options = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
+        tokens = self.tokenizer(texts, **options)
+        ids, mask = tokens["input_ids"].to(self.device), tokens["attention_mask"].to(self.device)
         if self.model.config.model_type in _CLIP:
-            found = self.model(input_ids=ids)
-            return (found.last_hidden_state if self.output == "tokens" else found.pooler_output).float().cpu()
+            outputs = self.model(input_ids=ids)
+            return (outputs.last_hidden_state if self.output == "tokens" else outputs.pooler_output).float().cpu()
         states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()  # (n, length, width)
         if self.output == "pooled":
             states = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
@@ -99,28 +122,39 @@ class TextEncoder:
 
 
 def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder:
-    """The encoder that a settled section names.
+    """Load the text encoder of a section without ``auto``.
 
     Raises:
-        ConfigError: no text encoder with a tokenizer is there, or it does not take texts of that length.
-        KairosError: it cannot be opened.
+        ConfigError: the path has no text encoder with a tokenizer, or the encoder does not accept the length.
+        KairosError: the encoder cannot be loaded.
     """
     from transformers import AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
 
     field = "text_encoder.path"
     folder = network_folder(config.path, field)
-    kind = read_json(folder / "config.json").get("model_type")
-    model = opened(folder, CLIPTextModel if kind in _CLIP else AutoModelForTextEncoding, field, weights=True)
-    tokenizer = opened(folder, AutoTokenizer, field)
-    network, end = model.config, tokenizer.eos_token_id
-    found = kind in _CLIP and network.eos_token_id not in (2, end)  # by the pooled state; 2: CLIP's former mistake
-    if len(tokenizer) > network.vocab_size or tokenizer.pad_token is None or found:
-        what = f"{len(tokenizer)} tokens, padding {tokenizer.pad_token}, end {end}"
-        raise ConfigError(f"{field}: {config.path!r} has a tokenizer ({what}) that does not belong to its network")
-    most = getattr(network, "max_position_embeddings", _ENDLESS)
-    length = config.length or min(tokenizer.model_max_length, most)
-    if length > most or length >= _ENDLESS:
-        limit = "a number" if most == _ENDLESS else f"at most {most}"
+    is_clip = read_json(folder / "config.json").get("model_type") in _CLIP
+    model = load_pretrained(folder, CLIPTextModel if is_clip else AutoModelForTextEncoding, field, weights=True)
+    tokenizer = load_pretrained(folder, AutoTokenizer, field)
+    _check_tokenizer(tokenizer, model.config, is_clip, config.path)
+    longest = getattr(model.config, "max_position_embeddings", _UNLIMITED)
+    length = config.length or min(tokenizer.model_max_length, longest)
+    if length > longest or length >= _UNLIMITED:
+        limit = "a number" if longest == _UNLIMITED else f"at most {longest}"
         raise ConfigError(f"text_encoder.length: got {config.length or 'null'}, allowed with {config.path!r}: {limit}")
     sha256 = sha256_json({name: sha256_file(folder / name) for name in {*FILES, *WEIGHTS} if (folder / name).is_file()})
     return TextEncoder(model.to(device), tokenizer, config.output, length, sha256, device)
+
+
+def _check_tokenizer(tokenizer: Any, network: Any, is_clip: bool, path: str) -> None:
+    """Check that a tokenizer belongs to a network: its vocabulary, its padding, and the end token that CLIP pools by.
+
+    Raises:
+        ConfigError: the tokenizer does not belong to the network.
+    """
+    end = tokenizer.eos_token_id
+    wrong_end = is_clip and network.eos_token_id not in (_FORMER_CLIP_END, end)
+    if len(tokenizer) > network.vocab_size or tokenizer.pad_token is None or wrong_end:
+        properties = f"{len(tokenizer)} tokens, padding {tokenizer.pad_token}, end {end}"
+        raise ConfigError(
+            f"text_encoder.path: {path!r} has a tokenizer ({properties}) that does not belong to its network"
+        )

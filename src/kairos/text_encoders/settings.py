@@ -1,4 +1,4 @@
-"""Section `text_encoder`."""
+"""Section `text_encoder` of an experiment file, and the names of the files of a text encoder."""
 
 from itertools import chain
 from typing import Literal
@@ -6,18 +6,18 @@ from typing import Literal
 from kairos.section import Section, field
 from kairos_timesteps.errors import ValueRejected
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of these; the latter is the form of older files
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of these; older networks have the latter
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("vocab.txt",))  # one of these
 FILES = ("config.json", WEIGHTS[0], "tokenizer_config.json", "special_tokens_map.json", *chain(*TOKENIZERS))
-PREPROCESSOR = "preprocessor_config.json"  # of CLIP's images
+PREPROCESSOR = "preprocessor_config.json"  # only with the image encoder of CLIP
 
 
 class TextEncoderConfig(Section):
-    """Text encoder of the captions, for a model with text conditions."""
+    """Section `text_encoder`: the text encoder of the captions, for a model with text conditions."""
 
     path: str = field(..., "folder or hub id of a text encoder of transformers, with its tokenizer")
     output: Literal["auto", "tokens", "pooled"] = field("auto", "a state per token, or one; auto: the model's")
-    dropped: Literal["auto", "empty", "learned", "random"] = field(  # `null` would be YAML's own
+    dropped: Literal["auto", "empty", "learned", "random"] = field(  # named `null` in YAML, it would be no text
         "auto", 'without text: state of "", trained, or a fixed draw; auto: tokens empty, pooled random'
     )
     length: int | None = field(None, "tokens that texts are padded to; null: all that the encoder takes", ge=2)
@@ -25,14 +25,19 @@ class TextEncoderConfig(Section):
     batch_size: int = field(64, "texts per encoding step", ge=1)
     dtype: Literal["float32", "float16"] = field("float32", "of the states on disk")
 
-    def settled(self, takes: str | None) -> "TextEncoderConfig":
-        """The section without ``auto``, for a model that takes ``tokens`` or ``pooled`` states (None: either).
+    def resolve_auto(self, model_input: str | None) -> "TextEncoderConfig":
+        """Return the section with values in place of ``auto``.
+
+        Args:
+            model_input: states that the model takes, ``tokens`` or ``pooled``; None: either.
 
         Raises:
-            ValueRejected: the model takes the other.
+            ValueRejected: the configured output is not what the model takes.
         """
-        if takes and self.output not in ("auto", takes):
-            raise ValueRejected(f"text_encoder.output: got {self.output}, allowed with this model: {takes} or auto")
-        output = takes or "tokens" if self.output == "auto" else self.output
+        if model_input and self.output not in ("auto", model_input):
+            raise ValueRejected(
+                f"text_encoder.output: got {self.output}, allowed with this model: {model_input} or auto"
+            )
+        output = (model_input or "tokens") if self.output == "auto" else self.output
         dropped = {"tokens": "empty", "pooled": "random"}[output] if self.dropped == "auto" else self.dropped
         return self.model_copy(update={"output": output, "dropped": dropped})
