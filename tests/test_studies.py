@@ -125,19 +125,23 @@ def test_a_setting_that_is_not_complete_is_left_out_with_the_reason(tmp_path, mo
     (path.parent / "report.html").touch()  # of fewer methods
     assert judge.read_round("first").empty
     assert re.search(
-        r"study_first_digits is left out: results/study_first_digits/.* is missing", capsys.readouterr().err
+        r"study_first_digits is skipped: results/study_first_digits/.* is missing", capsys.readouterr().err
     )
 
 
 def test_the_optimum_by_heart_is_the_nearest_image_without_noise_and_the_mean_in_it():
     known, one = torch.randn(5, 1, 2, 2, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     for image in known:
-        found = why["optimum"](0.9 * image[None], 0.9 * one, 1e-3 * one, known)
+        found = why["posterior_mean"](0.9 * image[None], 0.9 * one, 1e-3 * one, known)
         torch.testing.assert_close(found[0], image)
-    torch.testing.assert_close(why["optimum"](known[:1], 1e-4 * one, one, known)[0], known.mean(0), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        why["posterior_mean"](known[:1], 1e-4 * one, one, known)[0], known.mean(0), atol=1e-3, rtol=0
+    )
     weights = torch.tensor([1.0, math.exp(-2)], dtype=torch.float64)  # a pair at a distance of 2, seen at the first
     pair = torch.tensor([0.0, 2.0], dtype=torch.float64).view(2, 1, 1, 1)
-    assert why["optimum"](pair[:1], one, one, pair).item() == pytest.approx(float(2 * weights[1] / weights.sum()))
+    assert why["posterior_mean"](pair[:1], one, one, pair).item() == pytest.approx(
+        float(2 * weights[1] / weights.sum())
+    )
 
 
 def test_the_best_density_leaves_less_noise_where_the_levels_differ():
@@ -145,7 +149,7 @@ def test_the_best_density_leaves_less_noise_where_the_levels_differ():
         {"loss": "training", "step": 5, "u_low": [0, 0.5], "u_high": [0.5, 1], "variance": [1.0, 9.0]}
     )
     other = levels.assign(loss="preconditioned", variance=1.0)
-    left = why["noise_left"](pd.concat([levels, other, levels.assign(step=7, variance=2.0)]))
+    left = why["relative_noise_of_best_density"](pd.concat([levels, other, levels.assign(step=7, variance=2.0)]))
     assert left.to_dict() == pytest.approx({5: 0.8, 7: 1.0})
 
 
@@ -164,8 +168,8 @@ def test_the_page_shows_the_tables_of_the_rounds():
     ("asked", "said"),
     [
         (["--table", "absent.csv"], "--table: absent.csv cannot be read (No such file or directory)"),
-        (["--table", os.devnull], "--table: one of these is no CSV file"),
-        (["--table", str(STUDIES / "README.md")], "--table: one of these is no CSV file"),
+        (["--table", os.devnull], "--table: a file is not CSV"),
+        (["--table", str(STUDIES / "README.md")], "--table: a file is not CSV"),
         (["--table", str(STUDIES / "why/digits.csv")], "--table: no column distance, "),
         (["--goal", "other"], "--goal: got other, allowed: auto, "),
         (["--goal", "auto", "--page"], "--page and --figure show the table"),
