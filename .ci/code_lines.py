@@ -1,6 +1,8 @@
-"""Code lines by package, without blanks, comments and docstrings: ``python .ci/code_lines.py``.
+"""Print the number of code lines by package, without blank lines, comments and docstrings.
 
-A line counts where a token of code begins or ends on it; what `ruff format` leaves of a statement's lines is its size.
+    python .ci/code_lines.py [FOLDER]
+
+A line counts if a token of code begins or ends on it.
 """
 
 import ast
@@ -21,13 +23,13 @@ _NOT_CODE = {
 }
 
 
-def docstrings(text: str) -> set[int]:
-    """The lines of all docstrings; none where the text is no plain Python (a Snakefile)."""
+def docstring_lines(text: str) -> set[int]:
+    """Return the line numbers of all docstrings; empty if the text is no plain Python, such as a Snakefile."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
         return set()
-    found: set[int] = set()
+    numbers: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
@@ -36,13 +38,13 @@ def docstrings(text: str) -> set[int]:
                 and isinstance(first.value, ast.Constant)
                 and isinstance(first.value.value, str)
             ):
-                found.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return found
+                numbers.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return numbers
 
 
-def count(text: str) -> tuple[int, int]:
-    """Lines of code and lines of docstrings."""
-    documented = docstrings(text)
+def count_lines(text: str) -> tuple[int, int]:
+    """Return the number of lines of code and the number of docstring lines."""
+    documented = docstring_lines(text)
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _NOT_CODE:
@@ -63,19 +65,19 @@ def main() -> None:
     for path in files:
         parts = path.relative_to(root).parts
         if parts[0] == "library":
-            place = "/".join(["kairos_timesteps", *parts[3:-1]])
+            package = "/".join(["kairos_timesteps", *parts[3:-1]])
         elif parts[0] != "src":
-            place = "workflow (rules)"
+            package = "workflow (rules)"
         elif parts[1] != "kairos":  # the executor plugin
-            place = parts[1]
+            package = parts[1]
         else:
-            place = parts[2] if len(parts) > 3 else "(top level)"
-        for number, value in enumerate((1, *count(path.read_text(encoding="utf-8")))):
-            sums[place][number] += value
-    rows = [(place, *values) for place, values in sorted(sums.items())]
+            package = parts[2] if len(parts) > 3 else "(top level)"
+        for number, value in enumerate((1, *count_lines(path.read_text(encoding="utf-8")))):
+            sums[package][number] += value
+    rows = [(package, *values) for package, values in sorted(sums.items())]
     rows.append(("all", *(sum(column) for column in zip(*sums.values(), strict=True))))
-    for place, number, code, documented in rows:
-        print(f"{place:33}{number:4} files{code:7} code lines{documented:6} docstring lines")
+    for package, number, code, documented in rows:
+        print(f"{package:33}{number:4} files{code:7} code lines{documented:6} docstring lines")
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ class Mutant:
         return f"{source_of(self.module)}:{self.line}: {before} -> {after}"
 
 
-def replacements(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the replacements of one node: the node whose source text goes, and the text that takes its place."""
+def find_replacements(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Yield the replacements of a node: the part of it whose source is replaced, and the new text."""
     match node:
         case ast.Compare():
             for index, operator in enumerate(node.ops):
@@ -150,7 +150,7 @@ def replacements(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield test, f"(not {ast.unparse(test)})"
 
 
-def parts(node: ast.AST) -> list[ast.AST]:
+def children_to_mutate(node: ast.AST) -> list[ast.AST]:
     """Return the children of a node that can change behaviour: no annotations, decorators, messages or texts."""
     match node:
         case ast.FunctionDef(name="__repr__" | "__str__") | ast.Raise() | ast.JoinedStr() | ast.Assert():
@@ -169,33 +169,33 @@ def parts(node: ast.AST) -> list[ast.AST]:
     return list(ast.iter_child_nodes(node))
 
 
-def mutants_of(module: str, root: Path) -> list[Mutant]:
+def list_mutants(module: str, root: Path) -> list[Mutant]:
     """List all mutants of a module."""
     source = (root / source_of(module)).read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found: list[Mutant] = []
+    mutants: list[Mutant] = []
 
     def visit(node: ast.AST, statement: ast.stmt | None) -> None:
         if isinstance(node, ast.stmt):
             statement = node
-        for old, text in replacements(node):
+        for old, text in find_replacements(node):
             start = starts[old.lineno - 1] + old.col_offset
             end = starts[old.end_lineno - 1] + old.end_col_offset
             numbers = {statement.lineno, *range(old.lineno, old.end_lineno + 1)}
             lines = frozenset((module, number) for number in numbers)
-            found.append(Mutant(module, old.lineno, lines, start, end, source[start:end].decode(), text))
-        for part in parts(node):
+            mutants.append(Mutant(module, old.lineno, lines, start, end, source[start:end].decode(), text))
+        for part in children_to_mutate(node):
             visit(part, statement)
 
     visit(ast.parse(source), None)
-    return found
+    return mutants
 
 
-def sample(modules: list[str], count: int, seed: int, root: Path) -> list[Mutant]:
-    """Draw mutants without repetition; a module has as large a share of them as of all possible mutants."""
-    everything = [mutant for module in modules for mutant in mutants_of(module, root)]
+def draw_mutants(modules: list[str], count: int, seed: int, root: Path) -> list[Mutant]:
+    """Draw mutants without repetition from all mutants of the modules, so that long modules have more of them."""
+    everything = [mutant for module in modules for mutant in list_mutants(module, root)]
     return random.Random(seed).sample(everything, min(count, len(everything)))
 
 
@@ -215,7 +215,7 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def test_files(root: Path) -> list[str]:
+def find_test_files(root: Path) -> list[str]:
     """Return the path of each file of TESTS, relative to the root.
 
     Raises:
@@ -274,11 +274,11 @@ class Recorder:
             return (yield)
         test_lines, self.current = self.current, set()
         self.calls.clear()
-        begun = cpu_seconds()
+        start = cpu_seconds()
         try:
             return (yield)
         finally:
-            seconds = cpu_seconds() - begun
+            seconds = cpu_seconds() - start
             self.fixtures.append((fixturedef.argname, fixturedef.baseid, self.current, seconds))
             self.fixture_seconds += seconds
             self.current = test_lines
@@ -293,10 +293,10 @@ class Recorder:
         self.current = set()
         self.calls.clear()
         sys.settrace(self.trace)  # again, because hypothesis and errors of recursion end it
-        begun, self.fixture_seconds = cpu_seconds(), 0.0
+        start, self.fixture_seconds = cpu_seconds(), 0.0
         result = yield
         self.executed[item.nodeid] = self.current
-        self.seconds[item.nodeid] = cpu_seconds() - begun - self.fixture_seconds
+        self.seconds[item.nodeid] = cpu_seconds() - start - self.fixture_seconds
         for name, base, lines, seconds in self.fixtures:
             if name in item.fixturenames and item.nodeid.startswith(base):
                 self.executed[item.nodeid] |= lines
@@ -321,7 +321,7 @@ class Selection:
 
 
 def run_tests(root: Path, files: list[str], plugin: object, limit: float) -> str:
-    """Run test files in a forked process, which imports kairos anew: "survived", "killed" or "timeout"."""
+    """Run test files in a forked process, which imports kairos again; return "survived", "killed" or "timeout"."""
     child = os.fork()
     if child == 0:
         code = pytest.ExitCode.INTERNAL_ERROR
@@ -362,7 +362,7 @@ def run_tests(root: Path, files: list[str], plugin: object, limit: float) -> str
 
 
 def try_mutant(mutant: Mutant, root: Path, tests: list[str], seconds: dict[str, float]) -> str:
-    """Run tests with a mutant in place of the source."""
+    """Run tests with a mutant in place of the source; return "survived", "killed" or "timeout"."""
     path = root / source_of(mutant.module)
     source = path.read_bytes()
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
@@ -375,27 +375,27 @@ def try_mutant(mutant: Mutant, root: Path, tests: list[str], seconds: dict[str, 
     return outcome
 
 
-def tests_of(mutant: Mutant, record: Record) -> tuple[list[str], int]:
-    """Choose the tests of a mutant, quickest first; also returns how many tests execute the mutant."""
+def select_tests(mutant: Mutant, record: Record) -> tuple[list[str], int]:
+    """Select the tests of a mutant, quickest first, within a time limit; also return the number of tests that execute it."""
     imported, executed, seconds = record
-    every = [test for test, lines in executed.items() if not lines.isdisjoint(mutant.lines)]
-    if not every and not imported.isdisjoint(
+    executing = [test for test, lines in executed.items() if not lines.isdisjoint(mutant.lines)]
+    if not executing and not imported.isdisjoint(
         mutant.lines
     ):  # the top level of a module: each test of the module uses it
-        every = [test for test, lines in executed.items() if any(module == mutant.module for module, _ in lines)]
-    every.sort(key=lambda test: seconds[test])
-    chosen: list[str] = []
+        executing = [test for test, lines in executed.items() if any(module == mutant.module for module, _ in lines)]
+    executing.sort(key=lambda test: seconds[test])
+    selected: list[str] = []
     left = SECONDS_A_MUTANT
-    for test in every:
+    for test in executing:
         left -= seconds[test]
-        if left < 0 and chosen:
+        if left < 0 and selected:
             break
-        chosen.append(test)
-    return chosen, len(every)
+        selected.append(test)
+    return selected, len(executing)
 
 
 def try_mutants(options: argparse.Namespace, root: Path) -> list[str]:
-    """Run the tests without a mutant, then with each mutant of the sample; returns the printed lines."""
+    """Run the tests without a mutant, then with each mutant of the sample; return the printed lines."""
     printed: list[str] = []
 
     def report(line: str) -> None:
@@ -404,9 +404,9 @@ def try_mutants(options: argparse.Namespace, root: Path) -> list[str]:
 
     copy_repository(root)
     os.environ["PYTHONPATH"] = os.pathsep.join(str(root / folder) for folder in FOLDERS.values())
-    mutants = sample(options.modules, options.count, options.seed, root)
+    mutants = draw_mutants(options.modules, options.count, options.seed, root)
     path = root.parent / "record"
-    if run_tests(root, test_files(root), Recorder(root, path), 1800) != "survived":
+    if run_tests(root, find_test_files(root), Recorder(root, path), 1800) != "survived":
         sys.exit(f"The tests fail without a mutant:\n{(root.parent / 'log.txt').read_text()[-5000:]}")
     record = pickle.loads(path.read_bytes())
     report(f"{len(record[1])} tests pass without a mutant; {cpu_seconds():.0f} CPU seconds")
@@ -419,10 +419,10 @@ def try_mutants(options: argparse.Namespace, root: Path) -> list[str]:
         if cpu_seconds() > options.seconds:
             report(f"stopped after {options.seconds:.0f} CPU seconds")
             break
-        begun = cpu_seconds()
-        chosen, number = tests_of(mutant, record)
-        outcome = "not executed" if not chosen else try_mutant(mutant, root, chosen, record[2])
-        line = f"{outcome}, {len(chosen)} of {number} tests, {cpu_seconds() - begun:.1f} s: {mutant}"
+        start = cpu_seconds()
+        tests, number = select_tests(mutant, record)
+        outcome = "not executed" if not tests else try_mutant(mutant, root, tests, record[2])
+        line = f"{outcome}, {len(tests)} of {number} tests, {cpu_seconds() - start:.1f} s: {mutant}"
         report(line)
         counts[mutant.module][outcome] += 1
         if outcome in ("survived", "not executed"):
