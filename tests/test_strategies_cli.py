@@ -177,7 +177,7 @@ def test_table_says_what_it_shows(kairos_strategies):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["show"], ["none given", "SAMPLER+WEIGHTING"]),
+        (["show"], ["strategy: missing", "SAMPLER+WEIGHTING"]),
         (["show", "sped"], ["unknown strategy 'sped'", "speed_official", "min_snr", "gradient_norm"]),
         (["show", "speed+min_snrr"], ["unknown weighting", "min_snr", "change_aware"]),
         (["show", "min_snr+speed"], ["the sampler comes first", "speed+min_snr"]),
@@ -186,7 +186,7 @@ def test_table_says_what_it_shows(kairos_strategies):
         (["show", "speed", "--set", "kk=5"], ["'kk'", "sampler.k", "sampler.tau"]),
         (["show", "speed+p2", "--set", "weighting.tau=5"], ["'weighting.tau'", "sampler.tau", "weighting.gamma"]),
         (["show", "speed+p2", "--set", "model.k=5"], ["'model.k'", "sampler.k"]),
-        (["show", "speed+p2", "--set", "k=5"], ["several", "sampler.k or weighting.k"]),
+        (["show", "speed+p2", "--set", "k=5"], ["ambiguous", "sampler.k or weighting.k"]),
         (["show", "speed", "--set", "k=5", "--set", "sampler.k=6"], ["sampler.k", "twice"]),
         (["show", "speed", "--set", "k"], ["'k'", "OPTION=VALUE"]),
         (["show", "speed", "--set", "k=[1"], ["k=[1", "allowed"]),
@@ -200,7 +200,7 @@ def test_table_says_what_it_shows(kairos_strategies):
         (["show", "speed", "--schedule", "cubic"], ["'cubic'", "linear, cosine, quadratic"]),
         (["show", "speed", "--prediction", "score"], ["'score'", "epsilon, x0, v"]),
         (["show", "speed", "--timesteps", "1"], ["timesteps: got 1", ">= 2"]),
-        (["show", "speed", "--progress", "0.5"], ["speed", "same at every step", "clts"]),
+        (["show", "speed", "--progress", "0.5"], ["speed", "does not depend on the step", "clts"]),
         (["show", "loss_rms", "--progress", "0.5"], ["loss_rms", "learns", "clts"]),
         (["show", "clts", "--progress", "1.5"], ["got 1.5", "0 to 1"]),
         (["show", "clts", "--progress", "nan"], ["nan", "0 to 1"]),
@@ -300,7 +300,7 @@ def test_initial_densities_are_called_that(kairos_strategies):
     for name in ("adaptive", "loss_second_moment", "gradient_norm"):
         assert "initial density" in kairos_strategies("show", name)[1]
     assert "initial" not in kairos_strategies("show", "speed")[1]
-    assert "w(t) is the initial one" in kairos_strategies("show", "edm2")[1]
+    assert "w(t) are the initial weights" in kairos_strategies("show", "edm2")[1]
     assert "importance weight" in kairos_strategies("show", "loss_rms")[1]
 
 

@@ -1,4 +1,4 @@
-"""``kairos strategies show``: what a strategy trains on, computed from its name."""
+"""``kairos strategies show``: density p(t), weights w(t) and p(t) w(t) of a strategy or a preset."""
 
 import argparse
 import warnings
@@ -23,9 +23,8 @@ from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.options import but_name, dump, unknown_key
 
-StrategySettings = tuple[
-    dict[str, Any], dict[str, Any], dict[str, Any]
-]  # sampler and weighting with options, `diffusion`
+# name and options of a sampler, name and options of a weighting, section `diffusion`
+StrategySettings = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class View:
         process: name of the process whose time is shown.
         columns: ``t``, ``p``, ``w``, ``effective``, each (T,).
         description: lines below the name, each a label and a text.
-        notes: state, step or context that is shown, a sentence each.
+        notes: sentences about the state, step or context of the table.
     """
 
     name: str
@@ -46,7 +45,7 @@ class View:
     description: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
 
-    def head(self) -> list[tuple[str, str]]:
+    def header(self) -> list[tuple[str, str]]:
         """Return the header lines, each a label and a text."""
         kind = "preset" if is_preset(self.name) else "strategy"
         return [(kind, self.name), *self.description, *(("note", note) for note in self.notes)]
@@ -62,46 +61,52 @@ def build_strategy_view(
     """Return the view of a strategy.
 
     Args:
-        sampler: name and options.
-        weighting: name and options.
-        diffusion: the process with its options, and the prediction.
+        sampler: name and options of the sampler.
+        weighting: name and options of the weighting.
+        diffusion: the process with its options, and the prediction target.
         columns: ``t``, ``p``, ``w``, ``effective``, each (T,).
-        notes: state, step or context that is shown.
+        notes: sentences about the state, step or context of the table.
     """
     process = diffusion["process"]
     name = process["name"]
     if name == "discrete":
         process = {"name": f"{process['schedule']} schedule, T = {process['timesteps']}"}
-    named = (("sampler", sampler), ("weighting", weighting), ("process", process))
-    lines = {kind: ": ".join(filter(None, (part["name"], describe_options(but_name(part))))) for kind, part in named}
+    lines = {}
+    for label, component in (("sampler", sampler), ("weighting", weighting), ("process", process)):
+        options = describe_options(but_name(component))
+        lines[label] = f"{component['name']}: {options}" if options else component["name"]
     if diffusion["prediction"] is not None:
         lines["process"] += f", prediction {diffusion['prediction']}"
     return View(f"{sampler['name']}+{weighting['name']}", name, columns, tuple(lines.items()), notes)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show the strategy or preset that the arguments name, with another one if `compare` names it."""
+    """Show a strategy or preset, or two of them with ``--compare``."""
     views = build_views(arguments)
     for view in views:
-        for fault in find_faults(view.columns):
-            warn(fault if len(views) == 1 else f"{view.name}: {fault}")
-    first, *others = views
-    described_views = [
-        (view.columns, view.name, [f"{word}  {what}" for word, what in view.head()[1:]]) for view in views
-    ]
+        for problem in find_faults(view.columns):
+            warn(problem if len(views) == 1 else f"{view.name}: {problem}")
+    first = views[0]
+
+    def draw(figures: Any) -> Any:
+        figure_views = []
+        for view in views:
+            lines = [f"{label}  {text}" for label, text in view.header()[1:]]
+            figure_views.append((view.columns, view.name, lines))
+        compared = figures.ComparedStrategy(*figure_views[1]) if len(views) > 1 else None
+        return figures.draw_strategy(*figure_views[0], first.process, compared)
+
     write_output(
         arguments,
         first.name.replace(":", "-"),
-        table=lambda: _text(views),
-        csv=lambda: strategy_csv(_joined_columns(views)),
-        picture=lambda figures: figures.draw_strategy(
-            *described_views[0], first.process, figures.ComparedStrategy(*described_views[1]) if others else None
-        ),
+        table=lambda: _render_table(views),
+        csv=lambda: strategy_csv(_join_columns(views)),
+        picture=draw,
     )
 
 
 def build_views(arguments: argparse.Namespace) -> list[View]:
-    """Return the view of the strategy or preset that the arguments name, and that of `compare`.
+    """Return the view of the strategy or preset that the arguments name, and the view of the one in ``--compare``.
 
     Raises:
         ConfigError: the arguments contradict one another, or the two do not have the same time.
@@ -109,8 +114,7 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
     if arguments.checkpoint is not None:
         for option in ("progress", "compare"):
             if getattr(arguments, option) is not None:
-                why = "shows the recorded state alone"
-                raise ConfigError(f"--{option}: --checkpoint {why}; allowed: one of the two")
+                raise ConfigError(f"--{option}: not allowed with --checkpoint, which shows the recorded state")
         from kairos.cli.strategies.recorded import build_recorded_view
 
         return [build_recorded_view(arguments)]
@@ -124,9 +128,8 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
         views = [build_initial_view(arguments, context)]
         if arguments.compare is not None:
             views.append(build_initial_view(compared_arguments(arguments), context))
-    unused = [
-        name for name in context if not any(note.startswith(f"{name} =") for view in views for note in view.notes)
-    ]
+    notes = [note for view in views for note in view.notes]
+    unused = [name for name in context if not any(note.startswith(f"{name} =") for note in notes)]
     demand(not unused, "context", ", ".join(unused), "properties that the strategy depends on, such as tokens of shift")
     return views
 
@@ -137,10 +140,9 @@ def is_preset(name: str | None) -> bool:
 
 
 def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments with the name and the options of `compare` in the place of the first ones."""
-    return argparse.Namespace(
-        **{**vars(arguments), "strategy": arguments.compare, "set": arguments.compare_set, "progress": None}
-    )
+    """Return arguments that show the strategy or preset in ``--compare``."""
+    compared = {"strategy": arguments.compare, "set": arguments.compare_set, "progress": None}
+    return argparse.Namespace(**{**vars(arguments), **compared})
 
 
 def _parse_context(settings: list[str]) -> dict[str, Any]:
@@ -154,20 +156,25 @@ def _parse_context(settings: list[str]) -> dict[str, Any]:
 
 
 def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of a context that a sampler depends on, and notes on it.
+    """Return the properties of a sample that a sampler depends on, and a note on each.
+
+    Args:
+        sampler: the sampler.
+        name: name of the sampler for the error message.
+        context: properties of a sample, such as its tokens.
 
     Raises:
-        ConfigError: the sampler requires more.
+        ConfigError: the sampler requires a property that `context` does not contain.
     """
     missing = sampler.required_context(sampler.options) - {*context, "progress", "step"}
     if missing:
-        example = ", ".join(f"--context {each}={'4096' if each == 'tokens' else '1'}" for each in sorted(missing))
-        raise ConfigError(f"{name} depends on {', '.join(sorted(missing))} of a sample; add {example}")
+        examples = (f"--context {key}={'4096' if key == 'tokens' else '1'}" for key in sorted(missing))
+        raise ConfigError(f"{name} depends on {', '.join(sorted(missing))} of a sample; add {', '.join(examples)}")
     properties = {key: value for key, value in context.items() if key in sampler.context_names}
     return properties, [f"{key} = {value}" for key, value in properties.items()]
 
 
-def _joined_columns(views: list[View]) -> dict[str, Array]:
+def _join_columns(views: list[View]) -> dict[str, Array]:
     """Return the columns of the first view, and those of the second with the suffix ``_compared``."""
     columns = dict(views[0].columns)
     for view in views[1:]:
@@ -177,40 +184,43 @@ def _joined_columns(views: list[View]) -> dict[str, Array]:
 
 def find_faults(columns: dict[str, Array]) -> list[str]:
     """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn."""
-    warnings = []
-    for fault, bad in (
+    faults = []
+    for problem, affected in (
         ("weight is negative", columns["w"] < 0),
         ("weight is not finite", ~np.isfinite(columns["w"])),
         ("timestep is never drawn (p = 0)", columns["p"] == 0),
     ):
-        if bad.any():
-            first, last = columns["t"][bad][[0, -1]]
-            warnings.append(f"{fault} at {bad.sum()} of {len(bad)} timesteps between t = {first:g} and {last:g}")
-    return warnings
+        if affected.any():
+            first, last = columns["t"][affected][[0, -1]]
+            timesteps = f"{affected.sum()} of {len(affected)} timesteps"
+            faults.append(f"{problem} at {timesteps} between t = {first:g} and {last:g}")
+    return faults
 
 
 def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
-    """Sampler and weighting that the arguments name, with their options, and section `diffusion`.
+    """Return sampler, weighting and section `diffusion`, with their options, from the arguments of the command.
 
     Raises:
-        ConfigError: no or an unknown name, an option that does not exist or is ambiguous.
+        ConfigError: the name is missing or unknown, or an option is unknown or ambiguous.
     """
     if arguments.strategy is None:
         allowed = "SAMPLER, WEIGHTING or SAMPLER+WEIGHTING, see kairos strategies list"
-        raise ConfigError(f"strategy: none given; allowed: {allowed}")
+        raise ConfigError(f"strategy: missing; allowed: {allowed}")
     sampler, weighting = parse_name(arguments.strategy)
     process = arguments.process or "discrete"
-    given = parse_settings(arguments.set, {"sampler": sampler, "weighting": weighting, "process": process})
-    short = {key: getattr(arguments, key) for key in ("schedule", "timesteps")}
-    given["process"] |= {key: value for key, value in short.items() if value is not None}
-    its = {"name": process, **dump(PROCESSES.parse(process, given["process"]))}
-    its = measured(its, 0.5)  # of pixels, as weighting edm has it
-    diffusion = {"process": its, "prediction": chosen_prediction(process, arguments.prediction)}
-    return {"name": sampler, **given["sampler"]}, {"name": weighting, **given["weighting"]}, diffusion
+    options = parse_settings(arguments.set, {"sampler": sampler, "weighting": weighting, "process": process})
+    for option in ("schedule", "timesteps"):  # options of the process that are arguments of the command
+        value = getattr(arguments, option)
+        if value is not None:
+            options["process"][option] = value
+    complete_process = {"name": process, **dump(PROCESSES.parse(process, options["process"]))}
+    complete_process = measured(complete_process, 0.5)  # standard deviation of pixels, the default of weighting edm
+    diffusion = {"process": complete_process, "prediction": chosen_prediction(process, arguments.prediction)}
+    return {"name": sampler, **options["sampler"]}, {"name": weighting, **options["weighting"]}, diffusion
 
 
 def build_process_with_warnings(diffusion: dict[str, Any]) -> Process:
-    """The process of a section; that it does not end in noise is a warning."""
+    """Build the process of a section `diffusion`, and print its warnings, such as a process that ends before noise."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         process = build_process(diffusion)
@@ -220,32 +230,46 @@ def build_process_with_warnings(diffusion: dict[str, Any]) -> Process:
 
 
 def parse_settings(settings: list[str], names: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """The settings ``part.option=value``, or ``option=value`` where one part alone has the option, by part.
+    """Parse settings ``part.option=value``; return the values of options by part and option.
+
+    The part may be omitted if only one of sampler, weighting and process has the option.
+
+    Args:
+        settings: values of ``--set``.
+        names: names of sampler, weighting and process.
 
     Raises:
-        ConfigError: an option is unknown, ambiguous or given twice; the message lists what exists.
+        ConfigError: an option is unknown, ambiguous or set twice; the message lists the options that exist.
     """
     registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "process": PROCESSES}
     defaults = {part: dump(registries[part].entry(name).options()) for part, name in names.items()}
     existing = [f"{part}.{option}" for part in names for option in defaults[part]]
-    given: dict[str, dict[str, Any]] = {part: {} for part in names}
+    values: dict[str, dict[str, Any]] = {part: {} for part in names}
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
         demand(equals, "set", repr(setting), "OPTION=VALUE, such as sampler.k=5")
-        meant = [name for name in existing if key in (name, name.partition(".")[2])]
-        if len(meant) > 1:
-            raise ConfigError(f"--set {key}: several parts have it; allowed: {' or '.join(meant)}")
-        if not meant:
+        matches = [name for name in existing if key in (name, name.partition(".")[2])]
+        if len(matches) > 1:
+            raise ConfigError(f"--set {key}: the option is ambiguous; allowed: {' or '.join(matches)}")
+        if not matches:
             raise unknown_key(key, existing, "--set")
-        part, _, option = meant[0].partition(".")
-        if option in given[part]:
-            raise ConfigError(f"--set {meant[0]}: given twice, allowed: once")
-        given[part][option] = parse_scalar(text, setting)
-    return given
+        part, _, option = matches[0].partition(".")
+        if option in values[part]:
+            raise ConfigError(f"--set {matches[0]}: set twice, allowed: once")
+        values[part][option] = parse_scalar(text, setting)
+    return values
 
 
 def parse_scalar(text: str, setting: str) -> Any:
-    """A value written in YAML; numbers such as 1e-3, which YAML takes for text, are numbers here."""
+    """Parse a value in YAML; also numbers such as 1e-3, which YAML reads as text.
+
+    Args:
+        text: the value.
+        setting: the whole setting for the error message.
+
+    Raises:
+        ConfigError: the text is not YAML.
+    """
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -258,7 +282,7 @@ def parse_scalar(text: str, setting: str) -> Any:
 
 
 def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | None = None) -> View:
-    """Return the view of the strategy that the arguments name, as it is before any training.
+    """Return the view of a strategy in its initial state.
 
     Args:
         arguments: arguments of the command.
@@ -267,75 +291,85 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
     Raises:
         ConfigError: a name, an option or a value is not allowed, or the sampler requires more context.
     """
-    *named, diffusion = parse_strategy(arguments)
-    names = named[0]["name"], named[1]["name"]
-    sampler, weighting = build_pair(
-        build_process_with_warnings(diffusion), names, but_name(named[0]), but_name(named[1])
-    )
-    place, notes = _curriculum_context(sampler, names[0], arguments.progress)
-    properties, properties_shown = select_context(sampler, f"sampler {names[0]}", context or {})
-    notes += properties_shown
+    sampler_settings, weighting_settings, diffusion = parse_strategy(arguments)
+    sampler_name, weighting_name = sampler_settings["name"], weighting_settings["name"]
+    process, names = build_process_with_warnings(diffusion), (sampler_name, weighting_name)
+    sampler, weighting = build_pair(process, names, but_name(sampler_settings), but_name(weighting_settings))
+    curriculum, notes = _curriculum_context(sampler, sampler_name, arguments.progress)
+    properties, context_notes = select_context(sampler, f"sampler {sampler_name}", context or {})
+    notes += context_notes
     if isinstance(sampler, Learned):
-        notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows what it has learned")
+        notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows a learned density")
     if sampler.importance:
-        notes.append("w(t) holds the importance weight 1/(T p(t)) as well")
+        notes.append("w(t) includes the importance weight 1/(T p(t))")
     if isinstance(weighting, Learned):
-        notes.append("w(t) is the initial one: this weighting learns; --checkpoint shows what it has learned")
-    complete = [{"name": name, **dump(its)} for name, its in zip(names, (sampler.options, weighting.options))]
+        notes.append("w(t) are the initial weights: this weighting learns; --checkpoint shows learned weights")
     with np.errstate(all="ignore"):  # `find_faults` reports what is not finite
-        columns = table(sampler, weighting, **properties, **place)
-    return build_strategy_view(complete[0], complete[1], diffusion, columns, tuple(notes))
+        columns = table(sampler, weighting, **properties, **curriculum)
+    sampler_settings = {"name": sampler_name, **dump(sampler.options)}  # defaults included
+    weighting_settings = {"name": weighting_name, **dump(weighting.options)}
+    return build_strategy_view(sampler_settings, weighting_settings, diffusion, columns, tuple(notes))
 
 
 def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the context at which a curriculum is shown, and notes on it.
+    """Return step and progress at which a curriculum is shown, with a note; empty for samplers without a curriculum.
+
+    Args:
+        sampler: the sampler.
+        name: name of the sampler.
+        progress: fraction of the curriculum that has passed; None: 0.
 
     Raises:
         ConfigError: the sampler has no curriculum, or `progress` is not between 0 and 1.
     """
     if "step" not in sampler.context_names:
         if progress is not None:
-            why = "learns from what it observes" if isinstance(sampler, Learned) else "is the same at every step"
-            fault = f"got {progress:g}, but sampler {name} {why}"
-            raise ConfigError(f"--progress: {fault}; allowed: curricula, such as clts")
+            reason = "learns from its observations" if isinstance(sampler, Learned) else "does not depend on the step"
+            problem = f"got {progress:g}, but sampler {name} {reason}"
+            raise ConfigError(f"--progress: {problem}; allowed: curricula, such as clts")
         return {}, []
-    share = 0.0 if progress is None else progress
-    demand(0 <= share <= 1, "progress", f"{share:g}", "0 to 1")
+    shown_progress = 0.0 if progress is None else progress
+    demand(0 <= shown_progress <= 1, "progress", f"{shown_progress:g}", "0 to 1")
     length = getattr(sampler, "length", 0) or max(getattr(sampler, "values", [0]))
-    step = round(share * length)
+    step = round(shown_progress * length)
     note = f"curriculum at step {step} of {length}"
-    note += "" if progress is not None else "; --progress 0..1 shows other places"
-    return {"step": step, "progress": share}, [note]
+    if progress is None:
+        note += "; --progress 0..1 shows other steps"
+    return {"step": step, "progress": shown_progress}, [note]
 
 
-def _text(views: list[View]) -> str:
-    """Return the descriptions of one or two views, and a table of ranges of time."""
-    head = "\n".join("".join(f"{word:10} {what}\n" for word, what in view.head()) for view in views)
+def _render_table(views: list[View]) -> str:
+    """Return the descriptions of one or two views, and a table with a row per range of times."""
+    description = "\n".join("".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views)
     first = views[0]
-    t, ranges = first.columns["t"], timestep_ranges(len(first.columns["t"]))
-    ends = [[f"{t[place]:.5g}" for place in (inside.start, inside.stop - 1)] for inside in ranges]
-    width = max(len(end) for pair in ends for end in pair)
-    symbol = "timesteps" if first.process == "discrete" else PROCESSES[first.process].load().time_symbol
-    shares = [_shares(view, ranges) for view in views]
-    largest = max(filter(np.isfinite, shares[0]), default=0.0)
-    titles = [title for name in ("mass of p", "mean w", "share of p*w") for title in (name, "compared")[: len(views)]]
-    rows = [[symbol, *titles, ""]]
-    for row, (inside, pair) in enumerate(zip(ranges, ends)):
-        name = " - ".join(end.rjust(width) for end in dict.fromkeys(pair))
-        masses = [f"{100 * view.columns['p'][inside].sum():.2f} %" for view in views]
+    t = first.columns["t"]
+    ranges = timestep_ranges(len(t))
+    is_discrete = first.process == "discrete"
+    time_header = "timesteps" if is_discrete else PROCESSES[first.process].load().time_symbol
+    header = [time_header]
+    for column in ("mass of p", "mean w", "share of p*w"):
+        header += [column, "compared"][: len(views)]
+    rows = [[*header, ""]]
+    range_ends = [[f"{t[index]:.5g}" for index in (timesteps.start, timesteps.stop - 1)] for timesteps in ranges]
+    width = max(len(end) for ends in range_ends for end in ends)
+    shares = [_effective_shares(view, ranges) for view in views]
+    largest_share = max(filter(np.isfinite, shares[0]), default=0.0)
+    for number, (timesteps, ends) in enumerate(zip(ranges, range_ends)):
+        times = " - ".join(end.rjust(width) for end in dict.fromkeys(ends))  # one time if both ends are equal
+        masses = [f"{100 * view.columns['p'][timesteps].sum():.2f} %" for view in views]
         with np.errstate(invalid="ignore", over="ignore"):
-            weights = [f"{view.columns['w'][inside].mean():.4g}" for view in views]
-        percents = [f"{100 * each[row]:.2f} %" for each in shares]
-        rows.append([name, *masses, *weights, *percents, text_bar(shares[0][row], largest)])
-    sums = "".join(
-        f"sum of p = {view.columns['p'].sum():.15g}, sum of p*w = {view.columns['effective'].sum():.6g}\n"
-        for view in views
-    )
-    return f"{head}\n{align_columns(rows)}{sums}"
+            weights = [f"{view.columns['w'][timesteps].mean():.4g}" for view in views]
+        percentages = [f"{100 * view_shares[number]:.2f} %" for view_shares in shares]
+        rows.append([times, *masses, *weights, *percentages, text_bar(shares[0][number], largest_share)])
+    sums = ""
+    for view in views:
+        p_sum, effective_sum = view.columns["p"].sum(), view.columns["effective"].sum()
+        sums += f"sum of p = {p_sum:.15g}, sum of p*w = {effective_sum:.6g}\n"
+    return f"{description}\n{align_columns(rows)}{sums}"
 
 
-def _shares(view: View, ranges: list[slice]) -> list[float]:
-    """Return the share of p w in each range of timesteps."""
+def _effective_shares(view: View, ranges: list[slice]) -> list[float]:
+    """Return the share of the sum of p w in each range of timesteps."""
     effective = view.columns["effective"]
     with np.errstate(invalid="ignore", over="ignore"):
-        return [float(effective[inside].sum() / effective.sum()) for inside in ranges]
+        return [float(effective[timesteps].sum() / effective.sum()) for timesteps in ranges]

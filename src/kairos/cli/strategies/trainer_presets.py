@@ -23,49 +23,56 @@ from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE, Row
 
-PROCESS_BY_TIME_UNIT: dict[str, dict[str, Any]] = {  # that has the time of a preset, by the unit of its times
+# process whose time is the time of a preset, by the unit of the preset's times
+PROCESS_BY_TIME_UNIT: dict[str, dict[str, Any]] = {
     "t": {"name": "flow"},
     "sigma": {"name": "edm", "sigma_data": 0.5},
     "step": {"name": "discrete", "schedule": "scaled_linear"},
 }
 _ROWS = {row.name: row for row in TABLE}
-_ARGUMENTS = ("process", "schedule", "timesteps")  # of the process, which a preset determines
+_PROCESS_ARGUMENTS = ("process", "schedule", "timesteps")  # a preset determines them
 
 
 def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, Any]) -> list[View]:
-    """Return the views of a preset or strategy and of the one that it is compared with; one of them is a preset.
+    """Return the view of a preset or strategy, and the view of the one in ``--compare``; one of them is a preset.
 
-    A strategy is shown on the process that has the time of the preset.
+    A strategy is shown on the process whose time is the time of the preset.
+
+    Args:
+        arguments: arguments of the command.
+        context: properties of a sample, such as its tokens.
 
     Raises:
         ConfigError: a name or an option is not allowed, or two presets have different times.
     """
-    each = [arguments] if arguments.compare is None else [arguments, compared_arguments(arguments)]
-    presets = {one.strategy: _preset(one) for one in each if is_preset(one.strategy)}
+    arguments_of_views = [arguments] if arguments.compare is None else [arguments, compared_arguments(arguments)]
+    presets = {view.strategy: _build_preset(view) for view in arguments_of_views if is_preset(view.strategy)}
     units = {name: CONVENTIONS[_ROWS[name].convention].time for name in presets}
     if len({*units.values()}) > 1:
-        got = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
-        raise ConfigError(f"--compare: got {got}; allowed: presets in the same time")
-    for option in (*_ARGUMENTS, "progress"):
-        got = getattr(arguments, option)
-        demand(got is None, option, got, f"none: {next(iter(presets))} determines it")
+        times = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
+        raise ConfigError(f"--compare: got {times}; allowed: presets in the same time")
+    for option in (*_PROCESS_ARGUMENTS, "progress"):
+        value = getattr(arguments, option)
+        demand(value is None, option, value, f"none, since {next(iter(presets))} determines it")
     process = PROCESS_BY_TIME_UNIT[next(iter(units.values()))]
-    changed = {"process": process["name"], "schedule": process.get("schedule")}
-    return [
-        build_preset_view(presets[one.strategy], process, context)
-        if one.strategy in presets
-        else build_initial_view(argparse.Namespace(**{**vars(one), **changed}), context)
-        for one in each
-    ]
+    process_arguments = {"process": process["name"], "schedule": process.get("schedule")}
+    views = []
+    for view_arguments in arguments_of_views:
+        if view_arguments.strategy in presets:
+            views.append(build_preset_view(presets[view_arguments.strategy], process, context))
+        else:
+            on_process = argparse.Namespace(**{**vars(view_arguments), **process_arguments})
+            views.append(build_initial_view(on_process, context))
+    return views
 
 
-def _preset(arguments: argparse.Namespace) -> Any:
-    """Return the preset that the arguments name, with the trainer's options of ``--set``."""
+def _build_preset(arguments: argparse.Namespace) -> Any:
+    """Return the preset that the arguments name, with the options of the trainer in ``--set``."""
     options = {}
     for setting in arguments.set:
         key, equals, text = map(str.strip, setting.partition("="))
         demand(equals, "set", repr(setting), "OPTION=VALUE, such as shift=3")
-        demand(key not in options, f"set {key}", "given twice", "once")
+        demand(key not in options, f"set {key}", "a value twice", "once")
         options[key] = parse_scalar(text, setting)
     return kairos_timesteps.preset(arguments.strategy, **options)
 
@@ -79,27 +86,29 @@ def build_preset_view(preset: Any, process: dict[str, Any], context: dict[str, A
         context: properties of a sample, such as its tokens.
     """
     row = _ROWS[preset.name]
-    options = dump(PROCESSES.parse(process["name"], but_name(process)))
-    built = build_process_with_warnings(
-        {"process": {"name": process["name"], **options}, "prediction": chosen_prediction(process["name"], None)}
+    process_name = process["name"]
+    options = dump(PROCESSES.parse(process_name, but_name(process)))
+    prediction = chosen_prediction(process_name, None)
+    built_process = build_process_with_warnings(
+        {"process": {"name": process_name, **options}, "prediction": prediction}
     )
     properties, notes = select_context(preset.sampler, f"preset {preset.name}", context)
-    cells = np.arange(built.schedule.timesteps + 1) / built.schedule.timesteps
-    unit = CONVENTIONS[row.convention].time
-    edges = built.times(cells) if unit == "sigma" else cells
-    t = built.schedule.times
-    below = preset.cdf(edges, **properties)
-    p = np.diff(np.concatenate([[0.0], below[1:-1], [1.0]]))
-    outside = below[0] + 1 - below[-1]
+    schedule, unit = built_process.schedule, CONVENTIONS[row.convention].time
+    cells = np.arange(schedule.timesteps + 1) / schedule.timesteps  # edges of the cells of time in [0, 1]
+    edges = built_process.times(cells) if unit == "sigma" else cells
+    cumulative = preset.cdf(edges, **properties)
+    p = np.diff(np.concatenate([[0.0], cumulative[1:-1], [1.0]]))  # the outer cells contain what is beyond them
+    outside = cumulative[0] + 1 - cumulative[-1]
     if outside > 1e-4:
-        ends = f"{built.time_symbol} below {edges[0]:g} or above {edges[-1]:g}"
+        ends = f"{built_process.time_symbol} below {edges[0]:g} or above {edges[-1]:g}"
         notes.append(f"{100 * outside:.2g} % of the draws, {ends}, belong to the first and the last row")
+    t = schedule.times
     w = preset.weights(t / len(t) if unit == "step" else t).double().numpy()
     columns = {"t": t, "p": p, "w": w, "effective": p * w}
-    return View(preset.name, process["name"], columns, _description(preset, row), tuple(notes))
+    return View(preset.name, process_name, columns, _describe_preset(preset, row), tuple(notes))
 
 
-def _description(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
+def _describe_preset(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
     """Return the lines that describe a preset: options, formula, time, components of kairos and source."""
     lines = {
         "options": describe_options(preset.options) or "none",
