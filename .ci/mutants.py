@@ -376,7 +376,7 @@ def try_mutant(mutant: Mutant, root: Path, tests: list[str], seconds: dict[str, 
 
 
 def select_tests(mutant: Mutant, record: Record) -> tuple[list[str], int]:
-    """Select the tests of a mutant, quickest first, within a time limit; also return the number of tests that execute it."""
+    """Select the tests of a mutant, quickest first, within a time limit; also return how many execute it."""
     imported, executed, seconds = record
     executing = [test for test, lines in executed.items() if not lines.isdisjoint(mutant.lines)]
     if not executing and not imported.isdisjoint(

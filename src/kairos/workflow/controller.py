@@ -36,7 +36,7 @@ from kairos.config import apply_extends, load, validate
 from kairos.files import locked, read_json, sha256_json, write_text
 from kairos.progress import duration, say
 from kairos.slurm import job_records_folder
-from kairos.tracking.store import tracking_uri, without_credentials
+from kairos.tracking.mlflow_store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
 from kairos.workflow import fork_server
 from kairos.workflow.layout import FROZEN_VARIABLE, Layout, Segment, create_layout, load_frozen_layout
