@@ -191,7 +191,7 @@ def test_pretrained_mistakes(digits, tmp_path, monkeypatch):
     with pytest.raises(KairosError, match=r"empty cannot be loaded"):
         make(tmp_path / "empty")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(KairosError, match=r"someone/vae.*cannot be had from the hub.*set autoencoder\.path"):
+    with pytest.raises(KairosError, match=r"someone/vae.*cannot be downloaded from the hub.*set autoencoder\.path"):
         make("someone/vae")
 
 

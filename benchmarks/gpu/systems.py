@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from common import Data, Part, Skipped, arguments, experiment, free, setup, synchronize, training_of
 
-from kairos.forward_process import chosen_prediction
+from kairos.forward_process import select_prediction
 from kairos.training.loop import train_steps
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -71,7 +71,7 @@ class Systems:
             {"name": loss} if isinstance(loss, str) else loss for loss in values["diffusion"].get("losses", ["mse"])
         ]
         kept = {key: value for key, value in values["training"].items() if key in ("augment", "condition_dropout")}
-        prediction = chosen_prediction(process["name"], values["diffusion"].get("prediction"))
+        prediction = select_prediction(process["name"], values["diffusion"].get("prediction"))
         plain = experiment(
             model, process, prediction, losses=losses, batch_size=batch, log_every=10**9, precision="bf16", **kept
         )

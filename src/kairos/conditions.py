@@ -1,7 +1,7 @@
-"""Conditions: what a model may be told about an image, as a dictionary from a name to one array per image.
+"""Conditions of a model, such as classes and captions: a dictionary with one array, a row per image, for each name.
 
-A kind of condition says how its value without information looks, which stands in where the condition is dropped for
-classifier-free guidance. Prepare stores conditions, encode and train carry them, sample draws or repeats them.
+Each kind of condition has a null value without information. It replaces the condition when that is dropped for
+classifier-free guidance.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Descriptions = dict[str, dict[str, Any]]  # by name, as a data set's manifest has them: {"kind": "class", ...}
+Descriptions = dict[str, dict[str, Any]]  # by name, as in the manifest of a data set: {"kind": "class", ...}
 
 
 def zero(values: Tensor, description: dict[str, Any]) -> Tensor:
@@ -32,25 +32,29 @@ def no_text(values: Tensor, description: dict[str, Any]) -> Tensor:
     """Return NaN as the null value of encoded texts, float32 (batch, *shape).
 
     The description of the condition is ``{"kind": "text", "shape": [77, 768], "null": "empty"}``. NaN marks a dropped
-    text; the model owns the null value and replaces NaN by it.
+    text; the model replaces NaN by its null value, which may be trained.
     """
     return torch.full_like(values, torch.nan)
 
 
-# by kind, what makes values of the same shape that carry no information; an image is flipped with the one it belongs to
+# function that returns null values, by kind of condition; conditions of kind image are flipped with the images
 CONDITIONS = {"class": no_class, "tensor": zero, "text": no_text, "image": zero}
 
 
 def nulls(conditions: dict[str, Tensor], descriptions: Descriptions) -> dict[str, Tensor]:
-    """Values of the same shapes that carry no information."""
-    described = {name: descriptions[name] for name in conditions}
-    return {name: CONDITIONS[described[name]["kind"]](conditions[name], described[name]) for name in conditions}
+    """Return the null values of conditions, by name and with equal shapes."""
+    null_values = {}
+    for name, values in conditions.items():
+        null_value = CONDITIONS[descriptions[name]["kind"]]
+        null_values[name] = null_value(values, descriptions[name])
+    return null_values
 
 
 def drop(conditions: dict[str, Tensor], descriptions: Descriptions, dropped: Tensor) -> dict[str, Tensor]:
     """Replace all conditions of the samples in `dropped`, bool (batch,), by their null values."""
-    null = nulls(conditions, descriptions)
-    return {
-        name: torch.where(dropped.view(-1, *[1] * (values.ndim - 1)), null[name], values)
-        for name, values in conditions.items()
-    }
+    null_values = nulls(conditions, descriptions)
+    result = {}
+    for name, values in conditions.items():
+        mask = dropped.view(-1, *[1] * (values.ndim - 1))  # (batch, 1, ...)
+        result[name] = torch.where(mask, null_values[name], values)
+    return result

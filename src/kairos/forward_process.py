@@ -1,4 +1,4 @@
-"""The forward process of an experiment, from its `diffusion` section."""
+"""Forward processes, built from section `diffusion` of an experiment file."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from kairos_timesteps.errors import demand
 from kairos_timesteps.registry import split
 
 
-def chosen_prediction(process: str, prediction: str | None) -> str | None:
+def select_prediction(process: str, prediction: str | None) -> str | None:
     """Return the prediction target of the network: `prediction`, or by default the first choice of the process.
 
     None if the process leaves no choice.
@@ -17,25 +17,34 @@ def chosen_prediction(process: str, prediction: str | None) -> str | None:
         ConfigError: the process does not have the requested prediction target.
     """
     choices: tuple[str, ...] = PROCESSES.entry(process).facts.get("predictions", ())
-    allowed = ", ".join(choices) or "null, for the process says what is predicted"
-    good = prediction is None or prediction in choices
-    demand(good, "diffusion.prediction", f"{prediction!r} with process {process}", allowed)
+    allowed = ", ".join(choices) or "null, since the process has one prediction target"
+    valid = prediction is None or prediction in choices
+    demand(valid, "diffusion.prediction", f"{prediction!r} with process {process}", allowed)
     return prediction or next(iter(choices), None)
 
 
-def measured(process: dict[str, Any], sigma_data: float | None) -> dict[str, Any]:
-    """A process with its options, and the standard deviation of the data where it asks for it and is not told."""
-    return {key: sigma_data if key == "sigma_data" and value is None else value for key, value in process.items()}
+def with_sigma_data(process: dict[str, Any], sigma_data: float | None) -> dict[str, Any]:
+    """Return a process with its option `sigma_data`, if it has one that is unset, set to the measured value.
+
+    Args:
+        process: name and options of a process.
+        sigma_data: standard deviation of the data.
+    """
+    complete = dict(process)
+    if "sigma_data" in complete and complete["sigma_data"] is None:
+        complete["sigma_data"] = sigma_data
+    return complete
 
 
 def build_process(diffusion: dict[str, Any], sigma_data: float | None = None) -> Process:
-    """The forward process of a `diffusion` section given as plain values.
+    """Build the forward process of a section `diffusion` that is given as a dictionary.
 
     Args:
         diffusion: the section.
-        sigma_data: standard deviation of the data, for a process that asks for it and is not told.
+        sigma_data: standard deviation of the data, for a process that needs it and whose option `sigma_data` is unset.
     """
-    process: Process = PROCESSES.build(*split(measured(diffusion["process"], sigma_data)), diffusion["prediction"])
+    name, options = split(with_sigma_data(diffusion["process"], sigma_data))
+    process: Process = PROCESSES.build(name, options, diffusion["prediction"])
     return process
 
 

@@ -1,4 +1,4 @@
-"""Networks in a folder, or in the Hugging Face hub's cache on this machine, into which the hub brings them."""
+"""Pretrained networks in a folder or in the Hugging Face cache of this machine, and their download from the hub."""
 
 import re
 from collections.abc import Iterable
@@ -8,15 +8,20 @@ from kairos_timesteps.errors import ConfigError, KairosError
 
 
 def is_hub_id(path: str) -> bool:
-    """Return True if a path is no existing folder and has the form of a hub id, OWNER/NAME."""
+    """Return True if a path has the form of a hub id, OWNER/NAME, and is not an existing folder."""
     return not Path(path).is_dir() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
 
 
 def download_files(path: str, files: Iterable[str], cached: bool = False) -> Path:
-    """The folder of the hub's cache with files of a network, brought unless what is `cached` is asked for.
+    """Download files of a network into the Hugging Face cache, and return their folder there.
+
+    Args:
+        path: hub id of the network.
+        files: names of the files, as far as they exist.
+        cached: download nothing, and return the folder in the cache.
 
     Raises:
-        KairosError: the hub cannot be reached, or refuses, and the cache has no copy.
+        KairosError: the hub cannot be reached, or rejects the request, and the cache has no copy.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -28,13 +33,13 @@ def download_files(path: str, files: Iterable[str], cached: bool = False) -> Pat
 
 
 def find_network_folder(path: str, field: str, files: Iterable[str], needed: str) -> Path:
-    """The folder that a field of the experiment names.
+    """Return the folder of a network, after a download from the hub if necessary.
 
     Args:
         path: a folder, or a hub id.
-        field: its name in messages.
-        files: what is fetched where the cache lacks it.
-        needed: what must be in the folder, in words.
+        field: field of the experiment file that contains the path, for error messages.
+        files: names of the files to download, as far as they exist.
+        needed: description of the files that must be in the folder, for error messages.
 
     Raises:
         ConfigError: the path is neither a folder nor a hub id.
@@ -50,13 +55,13 @@ def find_network_folder(path: str, field: str, files: Iterable[str], needed: str
         return download_files(path, files)
     except KairosError as error:
         raise KairosError(
-            f"{field}: {path!r} is no folder here and cannot be had from the hub ({error}). `kairos fetch` brings it "
-            f"where there is a network; or put {needed} into a folder and set {field} to it"
+            f"{field}: {path!r} is not a folder and cannot be downloaded from the hub ({error}). `kairos fetch` "
+            f"brings it where there is a network; or put {needed} into a folder and set {field} to it"
         ) from None
 
 
 def is_available(path: str, file: str = "config.json") -> bool:
-    """Return True if the folder, or the hub's cache, contains `file` of a network; the file is not read."""
+    """Return True if the folder or the Hugging Face cache contains a file of a network; the file is not read."""
     if not is_hub_id(path):
         return Path(path, file).is_file()
     from huggingface_hub import try_to_load_from_cache

@@ -1,5 +1,6 @@
-"""A strategy's table as a file: columns t, p, w, effective. It imports nothing of kairos, so that jobs which read
-milestones do not depend on the code of strategies.
+"""File format of a strategy's table: CSV with columns t, p, w, effective.
+
+This module imports nothing of kairos, so that jobs that read snapshots do not depend on the code of strategies.
 """
 
 from typing import Any
@@ -10,7 +11,11 @@ COLUMNS = ("t", "p", "w", "effective")
 
 
 def strategy_csv(columns: dict[str, Any]) -> str:
-    """`strategies.names.table` as text, 17 significant digits: they give back the same numbers."""
+    """Return a table as CSV, with 17 significant digits, from which exactly equal floats are read.
+
+    Args:
+        columns: the columns by name, each (T,).
+    """
     lines = [",".join(columns)]
     for row in zip(*columns.values(), strict=True):
         lines.append(",".join(f"{value:.17g}" for value in row))
@@ -21,10 +26,10 @@ def parse_strategy_csv(text: str) -> dict[str, Any]:
     """Parse the text of a file that `strategy_csv` wrote; each column is float64 (T,).
 
     Raises:
-        ValueError: the columns are others, or there are no rows.
+        ValueError: the text has other columns, or no rows.
     """
-    head, *lines = text.splitlines()
-    if tuple(head.split(",")) != COLUMNS or not lines:
-        raise ValueError(f"columns {head!r}, expected {','.join(COLUMNS)}")
+    header, *lines = text.splitlines()
+    if tuple(header.split(",")) != COLUMNS or not lines:
+        raise ValueError(f"columns {header!r}, expected {','.join(COLUMNS)}")
     rows = np.array([[float(value) for value in line.split(",")] for line in lines])  # (T, 4)
     return dict(zip(COLUMNS, rows.T, strict=True))

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
-from kairos.forward_process import chosen_prediction
+from kairos.forward_process import select_prediction
 from kairos.losses.registries import LOSSES, check_losses
 from kairos.section import Section, component, field
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
@@ -26,7 +26,7 @@ class DiffusionConfig(Section):
         """Return the prediction target; the default depends on the process."""
         process = info.data.get("process")
         return (
-            chosen_prediction(process["name"], value) if process else value
+            select_prediction(process["name"], value) if process else value
         )  # no process: it is invalid, which pydantic reports
 
     def model_post_init(self, context: Any) -> None:

@@ -16,7 +16,7 @@ from kairos.cli.strategies.show import (
     parse_strategy,
 )
 from kairos.files import read_json, sha256_file
-from kairos.forward_process import measured
+from kairos.forward_process import with_sigma_data
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
@@ -173,7 +173,7 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
     if superfluous:
         raise ConfigError(f"{', '.join(superfluous)}: not allowed with --checkpoint, which contains it; omit it")
     diffusion = record["config"]["diffusion"]
-    process = measured(diffusion["process"], record["sigma_data"])
+    process = with_sigma_data(diffusion["process"], record["sigma_data"])
     return method["sampler"], method["weighting"], {**diffusion, "process": process}
 
 

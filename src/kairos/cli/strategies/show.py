@@ -12,7 +12,7 @@ import yaml
 from kairos.cli.common import demand
 from kairos.cli.strategies.listing import describe_options
 from kairos.cli.strategies.output import align_columns, text_bar, timestep_ranges, warn, write_output
-from kairos.forward_process import build_process, chosen_prediction, measured
+from kairos.forward_process import build_process, select_prediction, with_sigma_data
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.base import Learned, Sampler
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
@@ -214,8 +214,10 @@ def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
         if value is not None:
             options["process"][option] = value
     complete_process = {"name": process, **dump(PROCESSES.parse(process, options["process"]))}
-    complete_process = measured(complete_process, 0.5)  # standard deviation of pixels, the default of weighting edm
-    diffusion = {"process": complete_process, "prediction": chosen_prediction(process, arguments.prediction)}
+    complete_process = with_sigma_data(
+        complete_process, 0.5
+    )  # standard deviation of pixels, the default of weighting edm
+    diffusion = {"process": complete_process, "prediction": select_prediction(process, arguments.prediction)}
     return {"name": sampler, **options["sampler"]}, {"name": weighting, **options["weighting"]}, diffusion
 
 

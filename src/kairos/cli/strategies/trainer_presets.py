@@ -17,7 +17,7 @@ from kairos.cli.strategies.show import (
     parse_scalar,
     select_context,
 )
-from kairos.forward_process import chosen_prediction
+from kairos.forward_process import select_prediction
 from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name, dump
@@ -88,7 +88,7 @@ def build_preset_view(preset: Any, process: dict[str, Any], context: dict[str, A
     row = _ROWS[preset.name]
     process_name = process["name"]
     options = dump(PROCESSES.parse(process_name, but_name(process)))
-    prediction = chosen_prediction(process_name, None)
+    prediction = select_prediction(process_name, None)
     built_process = build_process_with_warnings(
         {"process": {"name": process_name, **options}, "prediction": prediction}
     )
