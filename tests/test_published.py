@@ -52,7 +52,7 @@ def test_what_was_measured_alike_is_compared(folder):
         mean("speed", 100)
     )
     seeds = [results_tree.distance("uniform", seed, 400) for seed in SEEDS]
-    assert rows[2].spread == pytest.approx(np.std(seeds, ddof=1))
+    assert rows[2].std == pytest.approx(np.std(seeds, ddof=1))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_accelerations_have_an_interval_over_seeds(folder):
     }
     each = [highest_cost_ratio(steps, base, steps, own) for base, own in zip(curves["uniform"], curves["speed"])]
     test = stats.ttest_1samp(np.log(each), 0).confidence_interval()
-    assert found.measured.value == pytest.approx(np.exp(np.mean(np.log(each)))) and found.measured.seeds == 5
+    assert found.measured.value == pytest.approx(np.exp(np.mean(np.log(each)))) and found.measured.seed_count == 5
     assert [found.measured.low, found.measured.high] == pytest.approx(np.exp(test))
 
 
@@ -180,7 +180,7 @@ def test_report_and_table(tmp_path):
     assert rows[2]["method"] == "uniform" and rows[2]["step"] == "400" and float(rows[2]["published"]) == 20
     assert float(rows[2]["measured"]) == pytest.approx(mean("uniform", 400), rel=1e-12)
     page = html.unescape((folder / "report.html").read_text())
-    assert "Beside the published numbers" in page and "samples 400, published 7" in page and "confirmed at" in page
+    assert "Published numbers</h2>" in page and "samples 400, published 7" in page and "confirmed at" in page
     assert "Acceleration over uniform" in page and "here speed" in page
 
 

@@ -15,7 +15,7 @@ from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json
 from kairos.report.collect import collect
-from kairos.tracking import content, store
+from kairos.tracking import mlflow_store, run_content
 from kairos.tracking.track import track
 from kairos_timesteps.errors import KairosError
 
@@ -61,7 +61,7 @@ def test_import_is_complete_and_importing_again_adds_nothing(tree):
     assert run.info.status == "FINISHED"
     assert run.data.params["sampler.name"] == "adaptive" and run.data.params["sampler.frequency"] == "4"
     assert run.data.params["weighting.name"] == "none" and run.data.params["training.optimizer.name"] == "adam"
-    training = collect(load(config), results).of("adaptive")[0]
+    training = collect(load(config), results).runs_of("adaptive")[0]
     assert run.data.tags["kairos.identity"] == training.record["identity"]
     assert run.data.tags["kairos.data"] == "d" * 64
     assert run.data.tags["mlflow.source.git.commit"] == "0123456789abcdef"
@@ -141,8 +141,8 @@ def test_long_curves_are_thinned_and_an_extension_keeps_their_points(tree):
 
     def steps_with(lines):
         path.write_text("".join(json.dumps({"step": k + 1, "loss": 1.0}) + "\n" for k in range(lines)))
-        training = collect(load(config), results).of("uniform")[0]
-        return {point.step for point in content.points(training) if point.key == "loss"}
+        training = collect(load(config), results).runs_of("uniform")[0]
+        return {point.step for point in run_content.collect_points(training) if point.key == "loss"}
 
     short, medium, long = steps_with(500), steps_with(750), steps_with(2250)
     assert len(short) == 500 and len(medium) == 375 and 250 <= len(long) <= 500
@@ -152,12 +152,12 @@ def test_long_curves_are_thinned_and_an_extension_keeps_their_points(tree):
 
 def test_uri_precedence_and_credentials(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert store.tracking_uri(None) == "sqlite:///mlflow.db"
+    assert mlflow_store.tracking_uri(None) == "sqlite:///mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
-    assert store.tracking_uri(None) == "http://server:5000"
-    assert store.tracking_uri("sqlite:///other.db") == "sqlite:///other.db"
-    assert store.without_credentials("https://me:pw@host:5000/a") == "https://host:5000/a"
-    assert store.without_credentials("sqlite:///mlflow.db") == "sqlite:///mlflow.db"
+    assert mlflow_store.tracking_uri(None) == "http://server:5000"
+    assert mlflow_store.tracking_uri("sqlite:///other.db") == "sqlite:///other.db"
+    assert mlflow_store.without_credentials("https://me:pw@host:5000/a") == "https://host:5000/a"
+    assert mlflow_store.without_credentials("sqlite:///mlflow.db") == "sqlite:///mlflow.db"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_uri_precedence_and_credentials(monkeypatch):
     ],
 )
 def test_a_shown_address_has_no_credentials(uri, shown):
-    assert store.without_credentials(uri) == shown
+    assert mlflow_store.without_credentials(uri) == shown
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_failed_import_does_not_record_a_password(tree, uri, monkeypatch, capf
 def test_a_quoted_password_is_taken_out_of_a_text():
     uri = "postgresql://db/mlflow?user=me&password=h%20ush"
     for quoted in (uri, "password=h%20ush&user=me", "password='h ush'", "password=h ush"):
-        text = store.uncredentialed(f"some failure: {quoted}", uri)
+        text = mlflow_store.redact_credentials(f"some failure: {quoted}", uri)
         assert "ush" not in text and "some failure" in text
 
 

@@ -74,8 +74,8 @@ def test_nothing_damaged_or_of_another_training_counts(small):
     steps = {(one.method, one.seed): [own.step for own in one.snapshots] for one in found.runs}
     assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 0] == [0, 100, 200]
     assert [line.partition(":")[0] for line in found.missing] == ["uniform seed 0", "min_snr seed 0"]
-    assert "damaged" in found.missing[0] and "of another training" in found.missing[1]
-    assert found.of("min_snr")[1].metrics.empty  # of the training before
+    assert "damaged" in found.missing[0] and "another training run" in found.missing[1]
+    assert found.runs_of("min_snr")[1].metrics.empty  # of the training before
 
 
 def test_milestones_with_other_settings_do_not_count(small):
@@ -93,7 +93,7 @@ def test_methods_without_a_common_seed_are_shown_and_not_tested(small):
         shutil.rmtree(small[1] / method / "seed1/evaluation")
     found = collect(load(small[0]), small[1], unfinished=True)
     rows = {row.method: row for row in ranking.compare_methods(found)}
-    assert {row.seeds for row in rows.values()} == {0}
+    assert {row.seed_count for row in rows.values()} == {0}
     assert rows["uniform"].curve.mean[-1] == results_tree.distance("uniform", 1, 400)
     assert np.isnan(rows["min_snr"].ratio_to_baseline.value) and not any(row.is_ranked for row in rows.values())
     assert "Not ranked" in page_of(*small, unfinished=True)
