@@ -78,8 +78,8 @@ def measure_gradient_variance(
 ) -> list[TableRow]:
     """Compute density, loss and moments of the gradient g by time, a row per loss and level.
 
-    The columns are density, mean and variance of the loss, ||E g||² and tr Cov g, over images, noise and times of the
-    level (Kim et al. 2025, figures 2 and 6).
+    The columns are density, mean and variance of the loss, ||E g||² and tr Cov g. Expectations are over images, noise
+    and times of the level. Source: Kim et al. 2025, figures 2 and 6.
 
     Args:
         options: options of the analysis.

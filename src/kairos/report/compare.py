@@ -102,19 +102,18 @@ def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
     Raises:
         KairosError: no snapshot, or no seed at the last common snapshot, is evaluated for all methods.
     """
-    if measurements.baseline is None:
-        measurements = replace(measurements, baseline=measurements.methods[0])
-    comparisons = compare_methods(measurements)
+    baseline = measurements.methods[0] if measurements.baseline is None else measurements.baseline
+    comparisons = compare_methods(replace(measurements, baseline=baseline))
     if not comparisons[0].seed_count:
         names = ", ".join(measurements.methods)
         raise KairosError(f"{names}: no seed is evaluated for all of them at their last common snapshot")
     final_values = {comparison.method: comparison.curve.mean[-1] for comparison in comparisons}
-    baseline_value = final_values[measurements.baseline]
+    baseline_value = final_values[baseline]
     experiments = dict(zip(measurements.table["method"], measurements.table["experiment"]))
     rows = []
     for comparison in comparisons:
         ratio = comparison.ratio_to_baseline or _UNKNOWN
-        if comparison.method == measurements.baseline:
+        if comparison.method == baseline:
             ratio = _BASELINE_TO_ITSELF
         row = {
             "experiment": experiments[comparison.method],
@@ -124,7 +123,7 @@ def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
             "metric": measurements.metric,
             "value": final_values[comparison.method],
             "spread": comparison.curve.std[-1],
-            "baseline": measurements.baseline,
+            "baseline": baseline,
             "difference": baseline_value * (ratio.value - 1),
             "low": baseline_value * (ratio.low - 1),
             "high": baseline_value * (ratio.high - 1),
