@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     demand(out, "--out", "nothing", "a new folder")
     content = path if arguments.form == "hub" else collect(*load_experiment_at(path), unfinished=True)
-    export.export(getattr(export, arguments.form), content, out)
+    export.export(export.FORMS[arguments.form], content, out)
     print(out)
 
 

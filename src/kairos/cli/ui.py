@@ -29,9 +29,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve MLflow's pages until Ctrl-C."""
-    from kairos.tracking import store
+    from kairos.tracking import mlflow_store
 
-    uri = store.tracking_uri(None)
+    uri = mlflow_store.tracking_uri(None)
     _check_store(uri, arguments.port)
     comparisons = _find_comparisons(uri)
     base = f"http://127.0.0.1:{arguments.port}/"
@@ -64,7 +64,7 @@ def _check_store(uri: str, port: int) -> None:
     Raises:
         KairosError: the store is a server, the store does not exist, or the port is not available.
     """
-    from kairos.tracking.store import without_credentials
+    from kairos.tracking.mlflow_store import without_credentials
 
     if uri.startswith(("http://", "https://", "databricks")):
         shown = without_credentials(uri)
@@ -81,13 +81,14 @@ def _find_comparisons(uri: str) -> dict[str, str]:
     Raises:
         KairosError: the store cannot be read.
     """
-    from kairos.tracking import store, view
+    from kairos.tracking import mlflow_store, view
 
     try:
-        with store.exclusive(uri), store.patience(seconds=4, retries=1):
-            return view.prepared(store.connect(uri))
+        with mlflow_store.lock_database(uri), mlflow_store.limit_requests(seconds=4, retries=1):
+            return view.find_prepared_comparisons(mlflow_store.connect(uri))
     except Exception as error:  # its type depends on the kind of store
-        raise KairosError(f"{store.without_credentials(uri)}: {store.explained(error, uri)}") from None
+        reason = mlflow_store.describe_error(error, uri)
+        raise KairosError(f"{mlflow_store.without_credentials(uri)}: {reason}") from None
 
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]) -> None:

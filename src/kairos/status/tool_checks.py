@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kairos.tracking.store import database, tracking_uri, uncredentialed, without_credentials
+from kairos.tracking.mlflow_store import find_database_file, redact_credentials, tracking_uri, without_credentials
 
 Finding = tuple[bool, str, str]  # success, name of the check, result or advice
 _TIMEOUT = 60  # seconds for an answer; requests to a missing server end after four
@@ -44,7 +44,7 @@ def mlflow(configured: str | None) -> list[Finding]:
         configured: setting `tracking.uri` of an experiment; None: the default store.
     """
     uri = tracking_uri(configured)
-    path = database(uri)
+    path = find_database_file(uri)
     fault = _why_read_only(path) if path else None
     status = "opened"
     if path and not path.exists():  # opening it would create it
@@ -56,7 +56,7 @@ def mlflow(configured: str | None) -> list[Finding]:
     if not fault:
         return [(True, "mlflow store", f"{public_uri}: {status}")]
     advice = "set MLFLOW_TRACKING_URI (or tracking.uri) to a store that can be written, or tracking.enabled: false"
-    return [(False, "mlflow store", f"{public_uri}: {uncredentialed(fault, uri)[:500]}; {advice}")]
+    return [(False, "mlflow store", f"{public_uri}: {redact_credentials(fault, uri)[:500]}; {advice}")]
 
 
 def dvc() -> list[Finding]:

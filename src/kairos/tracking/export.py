@@ -1,8 +1,8 @@
-"""Results for others: TensorBoard's and Weights & Biases' files, and a milestone as the Hugging Face hub takes it."""
+"""Export of results: TensorBoard event files, offline Weights & Biases runs, and folders for the Hugging Face hub."""
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from itertools import groupby
 from operator import attrgetter
@@ -16,99 +16,139 @@ from kairos.files import atomic_folder, glance, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.models.registries import omit_overridden_size
 from kairos.report import formatting
-from kairos.report.collect import Results, RunResults
+from kairos.report.collect import Results
 from kairos.report.sample_figures import load_sample_grid
-from kairos.tracking import content
+from kairos.tracking import run_content
 from kairos_timesteps.errors import KairosError, demand
 
 
-def tensorboard(results: Results, out: Path) -> None:
-    """Write event files, one folder per training: all curves, and the grids of samples, at their recorded times.
+def write_tensorboard(results: Results, out: Path) -> None:
+    """Write event files of TensorBoard, one folder per training run: curves and sample grids at their recorded times.
 
     Raises:
         KairosError: TensorBoard is not installed.
     """
-    tool = _tool("tensorboard", "torch.utils.tensorboard")
-    for training, points, _ in _runs(results):
-        with tool.SummaryWriter(str(out / training.method / f"seed{training.seed}")) as writer:
-            for point in points:
+    tensorboard = _import_package("tensorboard", "torch.utils.tensorboard")
+    for run in results.runs:
+        with tensorboard.SummaryWriter(str(out / run.method / f"seed{run.seed}")) as writer:
+            for point in run_content.collect_points(run):
                 writer.add_scalar(point.key, point.value, point.step, point.timestamp / 1000)
-            for one in training.snapshots:
-                writer.add_image("samples", load_sample_grid(one.grid_file), one.step, dataformats="HWC")
+            for snapshot in run.snapshots:
+                image = load_sample_grid(snapshot.grid_file)
+                writer.add_image("samples", image, snapshot.step, dataformats="HWC")
 
 
-def wandb(results: Results, out: Path) -> None:
-    """Write offline runs of Weights & Biases, one per training, a group per method; ``wandb sync`` sends them.
+def write_wandb(results: Results, out: Path) -> None:
+    """Write offline runs of Weights & Biases, one per training run, a group per method; ``wandb sync`` sends them.
 
     Raises:
         KairosError: wandb is not installed.
     """
-    tool = _tool("wandb", "wandb")
-    for training, points, params in _runs(results):
-        name = f"{training.method} seed {training.seed}"
-        where = {"project": results.experiment.experiment, "group": training.method, "name": name, "dir": str(out)}
-        grids = {one.step: one.grid_file for one in training.snapshots}
-        quiet = tool.Settings(silent=True, console="off", disable_git=True)
-        with tool.init(**where, mode="offline", config=params, settings=quiet, reinit="finish_previous") as run:
-            for step, found in groupby(sorted(points, key=attrgetter("step")), attrgetter("step")):
-                images = {"samples": tool.Image(load_sample_grid(grids[step]))} if step in grids else {}
-                run.log({point.key: point.value for point in found} | images, step=step)
+    wandb = _import_package("wandb", "wandb")
+    for run in results.runs:
+        grid_files = {snapshot.step: snapshot.grid_file for snapshot in run.snapshots}
+        with wandb.init(
+            project=results.experiment.experiment,
+            group=run.method,
+            name=f"{run.method} seed {run.seed}",
+            dir=str(out),
+            mode="offline",
+            config=run_content.flatten_parameters(results.experiment, run.method, run.seed),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+            reinit="finish_previous",
+        ) as wandb_run:
+            points = sorted(run_content.collect_points(run), key=attrgetter("step"))
+            for step, points_of_step in groupby(points, attrgetter("step")):
+                values: dict[str, Any] = {point.key: point.value for point in points_of_step}
+                if step in grid_files:
+                    values["samples"] = wandb.Image(load_sample_grid(grid_files[step]))
+                wandb_run.log(values, step=step)
 
 
-def hub(milestone: Path, out: Path) -> None:
-    """Copy a milestone, with what decodes its latents and the grid of samples, beside a card that says what it is.
+def write_hub_folder(snapshot: Path, out: Path) -> None:
+    """Copy a snapshot with its decoder and its sample grid, and write a model card.
+
+    Args:
+        snapshot: folder of the snapshot, within a folder of results.
+        out: the new folder.
 
     Raises:
-        KairosError: there is no milestone; DamagedError where it is not what its record says.
+        KairosError: there is no snapshot.
+        DamagedError: the snapshot does not match its record.
     """
-    record, training = check_milestone(milestone), milestone.resolve().parent.parent
-    name, results = step_name(record["step"]), training.parent.parent
-    evaluation = glance(training / "evaluation" / f"{name}.json")
+    record = check_milestone(snapshot)
+    run_folder = snapshot.resolve().parent.parent
+    results, name = run_folder.parent.parent, step_name(record["step"])
+    evaluation = glance(run_folder / "evaluation" / f"{name}.json")
     if evaluation.get("protocol", {}).get("identity") != record["identity"]:
-        evaluation = {}  # of another training
-    data, decoder = glance(results / "dataset" / "manifest.json"), results / "autoencoder"
-    latent, grid = glance(decoder / "manifest.json"), training / "samples" / f"{name}.png"
-    shutil.copytree(milestone, out, dirs_exist_ok=True)
-    if decodes := latent.get("sha256", "") == record["autoencoder_sha256"]:
-        shutil.copytree(decoder, out / "autoencoder")  # whole: kairos sample checks what its manifest lists
-    if drawn := grid.exists() and bool(evaluation):
-        shutil.copy(grid, out / "samples.png")
-    facts = {
+        evaluation = {}  # of another training run
+    dataset = glance(results / "dataset" / "manifest.json")
+    if dataset.get("content_sha256") != record["dataset_sha256"]:
+        dataset = {}
+
+    shutil.copytree(snapshot, out, dirs_exist_ok=True)
+    autoencoder_folder = results / "autoencoder"
+    autoencoder = glance(autoencoder_folder / "manifest.json")
+    has_autoencoder = autoencoder.get("sha256", "") == record["autoencoder_sha256"]
+    if has_autoencoder:
+        # all files, because kairos sample checks those that the manifest lists
+        shutil.copytree(autoencoder_folder, out / "autoencoder")
+    grid_file = run_folder / "samples" / f"{name}.png"
+    has_grid = grid_file.exists() and bool(evaluation)
+    if has_grid:
+        shutil.copy(grid_file, out / "samples.png")
+
+    latent: dict[str, Any] = {}
+    if has_autoencoder and autoencoder["kind"] != "none":
+        latent = autoencoder | glance(autoencoder_folder / "config.json")
+    card_values = {
         "imported": record.get("imported"),
-        "grid": drawn,
+        "grid": has_grid,
         "evaluation": evaluation,
-        "data": data if data.get("content_sha256") == record["dataset_sha256"] else {},
+        "data": dataset,
         "model": omit_overridden_size(record["config"]["model"]),
-        "network": glance(milestone / "ema" / "config.json"),
-        "scheduler": glance(milestone / "scheduler" / "scheduler_config.json"),
-        "latent": latent | glance(decoder / "config.json") if decodes and latent["kind"] != "none" else {},
+        "network": glance(snapshot / "ema" / "config.json"),
+        "scheduler": glance(snapshot / "scheduler" / "scheduler_config.json"),
+        "latent": latent,
     }
     filters = {
         "yaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip(),
         "number": formatting.format_number,
     }
     card = formatting.load_template(Path(__file__).with_name("card.md.jinja"), **filters)
-    write_text(out / "README.md", card.render(record | facts))
+    write_text(out / "README.md", card.render(record | card_values))
 
 
-def export(form: Callable[..., None], what: Any, out: Path) -> None:
-    """Let one of them write to `out`, which is there when all is, and which nothing is there before.
+# writers by the name of their form; a writer takes results, or the folder of a snapshot for "hub", and a folder
+FORMS: dict[str, Callable[..., None]] = {
+    "tensorboard": write_tensorboard,
+    "wandb": write_wandb,
+    "hub": write_hub_folder,
+}
+
+
+def export(write: Callable[..., None], content: Results | Path, out: Path) -> None:
+    """Create the folder `out` atomically from the files of a writer.
+
+    Args:
+        write: one of `FORMS`.
+        content: argument of the writer: results, or the folder of a snapshot.
+        out: the new folder.
 
     Raises:
-        ConfigError: it is there already.
+        ConfigError: `out` exists already.
     """
     demand(not out.exists(), "--out", f"{out}, which exists", "a new folder")
     with atomic_folder(out) as temporary:
-        form(what, temporary)
+        write(content, temporary)
 
 
-def _runs(results: Results) -> Iterator[tuple[RunResults, list[content.Point], dict[str, str]]]:
-    for training in results.runs:
-        params = content.parameters(results.experiment, training.method, training.seed)
-        yield training, content.points(training), params
+def _import_package(name: str, module: str) -> ModuleType:
+    """Import a module of an optional package.
 
-
-def _tool(name: str, module: str) -> ModuleType:
+    Raises:
+        KairosError: the package is not installed.
+    """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:
         return import_module(module)

@@ -19,36 +19,37 @@ from typing import TYPE_CHECKING, Any
 
 from kairos.files import read_lines
 from kairos.progress import say
-from kairos.tracking import content, store
+from kairos.tracking import mlflow_store, run_content
 from kairos.training.job import read_progress
 from kairos.training.launch import is_reporting_process
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
 
-_POLL, _LONGEST_POLL = 5.0, 60.0  # seconds between two looks; the pause doubles while the server does not answer
-_TIMEOUT = 15  # seconds that one request may take: many trainings may start at once, and nobody waits for it
-_SETTLING = 1.0  # seconds after which a run that somebody else created at the same moment can be found
-_STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # by the state of a training that ended
-_REFUSALS = (401, 403)
+_POLL_SECONDS, _LONGEST_POLL = 5.0, 60.0  # between two reports; the pause doubles while the server does not answer
+_REQUEST_SECONDS = 15  # time limit of a request: many runs may start at once, and nothing waits for the answer
+_SETTLING_SECONDS = 1.0  # after which a run that another process created at the same time can be found
+_STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # by the state of a run that has ended
+_ACCESS_DENIED = (401, 403)
 
 
 @contextmanager
 def reporting(experiment: "Experiment", method: str, seed: int, out: Path) -> Iterator[None]:
-    """Report the training inside the block, where results go to a server; it raises nothing and delays nothing.
+    """Report the training run inside the block to an MLflow server, if there is one; raises and delays nothing.
 
     Args:
-        experiment: the experiment; its `tracking` says where to, and how long the end of the block may take.
+        experiment: the experiment; its section `tracking` contains the server and the time limit for the last report.
         method: name of the method.
-        seed: of the training.
-        out: folder of the training; the process that writes ``.state/progress.json`` in it is the one that reports.
+        seed: seed of the training run.
+        out: folder of the training run; the process that writes its ``.state/progress.json`` reports.
     """
-    uri = store.tracking_uri(experiment.tracking.uri)
-    if not (is_reporting_process() and experiment.tracking.enabled and uri.startswith(("http://", "https://"))):
+    uri = mlflow_store.tracking_uri(experiment.tracking.uri)
+    is_server = uri.startswith(("http://", "https://"))
+    if not (is_reporting_process() and experiment.tracking.enabled and is_server):
         yield
         return
     reporter = Reporter(experiment, method, seed, out, uri)
-    with store.patience(_TIMEOUT, retries=0):
+    with mlflow_store.limit_requests(_REQUEST_SECONDS, retries=0):
         reporter.start()
         try:
             yield
@@ -57,107 +58,134 @@ def reporting(experiment: "Experiment", method: str, seed: int, out: Path) -> It
 
 
 class Reporter(threading.Thread):
-    """The thread that reports one training."""
+    """Thread that reports one training run to an MLflow server.
+
+    Args:
+        experiment: the experiment.
+        method: name of the method.
+        seed: seed of the training run.
+        out: folder of the training run.
+        uri: address of the server.
+    """
 
     def __init__(self, experiment: "Experiment", method: str, seed: int, out: Path, uri: str):
         super().__init__(name="kairos tracking", daemon=True)
-        self.experiment, self.method, self.seed, self.out = experiment, method, seed, out
-        self.uri, self.ended = uri, threading.Event()
-        self.begun = time.time()
-        self.stride = 0  # lines of metrics.jsonl per point; 0: not known before the first line
-        self.client: store.Client | None = None
-        self.run_id: str | None = None  # of the run that takes the points
-        self.lines = self.offset = 0  # of metrics.jsonl, already read
-        self.pending: list[content.Point] = []
-        self.failed = False
+        self._experiment, self._method, self._seed, self._out, self._uri = experiment, method, seed, out, uri
+        self._training_ended = threading.Event()
+        self._begun = time.time()
+        self._stride = 0  # lines of metrics.jsonl per point; 0: unknown before the first line
+        self._client: mlflow_store.Client | None = None
+        self._run_id: str | None = None  # of the MLflow run that receives the points
+        self._lines_read = self._bytes_read = 0  # of metrics.jsonl
+        self._unsent: list[run_content.Point] = []
+        self._has_warned = False
 
     def finish(self, seconds: float) -> None:
-        """Send what is left, for so many seconds at most."""
-        self.ended.set()
+        """Send the remaining points, and return after at most `seconds`; a slower thread ends with the process."""
+        self._training_ended.set()
         self.join(seconds)
         if self.is_alive():
-            self._complain(f"no answer within {seconds:g} s")  # and the thread, which ends with the process, no more
+            self._warn(f"no answer within {seconds:g} s")
 
     def run(self) -> None:
-        """Report until the training has ended; what goes wrong is said once and tried again later."""
-        pause, ended = _POLL, False
+        """Report until the training run has ended; log an error once and try again later."""
+        pause, is_last_report = _POLL_SECONDS, False
         while True:
             try:
-                self._report(ended)
-            except Exception as error:  # nothing that happens here may reach the training
-                self.run_id = None
+                self._report(is_last_report)
+            except Exception as error:  # no error of tracking may stop the training run
+                self._run_id = None
                 status = error.get_http_status_code() if hasattr(error, "get_http_status_code") else None
-                self._complain(f"HTTP {status}" if status in _REFUSALS else store.explained(error, self.uri))
-                if status in _REFUSALS:
+                if status in _ACCESS_DENIED:
+                    self._warn(f"HTTP {status}")
                     return
+                self._warn(mlflow_store.describe_error(error, self._uri))
                 pause = min(2 * pause, _LONGEST_POLL)
             else:
-                pause, self.failed = _POLL, self.failed and ended
-            if ended:
+                pause = _POLL_SECONDS
+                self._has_warned = self._has_warned and is_last_report
+            if is_last_report:
                 return
-            ended = self.ended.wait(pause)
+            is_last_report = self._training_ended.wait(pause)
 
-    def _complain(self, reason: str) -> None:
-        if not self.failed:
-            self.failed = True
-            shown, comfort = store.without_credentials(self.uri), "the training goes on and nothing is lost"
-            say(f"tracking: {shown}: {reason}; {comfort}: `kairos track` imports what is missing there")
+    def _warn(self, reason: str) -> None:
+        """Log the reason of a failed report, unless the previous report failed too."""
+        if not self._has_warned:
+            self._has_warned = True
+            public_uri = mlflow_store.without_credentials(self._uri)
+            consequence = "training continues and nothing is lost: `kairos track` imports what is missing there"
+            say(f"tracking: {public_uri}: {reason}; {consequence}")
 
-    def _report(self, ended: bool) -> None:
-        self.client = self.client or store.connect(self.uri)
-        progress = self._progress()
-        if progress is None:  # waits for its turn, or another process of this training reports
+    def _report(self, is_last_report: bool) -> None:
+        """Send what the run has written since the previous report, and its end."""
+        self._client = self._client or mlflow_store.connect(self._uri)
+        progress = self._read_progress_of_this_process()
+        if progress is None:  # the run waits for its lock, or another of its processes reports
             return
-        if self.run_id is None and progress["state"] in ("stopped", "failed"):
-            return  # perhaps before it knew which training it is
-        end = self._read(self.out / ".state" / progress["identity"][:16])
-        self.run_id = self._send(self.client, progress["identity"])
-        if ended and progress["state"] in _STATUS:
-            self.client.set_terminated(self.run_id, _STATUS[progress["state"]], end)
+        if self._run_id is None and progress["state"] in ("stopped", "failed"):
+            return  # the run may have ended before its identity was known
+        end = self._read_metrics(self._out / ".state" / progress["identity"][:16])
+        self._run_id = self._send(self._client, progress["identity"])
+        if is_last_report and progress["state"] in _STATUS:
+            self._client.set_terminated(self._run_id, _STATUS[progress["state"]], end)
 
-    def _progress(self) -> dict[str, Any] | None:
-        """Return the progress file of the training run if this process wrote it, else None."""
-        found = read_progress(self.out)
-        mine = found and (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
-        return found if mine and found["updated"] >= self.begun else None
+    def _read_progress_of_this_process(self) -> dict[str, Any] | None:
+        """Return the progress file of the training run; None: this process has not written it."""
+        progress = read_progress(self._out)
+        if not progress or (progress["pid"], progress["host"]) != (os.getpid(), socket.gethostname()):
+            return None
+        return progress if progress["updated"] >= self._begun else None
 
-    def _send(self, client: store.Client, identity: str) -> str:
-        """Send what is pending to this training's run, whose id is returned; one that had ended is running again."""
-        run_id = self.run_id
+    def _send(self, client: mlflow_store.Client, identity: str) -> str:
+        """Send the unsent points to the MLflow run of this training run, and return the run's id.
+
+        An MLflow run that had ended is marked as running again.
+        """
+        run_id = self._run_id
         if run_id is None:
-            experiment = store.experiment_id(client, content.experiment_name(self.experiment))
-            entry = content.training_entry(self.experiment, self.method, self.seed, identity, self.pending, {})
-            settling = 0 if self.ended.is_set() else _SETTLING
-            run = store.find_run(client, experiment, entry, round(1000 * self.begun), settling)
-            store.fill(client, run, entry)
+            name = run_content.mlflow_experiment_name(self._experiment)
+            experiment_id = mlflow_store.find_or_create_experiment(client, name)
+            content = run_content.build_training_run(
+                self._experiment, self._method, self._seed, identity, self._unsent, tags={}
+            )
+            settling = 0 if self._training_ended.is_set() else _SETTLING_SECONDS
+            start = round(1000 * self._begun)
+            run = mlflow_store.find_or_create_run(client, experiment_id, content, start, settling)
+            mlflow_store.log_missing(client, run, content)
             run_id = str(run.info.run_id)
             if run.info.status != "RUNNING":
                 client.update_run(run_id, "RUNNING")
         else:
-            client.log_batch(run_id, store.metrics(self.pending))
-        self.pending.clear()
+            client.log_batch(run_id, mlflow_store.to_mlflow_metrics(self._unsent))
+        self._unsent.clear()
         return run_id
 
-    def _read(self, state: Path) -> int | None:
-        """Take the new lines of metrics, as far as a checkpoint holds them; returns when the last was written."""
+    def _read_metrics(self, state: Path) -> int | None:
+        """Read the new lines of metrics.jsonl up to the last checkpoint; return the checkpoint's time in milliseconds.
+
+        Args:
+            state: folder of the run's state.
+        """
         timing = [json.loads(line) for line in read_lines(state / "timing.jsonl")]
         if not timing:
             return None
-        clock = {line["step"]: line["seconds"] for line in timing}
-        when, reached = content.moments(datetime.fromisoformat(timing[0]["started"]), clock), max(clock)
+        seconds_by_step = {entry["step"]: entry["seconds"] for entry in timing}
+        last_step = max(seconds_by_step)
+        started = datetime.fromisoformat(timing[0]["started"])
+        time_of_step = run_content.build_step_clock(started, seconds_by_step)
         with open(state / "metrics.jsonl", "rb") as file:
-            file.seek(self.offset)
+            file.seek(self._bytes_read)
             for text in file:
                 if not text.endswith(b"\n"):
                     break
-                if not self.stride:  # the step of the first line is the number of steps between two lines
-                    lines = self.experiment.milestones[-1] // json.loads(text)["step"]
-                    self.stride = content.stride(lines)
-                if self.lines % self.stride == self.stride - 1:
-                    line = json.loads(text)
-                    if line["step"] > reached:
+                if not self._stride:  # the step of the first line is the number of steps between two lines
+                    line_count = self._experiment.milestones[-1] // json.loads(text)["step"]
+                    self._stride = run_content.choose_stride(line_count)
+                if self._lines_read % self._stride == self._stride - 1:
+                    metrics = json.loads(text)
+                    if metrics["step"] > last_step:
                         break
-                    self.pending += content.points_of(line, line["step"], when)
-                self.lines += 1
-                self.offset += len(text)
-        return when(reached)
+                    self._unsent += run_content.convert_record(metrics, metrics["step"], time_of_step)
+                self._lines_read += 1
+                self._bytes_read += len(text)
+        return time_of_step(last_step)

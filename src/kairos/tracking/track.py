@@ -1,6 +1,6 @@
-"""Stage `track`: one MLflow run per training under a parent run per experiment; a failure is said and stops nothing.
+"""Stage `track`: import of results into MLflow, one run per training run under a parent run per experiment.
 
-Importing twice changes nothing: runs are found again by their tags and only what they lack is logged.
+A failing import is logged and stops nothing. A second import finds runs by their tags and logs what is missing.
 """
 
 from pathlib import Path
@@ -11,79 +11,102 @@ from kairos.config import Experiment
 from kairos.files import write_json
 from kairos.progress import Progress, say
 from kairos.report.collect import Results, RunResults, collect
-from kairos.tracking import content, store, view
+from kairos.tracking import mlflow_store, run_content, view
 
 _ARTIFACTS = ("report.html", "summary.csv")
 
 
 def track(experiment: Experiment, folder: Path, out: Path) -> None:
-    """Import the results in `folder` and write what came of it to `out`.
+    """Import the results of an experiment into MLflow, and write a record of the import.
+
+    An error of the store is logged and recorded, but not raised.
+
+    Args:
+        experiment: the experiment.
+        folder: folder of its results.
+        out: file of the record.
 
     Raises:
-        KairosError: the results are incomplete. That MLflow cannot be used is no error: it is said, and written.
+        KairosError: the results are incomplete.
     """
     results = collect(experiment, folder)
     if not experiment.tracking.enabled:
         resource_usage.end_startup()
         write_json(out, {"imported": False, "error": "tracking.enabled is false"})
         return
-    uri = store.tracking_uri(experiment.tracking.uri)
+    uri = mlflow_store.tracking_uri(experiment.tracking.uri)
     try:
-        record = _import(results, uri)
-    except Exception as error:  # whatever goes wrong with a store must not stop a workflow
-        shown = store.without_credentials(uri)
-        message = f"{shown}: {store.explained(error, uri)}"
+        record = _import_results(results, uri)
+    except Exception as error:  # no error of a store may stop a workflow
+        public_uri = mlflow_store.without_credentials(uri)
+        message = f"{public_uri}: {mlflow_store.describe_error(error, uri)}"
         say(f"kairos track: nothing is lost, but the import into MLflow failed: {message}")
-        record = {"imported": False, "error": message, "uri": shown}
+        record = {"imported": False, "error": message, "uri": public_uri}
     write_json(out, record)
 
 
-def _import(results: Results, uri: str) -> dict[str, Any]:
-    name, runs = content.experiment_name(results.experiment), {}
-    with store.exclusive(uri):
-        with store.patience(seconds=4, retries=1):
-            client = store.connect(uri)
+def _import_results(results: Results, uri: str) -> dict[str, Any]:
+    """Import results into a store, and return the record of the import."""
+    name = run_content.mlflow_experiment_name(results.experiment)
+    run_ids = {}
+    with mlflow_store.lock_database(uri):
+        with mlflow_store.limit_requests(seconds=4, retries=1):
+            client = mlflow_store.connect(uri)
             resource_usage.end_startup()
-            experiment = store.experiment_id(client, name)
-        with store.patience(seconds=60, retries=2):
-            parent = _parent(client, experiment, results)
+            experiment_id = mlflow_store.find_or_create_experiment(client, name)
+        with mlflow_store.limit_requests(seconds=60, retries=2):
+            parent_id = _import_parent_run(client, experiment_id, results)
             progress = Progress(len(results.runs), "track", "run")
-            for training in results.runs:
-                runs[f"{training.method}/seed{training.seed}"] = _child(client, experiment, parent, results, training)
+            for run in results.runs:
+                run_id = _import_training_run(client, experiment_id, parent_id, results, run)
+                run_ids[f"{run.method}/seed{run.seed}"] = run_id
                 progress.advance()
             progress.close()
-            for key, value in view.tags(results, parent, experiment).items():
-                client.set_experiment_tag(experiment, key, value)
-    shown = store.without_credentials(uri)
-    return {"imported": True, "uri": shown, "experiment": name, "parent": parent, "runs": runs}
+            for key, value in view.build_experiment_tags(results, parent_id, experiment_id).items():
+                client.set_experiment_tag(experiment_id, key, value)
+    return {
+        "imported": True,
+        "uri": mlflow_store.without_credentials(uri),
+        "experiment": name,
+        "parent": parent_id,
+        "runs": run_ids,
+    }
 
 
-def _parent(client: store.Client, experiment: str, results: Results) -> str:
-    run, folder = _write(client, experiment, content.parent_entry(results)), results.folder
-    client.set_tag(run, view.NOTE, view.note(results))
-    if (folder / "figures").is_dir():
-        client.log_artifacts(run, str(folder / "figures"), "figures")
+def _import_parent_run(client: mlflow_store.Client, experiment_id: str, results: Results) -> str:
+    """Import the parent run of an experiment with its report and figures, and return its id."""
+    run_id = _write_run(client, experiment_id, run_content.build_experiment_run(results))
+    client.set_tag(run_id, view.NOTE, view.build_note(results))
+    figures = results.folder / "figures"
+    if figures.is_dir():
+        client.log_artifacts(run_id, str(figures), "figures")
     for artifact in _ARTIFACTS:
-        if (folder / artifact).exists():
-            client.log_artifact(run, str(folder / artifact))
-    return run
+        if (results.folder / artifact).exists():
+            client.log_artifact(run_id, str(results.folder / artifact))
+    return run_id
 
 
-def _child(client: store.Client, experiment: str, parent: str, results: Results, training: RunResults) -> str:
-    which = training.method, training.seed, training.record["identity"]
-    points, tags = content.points(training), content.tags(results, training) | {"mlflow.parentRunId": parent}
-    run = _write(client, experiment, content.training_entry(results.experiment, *which, points, tags))
-    client.log_inputs(run, [store.dataset_input(results.dataset, results.folder)])
-    for milestone in training.snapshots:
-        client.log_artifact(run, str(milestone.grid_file), "samples")
-    return run
+def _import_training_run(
+    client: mlflow_store.Client, experiment_id: str, parent_id: str, results: Results, run: RunResults
+) -> str:
+    """Import a training run with its data set and sample grids, and return the id of its MLflow run."""
+    tags = run_content.build_tags(results, run) | {"mlflow.parentRunId": parent_id}
+    points = run_content.collect_points(run)
+    content = run_content.build_training_run(
+        results.experiment, run.method, run.seed, run.record["identity"], points, tags
+    )
+    run_id = _write_run(client, experiment_id, content)
+    client.log_inputs(run_id, [mlflow_store.build_dataset_input(results.dataset, results.folder)])
+    for snapshot in run.snapshots:
+        client.log_artifact(run_id, str(snapshot.grid_file), "samples")
+    return run_id
 
 
-def _write(client: store.Client, experiment: str, entry: content.Entry) -> str:
-    """Id of the entry's run, which afterwards has what it lacked and has ended."""
-    times = [point.timestamp for point in entry.points]
-    run = store.find_run(client, experiment, entry, min(times))
-    store.fill(client, run, entry)
+def _write_run(client: mlflow_store.Client, experiment_id: str, content: run_content.RunContent) -> str:
+    """Find or create an MLflow run, log its missing content, mark it as finished, and return its id."""
+    times = [point.timestamp for point in content.points]
+    run = mlflow_store.find_or_create_run(client, experiment_id, content, min(times))
+    mlflow_store.log_missing(client, run, content)
     if run.info.status != "FINISHED":
         client.set_terminated(run.info.run_id, "FINISHED", max(times))
     return str(run.info.run_id)

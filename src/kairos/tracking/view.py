@@ -1,4 +1,4 @@
-"""First view of an experiment in MLflow: the prepared comparison (its shape: view.json), and a note."""
+"""First view of an experiment in MLflow: a prepared comparison, whose layout is view.json, and a note."""
 
 import json
 from bisect import bisect
@@ -9,61 +9,74 @@ from string import Template
 from kairos.report import compare, formatting, ranking
 from kairos.report.collect import Results
 from kairos.report.findings import summarise_outcome
-from kairos.tracking.store import Client
+from kairos.tracking.mlflow_store import Client
 from kairos_timesteps.errors import KairosError
 
 KEY = "kairos"
-TAG = f"mlflow.sharedViewState.{KEY}"  # as MLflow's own button `Share` writes it
+TAG = f"mlflow.sharedViewState.{KEY}"  # the tag that MLflow's button `Share` writes
 NOTE = "mlflow.note.content"
-_TRAINING = "workflowType=machine_learning"  # of MLflow's two workspaces the one with runs
+_TRAINING = "workflowType=machine_learning"  # selects the one of MLflow's two workspaces that shows runs
 _COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "steps_factor", "time_factor"]
-_LIMIT = 3500  # characters of a table: older servers take tags of 5,000
+_TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
 
 
-def tags(results: Results, parent: str, experiment: str) -> dict[str, str]:
-    """Tags of the MLflow experiment.
+def build_experiment_tags(results: Results, parent_id: str, experiment_id: str) -> dict[str, str]:
+    """Return the tags of an MLflow experiment, which contain its note and the layout of the prepared comparison.
 
     Args:
-        results: that were imported.
-        parent: id of the run of the experiment as a whole, which has the report.
-        experiment: id of the MLflow experiment.
+        results: imported results.
+        parent_id: id of the experiment's parent run, which contains the report.
+        experiment_id: id of the MLflow experiment.
     """
-    shape = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
-    report = f"[report](#/experiments/{experiment}/runs/{parent}/artifacts/report.html?{_TRAINING})"
-    told = f"{note(results)}\n\nThe {report} and its figures are artifacts of the run `{results.experiment.experiment}`"
-    charts = f"[charts]({place(experiment)}&compareRunsMode=CHART)"
-    told += f"; grids of samples those of each training. The same as {charts}."
-    kind = "custom_model_development"  # else MLflow asks
+    layout = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
+    comparison = json.loads(layout.substitute(metric=results.metric))
+    report = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_TRAINING})"
+    charts = f"[charts]({comparison_path(experiment_id)}&compareRunsMode=CHART)"
+    note = (
+        f"{build_note(results)}\n\nThe {report} and its figures are artifacts of the run "
+        f"`{results.experiment.experiment}`; grids of samples are artifacts of each training run. The comparison is "
+        f"also shown as {charts}."
+    )
     return {
-        TAG: json.dumps(json.loads(shape.substitute(metric=results.metric)), separators=(",", ":")),
-        NOTE: told,
-        "mlflow.experimentKind": kind,
+        TAG: json.dumps(comparison, separators=(",", ":")),
+        NOTE: note,
+        "mlflow.experimentKind": "custom_model_development",  # without it MLflow asks the user
     }
 
 
-def note(results: Results) -> str:
-    """The comparison in Markdown: the outcome, then all methods, the lowest distance first, as many as have room."""
+def build_note(results: Results) -> str:
+    """Return the comparison of methods in Markdown: the outcome, and a table of methods, lowest distance first.
+
+    The table is cut to the rows that fit into a tag.
+    """
     try:
-        rows, found = ranking.compare_methods(results), compare.build_comparison_table(results.measurements)
-    except KairosError as error:  # no number to compare: runs can be looked at all the same
+        rows = ranking.compare_methods(results)
+        table = compare.build_comparison_table(results.measurements)
+    except KairosError as error:  # no numbers to compare: runs can be viewed all the same
         return str(error)
-    value = [formatting.format_plus_minus(*pair) for pair in zip(found["value"], found["spread"])]
-    first, *others = (f"{method} {distance}" for method, distance in zip(found["method"], value))
-    limits = "" if rows[0].is_ranked else f" (too few seeds to rank: {rows[0].seed_count})"
-    head = f"{results.primary_metric}, lowest first{limits}: {', '.join([f'**{first}**', *others[:4]])}"
-    shown = found.assign(value=value)[_COLUMNS].rename(columns={"value": results.primary_metric})
-    lines = compare.format_table(shown, "md").splitlines()
-    kept = lines[: bisect([*accumulate(len(line) + 1 for line in lines)], _LIMIT)]
-    more = f"\n\n{len(lines) - len(kept)} more are in the report." if kept != lines else ""
-    return "\n\n".join([head, " ".join(summarise_outcome(results, rows)), "\n".join(kept) + more])
+    values = [formatting.format_plus_minus(value, spread) for value, spread in zip(table["value"], table["spread"])]
+    best, *others = (f"{method} {value}" for method, value in zip(table["method"], values))
+    too_few_seeds = "" if rows[0].is_ranked else f" (too few seeds to rank: {rows[0].seed_count})"
+    heading = f"{results.primary_metric}, lowest first{too_few_seeds}: {', '.join([f'**{best}**', *others[:4]])}"
+    columns = table.assign(value=values)[_COLUMNS].rename(columns={"value": results.primary_metric})
+    lines = compare.format_table(columns, "md").splitlines()
+    lengths = accumulate(len(line) + 1 for line in lines)
+    shown_lines = lines[: bisect([*lengths], _TABLE_LIMIT)]
+    omitted = len(lines) - len(shown_lines)
+    more = f"\n\n{omitted} more are in the report." if omitted else ""
+    return "\n\n".join([heading, " ".join(summarise_outcome(results, rows)), "\n".join(shown_lines) + more])
 
 
-def place(experiment: str) -> str:
-    """The address of the prepared comparison below that of the server."""
-    return f"#/experiments/{experiment}/runs?{_TRAINING}&viewStateShareKey={KEY}"
+def comparison_path(experiment_id: str) -> str:
+    """Return the path of the prepared comparison, relative to the server's address."""
+    return f"#/experiments/{experiment_id}/runs?{_TRAINING}&viewStateShareKey={KEY}"
 
 
-def prepared(client: Client) -> dict[str, str]:
-    """Names of the experiments that have a prepared comparison, the latest first, and where it is."""
-    found = client.search_experiments(order_by=["last_update_time DESC"])
-    return {own.name: place(own.experiment_id) for own in found if TAG in own.tags}
+def find_prepared_comparisons(client: Client) -> dict[str, str]:
+    """Return the path of each prepared comparison by the name of its experiment, the latest first."""
+    experiments = client.search_experiments(order_by=["last_update_time DESC"])
+    return {
+        experiment.name: comparison_path(experiment.experiment_id)
+        for experiment in experiments
+        if TAG in experiment.tags
+    }

@@ -1,0 +1,243 @@
+"""The MLflow store: its address, access by several processes at once, and writing of runs."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import unquote_plus
+
+from kairos.files import locked
+from kairos.tracking.run_content import COMMIT, Point, RunContent
+from kairos_timesteps.errors import KairosError
+
+# classes of MLflow, which is imported in functions alone because its import takes a second
+Client: TypeAlias = Any
+Run: TypeAlias = Any
+
+DEFAULT_URI = "sqlite:///mlflow.db"
+ARTIFACTS = "mlartifacts"
+_DATABASE_SERVERS = ("postgresql", "mysql", "mssql")  # with SQLite, the databases that MLflow supports
+_LOCK_SECONDS = 120
+_EARLIEST_FIRST = "attributes.start_time ASC"  # MLflow orders equal times by run id, so all processes see one order
+
+
+def tracking_uri(configured: str | None) -> str:
+    """Return the store's URI: the configured one, else MLFLOW_TRACKING_URI, else a database in this folder."""
+    return configured or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+def find_database_file(uri: str) -> Path | None:
+    """Return the file of an SQLite database; None: the store is something else."""
+    match = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)
+    return Path(match[1]).absolute() if match else None
+
+
+def without_credentials(uri: str) -> str:
+    """Return the URI without user name, password, query and fragment; a path without ``://`` is returned unchanged."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return uri
+    address = rest[len(_user_info(uri)) :]
+    return f"{scheme}://{re.split('[?#]', address)[0]}"
+
+
+def redact_credentials(text: str, uri: str) -> str:
+    """Return a text, such as an error message, without the credentials of a URI that the text may quote."""
+    text = text.replace(uri, without_credentials(uri))
+    if user := _user_info(uri):
+        text = text.replace(user, "")
+    query = uri.partition("?")[2].partition("#")[0]
+    for parameter in query.split("&"):
+        name, _, value = parameter.partition("=")
+        for secret in filter(None, (value, unquote_plus(value))):
+            text = re.sub(rf"\b{re.escape(name)}=(['\"]?){re.escape(secret)}\1", f"{name}=***", text)
+    return text
+
+
+def _user_info(uri: str) -> str:
+    """Return ``user:password@`` of a URI, or an empty string."""
+    scheme, _, rest = uri.partition("://")
+    # SQLAlchemy, unlike HTTP clients, allows "/", "?" and "#" in a password
+    is_database = scheme.partition("+")[0] in _DATABASE_SERVERS
+    match = re.match(r"[^:/]*:[^@]*@|[^/?#]*@" if is_database else r"[^/?#]*@", rest)
+    return match[0] if match else ""
+
+
+def describe_error(error: Exception, uri: str) -> str:
+    """Return the cause of an error in one line, without the credentials of the store's URI."""
+    if isinstance(error, KairosError):
+        return str(error)
+    text = redact_credentials(" ".join(str(error).split()), uri)
+    return f"{type(error).__name__}: {text[:500]}"
+
+
+@contextmanager
+def limit_requests(seconds: int, retries: int) -> Iterator[None]:
+    """Limit the time of MLflow requests to a server inside the block; variables that the user has set are kept.
+
+    Args:
+        seconds: time limit of a request.
+        retries: number of repetitions of a failed request.
+    """
+    defaults = {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        "GIT_PYTHON_REFRESH": "quiet",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": str(seconds),
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries),
+        "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    }
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextmanager
+def lock_database(uri: str) -> Iterator[None]:
+    """Lock an SQLite database for this process; without a lock, processes that create its tables at once crash.
+
+    Does nothing for a server.
+
+    Raises:
+        KairosError: another process holds the lock for more than two minutes.
+    """
+    path = find_database_file(uri)
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f"{path.name}.lock"), "w") as lock:
+        if not locked(lock, _LOCK_SECONDS, "imports from making its tables at once; put the database on"):
+            raise KairosError(f"{path}: another process has held it for {_LOCK_SECONDS} s; stop it or wait")
+        yield
+
+
+def connect(uri: str) -> Client:
+    """Return MLflow's client of a store; imports MLflow, which takes a second or more.
+
+    Raises:
+        KairosError: MLflow cannot be imported.
+    """
+    try:
+        from mlflow import MlflowClient
+    except ImportError as error:
+        raise KairosError(f"mlflow cannot be imported ({error}); run make setup") from None
+    return MlflowClient(tracking_uri=uri)
+
+
+def find_or_create_experiment(client: Client, name: str) -> str:
+    """Return the id of the MLflow experiment with a name; it is created if it does not exist.
+
+    Raises:
+        KairosError: the MLflow experiment was deleted.
+    """
+    from mlflow import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        is_server = client.tracking_uri.startswith("http")
+        artifact_location = None if is_server else Path(ARTIFACTS).absolute().as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=artifact_location))
+        except MlflowException:
+            # another job may have created it in the meantime
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                raise
+    if experiment.lifecycle_stage == "deleted":
+        command = f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`"
+        advice = f"restore it ({command}) or choose another name in tracking.experiment"
+        raise KairosError(f"MLflow experiment {name!r} was deleted; {advice}")
+    return str(experiment.experiment_id)
+
+
+def find_or_create_run(client: Client, experiment: str, content: RunContent, start: int, settling: float = 0.0) -> Run:
+    """Return the MLflow run with the identifying tags of `content`; it is created if it does not exist.
+
+    If several processes created the run at once, the first one is kept. The others are moved to MLflow's trash: the
+    results contain all of their content, and the import logs what is missing.
+
+    Args:
+        client: client of the store.
+        experiment: id of the MLflow experiment.
+        content: content of the run.
+        start: start of a new run, in milliseconds since 1970.
+        settling: seconds to wait for runs that other processes create at the same time.
+    """
+    from mlflow import MlflowException
+
+    conditions = [f"tags.`{key}` = '{value}'" for key, value in content.identifying.items()]
+
+    def search() -> list[Run]:
+        return list(client.search_runs([experiment], " and ".join(conditions), order_by=[_EARLIEST_FIRST]))
+
+    runs = search()
+    if not runs:
+        client.create_run(experiment, start_time=start, tags=content.identifying, run_name=content.name)
+        time.sleep(settling)
+        runs = search()
+    for duplicate in runs[1:]:
+        with suppress(MlflowException):  # another job has deleted it
+            client.delete_run(duplicate.info.run_id)
+    return runs[0]
+
+
+def log_missing(client: Client, run: Run, content: RunContent) -> None:
+    """Log the content that a run does not have; a second call logs nothing.
+
+    A value that differs from the one recorded for its step is logged with a later timestamp, so that MLflow shows it.
+
+    Args:
+        client: client of the store.
+        run: the run, as it was found.
+        content: content that the run should have.
+    """
+    from mlflow.entities import Param, RunTag
+
+    run_id, present = run.info.run_id, run.data
+    latest: dict[tuple[str, int], tuple[int, float]] = {}  # timestamp and value by key and step
+    for key in {point.key for point in content.points} & set(present.metrics):
+        for metric in client.get_metric_history(run_id, key):
+            key_and_step = key, metric.step
+            earlier = latest.get(key_and_step, (-1, 0.0))
+            latest[key_and_step] = max(earlier, (metric.timestamp, metric.value))
+    new_points = []
+    for point in content.points:
+        timestamp, value = latest.get((point.key, point.step), (-1, None))
+        if value != point.value:
+            new_points.append(point._replace(timestamp=max(point.timestamp, timestamp + 1)))
+    new_params = [Param(key, value) for key, value in content.params.items() if key not in present.params]
+    new_tags = {key: value for key, value in content.tags.items() if present.tags.get(key) != value}
+    if COMMIT in present.tags:
+        new_tags.pop(COMMIT, None)
+    client.log_batch(run_id, to_mlflow_metrics(new_points), new_params, [RunTag(*tag) for tag in new_tags.items()])
+
+
+def to_mlflow_metrics(points: Sequence[Point]) -> list[Any]:
+    """Convert points to MLflow's metrics; its client splits them into requests of the size that a server accepts."""
+    from mlflow.entities import Metric
+
+    return [Metric(*point) for point in points]
+
+
+def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
+    """Return the data set of an experiment as MLflow's input of a training run; its digest starts the content's hash.
+
+    Args:
+        manifest: manifest of the data set.
+        folder: folder of the experiment's results.
+    """
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    size = ", ".join(f"{name} {manifest[name]}" for name in ("count", "height", "width", "channels"))
+    source = json.dumps({"uri": f"{folder}/dataset ({size})"})
+    dataset = Dataset(manifest["source"], manifest["content_sha256"][:36], "local", source)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])

@@ -1,0 +1,214 @@
+"""Content of MLflow runs as plain values: parameters, metric points with recorded times, tags.
+
+Live reports of a training run and the later import both use this module, so they write equal content.
+"""
+
+import math
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kairos.training.identity import trajectory_settings
+
+if TYPE_CHECKING:
+    from kairos.config import Experiment
+    from kairos.report.collect import Results, RunResults
+
+_CURVE_POINTS = 500  # largest number of points of a curve: a database takes seconds for ten thousand
+_PARAM_LIMIT = 6000  # characters of a parameter
+COMMIT = "mlflow.source.git.commit"  # a tag that later imports do not change
+_UNKNOWN_START = datetime(2000, 1, 1, tzinfo=UTC)  # start of a training run without recorded times
+
+
+class Point(NamedTuple):
+    """Metric value in the form of mlflow.entities.Metric; `timestamp` is in milliseconds since 1970."""
+
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+@dataclass(frozen=True)
+class RunContent:
+    """Content of an MLflow run.
+
+    Attributes:
+        name: name of the run.
+        identifying: tags that never change and together find the run.
+        params: parameters.
+        points: metric values with step and time.
+        tags: further tags.
+    """
+
+    name: str
+    identifying: dict[str, str]
+    params: dict[str, str]
+    points: Sequence[Point]
+    tags: dict[str, str]
+
+
+def mlflow_experiment_name(experiment: "Experiment") -> str:
+    """Return the name of the MLflow experiment that contains an experiment's runs."""
+    return experiment.tracking.experiment or f"kairos/{experiment.experiment}"
+
+
+def build_experiment_run(results: "Results") -> RunContent:
+    """Build the parent run of an experiment, which contains the reference rows."""
+    name = results.experiment.experiment
+    start = min((run.started or _UNKNOWN_START for run in results.runs), default=_UNKNOWN_START)
+    reference_values = {}
+    for row_name, row in results.reference["rows"].items():
+        reference_values |= {f"reference/{row_name}/{key}": value for key, value in row.items()}
+    provenance = results.runs[0].record["provenance"]
+    return RunContent(
+        name=name,
+        identifying={"kairos.experiment": name, "kairos.role": "experiment"},
+        params={"methods": ", ".join(results.methods), "model": results.experiment.model["name"]},
+        points=list(convert_record(reference_values, 0, build_step_clock(start, {}))),
+        tags={"kairos.data": results.dataset["content_sha256"], **build_source_tags(provenance)},
+    )
+
+
+def build_training_run(
+    experiment: "Experiment", method: str, seed: int, identity: str, points: Sequence[Point], tags: dict[str, str]
+) -> RunContent:
+    """Build the MLflow run of a training run.
+
+    Args:
+        experiment: the experiment.
+        method, seed: the training run.
+        identity: hash of everything that decides its trajectory.
+        points: metric values.
+        tags: tags that do not identify the run.
+    """
+    identifying = {
+        "kairos.experiment": experiment.experiment,
+        "kairos.role": "training",
+        "kairos.method": method,
+        "kairos.seed": str(seed),
+        "kairos.identity": identity,
+    }
+    params = flatten_parameters(experiment, method, seed)
+    return RunContent(f"{method} seed {seed}", identifying, params, points, tags)
+
+
+def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
+    """Return the settings that decide a training run, under dotted names: sampler and weighting first.
+
+    Settings that an extension of the run may change are left out.
+    """
+    plain = experiment.plain()
+    nested = {
+        "method": method,
+        "seed": seed,
+        **plain["methods"][method],
+        "model": plain["model"],
+        "diffusion": plain["diffusion"],
+        "training": trajectory_settings(plain, method),
+        "dataset": {key: plain["dataset"][key] for key in ("source", "path", "resolution", "flips")},
+        "autoencoder": {"kind": plain["autoencoder"]["kind"]},
+    }
+    return {key: str(value)[:_PARAM_LIMIT] for key, value in flatten(nested)}
+
+
+def choose_stride(line_count: int) -> int:
+    """Return the stride, a power of 2, that keeps at most 500 points of a curve of `line_count` lines.
+
+    An extension of the run therefore keeps all points of the shorter curve, or every second, every fourth and so on.
+    """
+    return 1 << max(0, math.ceil(math.log2(max(line_count, 1) / _CURVE_POINTS)))
+
+
+def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) -> Callable[[int], int]:
+    """Return a function from a step to the recorded time of its end, in milliseconds since 1970.
+
+    Args:
+        started: first start of the training run.
+        seconds_by_step: training seconds by step, from timing.jsonl; times between them are interpolated. If it is
+            empty, a step takes a second.
+    """
+    steps = [0, *sorted(seconds_by_step)]
+    seconds = [0.0, *(seconds_by_step[step] for step in steps[1:])]
+    start = started.timestamp()
+
+    def time_of_step(step: int) -> int:
+        elapsed = float(np.interp(step, steps, seconds)) if seconds_by_step else step
+        return round(1000 * (start + elapsed))
+
+    return time_of_step
+
+
+def collect_points(run: "RunResults") -> list[Point]:
+    """Return all curves of a training run: metrics.jsonl, thinned, and the evaluations of all snapshots."""
+    time_of_step = build_step_clock(run.started or _UNKNOWN_START, run.seconds_by_step)
+    stride = choose_stride(len(run.metrics))
+    points: list[Point] = []
+    for line in run.metrics.iloc[stride - 1 :: stride].to_dict("records"):
+        points += convert_record(line, line["step"], time_of_step)
+    for snapshot in run.snapshots:
+        points += convert_record(snapshot.measured_values, snapshot.step, time_of_step)
+    last_step = run.last_snapshot.step
+    if run.seconds_by_step.get(last_step):
+        seconds_per_step = run.seconds_by_step[last_step] / last_step
+        points += convert_record({"seconds_per_step": seconds_per_step}, last_step, time_of_step)
+    return points
+
+
+def convert_record(record: Mapping[Any, Any], step: int, time_of_step: Callable[[int], int]) -> Iterator[Point]:
+    """Yield the finite numbers of a record as metric values; its keys ``step`` and ``images`` are left out.
+
+    Args:
+        record: nested dictionary.
+        step: step of the values.
+        time_of_step: see `build_step_clock`.
+    """
+    for key, value in flatten(record):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key not in ("step", "images") and is_number and math.isfinite(value):
+            yield Point(key, float(value), time_of_step(step), step)
+
+
+def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
+    """Return the tags of a training run: hashes of its inputs and outputs, and its provenance."""
+    record = run.record
+    return {
+        "kairos.data": results.dataset["content_sha256"],
+        "kairos.autoencoder": str(results.autoencoder["sha256"]),
+        "kairos.extractor_hash": results.reference["extractor_hash"],
+        "kairos.reference_hash": results.reference["reference_hash"],
+        **{f"kairos.sha256.{name}": digest for name, digest in record["components"].items()},
+        **{f"kairos.provenance.{key}": str(value) for key, value in record["provenance"].items() if value is not None},
+        **build_source_tags(record["provenance"]),
+    }
+
+
+def build_source_tags(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tags by which MLflow shows the source code of a run."""
+    tags = {"mlflow.source.name": "kairos", "mlflow.source.type": "LOCAL"}
+    commit = provenance.get("git_commit") or find_git_commit()
+    if commit:
+        tags[COMMIT] = commit
+    return tags
+
+
+def find_git_commit() -> str | None:
+    """Return the commit of the working folder; None if it is no git repository."""
+    try:
+        answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested dictionaries under dotted names; None is left out."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield prefix + key, value
