@@ -146,7 +146,7 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
     assert states["p2"] == ("starting", 0, "job 18", "")
     assert states["log_normal"] == ("queued", 0, "job 20", "Resources")
     assert states["mode"] == ("waiting", 0, "", "")
-    assert slurm.summary(jobs) == "in the queue: images 1 wait, train 2 wait, trainings 1 run"
+    assert slurm.summarize_jobs(jobs) == "in the queue: images 1 wait, train 2 wait, trainings 1 run"
 
 
 def test_methods_seeds_and_milestones_come_from_the_file_or_the_folder(capsys: pytest.CaptureFixture[str]) -> None:

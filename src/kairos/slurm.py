@@ -1,7 +1,8 @@
-"""SLURM's queue, as the workflow fills it.
+"""The jobs of an experiment in SLURM's queue.
 
-All jobs of an experiment have one name. What each makes is written down in ``.kairos/jobs/<experiment>/<number>.json``
-(see `snakemake_executor_plugin_kairos.executor`); its comment names the rule, and mostly method and seed.
+All jobs of an experiment have one name in the queue. The workflow records the outputs of each job in
+``.kairos/jobs/<experiment>/<number>.json`` (see `snakemake_executor_plugin_kairos.executor`). The comment of a job
+contains the Snakemake rule, and for training jobs method and seed.
 """
 
 import getpass
@@ -19,30 +20,32 @@ from pathlib import Path
 from kairos.files import read_json
 from kairos_timesteps.errors import DamagedError
 
-NO_CLUSTER = "DNS SRV lookup failed"  # what SLURM's commands say where nothing tells them of a cluster
-WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of jobs that have not begun
-_WISHES = re.compile("SQUEUE_|SACCT_|SINFO_|SLURM_TIME_FORMAT")
+NO_CLUSTER = "DNS SRV lookup failed"  # in the output of SLURM's commands on machines without a configured cluster
+PENDING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of jobs that have not started
+_USER_OPTIONS = re.compile("SQUEUE_|SACCT_|SINFO_|SLURM_TIME_FORMAT")  # environment variables that change outputs
 _COMMENT = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
 _OUTPUT = re.compile(r"([^/]+)/seed(\d+)/(?:milestones/.*|training\.json)")
 
-Training = tuple[str, int]  # method and seed
+TrainingRun = tuple[str, int]  # method and seed
 
 
 def job_name(results: str) -> str:
-    """The name of all of an experiment's jobs in the queue: `squeue --name`, `scancel --name`."""
-    here = hashlib.sha256(os.path.abspath(results).encode()).hexdigest()[:6]
-    return f"kairos-{re.sub(r'[^A-Za-z0-9_-]', '-', os.path.basename(results))}-{here}"
+    """Return the name of all jobs of an experiment in the queue, for `squeue --name` and `scancel --name`."""
+    path_hash = hashlib.sha256(os.path.abspath(results).encode()).hexdigest()[:6]
+    return f"kairos-{re.sub(r'[^A-Za-z0-9_-]', '-', os.path.basename(results))}-{path_hash}"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that waits or runs.
+    """A pending or running job.
 
     Attributes:
-        number, state, reason: as SLURM has them.
-        begun: Unix time at which it last started, in whole seconds; None where it waits.
-        stage: the rule whose job it is.
-        trainings: those that it works on.
+        number: SLURM's number of the job.
+        state: SLURM's state of the job, such as RUNNING.
+        reason: SLURM's reason for the state.
+        begun: Unix time of the last start, in whole seconds; None for a pending job.
+        stage: the Snakemake rule of the job.
+        trainings: training runs that the job works on.
     """
 
     number: str
@@ -50,34 +53,40 @@ class Job:
     reason: str
     begun: float | None
     stage: str
-    trainings: tuple[Training, ...]
+    trainings: tuple[TrainingRun, ...]
 
     @property
     def pending(self) -> bool:
         """True if the job has not started."""
-        return self.state in WAITING
+        return self.state in PENDING_STATES
 
 
-def jobs(results: Path) -> tuple[list[Job], str]:
-    """The jobs of an experiment, and what SLURM complains of, mostly nothing. Without SLURM there are none."""
+def list_jobs(results: Path) -> tuple[list[Job], str]:
+    """Return the jobs of an experiment, and SLURM's error message, which is usually empty.
+
+    Without SLURM there are no jobs.
+
+    Args:
+        results: folder of the experiment's results.
+    """
     if shutil.which("squeue") is None:
         return [], ""
-    good, answer = queue(results, "%i|%T|%r|%S|%k")
-    if not good:
+    succeeded, answer = query_queue(results, "%i|%T|%r|%S|%k")
+    if not succeeded:
         return [], "" if NO_CLUSTER in answer else f"squeue: {answer}"
-    return [_job(results, *line.split("|", 4)) for line in answer.splitlines()], ""
+    return [_parse_job(results, line) for line in answer.splitlines()], ""
 
 
-def queue(results: str | Path, what: str, patience: float = 10) -> tuple[bool, str]:
-    """Query squeue for an experiment's jobs; return True and its output, or False and the error.
+def query_queue(results: str | Path, fields: str, timeout: float = 10) -> tuple[bool, str]:
+    """Query squeue for the jobs of an experiment; return True and its output, or False and the error.
 
     Args:
         results: folder of the experiment's results, which determines the name of its jobs.
-        what: format of an output line, as for ``squeue --format``.
-        patience: seconds to wait for an answer.
+        fields: format of an output line, as for ``squeue --format``.
+        timeout: seconds to wait for an answer.
     """
-    whose = (f"--user={getpass.getuser()}", f"--name={job_name(str(results))}")
-    return ask("squeue", "--noheader", *whose, f"--format={what}", patience=patience)
+    user, name = f"--user={getpass.getuser()}", f"--name={job_name(str(results))}"
+    return run_command("squeue", "--noheader", user, name, f"--format={fields}", timeout=timeout)
 
 
 def job_records_folder(results: str | Path) -> Path:
@@ -86,37 +95,49 @@ def job_records_folder(results: str | Path) -> Path:
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment without a user's own wishes for what SLURM's commands show, and how."""
-    return {name: value for name, value in os.environ.items() if not _WISHES.match(name)}
+    """Return the environment without the variables by which users change the output of SLURM's commands."""
+    return {name: value for name, value in os.environ.items() if not _USER_OPTIONS.match(name)}
 
 
-def ask(*command: str, patience: float = 10) -> tuple[bool, str]:
-    """Run a SLURM command for at most `patience` seconds; return True and its output, or False and the error."""
-    environment = plain_environment()
+def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
+    """Run a SLURM command for at most `timeout` seconds; return True and its output, or False and the error."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False, env=environment)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, check=False, env=plain_environment()
+        )
     except subprocess.TimeoutExpired:
-        return False, f"no answer within {patience:g} s"
-    return done.returncode == 0, done.stdout if done.returncode == 0 else " ".join(done.stderr.split())[:400]
+        return False, f"no answer within {timeout:g} s"
+    if result.returncode != 0:
+        return False, " ".join(result.stderr.split())[:400]
+    return True, result.stdout
 
 
-def _job(results: Path, number: str, state: str, reason: str, start: str, comment: str) -> Job:
-    book = job_records_folder(results) / f"{number}.json"
-    try:
-        outputs = [os.path.relpath(path, results) for path in read_json(book)["outputs"]]
-    except (OSError, DamagedError):  # sent this instant, or by another folder's controller
-        match = _COMMENT.fullmatch(comment)
-        found = {(match[1], int(match[2]))} if match else set()
-    else:
-        found = {(match[1], int(match[2])) for match in map(_OUTPUT.fullmatch, outputs) if match}
+def _parse_job(results: Path, line: str) -> Job:
+    """Parse a line of squeue with number, state, reason, start time and comment."""
+    number, state, reason, start, comment = line.split("|", 4)
     begun = None
-    if state not in WAITING:  # else it is an estimate
+    if state not in PENDING_STATES:  # the start time of a pending job is an estimate
         with suppress(ValueError):
-            begun = datetime.fromisoformat(start).timestamp()  # local time, as squeue's
-    return Job(number, state, reason, begun, comment.removeprefix("rule_").split("_")[0], tuple(sorted(found)))
+            begun = datetime.fromisoformat(start).timestamp()  # in local time, like squeue's output
+    stage = comment.removeprefix("rule_").split("_")[0]
+    return Job(number, state, reason, begun, stage, tuple(sorted(_find_training_runs(results, number, comment))))
 
 
-def summary(found: list[Job]) -> str:
+def _find_training_runs(results: Path, number: str, comment: str) -> set[TrainingRun]:
+    """Return the training runs of a job, from the record of its outputs or, without one, from its comment.
+
+    The record is missing for a moment after the submission, and for jobs that were submitted from another folder.
+    """
+    try:
+        outputs = read_json(job_records_folder(results) / f"{number}.json")["outputs"]
+    except (OSError, DamagedError):
+        match = _COMMENT.fullmatch(comment)
+        return {(match[1], int(match[2]))} if match else set()
+    matches = [_OUTPUT.fullmatch(os.path.relpath(path, results)) for path in outputs]
+    return {(match[1], int(match[2])) for match in matches if match}
+
+
+def summarize_jobs(jobs: list[Job]) -> str:
     """Return the numbers of waiting and running jobs of each stage, as a line."""
-    counts = Counter((job.stage, "wait" if job.pending else "run") for job in found)
+    counts = Counter((job.stage, "wait" if job.pending else "run") for job in jobs)
     return "in the queue: " + ", ".join(f"{stage} {number} {what}" for (stage, what), number in sorted(counts.items()))

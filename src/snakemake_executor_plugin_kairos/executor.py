@@ -30,7 +30,7 @@ from snakemake_interface_executor_plugins.settings import ExecMode
 
 from kairos.files import read_json, sha256_file, write_json
 from kairos.progress import duration, say
-from kairos.slurm import WAITING, ask, job_name, job_records_folder, plain_environment, queue
+from kairos.slurm import PENDING_STATES, job_name, job_records_folder, plain_environment, query_queue, run_command
 from kairos.training.job import read_progress
 from kairos.workflow import batch_script
 from kairos.workflow.layout import load_frozen_layout
@@ -222,9 +222,9 @@ class Executor(plugin.Executor):  # type: ignore[misc]
             if states is not None:
                 self._misses[number] = 0 if number in states else self._misses[number] + 1
             is_gone = self._misses[number] >= _MISSES_UNTIL_GONE
-            is_queued_again = states is not None and states.get(number) in WAITING
+            is_queued_again = states is not None and states.get(number) in PENDING_STATES
             if (is_gone or is_queued_again) and self._is_complete(info):
-                ask("scancel", number, patience=_COMMAND_TIMEOUT)
+                run_command("scancel", number, timeout=_COMMAND_TIMEOUT)
                 self.report_job_success(info)
             elif is_gone:
                 self.report_job_error(info, msg=f"SLURM job {number} is no longer in the queue. ")
@@ -235,7 +235,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         """Cancel all jobs of the experiment, also those that are being submitted."""
         self._cancelled.set()
         super().cancel()
-        ask("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, patience=_COMMAND_TIMEOUT)
+        run_command("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, timeout=_COMMAND_TIMEOUT)
 
     # Records of jobs
 
@@ -287,7 +287,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
 
     def _cancel_job(self, number: str) -> None:
         """Cancel a SLURM job and wait until it has left the queue."""
-        ask("scancel", number, patience=_COMMAND_TIMEOUT)
+        run_command("scancel", number, timeout=_COMMAND_TIMEOUT)
         while self._in_queue(number):
             self._pause(_QUERY_INTERVAL)
 
@@ -314,7 +314,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         Returns:
             The other field by job number; None if the queue does not answer.
         """
-        has_answered, answer = queue(self._results, fields, patience=_COMMAND_TIMEOUT)
+        has_answered, answer = query_queue(self._results, fields, timeout=_COMMAND_TIMEOUT)
         if not has_answered:
             return None
         lines = (line.partition(" ") for line in answer.splitlines())

@@ -39,7 +39,7 @@ def submit(comment: str, *options: str, command: str = "sleep 300") -> str:
 
 
 def look() -> dict[str, RunProgress]:
-    jobs, fault = queue.jobs(RESULTS)
+    jobs, fault = queue.list_jobs(RESULTS)
     assert fault == ""
     return {training.method: training for training in list_run_progress(load_outline(Path("many.yaml")), jobs)}
 
@@ -56,7 +56,7 @@ def test_queued_and_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["uniform"].note == "JobHeldUser"
     assert found["p2"].location == f"job {shared}"
     assert found["speed"].state == "waiting"
-    assert queue.summary(queue.jobs(RESULTS)[0]) == "in the queue: train 1 wait, trainings 1 run"
+    assert queue.summarize_jobs(queue.list_jobs(RESULTS)[0]) == "in the queue: train 1 wait, trainings 1 run"
     slurm("scancel", held, shared)
     wait_for(lambda: {training.state for training in look().values()} == {"waiting"}, 60, "the end of the jobs")
 
@@ -108,7 +108,7 @@ def test_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("slurm.conf").write_text("\n".join([*lines, "SlurmctldPort=9", "MessageTimeout=2", ""]))
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_CONF", str(Path("slurm.conf").resolve()))
-        jobs, fault = queue.jobs(RESULTS)
+        jobs, fault = queue.list_jobs(RESULTS)
         good, _, said = cluster_checks.slurm()[0]
         done = subprocess.run([sys.executable, "-m", "kairos", "status", "many.yaml"], capture_output=True, text=True)
     assert jobs == []

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kairos.slurm import NO_CLUSTER, ask
+from kairos.slurm import NO_CLUSTER, run_command
 from kairos.status.tool_checks import Finding, nearest_existing
 from kairos_timesteps.errors import KairosError
 
@@ -40,7 +40,7 @@ def slurm(profile: Path = PROFILE) -> list[Finding]:
         defaults = _default_resources(profile)
     except KairosError as error:
         return [(False, "slurm profile", str(error))]
-    succeeded, answer = ask("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
+    succeeded, answer = run_command("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
     if NO_CLUSTER in answer:
         return [(True, "slurm", "its commands are installed, but no cluster is configured (slurm.conf)")]
     if not succeeded:
@@ -65,7 +65,7 @@ def _account(profile: Path, requested: str | None) -> Finding:
         requested: account of the profile; None: it has none.
     """
     command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
-    succeeded, answer = ask(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
+    succeeded, answer = run_command(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
     accounts = sorted(set(answer.split()))
     if succeeded and accounts and requested and requested not in accounts:
         advice = f"{requested}, as in {profile}, is none of {', '.join(accounts)}: edit the profile"

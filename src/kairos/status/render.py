@@ -88,7 +88,7 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
 def _collect_status(experiment: Path) -> dict[str, Any]:
     """Collect the values that both templates show."""
     outline = load_outline(experiment)
-    jobs, queue_error = slurm.jobs(outline.results)
+    jobs, queue_error = slurm.list_jobs(outline.results)
     runs = list_run_progress(outline, jobs)
     outputs = [RunOutputs(outline, method, seed) for method, seed in outline.trainings]
     counts = {state: sum(run.state == state for run in runs) for state in STATES}
@@ -96,7 +96,7 @@ def _collect_status(experiment: Path) -> dict[str, Any]:
         "outline": outline,
         "runs": runs,
         "outputs": outputs,
-        "queue": slurm.summary(jobs) if jobs else queue_error,
+        "queue": slurm.summarize_jobs(jobs) if jobs else queue_error,
         "stages": summarise_stages(outline, outputs),
         "summary": ", ".join(f"{count} {state}" for state, count in counts.items() if count),
         "duration": duration,

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from kairos import ranks
 from kairos.files import glance
-from kairos.slurm import ask
+from kairos.slurm import run_command
 from kairos_timesteps import distributed
 
 STATUS = 75  # exit status EX_TEMPFAIL: stopped by request; the same command resumes
@@ -152,7 +152,7 @@ def end_of_slurm_job() -> float:
         if end:
             return float(end)
         if job:
-            _, answer = ask("squeue", "--noheader", "--jobs", job, "--format", "%e", patience=20)
+            _, answer = run_command("squeue", "--noheader", "--jobs", job, "--format", "%e", timeout=20)
             return datetime.fromisoformat(answer.strip()).timestamp()  # squeue prints local time
     return 0.0
 
