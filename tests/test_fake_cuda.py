@@ -45,9 +45,9 @@ IN_EVERY_STEP = {
                    "copy to the device in couplings.Assignment.__call__": 1},
 }  # fmt: skip
 OF_LOGGING = {
-    "copy to the host in loop._line": 1,  # the losses
-    "value read in loop._line": 1,  # the gradient norm
-    "value read in loop.steps": 1,  # whether everything was finite
+    "copy to the host in loop._compute_metrics": 1,  # the losses
+    "value read in loop._compute_metrics": 1,  # the gradient norm
+    "value read in loop.train_steps": 1,  # whether everything was finite
     "value read in base.TableDensity.statistics": 1,
     "value read in info_noise.InfoNoise.statistics": 1,
     "copy to the host in distributed.gather": 1,  # a and b of a policy
