@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kairos.cli import main
-from kairos.downloads import _DIFFUSERS, _whole
+from kairos.downloads import _DIFFUSERS, _verify_network
 from kairos.evaluation import inception_weights
 from kairos_timesteps.errors import KairosError
 
@@ -228,7 +228,9 @@ def test_text_encoder_and_captions(server: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     place = Path(next(line for line in done.stdout.splitlines() if "clip" in line).split(": ")[1])
     assert {path.name for path in place.iterdir()} == set(CLIP) - {"tf_model.h5"}
-    code = "from kairos.text_encoders.encoder import network_folder; print(network_folder('someone/clip', 'text_encoder.path'))"
+    code = (
+        "from kairos.text_encoders import encoder; print(encoder.network_folder('someone/clip', 'text_encoder.path'))"
+    )
     offline = {**os.environ, **environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     job = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, check=False)
     assert Path(job.stdout.strip()) == place, job.stderr
@@ -249,7 +251,7 @@ def test_autoencoder_in_a_folder(folder: Path, capsys: pytest.CaptureFixture[str
     for content in (MODEL["diffusion_pytorch_model.safetensors"] + b"more", b"<html>not found</html>", b""):
         (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(content)
         with pytest.raises(KairosError, match="damaged"):
-            _whole(folder / "vae", _DIFFUSERS)
+            _verify_network(folder / "vae", _DIFFUSERS)
 
 
 @pytest.mark.long

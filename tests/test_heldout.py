@@ -15,7 +15,7 @@ from kairos.costs.dataset_size import find_dataset_size
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
-from kairos.downloads import needs
+from kairos.downloads import list_requirements
 from kairos.evaluation import classifier
 from kairos.evaluation.registries import ClassifierOptions
 from kairos.report.collect import load_real_images
@@ -122,8 +122,11 @@ def test_the_workflow_reads_them_too(tmp_path):
     assert [file.rsplit("/")[-1] for file in controller.list_data_files(found)] == [
         *("train-0.parquet", "train-1.parquet", "test-0.parquet")
     ]
-    assert [need.what.rsplit("/")[-1] for need in needs(found.experiment)[:2]] == ["train-*.parquet", "test-*.parquet"]
-    assert all(need.find() for need in needs(found.experiment)[:2])
+    assert [need.name.rsplit("/")[-1] for need in list_requirements(found.experiment)[:2]] == [
+        "train-*.parquet",
+        "test-*.parquet",
+    ]
+    assert all(need.find() for need in list_requirements(found.experiment)[:2])
     write_pictures(tmp_path / "in", 2)
     write_pictures(tmp_path / "held", 2)
     whole = layout(source="folder", path=str(tmp_path / "in"), heldout=str(tmp_path / "held"))
@@ -137,8 +140,8 @@ def test_the_workflow_reads_them_too(tmp_path):
 
 
 def test_splits_of_a_hub_data_set_are_both_fetched():
-    found = needs(layout(source="hub", path="someone/images", heldout="test").experiment)
-    assert [need.what for need in found[:2]] == ["data set someone/images (train)", "data set someone/images (test)"]
+    found = list_requirements(layout(source="hub", path="someone/images", heldout="test").experiment)
+    assert [need.name for need in found[:2]] == ["data set someone/images (train)", "data set someone/images (test)"]
 
 
 @pytest.mark.parametrize(

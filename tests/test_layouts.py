@@ -17,7 +17,7 @@ from kairos.data.decode import to_pixels
 from kairos.data.prepare import prepare
 from kairos.data.source_statistics import count_images
 from kairos.data.sources import open_source
-from kairos.downloads import needs
+from kairos.downloads import list_requirements
 from kairos.workflow import controller
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
 from test_data import config, folder_config, picture, write_pictures
@@ -119,7 +119,7 @@ def test_a_zip_is_what_the_workflow_reads(tmp_path):
 
     found = layout(source="zip", **paths)
     assert controller.list_data_files(found) == [paths["path"], paths["heldout"]]
-    assert [need.find() for need in needs(found.experiment)[:2]] == [paths["path"], paths["heldout"]]
+    assert [need.find() for need in list_requirements(found.experiment)[:2]] == [paths["path"], paths["heldout"]]
     listed = layout(source="folder", path="in", files=f"{tmp_path}/list.txt:0", heldout=f"{tmp_path}/list.txt:1")
     assert controller.list_data_files(listed) == [str(tmp_path / "list.txt")]
     assert validate(

@@ -137,7 +137,7 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
         "19|PENDING|Dependency|N/A|rule_images_p2_seed0_1",
         "20|PENDING|Resources|2026-02-01T12:00:00|rule_train_wildcards_log_normal_0",
     )
-    jobs = [slurm._job(RESULTS, *line.split("|", 4)) for line in lines]
+    jobs = [slurm._parse_job(RESULTS, line) for line in lines]
     found = {training.method: training for training in list_run_progress(load_outline(Path("many.yaml")), jobs)}
     states = {
         name: (training.state, training.step, training.location, training.note) for name, training in found.items()

@@ -1,8 +1,8 @@
-"""Downloads of everything that jobs would need a network for, before they start: compute nodes mostly have none.
+"""Downloads, before jobs start, of everything that the jobs would need a network for: most compute nodes have none.
 
-Everything goes where the jobs look for it with hub access off (``HF_HUB_OFFLINE=1``): the caches of the Hugging Face
-hub and of torch. Each download is whole or not there: the hub's own client, `datasets` and
-`evaluation.inception_weights` write under other names and rename.
+Downloads go where jobs look with hub access off (``HF_HUB_OFFLINE=1``): the caches of the Hugging Face hub and of
+torch. Each download is complete or absent: the hub's client, `datasets` and `evaluation.inception_weights` write files
+under temporary names and rename them.
 """
 
 import glob
@@ -25,113 +25,135 @@ from kairos_timesteps.errors import DamagedError, KairosError
 
 OFFLINE = "HF_HUB_OFFLINE"
 _CONFIG = "config.json"
-_DIFFUSERS = ("diffusion_pytorch_model.safetensors", "_class_name")  # a network's weights, and what describes its kind
+# file of a network's weights, and field of its config.json that contains the kind of network
+_DIFFUSERS = ("diffusion_pytorch_model.safetensors", "_class_name")
 _TRANSFORMERS = ("model.safetensors", "model_type")
 
 
 @dataclass(frozen=True)
-class Need:
-    """Something that jobs read.
+class Requirement:
+    """A data set, network or file that jobs read and that may have to be downloaded.
 
     Attributes:
-        what: its name.
-        find: where it is, checked, or None where it is not here; raises KairosError where what is here cannot be used.
-        bring: download it; None where that is for the user to do.
-        by_hand: what to do where it cannot be brought.
-        there: whether something is where it should be, which is not read; None: `find` is as quick.
+        name: name in messages.
+        find: function that verifies the files and returns their location, or None if they are missing; raises
+            KairosError if they cannot be used.
+        download: function that downloads the files; None if the user must provide them.
+        advice: what to do if the files cannot be downloaded.
+        exists: function that returns True if the files exist, without reading them; None: `find` is fast.
     """
 
-    what: str
+    name: str
     find: Callable[[], str | None]
-    bring: Callable[[], None] | None
-    by_hand: str
-    there: Callable[[], bool] | None = None
+    download: Callable[[], None] | None
+    advice: str
+    exists: Callable[[], bool] | None = None
 
-    def look(self, bring: bool = False) -> tuple[str | None, str]:
-        """Return the path, after a download if `bring` is set and the file is missing; or None and the problem."""
+    def locate(self, download: bool = False) -> tuple[str | None, str]:
+        """Return the location of the files and "", or None and the problem, if there is one besides their absence.
+
+        Args:
+            download: download missing files.
+        """
         try:
-            place = self.find()
-            if place is None and bring and self.bring is not None:
-                say(f"fetch: {self.what}")
-                self.bring()
-                place = self.find()
+            location = self.find()
+            if location is None and download and self.download is not None:
+                say(f"fetch: {self.name}")
+                self.download()
+                location = self.find()
         except KairosError as error:
             return None, str(error)
-        return place, ""
+        return location, ""
 
-    def lack(self, fault: str = "") -> str:
-        """Return the fault that `look` found; without one, a message that the file is missing, and what to do."""
-        return fault or "not here; " + ("kairos fetch brings it" if self.bring else self.by_hand)
+    def describe_absence(self, problem: str = "") -> str:
+        """Return the problem that `locate` found; without one, that the files are missing, and what to do."""
+        return problem or "not here; " + ("kairos fetch brings it" if self.download else self.advice)
 
 
-def needs(experiment: Experiment) -> list[Need]:
-    """Return what an experiment's jobs read from outside its results folder, in the order in which they read it."""
-    found = [_dataset(part) for part in experiment.dataset.sections if part.source != "digits"] + _further(experiment)
+def list_requirements(experiment: Experiment) -> list[Requirement]:
+    """Return what the jobs of an experiment read from outside the results folder, in the order of reading."""
+    sections = [section for section in experiment.dataset.sections if section.source != "digits"]
+    requirements = [_dataset(section) for section in sections]
+    requirements += _networks_and_captions(experiment)
     extractor = experiment.evaluation.extractor
     if extractor["name"] == "inception":
-        found.append(_inception(extractor["path"]))
+        requirements.append(_inception(extractor["path"]))
     if extractor["name"] == "dinov2":
-        found.append(_network("DINOv2", extractor["path"], "evaluation.extractor.path", _TRANSFORMERS))
-    return found
+        requirements.append(_network("DINOv2", extractor["path"], "evaluation.extractor.path", _TRANSFORMERS))
+    return requirements
 
 
-def lacking(experiment: Experiment) -> list[str]:
+def warn_of_missing(experiment: Experiment) -> list[str]:
     """Return a warning for each missing network or file that `Experiment.resolve` does not check.
 
-    Networks of gigabytes are not read for that.
+    Networks are not read, since they may have gigabytes.
     """
-    parts = [_dataset(part) for part in experiment.dataset.sections[1:] if part.source not in ("digits", "hub")]
-    looked = parts + _further(experiment)
-    return [f"warning: {need.what}: {need.lack()}" for need in looked if not (need.there or need.find)()]
+    heldout = [section for section in experiment.dataset.sections[1:] if section.source not in ("digits", "hub")]
+    requirements = [_dataset(section) for section in heldout] + _networks_and_captions(experiment)
+    warnings = []
+    for requirement in requirements:
+        exists = requirement.exists or requirement.find
+        if not exists():
+            warnings.append(f"warning: {requirement.name}: {requirement.describe_absence()}")
+    return warnings
 
 
-def _further(experiment: Experiment) -> list[Need]:
-    """Return the needs of an experiment other than its images and its feature extractor."""
-    found = []
+def _networks_and_captions(experiment: Experiment) -> list[Requirement]:
+    """Return the requirements of an experiment other than its images and its feature extractor."""
+    requirements = []
     if experiment.autoencoder.kind == "pretrained":
-        found.append(_network("autoencoder", experiment.autoencoder.path, "autoencoder.path", _DIFFUSERS))
-    found += map(_captions, experiment.dataset.caption_files)
+        path = experiment.autoencoder.path
+        requirements.append(_network("autoencoder", path, "autoencoder.path", _DIFFUSERS))
+    requirements += [_captions(path) for path in experiment.dataset.caption_files]
     if experiment.text_encoder is not None:
-        found.append(_network("text encoder", experiment.text_encoder.path, "text_encoder.path", _TRANSFORMERS, FILES))
+        path = experiment.text_encoder.path
+        requirements.append(_network("text encoder", path, "text_encoder.path", _TRANSFORMERS, FILES))
     for metric in experiment.evaluation.metrics or ():
         if metric["name"] == "clip":
             files = (*FILES, PREPROCESSOR)
-            found.append(_network("CLIP", metric["path"], "evaluation.metrics: clip.path", _TRANSFORMERS, files))
-    return found
+            field = "evaluation.metrics: clip.path"
+            requirements.append(_network("CLIP", metric["path"], field, _TRANSFORMERS, files))
+    return requirements
 
 
-def _captions(path: str) -> Need:
+def _captions(path: str) -> Requirement:
+    """Return the requirement of a file of captions, which the user provides."""
     advice = "put the file there, or set dataset.captions to where it is"
-    return Need(f"captions {path}", lambda: path if os.path.isfile(path) else None, None, advice)
+    return Requirement(f"captions {path}", lambda: path if os.path.isfile(path) else None, None, advice)
 
 
-def _dataset(dataset: DatasetConfig) -> Need:
-    path, split = str(dataset.path), dataset.split
-    if dataset.source != "hub":
-
-        def find_files() -> str | None:
-            return path if os.path.exists(path) or glob.glob(path, recursive=True) else None
-
-        return Need(f"data set {path}", find_files, None, "put the files there, or set dataset.path to where they are")
+def _dataset(dataset: DatasetConfig) -> Requirement:
+    """Return the requirement of a data set: on the hub, or files that the user provides."""
+    if dataset.source == "hub":
+        return _hub_dataset(str(dataset.path), dataset.split)
+    path = str(dataset.path)
 
     def find() -> str | None:
-        """Ask as a job will, with hub access off."""
-        good, answer = _rows(path, split, offline=True)
-        return f"in the Hugging Face cache, {answer} rows" if good else None
+        return path if os.path.exists(path) or glob.glob(path, recursive=True) else None
 
-    def bring() -> None:
-        good, answer = _rows(path, split, offline=False)
-        if not good:
+    return Requirement(f"data set {path}", find, None, "put the files there, or set dataset.path to where they are")
+
+
+def _hub_dataset(path: str, split: str) -> Requirement:
+    """Return the requirement of a data set on the hub."""
+
+    def find() -> str | None:  # loads the data set with hub access off, like a job
+        succeeded, answer = _load_in_subprocess(path, split, offline=True)
+        return f"in the Hugging Face cache, {answer} rows" if succeeded else None
+
+    def download() -> None:
+        succeeded, answer = _load_in_subprocess(path, split, offline=False)
+        if not succeeded:
             raise KairosError(answer)
 
     advice = (
         "on a machine with a network, run kairos fetch and copy its Hugging Face cache (HF_HOME), or fetch the "
         "parquet files and set dataset.source: parquet and dataset.path to them"
     )
-    return Need(f"data set {path} ({split})", find, bring, advice)
+    return Requirement(f"data set {path} ({split})", find, download, advice)
 
 
-_ROWS = """
+_LOAD_DATASET = """
 import sys
 try:
     from datasets import load_dataset
@@ -141,21 +163,35 @@ except Exception as error:
 """
 
 
-def _rows(path: str, split: str, offline: bool) -> tuple[bool, str]:
-    """Load a hub data set in a process of its own: whether that works, and the number of rows or the error."""
+def _load_in_subprocess(path: str, split: str, offline: bool) -> tuple[bool, str]:
+    """Load a hub data set in another process; return True and the number of rows, or False and the error.
+
+    Hub access can only be switched before `datasets` is imported.
+    """
     environment = {name: value for name, value in os.environ.items() if name != OFFLINE}
-    environment |= {OFFLINE: "1"} if offline else {}
-    command = [sys.executable, "-c", _ROWS, path, split]
-    progress = subprocess.DEVNULL if offline else None
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=progress, text=True, check=False)
-    return done.returncode == 0, done.stdout.strip()
+    if offline:
+        environment[OFFLINE] = "1"
+    command = [sys.executable, "-c", _LOAD_DATASET, path, split]
+    stderr = subprocess.DEVNULL if offline else None  # shows the progress of a download
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
+    return result.returncode == 0, result.stdout.strip()
 
 
-def _network(kind: str, path: str | None, field: str, form: tuple[str, str], more: tuple[str, ...] = ()) -> Need:
-    """A network in a folder, or on the hub, in the form of diffusers or of transformers; `more` where it is there."""
+def _network(
+    kind: str, path: str | None, field: str, layout: tuple[str, str], further_files: tuple[str, ...] = ()
+) -> Requirement:
+    """Return the requirement of a network in a folder or on the hub.
+
+    Args:
+        kind: kind of network, for messages.
+        path: the folder, or the hub id.
+        field: field of the experiment file that contains the path.
+        layout: `_DIFFUSERS` or `_TRANSFORMERS`.
+        further_files: files to download, as far as they exist, such as those of a tokenizer.
+    """
     path = str(path)
-    what, files = f"{kind} {path}", [_CONFIG, form[0], *more]
-    tokenizer = " and its tokenizer" if more else ""
+    files = [_CONFIG, layout[0], *further_files]
+    tokenizer = " and its tokenizer" if further_files else ""
     advice = f"put {' and '.join(files[:2])}{tokenizer} into a folder that jobs can read and set {field} to it"
 
     def find() -> str | None:
@@ -163,19 +199,28 @@ def _network(kind: str, path: str | None, field: str, form: tuple[str, str], mor
             folder = download_files(path, files, cached=True) if is_hub_id(path) else Path(path)
         except KairosError:
             return None
-        return _whole(folder, form)
+        return _verify_network(folder, layout)
 
-    def bring() -> None:
+    def download() -> None:
         folder = download_files(path, files)
-        if more and not (folder / form[0]).is_file():
-            download_files(path, [WEIGHTS[1]])
+        if further_files and not (folder / layout[0]).is_file():
+            download_files(path, [WEIGHTS[1]])  # older networks have this file alone
 
-    return Need(what, find, bring if is_hub_id(path) else None, advice, lambda: is_available(path))
+    return Requirement(
+        f"{kind} {path}", find, download if is_hub_id(path) else None, advice, lambda: is_available(path)
+    )
 
 
-def _whole(folder: Path, form: tuple[str, str]) -> str | None:
-    """The folder, if configuration and weights are there and whole; a blob of the hub's cache is named by its hash."""
-    weights_file, described = form
+def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
+    """Return the folder of a network if its configuration and weights are complete; None if a file is missing.
+
+    Files in the hub's cache are named by their hashes. A file whose hash differs is deleted, since the hub's client
+    would consider it complete.
+
+    Raises:
+        KairosError: a file is damaged or belongs to another kind of network.
+    """
+    weights_file, kind_field = layout
     if not (folder / weights_file).is_file() and (folder / WEIGHTS[1]).is_file():
         return str(folder)
     for name in (_CONFIG, weights_file):
@@ -183,29 +228,30 @@ def _whole(folder: Path, form: tuple[str, str]) -> str | None:
         if not file.is_file():
             return None
         if re.fullmatch(r"[0-9a-f]{64}", file.name) and sha256_file(file) != file.name:
-            file.unlink()  # the hub's client would take it for whole
+            file.unlink()
             return None
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(folder / weights_file, framework="numpy") as tensors:  # compares its head with its size
-            empty = not tensors.keys()
-        kind = read_json(folder / _CONFIG).get(described)
+        with safe_open(folder / weights_file, framework="numpy") as tensors:  # compares the header with the file's size
+            is_empty = not tensors.keys()
+        kind = read_json(folder / _CONFIG).get(kind_field)
     except (SafetensorError, DamagedError) as error:
         raise KairosError(f"{folder}: damaged: {error}") from None
-    if empty or not kind:
-        raise KairosError(f"{folder}: no network with {described} in its {_CONFIG}, or a damaged one")
+    if is_empty or not kind:
+        raise KairosError(f"{folder}: no network with {kind_field} in its {_CONFIG}, or a damaged one")
     return str(folder)
 
 
-def _inception(configured: str | None) -> Need:
+def _inception(configured: str | None) -> Requirement:
+    """Return the requirement of the Inception weights; only those at the default path are downloaded."""
     path = Path(configured) if configured else inception_weights.default_path()
     advice = f"put the file from {inception_weights.URL} there: {path}"
 
     def find() -> str | None:
         return str(path) if path.is_file() and inception_weights.matches_hash_in_name(path) else None
 
-    return Need(
+    return Requirement(
         "Inception weights",
         find,
         None if configured else lambda: inception_weights.download(inception_weights.URL, path),

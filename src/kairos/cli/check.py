@@ -55,7 +55,7 @@ def _check_file(arguments: argparse.Namespace) -> None:
         ConfigError: the experiment is not valid, or is certain to fail.
     """
     from kairos.config import load
-    from kairos.downloads import lacking
+    from kairos.downloads import warn_of_missing
     from kairos.evaluation.registries import EXTRACTORS
     from kairos.evaluation.separation import warning_before_run
     from kairos.workflow.layout import Layout
@@ -82,7 +82,7 @@ def _check_file(arguments: argparse.Namespace) -> None:
     for name, setting in settings.items():
         print(textwrap.fill(f"{name}: {setting}", _WIDTH, subsequent_indent="  "))
     messages += find_warnings(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)
-    messages += lacking(experiment)
+    messages += warn_of_missing(experiment)
     for message in messages:
         print(message)
 
@@ -142,7 +142,7 @@ def _check_folder(folder: Path) -> None:
     from kairos.workflow.layout import Layout
     from kairos_timesteps.errors import ConfigError
 
-    rows: _Table = [("file", "methods", "training runs", "milestones", "jobs")]
+    rows: _Table = [("file", "methods", "runs", "milestones", "jobs")]
     problems = []
     for file in find_experiment_files(folder):
         try:

@@ -119,8 +119,8 @@ def _experiment(path: Path, experiment: Any) -> list[Finding]:
 
     size = f"{len(experiment.methods)} methods, {len(experiment.seeds)} seeds"
     findings = [(True, "experiment file", f"{path}: {size}")]
-    for requirement in downloads.needs(experiment):
-        location, problem = requirement.look()
-        description = f"{requirement.what}: {location or requirement.lack(problem)}"
+    for requirement in downloads.list_requirements(experiment):
+        location, problem = requirement.locate()
+        description = f"{requirement.name}: {location or requirement.describe_absence(problem)}"
         findings.append((location is not None, "needs", description))
     return findings

@@ -21,17 +21,17 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.config import load
     from kairos_timesteps.errors import KairosError
 
-    requirements = downloads.needs(load(arguments.config))
+    requirements = downloads.list_requirements(load(arguments.config))
     os.environ.pop(downloads.OFFLINE, None)  # the hub's client reads it when it is imported
     if not requirements:
         print("nothing to download: the images are embedded and everything else is computed")
     failed = []
     for requirement in requirements:
-        path, problem = requirement.look(bring=True)
+        path, problem = requirement.locate(download=True)
         if path is None:
             reason = (problem or "it does not exist").rstrip(".")
-            failed.append(f"{requirement.what}: {reason}; {requirement.by_hand}")
+            failed.append(f"{requirement.name}: {reason}; {requirement.advice}")
         else:
-            print(f"{requirement.what}: {path}", flush=True)
+            print(f"{requirement.name}: {path}", flush=True)
     if failed:
         raise KairosError("files that jobs need are missing:\n  " + "\n  ".join(failed))

@@ -13,7 +13,7 @@ from typing import Any
 
 from kairos.analyses.registries import ANALYSES, analysed_snapshots, snapshot_table_path
 from kairos.config import Experiment, freeze, load
-from kairos.downloads import lacking
+from kairos.downloads import warn_of_missing
 from kairos.training.job import read_progress
 from kairos.workflow import dependencies
 from kairos.workflow.rules import gpus_per_job
@@ -299,7 +299,7 @@ def name_snapshots(steps: tuple[int, ...]) -> list[str]:
 def create_layout(experiment: Experiment) -> Layout:
     """Return the layout of an experiment, after choosing what the experiment leaves open and freezing it in a file."""
     settled, notes = experiment.resolve()
-    return Layout(settled, freeze(settled), notes + lacking(settled))
+    return Layout(settled, freeze(settled), notes + warn_of_missing(settled))
 
 
 def load_frozen_layout() -> Layout:
