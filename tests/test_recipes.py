@@ -170,7 +170,7 @@ TINY = {
 def test_all_are_checked_in_one_go(capsys, tmp_path):
     assert main(["check", str(ROOT / "recipes")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(FILES) and lines[0].split() == ["file", "methods", "trainings", "milestones", "jobs"]
+    assert len(lines) == 1 + len(FILES) and lines[0].split() == ["file", "methods", "runs", "milestones", "jobs"]
     write(tmp_path, "a.yaml", experiment="a", **TINY)
     write(tmp_path, "b.yaml", experiment="b", **TINY | {"seeds": [1, 1]})
     write(tmp_path, "c.yaml", experiment="c", **TINY | {"dataset": {"source": "digits", "limit": 20}})
