@@ -75,7 +75,7 @@ def test_metrics_belong_to_the_code_of_an_evaluation():
         ("raise ValueError('a')", "raise ValueError(f'a {b}')", True),
         ("raise ValueError('a' if x else 'b') from None", "raise ValueError('c' if x else 'b') from None", True),
         ("raise ValueError('a')", "raise TypeError('a')", False),
-        ("say(f'{n} steps')", "say('steps')", True),
+        ("log(f'{n} steps')", "log('steps')", True),
         ("warnings.warn('a', stacklevel=2)", "warnings.warn('b', stacklevel=2)", True),
         ("x: int = option(1, 'one', ge=0)", "x: int = option(1, 'number', ge=0)", True),
         ("x: str = option('a', help='one')", "x: str = option('a', help='two')", True),

@@ -19,7 +19,7 @@ from kairos.data.settings import DatasetConfig
 from kairos.evaluation import inception_weights
 from kairos.files import read_json, sha256_file
 from kairos.pretrained import download_files, is_available, is_hub_id
-from kairos.progress import say
+from kairos.progress import log
 from kairos.text_encoders.settings import FILES, PREPROCESSOR, WEIGHTS
 from kairos_timesteps.errors import DamagedError, KairosError
 
@@ -58,7 +58,7 @@ class Requirement:
         try:
             location = self.find()
             if location is None and download and self.download is not None:
-                say(f"fetch: {self.name}")
+                log(f"fetch: {self.name}")
                 self.download()
                 location = self.find()
         except KairosError as error:

@@ -33,7 +33,7 @@ _LEFT_OUT = (
     "kairos_timesteps.monitoring",
     "kairos.data.linked_images",  # returns the pixels of stage prepare, or none
 )
-_LOGGING = ("say", "warn")  # functions that print a message
+_MESSAGES = ("log", "warn")  # functions that print a message
 _REGISTERING = ("sampler", "weighting", "coupling", "density", "process")  # decorators that register a component
 _imported: dict[Path, str] = {}  # texts of plugin files, see `set_source`
 _DATA_SUFFIXES = (".html.jinja", ".mplstyle")  # a template or style with a module's name counts as part of the module
@@ -304,7 +304,7 @@ def _text(node: Any, message: bool = False) -> str:
         return "[" + ",".join(_text(item, message) for item in node) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    message = message or isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _called(node) in _LOGGING)
+    message = message or isinstance(node, ast.Raise) or _prints_message(node)
     if message and (isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)):
         return "message"
     fields = dict(ast.iter_fields(node))
@@ -328,6 +328,13 @@ def _without_help(decorator: ast.expr) -> ast.expr:
     if isinstance(decorator, ast.Call) and _called(decorator) in _REGISTERING:
         return ast.Call(decorator.func, decorator.args[:1], [])
     return decorator
+
+
+def _prints_message(node: ast.AST) -> bool:
+    """Return True for ``log(...)`` and ``warn(...)``; ``numpy.log(...)`` computes."""
+    if not isinstance(node, ast.Call) or _called(node) not in _MESSAGES:
+        return False
+    return _called(node) != "log" or isinstance(node.func, ast.Name)
 
 
 def _called(call: ast.Call) -> str:

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.progress import say
+from kairos.progress import log
 from kairos_timesteps.errors import KairosError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def hold() -> None:
     """Set the variables, before torch and numpy are imported; what they were set to otherwise does not count."""
     for name, value in VARIABLES.items():
         if os.environ.get(name, value) != value:
-            say(f"training.deterministic: portable sets {name}={value}, in place of {os.environ[name]}")
+            log(f"training.deterministic: portable sets {name}={value}, in place of {os.environ[name]}")
         os.environ[name] = value
 
 

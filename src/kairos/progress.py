@@ -55,7 +55,7 @@ class Progress:
         left = (self.total - self.done) / rate if rate > 0 else float("inf")
         text = f"{self.label}: {self.unit} {self.done}/{self.total}, {rate:.3g} {self.unit}s/s"
         text += f", {duration(left)} left" if self.done < self.total else f", took {duration(seconds)}"
-        say(text + (f", {facts}" if facts else ""))
+        log(text + (f", {facts}" if facts else ""))
 
 
 def duration(seconds: float) -> str:
@@ -82,7 +82,7 @@ def table(rows: Sequence[Sequence[object]], right: Callable[[bool, int, str], bo
     return "\n".join(lines)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """A line for the user, on stderr; where nobody reads it any more, as after the end of a `tee`, work goes on."""
     try:
         print(text, file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from kairos.files import atomic_folder, open_record, read_json, sha256_file, sha256_json, write_json
-from kairos.progress import say
+from kairos.progress import log
 from kairos_timesteps.errors import DamagedError
 
 Copied = dict[str, tuple[Path, dict[str, str]]]  # folder of the copy: of the original, and its files with their hashes
@@ -62,7 +62,7 @@ def staged(latents: Path) -> Iterator[Path]:
                 _make(home, at_end.enter_context(open(home / "used", "w")), copied)
         except OSError as error:
             reason = str(error.strerror)
-        say(f"data are read from {latents}, not from {own}: {reason}" if reason else f"data are read from {home}")
+        log(f"data are read from {latents}, not from {own}: {reason}" if reason else f"data are read from {home}")
         yield latents if reason else home / "copy" / "latents"
 
 

@@ -29,7 +29,7 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.settings import ExecMode
 
 from kairos.files import read_json, sha256_file, write_json
-from kairos.progress import duration, say
+from kairos.progress import duration, log
 from kairos.slurm import PENDING_STATES, job_name, job_records_folder, plain_environment, query_queue, run_command
 from kairos.training.job import read_progress
 from kairos.workflow import batch_script
@@ -123,7 +123,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
             if not self._take_over(job):
                 self._submit(job)
         except Exception as error:
-            say(f"{job.name}: {error}")  # Snakemake's own message is hidden by `quiet` in the profile
+            log(f"{job.name}: {error}")  # Snakemake's own message is hidden by `quiet` in the profile
             prevent_retry(job)
             super().report_job_error(SubmittedJobInfo(job), msg=str(error))
 
@@ -141,7 +141,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
                 return
             if not LATER.search(error):
                 raise WorkflowError(error)
-            say(f"{job.name}: {error} It is submitted again in {duration(pause)}.")
+            log(f"{job.name}: {error} It is submitted again in {duration(pause)}.")
             self._pause(pause)
             self._cancel_unrecorded(f"rule_{job.name}")
 
@@ -160,10 +160,10 @@ class Executor(plugin.Executor):  # type: ignore[misc]
             info = SubmittedJobInfo(job, number, {"slurm_logfile": Path(record["slurm_logfile"])})
             if self._in_queue(number):
                 if same_work:
-                    say(f"SLURM job {number} of an earlier run computes {outputs[0]}: waiting for it")
+                    log(f"SLURM job {number} of an earlier run computes {outputs[0]}: waiting for it")
                     super().report_job_submission(info)
                     return True
-                say(f"SLURM job {number} of an earlier run computes {outputs[0]} from other settings: cancelling it")
+                log(f"SLURM job {number} of an earlier run computes {outputs[0]} from other settings: cancelling it")
                 self._cancel_job(number)
             elif same_work and self._is_complete(info):  # it ended after the Snakefile was read
                 self.report_job_success(info)
@@ -282,7 +282,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
                 return
             self._pause(pause)
         for number, text in unrecorded.items():
-            say(f"SLURM job {number} ({text}) is in the queue without a record of its submission: cancelling it")
+            log(f"SLURM job {number} ({text}) is in the queue without a record of its submission: cancelling it")
             self._cancel_job(number)
 
     def _cancel_job(self, number: str) -> None:

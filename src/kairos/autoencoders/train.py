@@ -17,7 +17,7 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
 from kairos.fingerprint import fingerprint
-from kairos.progress import Progress, say
+from kairos.progress import Progress, log
 from kairos_timesteps.randomness import Stream, derived_seed
 
 _CHECKPOINT_EVERY = 200  # steps
@@ -132,13 +132,13 @@ def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optim
     try:
         content = torch.load(state, weights_only=True)
     except Exception as error:  # for a damaged file torch raises errors of many types
-        say(f"autoencoder: checkpoint {state} is damaged ({type(error).__name__}), starting over")
+        log(f"autoencoder: checkpoint {state} is damaged ({type(error).__name__}), starting over")
         return 0
     if content["identity"] != identity:
         return 0
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    say(f"autoencoder: resumes after step {content['step']}")
+    log(f"autoencoder: resumes after step {content['step']}")
     return content["step"]
 
 

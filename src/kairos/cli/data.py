@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the folder of the subcommand."""
     from kairos.config import load
     from kairos.data.dataset import open_dataset
-    from kairos.progress import say
+    from kairos.progress import log
 
     experiment, command = load(arguments.config), arguments.command
     results = Path("results") / experiment.experiment
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             stage = {"text": _text, "autoencoder": _autoencoder}[command]
             description, facts = stage(experiment, dataset, out, device)
-    say(f"{out}: {description}")
+    log(f"{out}: {description}")
     write_timing(arguments, **facts)
 
 

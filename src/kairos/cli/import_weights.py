@@ -41,13 +41,13 @@ def run(arguments: argparse.Namespace) -> None:
     allowed = "a new folder, or a folder that import-weights has written"
     demand(is_replaceable or not a.out.exists(), "out", a.out, allowed)
     experiment = _experiment(a)
-    from kairos.progress import say
+    from kairos.progress import log
     from kairos.training.import_weights import import_weights
 
     record = import_weights(a.file, experiment, a.out, a.latents, a.autoencoder, shape, a.classes, a.step)
     x0_shape = "×".join(map(str, record["shape"]))
     command = f"kairos sample --milestone {a.out} --autoencoder DIR --out F.npz --num N"
-    say(f"{a.out}: snapshot of {experiment['model']['name']}, x0 of shape {x0_shape}; generate images: {command}")
+    log(f"{a.out}: snapshot of {experiment['model']['name']}, x0 of shape {x0_shape}; generate images: {command}")
 
 
 def _is_imported(record: Path) -> bool:

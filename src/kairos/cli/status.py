@@ -52,14 +52,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _serve(arguments: argparse.Namespace) -> None:
     """Serve the page until Ctrl-C or SIGTERM."""
-    from kairos.progress import say
+    from kairos.progress import log
     from kairos.status.server import Server
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), listen(arguments.host, arguments.port) as listener:
         server, host = Server(listener, arguments.experiment, arguments.watch or 5.0), arguments.host
         if not server.loopback:
-            say(f"--host {host}: other machines can read {server.results} without a password")
+            log(f"--host {host}: other machines can read {server.results} without a password")
         address = f"[{host}]" if ":" in host else host
         print(f"http://{address}:{arguments.port}/\nCtrl-C ends it", flush=True)
         server.serve_forever()

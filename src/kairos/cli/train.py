@@ -30,7 +30,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, or resume training."""
-    from kairos.progress import say
+    from kairos.progress import log
     from kairos.training.launch import is_reporting_process
 
     with StopRequest() as stop_request:  # before the imports of `_train`, which take seconds
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
             _train(arguments, stop_request)
         except StoppedEarly as stop:
             if stop.reason and is_reporting_process():
-                say(f"kairos: {stop.reason}; run the same command again to resume")
+                log(f"kairos: {stop.reason}; run the same command again to resume")
             raise
 
 

@@ -26,7 +26,7 @@ from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, ImageProperties, count_images, inspect_images
 from kairos.evaluation.separation import ENOUGH_IMAGES
 from kairos.files import read_json, read_lines
-from kairos.progress import duration, say
+from kairos.progress import duration, log
 from kairos.report.formatting import load_template
 from kairos_timesteps.errors import KairosError, demand
 
@@ -121,7 +121,7 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
         ConfigError: there is no such folder, or it contains too few images.
         KairosError: images cannot be read; the message reports them.
     """
-    say(f"kairos new: reading the images of {folder}")
+    log(f"kairos new: reading the images of {folder}")
     dataset = DatasetConfig(source="folder", path=str(folder), heldout=0.0)
     images, counts = inspect_images(dataset, decode=True), count_images(dataset)
     if images.unread:
@@ -170,7 +170,7 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
     short_form, factors = _shorten(experiment, facts)
     image_count = short_form["dataset"]["limit"]
     lengths = f"{len(experiment.methods)} methods of {_SHORT_RUN['steps']} steps, {image_count} images"
-    say(f"kairos new: timing a short run of all stages: {lengths}")
+    log(f"kairos new: timing a short run of all stages: {lengths}")
     rounds = -(-len(experiment.methods) // facts.machine.cores)  # of training runs: each occupies a CPU
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
@@ -232,7 +232,7 @@ def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores:
     with subprocess.Popen(command, env=environment, **pipes) as process:
         try:
             for line in progress_lines(_record(process.stdout or (), output)):
-                say(line)
+                log(line)
         except BaseException:  # an interrupt: Snakemake must end before its folder is deleted
             process.terminate()
             raise

@@ -13,7 +13,7 @@ import numpy as np
 
 from kairos.data.arrays import ArrayFile, open_array
 from kairos.files import open_record
-from kairos.progress import say
+from kairos.progress import log
 from kairos_timesteps.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[in
             raise KairosError(
                 f"dataset.unmatched: got {config.unmatched}, but {facts}; allowed: count, which leaves them out"
             )
-        say(f"prepare: {facts}; they are left out")
+        log(f"prepare: {facts}; they are left out")
     return selected, {"images_without": len(without), "captions_without": unmatched}
 
 

@@ -20,7 +20,7 @@ from kairos.data.linked_images import checksum
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
 from kairos.files import sha256_file, sha256_json, sync_folder, write_json
-from kairos.progress import Progress, say
+from kairos.progress import Progress, log
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.randomness import derived_seed
 
@@ -210,7 +210,7 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
                     f"dataset: {name} is broken ({error}); repair or remove it, or set dataset.broken: skip"
                 ) from None
             skipped.append(name)
-            say(f"prepare: skipped {name} ({error})")
+            log(f"prepare: skipped {name} ({error})")
             continue
         pixels = to_pixels(image, config.color, config.crop, config.resolution, name, config.resample)
         if sums is None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kairos.data.arrays import ArrayFile, create_array
 from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
-from kairos.progress import Progress, say
+from kairos.progress import Progress, log
 from kairos_timesteps.errors import DamagedError
 
 PARTIAL = ".partial"  # name of the private folder
@@ -72,7 +72,7 @@ def fill_arrays(
     shapes = {partial / f"{name}.npy": (count, *row_shape) for name, (row_shape, _) in arrays.items()}
     done = _rows_done(partial, key, shapes)
     if done:
-        say(f"{label}: resumes after {unit} {rows.start + done}")
+        log(f"{label}: resumes after {unit} {rows.start + done}")
     else:
         shutil.rmtree(partial, ignore_errors=True)  # with the old record, which must not vouch for the new arrays
         partial.mkdir()

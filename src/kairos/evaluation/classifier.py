@@ -19,7 +19,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import atomic, read_json, sha256_file
-from kairos.progress import Progress, say
+from kairos.progress import Progress, log
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream, derived_seed
 
@@ -120,7 +120,7 @@ def train_on_task(
     _optimise(kind, model, options, dataset, task)
     accuracy = _heldout_accuracy(model, dataset, task)
     if accuracy is not None:
-        say(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
+        log(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
     digest = _save_weights(model, folder / WEIGHTS)
     return {
         "name": name,

@@ -16,7 +16,7 @@ from kairos.evaluation.reference import Reference, open_external_reference, open
 from kairos.evaluation.registries import METRICS, needs_of
 from kairos.evaluation.settings import LossSettings
 from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
-from kairos.progress import say
+from kairos.progress import log
 from kairos.sampling.conditions import check_conditions, select_condition_sources
 from kairos.sampling.sample import load_settings, set_up_device
 from kairos.sampling.samples_file import SamplesFile, open_samples
@@ -178,7 +178,7 @@ def evaluate(
     if "milestone" in needs and training_latents is not None:
         record["validation"] = _compute_losses(job, samples.protocol, reference, training_latents, extractor)
     write_json(job.out, record)
-    say(f"evaluate {file}: {metrics.format_metric(columns, reference.target.metric)}")
+    log(f"evaluate {file}: {metrics.format_metric(columns, reference.target.metric)}")
     return few_images
 
 

@@ -23,7 +23,7 @@ from kairos.evaluation import external_reference
 from kairos.evaluation.moments import LAYERS, ImageStatistics, Moments
 from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions, needs_of
 from kairos.files import atomic, sha256_bytes, sha256_json
-from kairos.progress import say
+from kairos.progress import log
 from kairos.section import build
 from kairos_timesteps.errors import KairosError
 
@@ -138,7 +138,7 @@ def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStat
     except FileNotFoundError:
         pass
     except Exception:  # numpy and zipfile raise many kinds for a damaged file
-        say(f"{path}: damaged, computed again")
+        log(f"{path}: damaged, computed again")
     result = compute()
     result.save(path)
     return result
@@ -167,7 +167,7 @@ def check_image_count(count: int, width: int, what: str) -> list[str]:
 
 def warn(what: str, warning: str) -> None:
     """Print a warning about `what`, such as a file or a field."""
-    say(f"warning: {what}: {warning}")
+    log(f"warning: {what}: {warning}")
 
 
 def frechet(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:

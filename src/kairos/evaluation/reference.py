@@ -29,7 +29,7 @@ from kairos.evaluation.moments import LAYERS, iterate_rows, measure
 from kairos.evaluation.registries import SAMPLES_ONLY, default_metrics, needs_of
 from kairos.evaluation.settings import EvaluationConfig, check_metrics, metrics_with_options
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
-from kairos.progress import Progress, say
+from kairos.progress import Progress, log
 from kairos.sampling.samples_file import open_samples
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream, derived_seed
@@ -115,7 +115,7 @@ def build_reference(
     }
     write_json(out / "reference.json", record)
     for name, row in rows.items():
-        say(f"reference: {name} {metrics.format_metric(row, target.metric)}")
+        log(f"reference: {name} {metrics.format_metric(row, target.metric)}")
     return record
 
 
@@ -319,13 +319,13 @@ def _heldout_sources(
         width: number of features.
     """
     if len(heldout) <= width:
-        say(
+        log(
             f"reference: rows floor and reconstruction are left out: {len(heldout)} images are held out, and "
             f"{width} features need more"
         )
         return {}
     if len(heldout) < num_samples:
-        say(f"warning: rows floor and reconstruction are of {len(heldout)} images, all that are held out")
+        log(f"warning: rows floor and reconstruction are of {len(heldout)} images, all that are held out")
 
     def real_images() -> Iterator[np.ndarray]:
         return iterate_rows(dataset.images, heldout)

@@ -12,7 +12,7 @@ from kairos import compute, resource_usage
 from kairos.data.dataset import to_uint8
 from kairos.data.image_grid import write_image_grid
 from kairos.files import open_record
-from kairos.progress import Progress, say
+from kairos.progress import Progress, log
 from kairos.sampling.conditions import ImageConditions, load_conditions
 from kairos.sampling.generate import (
     DataPrediction,
@@ -197,7 +197,7 @@ def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
     write_samples(job.out, images, protocol, {name: sampler.stored_conditions(name) for name in stored}, len(rows))
     if job.grid is not None:
         write_image_grid(job.grid, open_samples(job.out).images[: options.grid])
-    say(f"{label}: {len(rows)} images in {job.out}")
+    log(f"{label}: {len(rows)} images in {job.out}")
 
 
 def _sampling_protocol(

@@ -15,7 +15,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import sha256_file, sha256_json, sync_folder
 from kairos.fingerprint import fingerprint
-from kairos.progress import say
+from kairos.progress import log
 from kairos.text_encoders.encoder import TextEncoder, load_encoder
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import KairosError
@@ -98,5 +98,5 @@ def _check_lengths(captions: Captions, encoder: TextEncoder, too_long: str) -> t
             raise KairosError(
                 f"text_encoder.too_long: got {too_long}, but {fact}, the first: {example!r}; allowed: truncate"
             )
-        say(f"text: {fact} and are cut off")
+        log(f"text: {fact} and are cut off")
     return max(lengths), len(truncated)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos.files import read_lines
-from kairos.progress import say
+from kairos.progress import log
 from kairos.tracking import mlflow_store, run_content
 from kairos.training.job import read_progress
 from kairos.training.launch import is_reporting_process
@@ -114,7 +114,7 @@ class Reporter(threading.Thread):
             self._has_warned = True
             public_uri = mlflow_store.without_credentials(self._uri)
             consequence = "training continues and nothing is lost: `kairos track` imports what is missing there"
-            say(f"tracking: {public_uri}: {reason}; {consequence}")
+            log(f"tracking: {public_uri}: {reason}; {consequence}")
 
     def _report(self, is_last_report: bool) -> None:
         """Send what the run has written since the previous report, and its end."""

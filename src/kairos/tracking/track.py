@@ -9,7 +9,7 @@ from typing import Any
 from kairos import resource_usage
 from kairos.config import Experiment
 from kairos.files import write_json
-from kairos.progress import Progress, say
+from kairos.progress import Progress, log
 from kairos.report.collect import Results, RunResults, collect
 from kairos.tracking import mlflow_store, run_content, view
 
@@ -40,7 +40,7 @@ def track(experiment: Experiment, folder: Path, out: Path) -> None:
     except Exception as error:  # no error of a store may stop a workflow
         public_uri = mlflow_store.without_credentials(uri)
         message = f"{public_uri}: {mlflow_store.describe_error(error, uri)}"
-        say(f"kairos track: nothing is lost, but the import into MLflow failed: {message}")
+        log(f"kairos track: nothing is lost, but the import into MLflow failed: {message}")
         record = {"imported": False, "error": message, "uri": public_uri}
     write_json(out, record)
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.progress import say
+from kairos.progress import log
 from kairos.training.job import SIGNALS, STATUS, StoppedEarly
 from kairos_timesteps.errors import KairosError
 
@@ -200,7 +200,7 @@ def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Ite
     def handler(number: int, frame: object) -> None:
         name = signal.Signals(number).name
         if name == "SIGINT" and name in received:
-            say("kairos: interrupted; the last good state is kept")
+            log("kairos: interrupted; the last good state is kept")
             end()
         received.append(name)
         forward()

@@ -20,7 +20,7 @@ from kairos import compute, ranks
 from kairos.data.latents import open_latents
 from kairos.forward_process import scheduler_config
 from kairos.milestones import write_milestone
-from kairos.progress import Progress, duration, say
+from kairos.progress import Progress, duration, log
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
 from kairos.training.identity import code_roots, compute_identity
@@ -84,7 +84,7 @@ def train(
         is_first = distributed.rank() == 0
         if is_first:
             processes = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
-            say(f"{label}: on {compute.describe(device)}{processes}")
+            log(f"{label}: on {compute.describe(device)}{processes}")
         latents = open_latents(latents_folder)
         identity_parts = compute_identity(plain, method, seed, latents.manifest, device.type)
         identity = identity_parts.pop("identity")
@@ -101,7 +101,7 @@ def train(
             job = TrainingJob(run_folder, training, label, progress, request, accept_versions)
             steps_run = job.train_until(milestones, missing)
         elif is_first:
-            say(f"{out}: all milestones are complete, 0 steps to do")
+            log(f"{out}: all milestones are complete, 0 steps to do")
 
         if is_first and milestones_only:
             run_folder.publish(milestones, record=None)
@@ -246,7 +246,7 @@ class TrainingJob:
             self._save(with_snapshot=False)
         if progress_bar is not None:
             progress_bar.close(latest_loss)
-            say(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
+            log(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
         return self.steps_run
 
     def _resume(self, latest_step: int) -> None:
@@ -260,7 +260,7 @@ class TrainingJob:
             checkpoint = checkpoint or run_folder.read_checkpoint(step, training.device)
             training.load_state_dict(checkpoint, step)
             if self.is_first:
-                say(f"{self.label}: resumes from step {training.step}")
+                log(f"{self.label}: resumes from step {training.step}")
         self.seconds = max((entry["seconds"] for entry in read_timing(run_folder.timing)), default=0.0)
 
     def _save(self, with_snapshot: bool) -> None:

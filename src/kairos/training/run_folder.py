@@ -24,7 +24,7 @@ from typing import Any
 
 from kairos.files import link_file, link_tree, locked, read_json, read_lines, sha256_bytes, write_json, write_text
 from kairos.milestones import check_milestone, step_name
-from kairos.progress import say
+from kairos.progress import log
 from kairos.training import checkpoint
 from kairos.training.provenance import library_versions
 from kairos_timesteps.errors import DamagedError, KairosError
@@ -57,7 +57,7 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
             problem = f"{state_folder.parent}: another process ({file.read().strip()}) is training here"
             if not wait:
                 raise KairosError(problem)
-            say(f"{problem}; waiting for it")
+            log(f"{problem}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         _reject_job_on_another_machine(state_folder)
         file.truncate(0)
@@ -131,7 +131,7 @@ class RunFolder:
         self._delete_temporary_files()
         request = self._request_path(milestones)
         if request.exists() and request.with_suffix(".start_over").exists():
-            say(f"{self.out}: was complete and is requested again: starts from step 0")
+            log(f"{self.out}: was complete and is requested again: starts from step 0")
             self.clear()
         missing = [step for step in milestones if not _is_intact(self.snapshot_folder(step))]
         if missing or milestones_only:
@@ -146,7 +146,7 @@ class RunFolder:
         other_states = [path for path in self.state.parent.glob("*/checkpoints") if any(path.iterdir())]
         if other_states and not self.state.exists():
             reason = "settings, data or code differ from those of the existing state, which is kept"
-            say(f"{self.out}: starts a new run from step 0: {reason}")
+            log(f"{self.out}: starts a new run from step 0: {reason}")
 
     def _delete_temporary_files(self) -> None:
         """Delete files that killed jobs left; the lock excludes running ones."""
@@ -169,7 +169,7 @@ class RunFolder:
                     content = checkpoint.read(path, device)
                     self._check_belongs_here(content, path)
                 except DamagedError as error:
-                    say(f"{error}; the one before it is used")
+                    log(f"{error}; the one before it is used")
                 else:
                     return content
         return None
@@ -309,7 +309,7 @@ def _is_intact(snapshot: Path) -> bool:
     try:
         check_milestone(snapshot)
     except KairosError as error:
-        say(f"{error}; it is computed again")
+        log(f"{error}; it is computed again")
         return False
     return True
 

@@ -34,7 +34,7 @@ import yaml
 
 from kairos.config import apply_extends, load, validate
 from kairos.files import locked, read_json, sha256_json, write_text
-from kairos.progress import duration, say
+from kairos.progress import duration, log
 from kairos.slurm import job_records_folder
 from kairos.tracking.mlflow_store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
@@ -68,7 +68,7 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         if not workflow.output_settings.dryrun:
             _remove_leftovers(layout)
         for note in layout.notes:
-            say(note)
+            log(note)
         return layout
 
 
@@ -292,7 +292,7 @@ def succeeded(workflow: Any, layout: Layout) -> None:
             Path(path).unlink(missing_ok=True)
     has_report = any(job.rule.name == "report" for job in workflow.dag.jobs)
     report = f"; the report is {layout.results}/report.html" if has_report else ""
-    say(f"{layout.experiment.experiment}: done in {duration(time.time() - _start_time)}{report}")
+    log(f"{layout.experiment.experiment}: done in {duration(time.time() - _start_time)}{report}")
 
 
 def failed(workflow: Any, layout: Layout) -> None:
@@ -314,14 +314,14 @@ def _report_interruption(layout: Layout) -> None:
         if progress.get("state") == "stopped" and progress["updated"] > _interruption_times[0]:
             stopped += 1
     trainings = "training run" if stopped == 1 else "training runs"
-    say(f"interrupted: {stopped} {trainings} wrote a checkpoint; run the same command again to resume")
+    log(f"interrupted: {stopped} {trainings} wrote a checkpoint; run the same command again to resume")
 
 
 def _report_failed_jobs(workflow: Any) -> None:
     """Print the log file and its last line of each job that has failed in this run."""
-    say("Some jobs failed. Complete results are kept; run the same command again to continue.")
+    log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():
         log = Path(str(job.log[0])) if job.log else None
         if log and not workflow.dag.finished(job) and log.exists() and log.stat().st_mtime >= _start_time:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            say(f"  {log}: {lines[-1] if lines else 'no message'}")
+            log(f"  {log}: {lines[-1] if lines else 'no message'}")

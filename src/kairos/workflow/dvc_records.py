@@ -20,7 +20,7 @@ import yaml
 from kairos.config import load
 from kairos.config.plugins import source_files
 from kairos.files import read_json, write_json, write_text
-from kairos.progress import say
+from kairos.progress import log
 from kairos.workflow import dependencies
 from kairos.workflow.layout import Layout, create_layout
 from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
@@ -179,7 +179,7 @@ def record() -> None:
     if machines := _list_machines(results):  # adopted results come without: the recorded machines stay
         write_json(_machines_file(_LOCK), {"machines": machines})
     commit = f"recorded in dvc.lock; commit it: git add {' '.join(written)} && git commit"
-    say(commit if _changed_files(*written) else "dvc.lock is up to date already")
+    log(commit if _changed_files(*written) else "dvc.lock is up to date already")
 
 
 def _write_lock() -> None:
@@ -216,7 +216,7 @@ def adopt() -> None:
     _run_tool("dvc", "repro", str(_FIRST))
     if _run_tool("dvc", "status", "--quiet").returncode:
         raise KairosError("adopt: files differ from dvc.lock; `dvc status` lists them")
-    say(f"adopted: {layout.results}/report.html; nothing to rerun for snakemake and dvc")
+    log(f"adopted: {layout.results}/report.html; nothing to rerun for snakemake and dvc")
 
 
 def _pull() -> None:

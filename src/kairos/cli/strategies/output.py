@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.files import write_text
-from kairos.progress import say, table
+from kairos.progress import log, table
 
 Text = Callable[[], str]
 _BAR_LENGTH = 30  # characters
@@ -38,7 +38,7 @@ def write_output(
         path = out or Path(f"{name}.png")
         strategy_figures.write_png(lambda: picture(strategy_figures), path)
         if out is None:
-            say(f"kairos: written to {path}; --out sets another file")
+            log(f"kairos: written to {path}; --out sets another file")
         return
     text = table() if output_format == "table" else csv()
     if out is not None:
@@ -49,7 +49,7 @@ def write_output(
 
 def warn(text: str) -> None:
     """Print a warning to standard error."""
-    say(f"kairos: warning: {text}")
+    log(f"kairos: warning: {text}")
 
 
 def timestep_ranges(count: int, most: int = 20) -> list[slice]:
