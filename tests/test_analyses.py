@@ -349,7 +349,7 @@ def test_an_analysis_that_does_not_fit_is_rejected(asked, methods, message):
 
 
 def test_arguments_of_analyse_that_do_not_fit_are_rejected(tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"analyses: got interdependence, allowed: .*held out"):
+    with pytest.raises(ConfigError, match=r"analyses: got interdependence, allowed: .*held-out"):
         experiment({"uniform": {}}, analyses=["interdependence"], dataset__heldout=0, evaluation__metrics=["frechet"])
     assert len(validate(experiment({"uniform": {}, "a": ADAPTIVE}, analyses=["subset_size"])).methods) == 3
     config = str(write_experiment(tmp_path / "own.yaml", experiment({"uniform": {}}, analyses=["density"])))
