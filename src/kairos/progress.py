@@ -1,4 +1,4 @@
-"""Progress with rate and remaining time: a bar on a terminal, plain lines elsewhere (log files, pipes)."""
+"""Progress with rate and remaining time, as a bar on a terminal or as lines in log files; messages and tables."""
 
 import os
 import sys
@@ -6,23 +6,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_INTERVAL = 10.0  # seconds between plain lines
+_INTERVAL = 10.0  # seconds between lines in a log file
+_BAR_INTERVAL = 0.5  # seconds between updates of the facts in a bar
 
 
 class Progress:
-    """Progress of a long loop.
+    """Progress of a long loop, shown on stderr.
 
     Args:
         total: number of units.
-        label: what is done, e.g. ``train speed seed 0``.
-        unit: name of a unit, e.g. ``step`` or ``image``.
-        start: units already done before (a resume); they do not count for the rate.
+        label: name of the work, such as ``train speed seed 0``.
+        unit: name of a unit, such as ``step`` or ``image``.
+        start: units that an interrupted run has done, which do not count for the rate.
     """
 
     def __init__(self, total: int, label: str, unit: str, start: int = 0):
         self.total, self.label, self.unit = total, label, unit
         self.done = self._first = start
-        self._begun = self._said = time.monotonic()
+        self._start_time = self._last_output = time.monotonic()
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -30,27 +31,28 @@ class Progress:
             self._bar = tqdm(total=total, desc=label, unit=unit, initial=start, file=sys.stderr, dynamic_ncols=True)
 
     def advance(self, count: int = 1, facts: str = "") -> None:
-        """Count `count` more units; `facts` is a text such as the loss."""
+        """Add `count` finished units; `facts` is a short text to show, such as the loss."""
         self.done += count
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(count)
-            if facts and now - self._said > 0.5:
+            if facts and now - self._last_output > _BAR_INTERVAL:
                 self._bar.set_postfix_str(facts, refresh=False)
-                self._said = now
-        elif now - self._said >= _INTERVAL and self.done < self.total:
-            self._said = now
-            self._line(facts)
+                self._last_output = now
+        elif now - self._last_output >= _INTERVAL and self.done < self.total:
+            self._last_output = now
+            self._print_line(facts)
 
     def close(self, facts: str = "") -> None:
-        """End the bar, or say the last line."""
+        """Close the bar, or print the last line."""
         if self._bar is not None:
             self._bar.close()
         else:
-            self._line(facts)
+            self._print_line(facts)
 
-    def _line(self, facts: str) -> None:
-        seconds = max(time.monotonic() - self._begun, 1e-9)
+    def _print_line(self, facts: str) -> None:
+        """Print the progress, rate and remaining time as one line."""
+        seconds = max(time.monotonic() - self._start_time, 1e-9)
         rate = (self.done - self._first) / seconds
         left = (self.total - self.done) / rate if rate > 0 else float("inf")
         text = f"{self.label}: {self.unit} {self.done}/{self.total}, {rate:.3g} {self.unit}s/s"
@@ -59,7 +61,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """A time as people read it: 9 s, 3:05, 2:03:04."""
+    """Return a time in seconds as text, such as 9 s, 3:05 or 2:03:04."""
     if seconds == float("inf"):
         return "unknown time"
     whole = round(seconds)
@@ -70,20 +72,27 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], right: Callable[[bool, int, str], bool]) -> str:
-    """Rows in columns, two blanks apart; `right` says, of whether a cell is in the head, its column and its text,
-    whether it stands to the right of its column.
+    """Return rows of cells as text in columns, two blanks apart.
+
+    Args:
+        rows: cells of each row; the first row is the header.
+        right: function that returns True for a cell that is aligned to the right. Its arguments: True for the header,
+            the index of the column, the text of the cell.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = []
     for row in cells:
-        sides = ["<>"[right(row is cells[0], place, cell)] for place, cell in enumerate(row)]
-        lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip())
+        is_header = row is cells[0]
+        aligned = []
+        for column, (cell, width) in enumerate(zip(row, widths)):
+            aligned.append(cell.rjust(width) if right(is_header, column, cell) else cell.ljust(width))
+        lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
 
 
 def log(text: str) -> None:
-    """A line for the user, on stderr; where nobody reads it any more, as after the end of a `tee`, work goes on."""
+    """Print a line for the user on stderr; if its reader has ended, such as `tee`, drop it and all further lines."""
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""Life of a training run on several ranks: join, wait for each other, leave."""
+"""Start, synchronisation and end of a training run on several ranks."""
 
 import os
 import time
@@ -16,13 +16,17 @@ T = TypeVar("T")
 LONGEST_WAIT = 600.0  # seconds that ranks wait for each other in a step; use `meet` if one may take longer
 _PATIENCE = 0.02  # seconds between two checks whether all ranks have arrived
 _store: Any = None  # torchrun's key-value store, which all ranks share
-_met = 0
+_meetings = 0  # calls of `meet` on this rank
 
 
 def join(processes: int, device: "torch.device") -> None:
-    """Join the processes that torchrun has started; one of them may first wait for a lock, or copy data.
+    """Join the process group of the processes that torchrun has started; ranks may arrive with any delay.
 
-    Numbers go through the CPU, gradients between GPUs by NCCL.
+    CPU tensors are exchanged by gloo, and GPU tensors by NCCL.
+
+    Args:
+        processes: number of processes.
+        device: device of this process.
 
     Raises:
         KairosError: torchrun has started another number of processes.
@@ -50,12 +54,12 @@ def meet(processes: int | None = None) -> None:
     Args:
         processes: number of ranks, before torch.distributed is initialised.
     """
-    global _met
+    global _meetings
     processes = processes or ranks()
     if processes > 1:
-        _met += 1
+        _meetings += 1
         _store.add("met", 1)
-        while _store.add("met", 0) < _met * processes:  # torchrun ends all ranks if one dies
+        while _store.add("met", 0) < _meetings * processes:  # torchrun ends all ranks if one dies
             time.sleep(_PATIENCE)
 
 
@@ -70,7 +74,7 @@ def leave() -> None:
 
 
 def add(values: list[float]) -> list[float]:
-    """Return sums over the ranks, on all ranks."""
+    """Sum values over the ranks, element by element, and return the sums on all ranks."""
     import torch
 
     sums = torch.tensor(values, dtype=torch.float64)

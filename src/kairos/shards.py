@@ -1,4 +1,7 @@
-"""Parts of a job that are jobs of their own: cut between batches, so that each batch is the one of the whole job."""
+"""Shards: slices of a job's images that separate jobs compute.
+
+Images are split between batches, so that the shards compute exactly the batches of the whole job.
+"""
 
 import re
 from dataclasses import dataclass
@@ -7,32 +10,33 @@ from typing import Any
 
 from kairos_timesteps.errors import ConfigError, KairosError
 
-AGAIN = "delete this part and run again: the workflow makes it anew, by hand it is made with --shard"
+AGAIN = "delete this part and run again: the workflow computes it again; by hand, use --shard"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `number`, from 1, of `of`."""
+    """Shard `number`, from 1, of `of` shards."""
 
     number: int
     of: int
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """The part that ``KofN`` means.
+        """Parse ``KofN``, shard K of N.
 
         Raises:
-            ConfigError: it means none.
+            ConfigError: the text has another form, or K is not in 1 ... N.
         """
-        found = re.fullmatch(r"(\d+)of(\d+)", text)
-        if not found or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"(\d+)of(\d+)", text)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise ConfigError(f"--shard: got {text!r}, allowed: KofN, part K of N, such as 1of4")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def rows(self, count: int, batch_size: int) -> range:
         """Return the images of the shard, of `count`; shards differ by at most one batch, and some may be empty."""
         batches = -(-count // batch_size)
-        start, stop = (batches * k // self.of * batch_size for k in (self.number - 1, self.number))
+        start = batches * (self.number - 1) // self.of * batch_size
+        stop = batches * self.number // self.of * batch_size
         return range(min(start, count), min(stop, count))
 
     def record(self, count: int, batch_size: int) -> dict[str, int]:
@@ -41,32 +45,34 @@ class Shard:
         return {**vars(self), "batch_size": batch_size, "first": rows.start, "end": rows.stop}
 
 
-def in_order(parts: list[tuple[Path, dict[str, Any]]], whole: dict[str, Any], count: int, batch_size: int) -> list[int]:
-    """The places of the parts of a job in their list, in the order of their images.
+def in_order(
+    parts: list[tuple[Path, dict[str, Any]]], identity: dict[str, Any], count: int, batch_size: int
+) -> list[int]:
+    """Return the positions in `parts` of all shards of a job, in the order of their images.
 
     Args:
-        parts: where each lies and what it says of itself: the fields of `whole`, and ``shard``.
-        whole: what decides the result of the job.
-        count: its images.
+        parts: path and record of each shard; a record contains the fields of `identity`, and ``shard``.
+        identity: settings that determine the result of the job.
+        count: number of images of the job.
         batch_size: images per batch.
 
     Raises:
-        KairosError: a part is of another job, is there twice or is not there; the message names it.
+        KairosError: a shard belongs to another job, occurs twice or is missing; the message contains its path.
     """
-    places: dict[int, int] = {}
-    for place, (path, said) in enumerate(parts):
-        shard = said.get("shard") or {}
+    position_by_number: dict[int, int] = {}
+    for position, (path, record) in enumerate(parts):
+        shard = record.get("shard") or {}
         number = shard.get("number", 0)
         if shard.get("of", len(parts)) != len(parts):
             raise KairosError(f"{path}: is one of {shard['of']} parts, but {len(parts)} are given; give all of them")
-        for name, value in {**whole, "shard": Shard(number, len(parts)).record(count, batch_size)}.items():
-            if said.get(name) != value:
+        expected = {**identity, "shard": Shard(number, len(parts)).record(count, batch_size)}
+        for name, value in expected.items():
+            if record.get(name) != value:
                 raise KairosError(
-                    f"{path}: is no part of this job: {name}: got {said.get(name)!r}, allowed: {value!r}; {AGAIN}"
+                    f"{path}: is no part of this job: {name}: got {record.get(name)!r}, allowed: {value!r}; {AGAIN}"
                 )
-        if number in places:
-            raise KairosError(
-                f"{path}: holds part {number} of {len(parts)}, as {parts[places[number]][0]} does; {AGAIN}"
-            )
-        places[number] = place
-    return [places[number] for number in sorted(places)]
+        if number in position_by_number:
+            other = parts[position_by_number[number]][0]
+            raise KairosError(f"{path}: holds part {number} of {len(parts)}, as {other} does; {AGAIN}")
+        position_by_number[number] = position
+    return [position_by_number[number] for number in sorted(position_by_number)]
