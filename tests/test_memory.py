@@ -49,5 +49,5 @@ def test_the_largest_microbatch_that_fits_is_named(latents, tmp_path, monkeypatc
 def test_what_lies_beside_the_passes_is_told_apart(latents, tmp_path, monkeypatch):
     """If the optimiser or the sampler runs out of memory, smaller passes do not help."""
     monkeypatch.setattr(torch.optim.Adam, "step", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError("")))
-    with pytest.raises(KairosError, match="16 images fit into a pass of their own"):
+    with pytest.raises(KairosError, match="a pass of 16 images alone fits"):
         train(experiment(training__milestones=[2]), "uniform", 0, tmp_path / "out", latents, [0, 2])

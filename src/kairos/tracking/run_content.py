@@ -61,7 +61,7 @@ def build_experiment_run(results: "Results") -> RunContent:
     """Build the parent run of an experiment, which contains the reference rows."""
     name = results.experiment.experiment
     start = min((run.started or _UNKNOWN_START for run in results.runs), default=_UNKNOWN_START)
-    reference_values = {}
+    reference_values: dict[str, Any] = {}
     for row_name, row in results.reference["rows"].items():
         reference_values |= {f"reference/{row_name}/{key}": value for key, value in row.items()}
     provenance = results.runs[0].record["provenance"]
