@@ -177,8 +177,8 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         """Record a submitted job, and report it to Snakemake."""
         outputs = _outputs_of(job_info.job)
         work = {single.output[0]: _describe_work(single, outputs) for single in _single_jobs(job_info.job)}
-        log = str(job_info.aux["slurm_logfile"])
-        write_json(self._record_file(job_info), {"outputs": outputs, "work": work, "slurm_logfile": log})
+        slurm_log = str(job_info.aux["slurm_logfile"])
+        write_json(self._record_file(job_info), {"outputs": outputs, "work": work, "slurm_logfile": slurm_log})
         super().report_job_submission(job_info, register_job=register_job)
 
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:

@@ -321,7 +321,7 @@ def _report_failed_jobs(workflow: Any) -> None:
     """Print the log file and its last line of each job that has failed in this run."""
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():
-        log = Path(str(job.log[0])) if job.log else None
-        if log and not workflow.dag.finished(job) and log.exists() and log.stat().st_mtime >= _start_time:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            log(f"  {log}: {lines[-1] if lines else 'no message'}")
+        file = Path(str(job.log[0])) if job.log else None
+        if file and not workflow.dag.finished(job) and file.exists() and file.stat().st_mtime >= _start_time:
+            lines = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            log(f"  {file}: {lines[-1] if lines else 'no message'}")
