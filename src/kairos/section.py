@@ -1,6 +1,14 @@
-"""Sections of an experiment file: what all of them share, how components are named in them, and how a refusal reads.
+"""Sections of an experiment file: their base class, fields, components and error messages.
 
-Unknown keys are refused, values are frozen. A package that has a section of its own states it in its ``settings``.
+An experiment file consists of sections such as ``dataset`` or ``training``. Each is a pydantic model that derives from
+`Section`, in the module ``settings`` of the package that uses it. A section rejects unknown keys, and its values cannot
+be changed. Its fields are of two kinds:
+
+* `field` declares a plain value, with its meaning and limits;
+* `component` is the type of a value that selects a component of a registry, such as a sampler, with options.
+
+`check` converts the values of a file to a section, and reports all problems at once, one line per field. `build`
+builds the component that a field selects.
 """
 
 import dataclasses
@@ -16,21 +24,34 @@ S = TypeVar("S", bound=BaseModel)
 
 
 class Section(BaseModel):
-    """A section of an experiment file. What must hold between its fields it demands in `model_post_init`."""
+    """Base class of a section of an experiment file.
+
+    Subclasses check in `model_post_init` the conditions that involve several fields.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
 def field(default: Any, help: str, **limits: Any) -> Any:
-    """A field of a section with its meaning, as `options.option` is one of a component; `limits` are pydantic's."""
+    """Declare a field of a section, as `options.option` declares an option of a component.
+
+    Args:
+        default: default value; ``...`` for a required field.
+        help: meaning of the field.
+        limits: limits of the value, arguments of pydantic's `Field` such as ``ge`` or ``max_length``.
+    """
     return Field(default, description=help, **limits)
 
 
 def component(registry: Registry, default: str | None = None) -> Any:
-    """The type of a field that names a component: ``name`` or ``{name: ..., option: ...}``; `default` where none does.
+    """Return the type of a field that selects a component: ``name`` or ``{name: ..., option: ...}``.
 
-    The value is stored as a dictionary with every option of the component, defaults included, so that two ways to write
-    the same thing are the same configuration.
+    The value is stored as a dictionary with all options of the component, defaults included, so that different
+    spellings of one configuration are equal.
+
+    Args:
+        registry: the components to select from.
+        default: name of the component if the value has options only; None: the name is required.
     """
 
     def complete(value: Any) -> dict[str, Any]:
@@ -57,63 +78,90 @@ class _Schema:
     default: str | None
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        named, told = [], []
+        """Return a schema that accepts the name of each component, or its name with options."""
+        name_schemas, object_schemas = [], []
         for name, entry in self.registry.items():
-            named.append({"const": name, "description": entry.help or self.registry.kind})
-            fields = {"name": named[-1], **_options_schema(entry.options)}
-            form = {"type": "object", "description": named[-1]["description"], "properties": fields}
-            told.append({**form, "required": ["name"] * (name != self.default), "additionalProperties": False})
-        return {"anyOf": [*named, *told]} if named else {"not": {}}
+            description = entry.help or self.registry.kind
+            name_schema = {"const": name, "description": description}
+            name_schemas.append(name_schema)
+            object_schemas.append(
+                {
+                    "type": "object",
+                    "description": description,
+                    "properties": {"name": name_schema, **_options_schema(entry.options)},
+                    "required": [] if name == self.default else ["name"],
+                    "additionalProperties": False,
+                }
+            )
+        return {"anyOf": [*name_schemas, *object_schemas]} if name_schemas else {"not": {}}
 
 
 _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 
 
 def _options_schema(cls: type) -> dict[str, Any]:
-    """JSON schema of what a component can be told, by the names a user writes."""
-    found, hints = {}, get_type_hints(cls)
-    for one in dataclasses.fields(cls):
-        its, choices = TypeAdapter(hints[one.name]).json_schema(), one.metadata["choices"]
-        if choices:  # for YAML the name 64 is a number; where there may be none, null is among those of the type
-            spelt = [*choices, *(int(choice) for choice in choices if str(choice).isdecimal())]
-            its = {"enum": spelt + [None] * (type(None) in get_args(hints[one.name]))}
-        its |= {_BOUNDS[bound]: value for bound, value in one.metadata["bounds"].items()}
-        default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
-        found[options.public_name(one)] = {**its, "description": one.metadata["help"], "default": default}
-    return found
+    """Return the JSON schemas of a component's options, by the names in an experiment file."""
+    schemas, hints = {}, get_type_hints(cls)
+    for option in dataclasses.fields(cls):
+        choices = option.metadata["choices"]
+        if choices:
+            schema: dict[str, Any] = {"enum": _spellings(choices, nullable=type(None) in get_args(hints[option.name]))}
+        else:
+            schema = TypeAdapter(hints[option.name]).json_schema()
+        schema |= {_BOUNDS[bound]: value for bound, value in option.metadata["bounds"].items()}
+        default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
+        schemas[options.public_name(option)] = {**schema, "description": option.metadata["help"], "default": default}
+    return schemas
 
 
-def build(registry: Registry, named: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
-    """Build the component that a `component` field names."""
-    return registry.build(*split(named), *arguments, **keywords)
+def _spellings(choices: Any, nullable: bool) -> list[Any]:
+    """Return the values in YAML that select one of the choices; YAML parses the name 64 as a number."""
+    numbers = [int(choice) for choice in choices if str(choice).isdecimal()]
+    return [*choices, *numbers, *([None] if nullable else [])]
+
+
+def build(registry: Registry, value: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
+    """Build the component that the value of a `component` field selects, from further arguments."""
+    return registry.build(*split(value), *arguments, **keywords)
 
 
 def check(model: type[S], values: dict[str, Any], source: str) -> S:
-    """Values as an instance of a section.
+    """Convert values to an instance of a section.
+
+    Args:
+        model: class of the section, or of the whole experiment.
+        values: values by field, nested for sections within sections.
+        source: name of the file in the error message.
 
     Raises:
-        ConfigError: everything that is wrong, a line per field: the field, the value and what is allowed.
+        ConfigError: values are invalid; the message has a line per field, with its value and what is allowed.
     """
     try:
         return model.model_validate(values)
-    except ConfigError as error:  # of what stands elsewhere, such as the models' own checks
+    except ConfigError as error:  # from checks outside pydantic, such as those of the models
         lines = [str(error)]
     except ValidationError as error:
-        lines = [_line(item, model) for item in error.errors()]
-    head = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} fields cannot be used\n  "
-    raise ConfigError(head + "\n  ".join(lines))
+        lines = [_error_line(item, model) for item in error.errors()]
+    header = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} fields cannot be used\n  "
+    raise ConfigError(header + "\n  ".join(lines))
 
 
-_TYPES = ("int", "float", "str")  # with which pydantic says at which type of several it was
+_TYPES = ("int", "float", "str")  # pydantic adds the type of a union to the location of an error
 
 
-def _line(item: Any, model: type[BaseModel]) -> str:
+def _error_line(item: Any, model: type[BaseModel]) -> str:
+    """Return one error of pydantic as a line with the field, its value and what is allowed.
+
+    Args:
+        item: element of pydantic's `ValidationError.errors`.
+        model: class of the section.
+    """
     parts = map(str, item["loc"])
     where = ".".join(part for part in parts if part not in _TYPES and not part.startswith("function-"))
     kind, value = item["type"], item["input"]
-    holder, meaning = _walk(model, item["loc"])
+    section, meaning = _find_field(model, item["loc"])
     if kind == "extra_forbidden":
-        hint = options.instead(str(item["loc"][-1]), holder.model_fields if holder else {})
+        hint = options.instead(str(item["loc"][-1]), section.model_fields if section else {})
         return f"{where}: unknown field (value {_short(value)}){hint}"
     if kind == "missing":
         return f"{where}: is missing. It is: {meaning}"
@@ -127,15 +175,16 @@ def _line(item: Any, model: type[BaseModel]) -> str:
 
 
 def _short(value: Any) -> str:
+    """Return the representation of a value, cut off after 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel] | None, str]:
-    """The model that a location leads to, and what the last field on the way means."""
+def _find_field(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[type[BaseModel] | None, str]:
+    """Return the section at a location of pydantic, None for a plain value, and the meaning of the last field in it."""
     current: type[BaseModel] | None = model
     meaning = ""
-    for part in loc:
+    for part in location:
         if current is not None and part in current.model_fields:
             field = current.model_fields[part]
             meaning = field.description or ""
