@@ -1,4 +1,4 @@
-"""Kairos commands in processes of their own, without the seconds that imports take: see `Commands`."""
+"""Kairos commands in separate processes, without the seconds that imports take: see `Commands`."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass
 class Commands:
-    """Start kairos commands as forks of one process, which has imported what a training needs and computed nothing."""
+    """Start kairos commands as forks of one process, which has only imported the modules that a training run needs."""
 
     _process: "subprocess.Popen[str] | None" = field(default=None, init=False)
 
@@ -28,21 +28,22 @@ class Commands:
         Args:
             log: file for what the command writes to standard error.
             point: where the process kills itself, at the `passage`-th time; see `kill_at.prepare`.
-            environment: variables beside those of the tests.
+            environment: variables in addition to those of the tests.
         """
         assert line[1:3] == ["-m", "kairos"]
         order = {"arguments": line[3:], "log": str(log), "point": point, "passage": passage}
-        return self._ask(order | {"environment": environment})
+        return self._send(order | {"environment": environment})
 
     def wait(self, process: int) -> int:
         """Wait until a command ends; returns its exit status, minus the signal if a signal killed it."""
-        return self._ask({"wait": process})
+        return self._send({"wait": process})
 
     def run(self, line: list[str], log: Path, **environment: str) -> int:
         """Run a command to its end; returns its exit status."""
         return self.wait(self.start(line, log, **environment))
 
-    def _ask(self, order: dict) -> int:
+    def _send(self, order: dict) -> int:
+        """Send an order to the process that forks, which starts with the first order; returns its answer."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, __file__],

@@ -12,14 +12,14 @@ __all__ = ["environment", "pytest_collection_finish", "pytest_collection_modifyi
 
 @pytest.fixture(scope="session")
 def commands() -> Iterator[Commands]:
-    """Start kairos commands in processes of their own without the time that imports take."""
+    """Kairos commands in separate processes, without the time that imports take."""
     with Commands() as commands:
         yield commands
 
 
 @pytest.fixture
 def kairos_strategies(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run ``kairos strategies ...`` in this process; gives exit status, stdout and stderr."""
+    """Function that runs ``kairos strategies ...`` in this process and returns exit status, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         from kairos.cli import main

@@ -1,10 +1,14 @@
-"""A CUDA device on a machine without a GPU: where tensors are, and what waits for the device.
+"""CUDA device on a machine without a GPU: shows on which device tensors are, and what synchronises with the device.
 
 Tensors on ``cuda:0`` are torch's fake tensors, with a shape, a type and a device but without values. Tensors on the CPU
 are real. An operation that mixes devices raises an error, and so does one whose shape depends on values (``nonzero``,
-boolean indexing). Synchronisations are recorded with the function of kairos that causes each of them: values that are
-read (``item``, ``tolist``, ``bool``), copies to the host, and copies to the device that are not asynchronous from
-pinned memory. Code that reads a value gets 1.
+boolean indexing). Code that reads a value gets 1.
+
+Synchronisations are recorded with the function of kairos that causes each of them:
+
+- values that are read (``item``, ``tolist``, ``bool``);
+- copies to the host;
+- copies to the device that are not asynchronous from pinned memory.
 """
 
 import sys
@@ -29,25 +33,25 @@ import kairos_timesteps
 DEVICE = torch.device("cuda", 0)
 _PACKAGES = [Path(package.__file__).parent for package in (kairos, kairos_timesteps)]
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-_READ = ("item", "_local_scalar_dense", "is_nonzero", "equal")
-_INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
+_VALUE_READS = ("item", "_local_scalar_dense", "is_nonzero", "equal")
+_INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
 
 
 @dataclass
 class Record:
     """Synchronisations and collectives, each as ``kind in module.function``."""
 
-    waits: list[str] = field(default_factory=list)
+    synchronisations: list[str] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
 
     def clear(self) -> None:
         """Forget what has been recorded."""
-        self.waits.clear()
+        self.synchronisations.clear()
         self.collectives.clear()
 
 
 class _Mode(TorchDispatchMode):
-    """Run operations on the CPU for real and those on the device on fake tensors, and record synchronisations."""
+    """Run operations on the CPU for real, operations on the device on fake tensors, and record synchronisations."""
 
     def __init__(self, record: Record, pinned: set[int]):
         super().__init__()
@@ -65,29 +69,29 @@ class _Mode(TorchDispatchMode):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         name = function.__name__.split(".")[0]
-        if name in _READ:
-            self.record.waits.append(f"value read in {caller()}")
+        if name in _VALUE_READS:
+            self.record.synchronisations.append(f"value read in {caller()}")
             with unset_fake_temporarily():
                 return True if name in ("is_nonzero", "equal") else torch.ones((), dtype=args[0].dtype).item()
-        if name in _INDEXED and any(not t.is_cuda for t in tree_leaves(args[1])):
-            self.record.waits.append(f"index copied to the device in {caller()}")
+        if name in _INDEXING and any(not t.is_cuda for t in tree_leaves(args[1])):
+            self.record.synchronisations.append(f"index copied to the device in {caller()}")
         if function in _COPIES:
-            return self._copied(function, args, kwargs)
+            return self._copy(function, args, kwargs)
         return function(*args, **kwargs)
 
-    def _copied(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Copy a tensor, in `function`'s way, between host and device."""
+    def _copy(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Copy a tensor between host and device with `function`."""
         in_place = function is torch.ops.aten.copy_.default
         source = args[1] if in_place else args[0]
         to_device = args[0].is_cuda if in_place else kwargs.get("device", source.device).type == "cuda"
         if source.is_cuda and not to_device:
-            self.record.waits.append(f"copy to the host in {caller()}")
+            self.record.synchronisations.append(f"copy to the host in {caller()}")
             with unset_fake_temporarily():
                 values = torch.ones(source.shape, dtype=kwargs.get("dtype", source.dtype))
                 return args[0].copy_(values) if in_place else values
         asynchronous = kwargs.get("non_blocking", False) or (in_place and len(args) > 2 and args[2])
         if not source.is_cuda and not (asynchronous and source.untyped_storage()._cdata in self.pinned):
-            self.record.waits.append(f"copy to the device in {caller()}")
+            self.record.synchronisations.append(f"copy to the device in {caller()}")
         return function(*args, **kwargs)
 
 
@@ -101,7 +105,7 @@ class _Assignments(TorchFunctionMode):
 
 
 def caller() -> str:
-    """The innermost function of kairos that is running, as ``module.function``."""
+    """Return the innermost function of kairos that is running, as ``module.function``."""
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -112,7 +116,7 @@ def caller() -> str:
 
 
 class Replicated(nn.Module):
-    """Stands in for DistributedDataParallel, whose buckets are of real memory: the network alone."""
+    """The network without DistributedDataParallel, whose buckets would need real memory."""
 
     def __init__(self, module: nn.Module, **_: Any):
         super().__init__()
@@ -127,7 +131,7 @@ class Replicated(nn.Module):
 
 @contextmanager
 def process_group(ranks: int) -> Iterator[None]:
-    """Be rank 1 of `ranks` processes (rank 0 of one) in torch's fake process group, which talks to nobody."""
+    """Make this process rank 1 of `ranks` (rank 0 of one) in torch's fake process group, which does not communicate."""
     if ranks > 1:
         distributed.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
     try:
@@ -139,13 +143,14 @@ def process_group(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def fake_cuda() -> Iterator[Record]:
-    """Let tensors be on a CUDA device that does not exist; gives the record of synchronisations and collectives."""
-    record, pinned, kept = Record(), set(), []
+    """Let tensors be on a CUDA device that does not exist; yields the record of synchronisations and collectives."""
+    record, pinned = Record(), set()
+    storages = []  # keeps pinned memory alive, so that its address is not used again
 
     def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
         copy = tensor.clone()
-        kept.append(copy.untyped_storage())  # whose address must not be used again
-        pinned.add(kept[-1]._cdata)
+        storages.append(copy.untyped_storage())
+        pinned.add(storages[-1]._cdata)
         return copy
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
@@ -179,20 +184,20 @@ def fake_cuda() -> Iterator[Record]:
 
 
 def _gradients(output: Tensor) -> dict[Tensor, Tensor]:
-    """Gradients of a scalar by leaf tensor.
+    """Compute the gradients of a scalar by leaf tensor.
 
-    Torch's own engine asks for a CUDA context. The nodes of the graph are real, with torch's formulas.
+    Torch's engine requires a CUDA context. The nodes of the graph are real, with torch's formulas.
     """
     with torch.no_grad():
         order = _order(output.grad_fn)
         pending = {output.grad_fn: [torch.ones_like(output)]}
-        found: dict[Tensor, Tensor] = {}
+        gradients: dict[Tensor, Tensor] = {}
         for node in order:
             incoming = pending.pop(node, None)
             if incoming is None or all(gradient is None for gradient in incoming):
                 continue
             if hasattr(node, "variable"):
-                (found[node.variable],) = incoming
+                (gradients[node.variable],) = incoming
                 continue
             outgoing = node(*incoming)
             outgoing = outgoing if isinstance(outgoing, tuple) else (outgoing,)
@@ -204,11 +209,11 @@ def _gradients(output: Tensor) -> dict[Tensor, Tensor]:
                         number,
                         gradient,
                     )
-    return found
+    return gradients
 
 
 def _order(root: Any) -> list[Any]:
-    """All nodes of a graph, each before those that it leads to."""
+    """Return all nodes of a graph in topological order."""
     waiting: dict[Any, int] = {root: 0}
     unseen = [root]
     while unseen:
@@ -229,7 +234,7 @@ def _order(root: Any) -> list[Any]:
 
 
 def _add(incoming: list[Any], node: Any, number: int, gradient: Tensor) -> None:
-    """Add a gradient to what a node gets, in the shape and type of the tensor that it is of."""
+    """Add a gradient to the incoming gradients of a node, in the shape and type of the node's tensor."""
     expected = node._input_metadata[number]
     assert gradient.device == expected.device, f"gradient on {gradient.device} of a tensor on {expected.device}"
     gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
@@ -242,9 +247,12 @@ def _backward(output: Tensor, *_: Any, **__: Any) -> None:
 
 
 def _grad(outputs: Tensor, inputs: Any, *_: Any, materialize_grads: bool = False, **__: Any) -> tuple[Any, ...]:
-    found = _gradients(outputs)
+    gradients = _gradients(outputs)
     single = isinstance(inputs, Tensor)
-    result = [found.get(tensor) for tensor in ([inputs] if single else inputs)]
+    result = [gradients.get(tensor) for tensor in ([inputs] if single else inputs)]
     if materialize_grads:
-        result = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, result, strict=True)]
+        result = [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(inputs, result, strict=True)
+        ]
     return tuple(result)

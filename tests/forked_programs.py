@@ -1,7 +1,7 @@
-"""Programs as forks of one process that has imported Snakemake and DVC, whose imports are most of a short command.
+"""Programs as forks of one process that has imported Snakemake and DVC, since imports take most of a short command.
 
-The process holds no module of kairos: each fork imports those of its own PYTHONPATH, which tests edit. It does not hold
-torch either.
+The process contains neither torch nor a module of kairos: each fork imports kairos from its PYTHONPATH, where tests edit
+the code.
 """
 
 import atexit
@@ -13,8 +13,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-PROGRAMS = ("snakemake", "kairos", "python")  # the last with -c CODE alone
-OURS = ("kairos", "kairos_timesteps", "snakemake_executor_plugin_kairos")
+PROGRAMS = ("snakemake", "kairos", "python")  # python only with -c CODE
+PACKAGES = ("kairos", "kairos_timesteps", "snakemake_executor_plugin_kairos")
 _server: "subprocess.Popen[str] | None" = None
 
 
@@ -33,7 +33,7 @@ def run(command: list[str], folder: Path, environment: dict[str, str]) -> "subpr
 
 
 def run_command(command: list[str]) -> object:
-    """Run a command as its program does; returns what the program gives to `sys.exit`."""
+    """Run a command as its program does; returns the status that the program passes to `sys.exit`."""
     program, *arguments = command
     sys.argv = command
     if program == "python":
@@ -51,8 +51,8 @@ def run_command(command: list[str]) -> object:
     return snakemake(arguments)
 
 
-def become(order: dict) -> None:
-    """Turn this process, a fork, into a command that starts by itself; run the command, and end the process."""
+def run_in_fork(order: dict) -> None:
+    """Give this process, a fork, the folder, environment and streams of a command; run it, and end the process."""
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -78,8 +78,8 @@ def become(order: dict) -> None:
 
 def serve() -> None:
     """Read orders from standard input until it is closed; answer each with the exit status of its fork."""
-    del sys.path[0]  # the folder of this file, which a command that starts by itself does not have
-    # what the programs import, and smart_open, which Snakemake imports when it first reads a file
+    del sys.path[0]  # the folder of this file, which is not in the path of a command that a user starts
+    # imports of the programs, and smart_open, which Snakemake imports when it first reads a file
     import dvc.repo  # noqa: F401
     import smart_open  # noqa: F401
     import snakemake.cli  # noqa: F401
@@ -89,13 +89,13 @@ def serve() -> None:
     import kairos.workflow.layout
     import kairos.workflow.rules  # noqa: F401
 
-    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
         del sys.modules[name]
     for line in sys.stdin:
         order = json.loads(line)
         process = os.fork()
         if process == 0:
-            become(order)
+            run_in_fork(order)
         print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 
 

@@ -1,6 +1,6 @@
 """Points at which a kairos command kills itself with SIGKILL; see `commands.Commands.start`.
 
-A process dies for real, at the N-th passage of the point; nothing is caught, flushed or cleaned up.
+The process really dies when it passes the point for the N-th time; nothing is caught, flushed or cleaned up.
 """
 
 import os
@@ -8,7 +8,7 @@ import signal
 
 
 def die_at(count, function):
-    """The function, killed at its `count`-th call before it does anything."""
+    """Wrap a function so that its `count`-th call kills the process before it does anything."""
     calls = [0]
 
     def wrapped(*arguments, **keywords):
@@ -21,20 +21,20 @@ def die_at(count, function):
 
 
 def prepare(point: str, count: int) -> None:
-    """Make this process die at the `count`-th passage of the point."""
+    """Make this process die when it passes the point for the `count`-th time."""
     from kairos import files
     from kairos.training import checkpoint, loop
     from kairos_timesteps.samplers.adaptive import Adaptive
 
     if point == "step":  # before a step is computed
         loop._forward_backward = die_at(count, loop._forward_backward)
-    elif point == "after_optimizer":  # the optimiser has stepped, the sampler has not measured it yet
+    elif point == "after_optimizer":  # the optimiser has stepped, the sampler has not measured the step yet
         Adaptive._measure = die_at(2 * count, Adaptive._measure)
     elif point in ("half_written", "not_synced", "not_renamed"):  # inside a checkpoint write
         write = checkpoint.write
         writes = [0]
 
-        def killing(path, content):
+        def write_and_die(path, content):
             writes[0] += 1
             if writes[0] == count:
                 if point == "not_synced":
@@ -45,18 +45,18 @@ def prepare(point: str, count: int) -> None:
                     checkpoint.atomic = half_written
             write(path, content)
 
-        checkpoint.write = killing
+        checkpoint.write = write_and_die
     elif point != "never":
         raise SystemExit(f"unknown point {point}")
 
 
 def half_written(path):
-    """Stands for `files.atomic`: opens the real temporary file and dies in the middle of its second write."""
+    """Replace `files.atomic`: open the real temporary file and die in the middle of its second write."""
     from kairos import files
 
     real = files.atomic(path)
 
-    class Half:
+    class HalfWrittenFile:
         def __enter__(self):
             self.file = real.__enter__()
             self.writes = 0
@@ -71,6 +71,6 @@ def half_written(path):
             return self.file.write(data)
 
         def __exit__(self, *_):
-            raise AssertionError("was to be dead by now")
+            raise AssertionError("the process should have died in its second write")
 
-    return Half()
+    return HalfWrittenFile()

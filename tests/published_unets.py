@@ -1,4 +1,4 @@
-"""Small references in plain torch, independent of diffusers, under published names, for the tests of the U-Nets."""
+"""Reference U-Nets in plain torch, independent of diffusers, whose weights have their published names."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 class AdmBlock(nn.Module):
-    """ADM's residual block."""
+    """Residual block of ADM."""
 
     def __init__(self, inputs: int, outputs: int, width: int, groups: int, scale_shift: bool, resample: str = ""):
         super().__init__()
@@ -28,19 +28,19 @@ class AdmBlock(nn.Module):
         if self.resample == "down":
             h, x = F.avg_pool2d(h, 2), F.avg_pool2d(x, 2)
         elif self.resample == "up":
-            h, x = (part.repeat_interleave(2, 2).repeat_interleave(2, 3) for part in (h, x))
+            h, x = (image.repeat_interleave(2, 2).repeat_interleave(2, 3) for image in (h, x))
         h = self.in_layers[2](h)
-        told = self.emb_layers(emb)[:, :, None, None]
+        conditioning = self.emb_layers(emb)[:, :, None, None]
         if self.scale_shift:
-            scale, shift = told.chunk(2, 1)
+            scale, shift = conditioning.chunk(2, 1)
             h = self.out_layers[0](h) * (1 + scale) + shift
         else:
-            h = self.out_layers[0](h + told)
+            h = self.out_layers[0](h + conditioning)
         return self.skip_connection(x) + self.out_layers[3](F.silu(h))
 
 
 class AdmAttention(nn.Module):
-    """ADM's attention, its rows in the legacy (head by head) or the new order."""
+    """Attention of ADM, with the rows of queries, keys and values in the legacy order (head by head) or the new one."""
 
     def __init__(self, channels: int, heads: int, groups: int, legacy: bool):
         super().__init__()
@@ -51,18 +51,18 @@ class AdmAttention(nn.Module):
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         n, c, height, width = x.shape
         rows = self.qkv(self.norm(x.flatten(2)))
-        parts = []
+        values_by_head = []
         for head in range(self.heads):
             d = c // self.heads
             starts = [(3 * head + k) * d if self.legacy else k * c + head * d for k in range(3)]
             q, k, v = (rows[:, start : start + d] for start in starts)
             weights = torch.softmax(q.transpose(1, 2) @ k / math.sqrt(d), -1)  # (n, queries, keys)
-            parts.append(v @ weights.transpose(1, 2))
-        return x + self.proj_out(torch.cat(parts, 1)).view(n, c, height, width)
+            values_by_head.append(v @ weights.transpose(1, 2))
+        return x + self.proj_out(torch.cat(values_by_head, 1)).view(n, c, height, width)
 
 
 class Op(nn.Module):
-    """A strided convolution under the name `op`, or one after nearest doubling under the name `conv`."""
+    """Strided convolution, named `op`, or nearest-neighbour upsampling and a convolution, named `conv`."""
 
     def __init__(self, channels: int, down: bool):
         super().__init__()
@@ -76,7 +76,7 @@ class Op(nn.Module):
 
 
 class Adm(nn.Module):
-    """ADM's UNetModel, which is also latent diffusion's."""
+    """UNetModel of ADM and of latent diffusion."""
 
     def __init__(self, *, channels: int, multipliers: list[float], blocks: int, attended: set[int], head: int,
                  groups: int, inputs: int, outputs: int, scale_shift: bool, updown: bool, legacy: bool,
@@ -138,7 +138,7 @@ class Adm(nn.Module):
 def ddpm_torch_weights(
     channels: int, multipliers: list[int], blocks: int, attended: set[int], inputs: int, outputs: int
 ) -> dict[str, Tensor]:
-    """Random weights under ddpm-torch's names."""
+    """Return random weights under the names of ddpm-torch."""
     weights: dict[str, Tensor] = {}
     width, widths = 4 * channels, [channels * m for m in multipliers]
 
@@ -180,10 +180,10 @@ def ddpm_torch_weights(
 
 
 def ddpm_torch(weights: dict[str, Tensor], x: Tensor, t: Tensor, levels: int, blocks: int, groups: int) -> Tensor:
-    """ddpm-torch's U-Net as a function of its weights by name."""
+    """Compute the output of ddpm-torch's U-Net from its weights by name."""
 
-    def conv(name: str, x: Tensor, **named: Any) -> Tensor:
-        return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], **named)
+    def conv(name: str, x: Tensor, **options: Any) -> Tensor:
+        return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], **options)
 
     def linear(name: str, x: Tensor) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -230,7 +230,15 @@ def ddpm_torch(weights: dict[str, Tensor], x: Tensor, t: Tensor, levels: int, bl
 def edm_ddpmpp(
     weights: dict[str, Tensor], x: Tensor, noise: Tensor, classes: Tensor | None = None, augment: Tensor | None = None
 ) -> Tensor:
-    """EDM's DDPM++ as a function of its published weights by name (under ``model.``), told what backbones.md tells."""
+    """Compute the output of EDM's DDPM++ from its published weights by name (under ``model.``).
+
+    Args:
+        weights: published weights.
+        x: images (batch, channels, height, width).
+        noise: noise level of each image, ln(sigma)/4 (batch,).
+        classes: one-hot rows (batch, classes).
+        augment: labels of the augmentations (batch, labels).
+    """
     weights = {name.removeprefix("model."): value for name, value in weights.items()}
     side = x.shape[-1]
 
@@ -245,7 +253,7 @@ def edm_ddpmpp(
         scale = weights[f"{name}.weight"]
         return F.group_norm(x, min(32, x.shape[1] // 4), scale, weights[f"{name}.bias"], eps=1e-6)
 
-    def resampled(name: str, x: Tensor) -> Tensor:
+    def resample(name: str, x: Tensor) -> Tensor:
         if name.endswith("_down"):
             return F.conv2d(x.flatten(0, 1)[:, None], torch.full((1, 1, 2, 2), 0.25), stride=2).view(
                 *x.shape[:2], x.shape[2] // 2, x.shape[3] // 2
@@ -253,14 +261,14 @@ def edm_ddpmpp(
         return x.repeat_interleave(2, 2).repeat_interleave(2, 3) if name.endswith("_up") else x
 
     def block(name: str, x: Tensor) -> Tensor:
-        h = conv(f"{name}.conv0", resampled(name, F.silu(norm(f"{name}.norm0", x))))
+        h = conv(f"{name}.conv0", resample(name, F.silu(norm(f"{name}.norm0", x))))
         h = F.silu(norm(f"{name}.norm1", h + linear(f"{name}.affine", emb)[:, :, None, None]))
-        short = resampled(name, x)
+        short = resample(name, x)
         short = conv(f"{name}.skip", short) if f"{name}.skip.weight" in weights else short
         x = (conv(f"{name}.conv1", h) + short) * math.sqrt(0.5)
         if f"{name}.qkv.weight" not in weights:
             return x
-        rows = conv(f"{name}.qkv", norm(f"{name}.norm2", x)).flatten(2)  # q, k, v of a channel side by side
+        rows = conv(f"{name}.qkv", norm(f"{name}.norm2", x)).flatten(2)  # q, k and v of a channel are neighbours
         q, k, v = rows[:, 0::3], rows[:, 1::3], rows[:, 2::3]
         attended = v @ torch.softmax(q.transpose(1, 2) @ k / math.sqrt(x.shape[1]), -1).transpose(1, 2)
         return (x + conv(f"{name}.proj", attended.view(x.shape))) * math.sqrt(0.5)
@@ -268,7 +276,7 @@ def edm_ddpmpp(
     half = weights["map_layer0.weight"].shape[1] // 2
     angles = noise[:, None] * (1 / 10_000) ** (torch.arange(half) / (half - 1))
     emb = torch.cat([angles.sin(), angles.cos()], 1)
-    if classes is not None:  # one-hot rows
+    if classes is not None:
         emb = emb + linear("map_label", classes * math.sqrt(classes.shape[1]))
     if augment is not None:
         emb = emb + linear("map_augment", augment)

@@ -1,4 +1,4 @@
-"""The page of a report without the files of its figures, which take most of a report's time to write."""
+"""The page of a report without the files of its figures, since writing them takes most of a report's time."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from kairos.report.page import render_page
 
 
 def page_of(config: Path, folder: Path, unfinished: bool = False) -> str:
-    """Draw every figure of the results in `folder`, and return the page with blank pictures in place of the figures."""
+    """Draw every figure of the results in `folder`; returns the page with blank images instead of the figures."""
     results = collect(load(config), folder, unfinished)
     draw_figures(results)
     with TemporaryDirectory() as pictures:
@@ -25,7 +25,7 @@ def page_of(config: Path, folder: Path, unfinished: bool = False) -> str:
 
 
 def draw_figures(results: Results) -> None:
-    """Draw every figure that the results have numbers for, and write none."""
+    """Draw every figure that the results have numbers for, without writing files."""
     looks = plot_style.assign_looks(results.methods, results.baseline)
     for draw in available_figures(results).values():
         with matplotlib.rc_context(plot_style.STYLE):

@@ -1,6 +1,6 @@
-"""Writes a small results/<experiment>/ tree in the formats of the pipeline, with numbers from a formula.
+"""Small results/<experiment>/ trees in the formats of the pipeline, with numbers from a formula.
 
-For tests of what reads results (report, tracking) without training anything.
+Tests of code that reads results (report, tracking) use them instead of training runs.
 """
 
 import json
@@ -18,7 +18,7 @@ METRIC = "frechet_classifier32"
 T = 100
 EXTRACTOR_HASH = "e" * 64
 REFERENCE_HASH = "f" * 64
-# method: (sampler and weighting, final distance, speed of the fall)
+# method: (sampler and weighting, final distance, speed of its decrease)
 METHODS: dict[str, tuple[dict[str, Any], float, float]] = {
     "uniform": ({"sampler": "uniform"}, 24.0, 1.0),
     "p2": ({"sampler": "uniform", "weighting": "p2"}, 23.6, 1.0),
@@ -30,7 +30,7 @@ METHODS: dict[str, tuple[dict[str, Any], float, float]] = {
 
 
 def experiment(seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] = tuple(METHODS)) -> dict[str, Any]:
-    """The experiment file's values."""
+    """Return the values of the experiment file."""
     return {
         "experiment": "tiny",
         "seeds": list(seeds),
@@ -49,19 +49,19 @@ def write(root: Path, seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] 
     values = experiment(seeds, methods)
     config = root / "tiny.yaml"
     write_text(config, yaml.safe_dump(values, sort_keys=False))
-    checked = validate(values)
+    experiment_config = validate(values)
     results = root / "results" / "tiny"
     _write_shared(results)
     for method in methods:
         for seed in seeds:
-            _write_training(results / method / f"seed{seed}", checked, method, seed)
+            _write_training(results / method / f"seed{seed}", experiment_config, method, seed)
     return config, results
 
 
 def distance(method: str, seed: int, step: int) -> float:
-    """The made-up distance: an exponential fall from 320 to the method's final value at step 400, 0.8 % of noise.
+    """Return a made-up distance: it decreases exponentially from 320 to the method's final value at step 400.
 
-    A seed moves all methods alike, and each a little on its own.
+    A seed shifts all methods equally, and adds 0.8 % of noise to each method.
     """
     _, final, speed = METHODS[method]
     noise = np.random.default_rng([seed, *method.encode()]).standard_normal() if step else 0.0
@@ -114,30 +114,30 @@ def _write_shared(results: Path) -> None:
             )  # fmt: skip
 
 
-def _write_training(folder: Path, checked: Experiment, method: str, seed: int) -> None:
+def _write_training(folder: Path, experiment_config: Experiment, method: str, seed: int) -> None:
     learned = method == "adaptive"
     rng = np.random.default_rng([seed, 7])
     identity = f"{method}-{seed}".encode().hex().ljust(64, "0")
-    lines = []
+    records = []
     level = 1 + 0.15 * list(METHODS).index(method)
     for step in range(1, 401):
         loss = level * 0.2 + 0.9 * np.exp(-step / 90) + 0.03 * rng.standard_normal()
         sampler = {"a": 1 - step / 1000, "b": 1.0} if learned else {}
-        lines.append(
+        records.append(
             {
                 "step": step, "images": 64 * step, "loss": loss, "mse": loss * 1.1, "lr": 1e-3, "grad_norm": 0.5,
                 "sampler": sampler,
             }
         )  # fmt: skip
-    write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in records))
     per_step = 0.06 if learned else 0.05
     timing = [
         {"step": step, "seconds": per_step * step, "steps_run": step, "started": "2026-01-02T03:04:05+00:00"}
-        for step in checked.milestones
+        for step in experiment_config.milestones
     ]
     write_text(folder / "timing.jsonl", "".join(json.dumps(line) + "\n" for line in timing))
-    for k, step in enumerate(checked.milestones):
-        _write_milestone(folder, checked, method, seed, step, k, identity)
+    for milestone_number, step in enumerate(experiment_config.milestones):
+        _write_milestone(folder, experiment_config, method, seed, step, milestone_number, identity)
     write_json(
         folder / "training.json",
         {
@@ -149,13 +149,13 @@ def _write_training(folder: Path, checked: Experiment, method: str, seed: int) -
 
 
 def _write_milestone(
-    folder: Path, checked: Experiment, method: str, seed: int, step: int, k: int, identity: str
+    folder: Path, experiment_config: Experiment, method: str, seed: int, step: int, milestone_number: int, identity: str
 ) -> None:
     learned = method == "adaptive"
-    place = folder / "milestones" / f"{step:07d}"
+    milestone = folder / "milestones" / f"{step:07d}"
     t = np.arange(T)
     u = (t + 0.5) / T
-    a = 1 - 0.12 * k if learned else 1.0
+    a = 1 - 0.12 * milestone_number if learned else 1.0
     p = {
         "log_normal": np.exp(-(np.log(u / (1 - u)) ** 2) / 2) / (u * (1 - u)),
         "speed": np.where(t < 70, 5.0, 1.0),
@@ -168,14 +168,18 @@ def _write_milestone(
     table = (
         "".join(f"{t},{p[t]!r},{w[t]!r},{(p * w)[t]!r}\n" for t in range(T)).replace("np.float64(", "").replace(")", "")
     )
-    write_text(place / "strategy.csv", "t,p,w,effective\n" + table)
+    write_text(milestone / "strategy.csv", "t,p,w,effective\n" + table)
     moved = float(abs(p - 1 / T).sum() / 2)
-    strategy = {"updates": 25 * k, "a": a, "b": 1.0, "tv_from_start": moved} if learned else {"tv_from_start": 0.0}
+    strategy = (
+        {"updates": 25 * milestone_number, "a": a, "b": 1.0, "tv_from_start": moved}
+        if learned
+        else {"tv_from_start": 0.0}
+    )
     write_json(
-        place / "milestone.json",
+        milestone / "milestone.json",
         {
             "step": step, "images_seen": 64 * step, "identity": identity, "method": method, "seed": seed,
-            "config": checked.plain(), "shape": [4, 4, 4], "conditions": {}, "autoencoder_sha256": "a" * 64,
+            "config": experiment_config.plain(), "shape": [4, 4, 4], "conditions": {}, "autoencoder_sha256": "a" * 64,
             "dataset_sha256": "d" * 64, "strategy": strategy, "learned": learned,
             "provenance": {"kairos": "0.1.0", "torch": "2.9.0", "git_commit": "0123456789abcdef"}, "files": {},
         },

@@ -28,7 +28,7 @@ from kairos_timesteps.options import Options
 from kairos_timesteps.randomness import Stream
 from report_page import page_of
 from training_case import experiment, make_latents, write_experiment
-from workflow_copy import finished
+from workflow_copy import copy_finished_run
 
 PROCESSES = ("linear", "cosine", "edm", "flow", "vp")
 
@@ -385,7 +385,7 @@ tracking: {enabled: false}
 
 @pytest.mark.long
 def test_the_pipeline_makes_them_and_nothing_twice(tmp_path_factory):
-    copy = finished(tmp_path_factory)
+    copy = copy_finished_run(tmp_path_factory)
     experiment_file = copy.folder / "params.yaml"
     experiment_file.write_text(experiment_file.read_text() + ASKED)
     to_do = copy.to_do(config="params.yaml")

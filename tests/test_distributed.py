@@ -22,7 +22,7 @@ from kairos.training.run import train
 from kairos.training.run_folder import lock_run_folder
 from kairos.training.state import split_into_micro_batches
 from kairos_timesteps.errors import ConfigError, KairosError
-from training_case import difference, experiment, hashes, make_latents, started, train_command, write_experiment
+from training_case import difference, experiment, hashes, make_latents, start_training, train_command, write_experiment
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -170,7 +170,7 @@ def test_two_processes_leave_when_asked_and_resume_as_two_or_as_one(folder, tmp_
     length, every = 150, 10
     two = {"processes": 2, "milestones": [length], "checkpoint_every": every}
     out, whole = tmp_path / "out", tmp_path / "whole"
-    process = started(line(folder, "adaptive", out, **two), out)
+    process = start_training(line(folder, "adaptive", out, **two), out)
     process.send_signal(signal.SIGTERM)  # to the launcher alone
     said = process.communicate(timeout=600)[1]
     assert process.returncode == 75 and said.count("run the same command again") == 1 and "SIGUSR1" in said, said
@@ -194,7 +194,7 @@ def ranks(launcher: int) -> list[int]:
 @pytest.mark.long
 def test_a_killed_process_ends_all_and_the_launcher_says_so(folder, tmp_path):
     out = tmp_path / "out"
-    process = started(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
+    process = start_training(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
     first, second = ranks(process.pid)
     os.kill(second, signal.SIGKILL)
     begun = time.monotonic()
@@ -207,7 +207,7 @@ def test_a_killed_process_ends_all_and_the_launcher_says_so(folder, tmp_path):
 @pytest.mark.long
 def test_ranks_die_with_their_launcher(folder, tmp_path):
     out = tmp_path / "out"
-    process = started(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
+    process = start_training(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
     children = ranks(process.pid)
     process.kill()
     process.communicate()

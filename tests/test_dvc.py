@@ -11,7 +11,7 @@ import yaml
 
 from kairos.config import load
 from kairos.workflow.layout import Layout
-from workflow_copy import Copy, finished
+from workflow_copy import Copy, copy_finished_run
 
 FIRST = "workflow/dvc.yaml:dependencies"  # writes what the others depend on
 LIST_STAGES = """
@@ -159,7 +159,7 @@ def test_no_remote_and_no_analytics_in_the_repository(copy):
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A copy in which a small experiment has run, is recorded and committed."""
-    copy = finished(tmp_path_factory)
+    copy = copy_finished_run(tmp_path_factory)
     git(copy, "init", "-q")
     git(copy, "add", "-A")
     subprocess.run(commit("all"), cwd=copy.folder, check=True, capture_output=True)

@@ -155,7 +155,7 @@ def waits_by_step(chosen: dict, latents) -> list[Counter]:
             record.clear()
             line = next(running)
             assert (line is not None) == (step == LOGGING)
-            found.append(Counter(record.waits))
+            found.append(Counter(record.synchronisations))
         running.close()
         assert all(parameter.grad.is_cuda for parameter in training.parameters)
     return found
@@ -310,7 +310,7 @@ def test_draws_with_fixed_densities_and_weights_do_not_wait(number):
                 pass
             if step == 0:  # moves tables to the device
                 record.clear()
-        assert not record.waits
+        assert not record.synchronisations
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_by_default_a_gpu_logs_every_tenth_step_and_a_cpu_every_step(latents):
         training = TrainingState(plain, "uniform", 0, latents, DEVICE)
         record.clear()
         logged = [line["step"] for line in train_steps(training, 11) if line is not None]
-        reads = [wait for wait in record.waits if "loop" in wait]
+        reads = [wait for wait in record.synchronisations if "loop" in wait]
     assert logged == [10] and len(reads) == 3 * len(logged)
     training = TrainingState(plain, "uniform", 0, latents, torch.device("cpu"))
     assert [line["step"] for line in train_steps(training, 3)] == [1, 2, 3]
@@ -368,7 +368,7 @@ def waits_of_sampling(latents, scheme: str, diffusion: dict, precision: str, gui
         record.clear()
         x0 = build(SCHEDULERS, scheduler, process, grid, estimate, make_noise_source(0, range(4), shape, DEVICE))
         assert x0.device == DEVICE and x0.shape == (4, *shape)
-        return Counter(record.waits)
+        return Counter(record.synchronisations)
 
 
 @pytest.mark.parametrize(("scheme", "process", "prediction"), SCHEMES[::5])  # each scheme and each process

@@ -23,7 +23,7 @@ from kairos.workflow.dependencies import collect_params
 from kairos.workflow.dvc_records import select_jobs
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError, KairosError
-from workflow_copy import finished
+from workflow_copy import copy_finished_run
 
 EXPERIMENT = {
     "experiment": "r",
@@ -298,7 +298,7 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_pipeline_in_shards_makes_the_same(tmp_path_factory):
-    copy = finished(tmp_path_factory)
+    copy = copy_finished_run(tmp_path_factory)
     results, file = copy.folder / "results/tiny", copy.folder / "params.yaml"
     made = ("sums/*/*/*.txt", "latents/*", "*/seed*/samples/*", "*/seed*/evaluation/*")
 

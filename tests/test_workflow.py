@@ -18,7 +18,7 @@ from kairos.config import load
 from kairos.files import read_json
 from kairos.workflow import controller
 from kairos.workflow.layout import FROZEN_VARIABLE, Layout
-from workflow_copy import Copy, finished
+from workflow_copy import Copy, copy_finished_run
 
 TRAININGS = 2  # of tests/tiny.yaml: two methods, one seed, in two segments
 AFTER = {"report": 1, "track": 1}
@@ -209,7 +209,7 @@ def test_a_second_controller_is_rejected_while_one_works(done, monkeypatch):
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    return finished(tmp_path_factory)
+    return copy_finished_run(tmp_path_factory)
 
 
 FOLDER = "results/tiny/adaptive/seed0"

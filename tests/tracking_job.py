@@ -1,8 +1,8 @@
-"""A process that writes down a training step by step, as `kairos train` does, and reports it while it does so.
+"""Process that records a training run step by step, as `kairos train` does, and reports it to the tracking store.
 
-It takes its lines from a finished training (results_tree.py writes them), so that it needs no torch and dozens of them
-can run side by side. Standard input says how far to go: a number of steps per line. For each it answers with the
-seconds that the steps took, and at the end of the input with those that the end took.
+Its records come from a finished training run of results_tree.py, so that it needs no torch and dozens of such processes
+can run at once. Each line of standard input is the step up to which it records. It answers each line with the seconds
+that these steps took, and the end of the input with the seconds that ending the run took.
 """
 
 import json
@@ -22,30 +22,30 @@ def main(config: str, method: str, seed: str, source: Path, out: Path) -> None:
     state = out / ".state" / identity[:16]
     state.mkdir(parents=True, exist_ok=True)
 
-    def progress(step: int, how: str) -> None:
-        facts = {"identity": identity, "step": step, "state": how, "updated": time.time()}
-        write_json(out / ".state/progress.json", {**facts, "pid": os.getpid(), "host": socket.gethostname()})
+    def write_progress(step: int, status: str) -> None:
+        record = {"identity": identity, "step": step, "state": status, "updated": time.time()}
+        write_json(out / ".state/progress.json", {**record, "pid": os.getpid(), "host": socket.gethostname()})
 
-    begun = time.monotonic()
+    start = time.monotonic()
     with reporting(load(config), method, int(seed), out):
         step = resume(state)
-        progress(step, "running")
+        write_progress(step, "running")
         for order in sys.stdin:
-            begun = time.monotonic()
+            start = time.monotonic()
             for name in ("metrics.jsonl", "timing.jsonl"):
                 with open(state / name, "a", encoding="utf-8") as file:
                     for line in (source / name).read_text().splitlines():
                         if step < json.loads(line)["step"] <= int(order) or (step == 0 and '"step": 0,' in line):
                             file.write(line + "\n")
             step = int(order)
-            print(time.monotonic() - begun, flush=True)
-        progress(step, "complete")
-        begun = time.monotonic()
-    print(time.monotonic() - begun, flush=True)
+            print(time.monotonic() - start, flush=True)
+        write_progress(step, "complete")
+        start = time.monotonic()
+    print(time.monotonic() - start, flush=True)
 
 
 def resume(state: Path) -> int:
-    """The last step that a process before this one wrote down."""
+    """Return the last step that an earlier process recorded."""
     timing = state / "timing.jsonl"
     return json.loads(timing.read_text().splitlines()[-1])["step"] if timing.exists() else 0
 

@@ -1,4 +1,4 @@
-"""For tests of tracking: an MLflow server that can be killed, a proxy that makes it slow, processes that report."""
+"""Helpers for tests of tracking: an MLflow server that can be killed, a proxy that delays it, processes that report."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-PATIENCE = 400  # seconds that anything may take on a busy machine
+PATIENCE = 400  # longest wait in seconds, also on a busy machine
 JOB = Path(__file__).with_name("tracking_job.py")
 RUNS = """
     select method.value, seed.value, {} from runs
@@ -29,20 +29,22 @@ POINTS = (
 
 
 def free_port() -> int:
+    """Return a port of this machine on which no process listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def wait_for(what: Callable[[], bool], why: str) -> None:
+def wait_for(condition: Callable[[], bool], name: str) -> None:
+    """Wait until a condition is true; fail with the name of the condition after `PATIENCE` seconds."""
     deadline = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < deadline, f"no {why} within {PATIENCE} s"
+    while not condition():
+        assert time.monotonic() < deadline, f"no {name} within {PATIENCE} s"
         time.sleep(0.2)
 
 
 class Server:
-    """An MLflow server on SQLite, or on the database named; it can be killed and started again."""
+    """MLflow server on SQLite or on another database, which can be killed and started again."""
 
     def __init__(self, folder: Path, database: str | None = None):
         self.folder, self.port = folder, free_port()
@@ -86,7 +88,7 @@ class Server:
         self.process.wait()
 
     def runs(self, name: str) -> list[tuple]:
-        """Method, seed and status of the runs of trainings in an MLflow experiment."""
+        """Return method, seed and status of the training runs in an MLflow experiment."""
         with sqlite3.connect(self.path) as connection:
             return sorted(connection.execute(RUNS.format("runs.status", ""), (name,)))
 
@@ -100,13 +102,13 @@ class Server:
 
 
 def points(database: Path, name: str) -> list[tuple]:
-    """All rows of metrics of an experiment's trainings: method, seed, key, step, value, timestamp."""
+    """Return all rows of metrics of an experiment's training runs: method, seed, key, step, value, timestamp."""
     with sqlite3.connect(database) as connection:
         return sorted(connection.execute(RUNS.format(*POINTS), (name,)))
 
 
 class Proxy:
-    """A TCP proxy in front of a server: hands everything on after `delay` seconds, or swallows it (None)."""
+    """TCP proxy in front of a server: it forwards all data after `delay` seconds, or drops them if `delay` is None."""
 
     def __init__(self, port: int):
         self.delay: float | None = 0.0
@@ -114,20 +116,20 @@ class Proxy:
         self.behind = ("127.0.0.1", port)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.uri = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.kept: list[socket.socket] = []
+        self.clients: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         while True:
             client, _ = self.listener.accept()
             self.connections += 1
-            self.kept.append(client)
+            self.clients.append(client)
             if self.delay is not None:
                 server = socket.create_connection(self.behind)
                 for ends in ((client, server), (server, client)):
-                    threading.Thread(target=self._hand_on, args=ends, daemon=True).start()
+                    threading.Thread(target=self._forward, args=ends, daemon=True).start()
 
-    def _hand_on(self, source: socket.socket, target: socket.socket) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 time.sleep(self.delay or 0)
@@ -136,7 +138,7 @@ class Proxy:
 
 
 class Job:
-    """A process that trains, as far as tracking can see; tracking_job.py."""
+    """Process of tracking_job.py, which tracking cannot distinguish from a training run."""
 
     def __init__(self, config: Path, results: Path, method: str, seed: int, out: Path, uri: str, **environment: str):
         self.log = out.parent / f"{out.name}.log"
@@ -153,7 +155,7 @@ class Job:
             )
 
     def advance(self, *steps: int) -> float:
-        """Train up to each of these steps; the seconds that the slowest took."""
+        """Record the run up to each of these steps; returns the seconds of the slowest answer."""
         seconds = []
         for step in steps:
             print(step, file=self.process.stdin, flush=True)
@@ -161,7 +163,7 @@ class Job:
         return max(seconds)
 
     def end(self) -> float:
-        """Let the training end; the seconds that it took."""
+        """End the run; returns the seconds that this took."""
         self.process.stdin.close()
         seconds = float(self.process.stdout.readline())
         assert self.process.wait(timeout=PATIENCE) == 0, self.log.read_text()

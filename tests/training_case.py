@@ -1,4 +1,4 @@
-"""A small real training for the tests: digits as 4x4x4 latents, their 2x2 blocks, written as stage encode does."""
+"""Small real training runs for tests, on digits whose 2x2 blocks form latents of shape 4x4x4."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from kairos.files import read_json, sha256_bytes, write_json
 
 
 def make_latents(folder: Path, count: int = 200) -> Path:
-    """Write `folder`/dataset and `folder`/latents; returns the latter."""
+    """Write `folder`/dataset and `folder`/latents; returns the folder of the latents."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -45,7 +45,12 @@ def make_latents(folder: Path, count: int = 200) -> Path:
 
 
 def experiment(methods: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """A tiny experiment as plain values; `changes` replace fields by dotted name with __ for dots."""
+    """Return a tiny experiment as plain values.
+
+    Args:
+        methods: methods by name; None: uniform and adaptive.
+        changes: values by the dotted name of their field, with __ for dots.
+    """
     values: dict[str, Any] = {
         "experiment": "case",
         "model": {"name": "dit", "patch": 2, "width": 16, "depth": 1, "heads": 2},
@@ -65,53 +70,63 @@ def experiment(methods: dict[str, Any] | None = None, **changes: Any) -> dict[st
     for name, value in changes.items():
         *path, last = name.split("__")
         section = values
-        for part in path:
-            section = section.setdefault(part, {})
+        for name_of_section in path:
+            section = section.setdefault(name_of_section, {})
         section[last] = value
     return validate(values).plain()
 
 
 def write_experiment(path: Path, plain: dict[str, Any]) -> Path:
-    """Write an experiment file."""
+    """Write an experiment file; returns its path."""
     path.write_text(yaml.safe_dump(plain))
     return path
 
 
 def command(*arguments: Any) -> list[str]:
-    """The command line of a kairos subcommand."""
+    """Return the command line of a kairos subcommand."""
     return [sys.executable, "-m", "kairos", *(str(argument) for argument in arguments)]
 
 
 def train_command(config: Path, method: str, out: Path, latents: Path, *more: Any) -> list[str]:
-    """The command line of a training."""
+    """Return the command line of a training run."""
     base = ("train", "--config", config, "--method", method, "--seed", 0, "--out", out, "--latents", latents)
     return command(*base, *more)
 
 
-def started(line: list[str], out: Path) -> subprocess.Popen:
-    """A training that is about to take its first step, or has."""
-    begun = time.time()
+def start_training(line: list[str], out: Path) -> subprocess.Popen:
+    """Start a training run; returns its process as soon as it begins its first step."""
+    start = time.time()
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
-    wait_for_steps(out, begun, lambda: process.poll() is None)
+    wait_for_steps(out, start, lambda: process.poll() is None)
     return process
 
 
-def wait_for_steps(out: Path, begun: float, runs: Callable[[], bool] = lambda: True) -> None:
-    """Wait until a training that was started at `begun` is about to take its first step, or has; it must run on."""
-    word = out / ".state" / "progress.json"
-    while not (word.exists() and read_json(word)["updated"] > begun and read_json(word)["state"] == "running"):
-        assert runs(), f"the training in {out} ended before its first step"
-        assert time.time() < begun + 120, f"the training in {out} took no step in two minutes"
+def wait_for_steps(out: Path, start: float, is_running: Callable[[], bool] = lambda: True) -> None:
+    """Wait until a training run begins its first step.
+
+    Args:
+        out: folder of the run.
+        start: time at which the run was started, as of `time.time`.
+        is_running: False if the process of the run has ended, which fails the test.
+    """
+    file = out / ".state" / "progress.json"
+    while not (file.exists() and read_json(file)["updated"] > start and read_json(file)["state"] == "running"):
+        assert is_running(), f"the training run in {out} ended before its first step"
+        assert time.time() < start + 120, f"the training run in {out} took no step in two minutes"
         time.sleep(0.02)
 
 
 def hashes(out: Path) -> dict[str, str]:
-    """Hashes of the parts of a finished training."""
+    """Read the hashes of the components of a finished training run."""
     return read_json(out / "training.json")["components"]
 
 
 def difference(one: object, other: object) -> float:
-    """The largest relative difference of two nested states, over the norm of each tensor; what is not real is equal."""
+    """Return the largest relative difference between tensors of two nested states.
+
+    The difference of two tensors is the norm of their difference over the norm of the second one. Values other than
+    floating-point numbers must be equal.
+    """
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert one.keys() == other.keys()

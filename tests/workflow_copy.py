@@ -1,4 +1,4 @@
-"""A copy of the repository in which tests run Snakemake and DVC, and edit what they like."""
+"""Copies of the repository in which tests run Snakemake and DVC and edit files."""
 
 import fcntl
 import json
@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Copy:
+    """Copy of the repository's files in a folder."""
+
     def __init__(self, folder: Path):
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
@@ -31,7 +33,8 @@ class Copy:
 
     @classmethod
     def at(cls, folder: Path) -> "Copy":
-        """A clone that is there already."""
+        """Return the copy that a folder already contains."""
+
         copy = cls.__new__(cls)
         copy._prepare(folder)
         return copy
@@ -56,23 +59,23 @@ class Copy:
         return self.run("snakemake", "--cores", "2", "--configfile", config, *arguments)
 
     def run_forked(self, *command: str) -> "subprocess.CompletedProcess[str]":
-        """Run a short command, ``kairos ...`` or ``python -c CODE``, in a fork of a process that has imported much."""
+        """Run a short command, ``kairos ...`` or ``python -c CODE``, in a fork that has imported Snakemake and DVC."""
         return forked_programs.run([*command], self.folder, self.environment)
 
     def ask_snakemake(self, *arguments: str, config: str) -> "subprocess.CompletedProcess[str]":
-        """Run Snakemake for what starts no jobs, in a fork of a process that has imported it."""
+        """Run Snakemake without jobs, as in a dry run, in a fork of a process that has imported Snakemake."""
         command = ["snakemake", "--cores", "2", "--configfile", config, *arguments]
         return forked_programs.run(command, self.folder, self.environment)
 
     def outputs(self, config: str = "tests/tiny.yaml") -> dict[str, str]:
-        """Every output of every job with its rule, as Snakemake lists them."""
+        """Return the rule of each output of each job, as Snakemake lists them."""
         done = self.ask_snakemake("--summary", config=config)
         assert done.returncode == 0, done.stderr
         rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
         return {row[0]: row[2] for row in rows[1:]}
 
     def to_do(self, *arguments: str, config: str = "tests/tiny.yaml") -> dict[str, int]:
-        """Number of jobs that Snakemake would run, by rule; the target `all` left out."""
+        """Return the number of jobs that Snakemake would run by rule, without the target `all`."""
         done = self.ask_snakemake("--dry-run", *arguments, config=config)
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
@@ -84,9 +87,10 @@ class Copy:
 
     @contextmanager
     def edited(self, name: str, old: str, new: str) -> Iterator[None]:
+        """Replace the first occurrence of a text in a file, and restore the file at the end."""
         path = self.folder / name
         before = path.read_text()
-        assert before.count(old) >= 1, f"{name} does not hold {old!r}"
+        assert before.count(old) >= 1, f"{name} does not contain {old!r}"
         path.write_text(before.replace(old, new, 1))
         try:
             yield
@@ -94,7 +98,7 @@ class Copy:
             path.write_text(before)
 
     def pretend(self, config: str = "tests/tiny.yaml") -> None:
-        """Put empty results into Snakemake's ledger as computed: enough to ask what would run again."""
+        """Write empty results and mark them as computed in Snakemake's metadata, as a basis of dry runs."""
         for name in self.outputs(config):
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,25 +110,25 @@ class Copy:
         assert done.returncode == 0, done.stderr
 
 
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    """A copy of its own whose params.yaml has run: tests/tiny.yaml with the method `adaptive` alone, in two segments.
+def copy_finished_run(tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    """Return a new copy whose params.yaml has run: tests/tiny.yaml with the method `adaptive` alone, in two segments.
 
-    It is computed once for all test files and all of pytest's processes.
+    The results are computed once for all test files and all of pytest's processes.
     """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-    made, complete = shared / "finished", shared / "finished.ok"
+    folder, complete = shared / "finished", shared / "finished.ok"
     with open(shared / "finished.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if not complete.exists():
-            shutil.rmtree(made, ignore_errors=True)
-            copy = Copy(made)
-            tiny = (made / "tests/tiny.yaml").read_text()
-            (made / "params.yaml").write_text(tiny.replace("  uniform: {sampler: uniform}\n", ""))
+            shutil.rmtree(folder, ignore_errors=True)
+            copy = Copy(folder)
+            tiny = (folder / "tests/tiny.yaml").read_text()
+            (folder / "params.yaml").write_text(tiny.replace("  uniform: {sampler: uniform}\n", ""))
             for lock in ("dvc.lock", "workflow/dvc.lock"):
-                (made / lock).unlink(missing_ok=True)
+                (folder / lock).unlink(missing_ok=True)
             ended = copy.snakemake(config="params.yaml")
             assert ended.returncode == 0, ended.stdout + ended.stderr
             complete.touch()
-    return Copy.at(shutil.copytree(made, tmp_path_factory.mktemp("finished") / "copy", symlinks=True))
+    return Copy.at(shutil.copytree(folder, tmp_path_factory.mktemp("finished") / "copy", symlinks=True))
