@@ -84,6 +84,9 @@ def test_another_strategy_is_compared_in_the_same_time(kairos_strategies, column
     assert np.array_equal(swapped["p"], shown["p_compared"]) and np.array_equal(swapped["p_compared"], shown["p"])
     two = both(kairos_strategies, "speed", "--compare", "p2", "--schedule", "cosine", "--compare-set", "gamma=2")
     assert np.array_equal(two["w_compared"], columns("p2", "--schedule", "cosine", "--set", "gamma=2")["w"])
+    same_preset = both(kairos_strategies, "kohya:shift", "--compare", "kohya:shift", "--compare-set", "shift=1")
+    assert np.array_equal(same_preset["p"], shown["p"])
+    assert abs(same_preset["p_compared"] - shown["p"]).sum() > 0.1
     status, out, err = kairos_strategies("show", "kohya:shift", "--compare", "nemo:linear")
     assert status == 0 and not err
     rows = [line for line in out.splitlines() if "%" in line]

@@ -46,20 +46,21 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
         ConfigError: a name or an option is not allowed, or two presets have different times.
     """
     arguments_of_views = [arguments] if arguments.compare is None else [arguments, compared_arguments(arguments)]
-    presets = {view.strategy: _build_preset(view) for view in arguments_of_views if is_preset(view.strategy)}
-    units = {name: CONVENTIONS[_ROWS[name].convention].time for name in presets}
+    presets = [_build_preset(view) if is_preset(view.strategy) else None for view in arguments_of_views]
+    names = [preset.name for preset in presets if preset is not None]
+    units = {name: CONVENTIONS[_ROWS[name].convention].time for name in names}
     if len({*units.values()}) > 1:
         times = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
         raise ConfigError(f"--compare: got {times}; allowed: presets in the same time")
     for option in (*_PROCESS_ARGUMENTS, "progress"):
         value = getattr(arguments, option)
-        demand(value is None, option, value, f"none, since {next(iter(presets))} determines it")
+        demand(value is None, option, value, f"none, since {names[0]} determines it")
     process = PROCESS_BY_TIME_UNIT[next(iter(units.values()))]
     process_arguments = {"process": process["name"], "schedule": process.get("schedule")}
     views = []
-    for view_arguments in arguments_of_views:
-        if view_arguments.strategy in presets:
-            views.append(build_preset_view(presets[view_arguments.strategy], process, context))
+    for view_arguments, preset in zip(arguments_of_views, presets, strict=True):
+        if preset is not None:
+            views.append(build_preset_view(preset, process, context))
         else:
             on_process = argparse.Namespace(**{**vars(view_arguments), **process_arguments})
             views.append(build_initial_view(on_process, context))
