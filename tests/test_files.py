@@ -1,4 +1,4 @@
-"""Folders and files are written whole or not at all: a reader, or a kill at any instant, finds the old or the new."""
+"""Folders and files are replaced atomically: a reader, or a kill at any moment, finds the old or the new version."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ for number in range(100_000):
 """
 
 
-def read(folder) -> set[str]:
+def read_version(folder) -> set[str]:
     """Return the contents of the files of a folder; an open descriptor ensures that all are from one version."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -34,14 +34,15 @@ def read(folder) -> set[str]:
         os.close(descriptor)
 
 
-def writer(folder) -> subprocess.Popen:
+def start_writer(folder) -> subprocess.Popen:
+    """Start a process that replaces the folder again and again; it has written one version on return."""
     process = subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "0\n"
     return process
 
 
 def test_a_reader_always_finds_a_folder(tmp_path):
-    process = writer(tmp_path / "folder")
+    process = start_writer(tmp_path / "folder")
     end, seen = time.monotonic() + 30, set()
     try:
         while len(seen) < 100 and time.monotonic() < end:
@@ -52,13 +53,13 @@ def test_a_reader_always_finds_a_folder(tmp_path):
     assert len(seen) > 20
 
 
-def test_a_kill_at_any_instant_leaves_a_whole_folder(tmp_path):
+def test_a_kill_at_any_instant_leaves_a_complete_folder(tmp_path):
     for attempt in range(12):
-        process = writer(tmp_path / "folder")
+        process = start_writer(tmp_path / "folder")
         time.sleep(0.013 * attempt)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        assert len(read(tmp_path / "folder")) == 1
+        assert len(read_version(tmp_path / "folder")) == 1
 
 
 def test_a_kill_before_the_old_folder_is_deleted_leaves_the_new_one(tmp_path):
@@ -74,54 +75,56 @@ def test_a_kill_before_the_old_folder_is_deleted_leaves_the_new_one(tmp_path):
     assert (folder / "name").read_text() == "new"
 
 
-@pytest.mark.parametrize("ending", ["SIG_DFL", "SIG_IGN"], ids=["kill", "error"])
+@pytest.mark.parametrize("signal_action", ["SIG_DFL", "SIG_IGN"], ids=["kill", "error"])
 @pytest.mark.parametrize(
     "write",
     ["write_text(path, 'new ' * 10_000)", "write_json(path, {'new': [0] * 10_000})"],
     ids=["write_text", "write_json"],
 )
-def test_a_file_whose_writing_ends_in_the_middle_stays_as_it_was(tmp_path, ending, write):
-    """A limit on the size of files ends the writing: the kernel kills the process, or the write fails."""
+def test_a_write_that_stops_midway_leaves_the_old_file(tmp_path, signal_action, write):
+    """A limit on file sizes interrupts the write: the kernel kills the process, or the write fails."""
     path = tmp_path / "record.json"
     files.write_json(path, {"old": 1})
     code = (
         "import resource, signal, sys; from kairos.files import write_json, write_text; path = sys.argv[1]\n"
-        f"signal.signal(signal.SIGXFSZ, signal.{ending})\n"
+        f"signal.signal(signal.SIGXFSZ, signal.{signal_action})\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
         f"{write}"
     )
-    ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
     assert files.read_json(path) == {"old": 1}
     left = [file.name for file in tmp_path.iterdir() if file != path]
-    if ending == "SIG_DFL":
-        assert ended.returncode == -signal.SIGXFSZ
+    if signal_action == "SIG_DFL":
+        assert process.returncode == -signal.SIGXFSZ
         assert all(name.startswith(".tmp-") for name in left)
     else:
-        assert ended.returncode == 1 and f"File too large: '{path}'" in ended.stderr
+        assert process.returncode == 1 and f"File too large: '{path}'" in process.stderr
         assert left == []
 
 
 @pytest.fixture
-def no_exchange(monkeypatch):
-    """A file system that cannot exchange two folders."""
-    monkeypatch.setattr(files, "_exchanged", lambda *_: False)
+def file_system_without_exchange(monkeypatch):
+    """File system that cannot exchange two folders in one operation."""
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
 
 
-def test_without_an_exchange_a_failure_brings_the_old_folder_back(no_exchange, tmp_path, monkeypatch):
+def test_without_an_exchange_a_failed_replacement_restores_the_old_folder(
+    file_system_without_exchange, tmp_path, monkeypatch
+):
     folder, rename, calls = tmp_path / "folder", os.rename, []
     for content in ("one", "two"):
         with atomic_folder(folder) as new:
             (new / "name").write_text(content)
     assert (folder / "name").read_text() == "two"
 
-    def failing(*places):
-        calls.append(places)
+    def failing_rename(*paths):
+        calls.append(paths)
         if len(calls) == 2:
             raise OSError(5, "no luck")
-        rename(*places)
+        rename(*paths)
 
-    monkeypatch.setattr(os, "rename", failing)
+    monkeypatch.setattr(os, "rename", failing_rename)
     with pytest.raises(OSError, match="no luck"), atomic_folder(folder) as new:
         (new / "name").write_text("three")
     assert (folder / "name").read_text() == "two" and list(tmp_path.iterdir()) == [folder]

@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and their hashes.
+"""Atomic writing of files and folders, records in JSON, hashes, and locks.
 
-Everything is written under a temporary name in the same folder, flushed to disk and renamed: a kill at any instant
-leaves the old file or the new one. Leftovers of killed writers start with ``.tmp-`` and are never read.
+Each file is written under a temporary name in its folder, flushed to the disk and renamed. A process that is killed at
+any moment leaves the old file or the new one. Leftovers of killed processes start with ``.tmp-`` and are never read.
 """
 
 import ctypes
@@ -19,16 +19,16 @@ from typing import IO, Any
 
 from kairos_timesteps.errors import DamagedError, KairosError
 
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux
 
 
 def sha256_bytes(data: bytes) -> str:
-    """Hex SHA-256 of bytes."""
+    """Return the SHA-256 hash of bytes, in hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: Path | str) -> str:
-    """Hex SHA-256 of a file's content."""
+    """Return the SHA-256 hash of a file's content, in hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -39,13 +39,13 @@ def canonical_json(value: Any) -> str:
 
 
 def sha256_json(value: Any) -> str:
-    """Hex SHA-256 of a JSON value, independent of key order."""
+    """Return the SHA-256 hash of a JSON value, in hex digits; it does not depend on the order of keys."""
     return sha256_bytes(canonical_json(value).encode())
 
 
 @contextmanager
 def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a file for writing that appears under `path` only when the block ends without an error."""
+    """Open a file for writing that appears at `path` only if the context ends without an error."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise KairosError(f"{path}: a folder or a device is there; allowed: a file")
@@ -58,7 +58,7 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:  # a full disk says so without a name, others name the temporary file
+    except OSError as error:  # which has no path if the disk is full, else the temporary one
         error.filename = str(path)
         raise
     finally:
@@ -96,10 +96,10 @@ class _Record(dict[str, Any]):
 
 
 def read_json(path: Path | str) -> dict[str, Any]:
-    """Read a JSON file that holds a mapping.
+    """Read a JSON file with an object.
 
     Raises:
-        DamagedError: it is not one, or a field is asked for that it does not hold.
+        DamagedError: the file contains something else. Access to a missing field of the result also raises it.
     """
     try:
         record = _Record(json.loads(Path(path).read_bytes()))
@@ -117,23 +117,33 @@ def glance(path: Path | str) -> dict[str, Any]:
 
 
 def open_record(folder: Path | str, command: str, name: str = "manifest.json") -> dict[str, Any]:
-    """The record of a folder that ``kairos <command>`` makes.
+    """Read the record of a folder, which exists only if the folder is complete.
+
+    Args:
+        folder: the folder.
+        command: kairos command that writes the folder, for the error message.
+        name: file name of the record.
 
     Raises:
-        KairosError: there is none; the message names the command.
+        KairosError: the record is missing; the message contains the command.
     """
     path = Path(folder) / name
     if not path.is_file():
-        what = f"is not complete (no {name})" if path.parent.is_dir() else "does not exist"
-        raise KairosError(f"{folder}: {what}; make it with: kairos {command}")
+        problem = f"is not complete (no {name})" if path.parent.is_dir() else "does not exist"
+        raise KairosError(f"{folder}: {problem}; make it with: kairos {command}")
     return read_json(path)
 
 
 def check_files(folder: Path, files: dict[str, str], again: str) -> None:
-    """Compare files with the hashes that their folder's record has.
+    """Compare files with the hashes in the record of their folder.
+
+    Args:
+        folder: the folder.
+        files: hashes by file name.
+        again: how to compute the files again, for the error message.
 
     Raises:
-        DamagedError: one is missing or has changed; the message ends with `again`, what to do.
+        DamagedError: a file is missing or has changed.
     """
     for name, digest in files.items():
         file = folder / name
@@ -144,7 +154,7 @@ def check_files(folder: Path, files: dict[str, str], again: str) -> None:
 
 
 def sync_folder(path: Path | str) -> None:
-    """Make renames and links in a folder, or a file's content, durable."""
+    """Make the content of a file, or the renamed and linked files in a folder, durable on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -154,7 +164,7 @@ def sync_folder(path: Path | str) -> None:
 
 @contextmanager
 def atomic_folder(path: Path | str) -> Iterator[Path]:
-    """Fill a folder under a temporary name; it takes the place of `path` when the block ends without an error."""
+    """Create a temporary folder that replaces `path` if the context ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
@@ -166,22 +176,25 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
                 sync_folder(file)
         if not path.exists():
             os.rename(temporary, path)
-        elif not _exchanged(temporary, path):
-            temporary = _replaced(path, temporary)
+        elif not _exchange(temporary, path):
+            temporary = _replace(path, temporary)
         sync_folder(path.parent)
     finally:
         if temporary.exists():
             shutil.rmtree(temporary)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
-    """Let two folders change places at one instant, where the system (renameat2 of Linux) and the file system can."""
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders atomically; return False if the system (Linux has renameat2) or file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    return (
+        rename is not None
+        and rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+    )
 
 
-def _replaced(path: Path, new: Path) -> Path:
-    """Put a folder in the place of another, which comes back where that fails; gives the old one's new place."""
+def _replace(path: Path, new: Path) -> Path:
+    """Replace a folder by another one, and return the new path of the old folder; an error restores the old folder."""
     aside = path.parent / f".tmp-{uuid.uuid4().hex}"
     os.rename(path, aside)
     try:
@@ -193,7 +206,7 @@ def _replaced(path: Path, new: Path) -> Path:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Publish a folder: hard links where the file system allows, copies elsewhere; whole or not at all."""
+    """Publish a folder atomically, by hard links to its files, or by copies across file systems."""
     with atomic_folder(target) as folder:
         for file in sorted(source.rglob("*")):
             if file.is_file():
@@ -215,25 +228,25 @@ def link_file(source: Path, target: Path) -> None:
 
 
 def hash_folder(path: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder by relative name, temporary files left out."""
+    """Return the SHA-256 hash of each file below a folder by relative path, without temporary files."""
     files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".tmp-"))
     return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(files)}
 
 
-def locked(file: IO[Any], patience: float, two: str) -> bool:
-    """Try to lock an open file for `patience` seconds; return True on success.
+def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
+    """Try to lock an open file for `timeout` seconds; return True on success.
 
     The kernel releases the lock when the process that holds it ends.
 
     Args:
         file: the open file.
-        patience: seconds until the attempts end.
-        two: for the error message: which two processes the missing lock could not separate.
+        timeout: seconds until the attempts end.
+        users: what two processes would do without the lock, and the start of the advice, for the error message.
 
     Raises:
-        KairosError: the file system has no locks; the message contains `two`.
+        KairosError: the file system has no locks.
     """
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,12 +256,12 @@ def locked(file: IO[Any], patience: float, two: str) -> bool:
                 return False
             time.sleep(0.1)
         except OSError as error:
-            fault = f"{file.name}: this file system has no locks ({error.strerror}), so nothing would keep two {two}"
+            fault = f"{file.name}: this file system has no locks ({error.strerror}), so nothing would keep two {users}"
             raise KairosError(f"{fault} another one, or mount it with locks (Lustre: flock)") from None
 
 
 def read_lines(path: Path) -> list[str]:
-    """The complete lines of a text file; a last line without its newline was being written and does not count."""
+    """Return the complete lines of a text file, without a last line that lacks its newline and is being written."""
     if not path.exists():
         return []
     return path.read_text(encoding="utf-8").split("\n")[:-1]

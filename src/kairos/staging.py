@@ -19,20 +19,25 @@ from kairos.files import atomic_folder, open_record, read_json, sha256_file, sha
 from kairos.progress import log
 from kairos_timesteps.errors import DamagedError
 
-Copied = dict[str, tuple[Path, dict[str, str]]]  # folder of the copy: of the original, and its files with their hashes
-_PLACES = ("KAIROS_LOCAL", "SLURM_TMPDIR", "TMPDIR")  # the first that is set; without one the system's /tmp
+# by name of a folder in the copy: the original folder, and the hashes of the files to copy by name
+Copied = dict[str, tuple[Path, dict[str, str]]]
+_LOCAL_FOLDERS = ("KAIROS_LOCAL", "SLURM_TMPDIR", "TMPDIR")  # the first variable that is set; else the system's /tmp
 
 
 @contextmanager
 def staged(latents: Path) -> Iterator[Path]:
-    """The folder to read latents from: a copy on a local disk in a job of SLURM's or where KAIROS_LOCAL names a folder.
+    """Copy latents to a local disk, and provide the folder to read them from while the context lasts.
 
-    The data set that the latents belong to lies beside the copy; of what a training on latents does not read, its
-    images, there is a link. The original is read where less than twice the size is free, and where nobody has named
-    the folder and it is on the same file system or in main memory; a line says so.
+    Data are copied in SLURM jobs, and if KAIROS_LOCAL is set. The copy includes the data set of the latents; images,
+    which training on latents does not read, are linked. The original folder is used if less than twice the size is
+    free. It is also used if KAIROS_LOCAL is not set and the local folder is on the same file system or in main memory.
+    A message reports the folder and the reason.
+
+    Args:
+        latents: folder that stage encode wrote.
 
     Raises:
-        DamagedError: the original is not what its records say.
+        DamagedError: the original files do not match their records.
     """
     if "KAIROS_LOCAL" not in os.environ and "SLURM_JOB_ID" not in os.environ:
         yield latents
@@ -40,34 +45,44 @@ def staged(latents: Path) -> Iterator[Path]:
     manifest = open_record(latents, f"encode --config F --out {latents}")
     dataset = latents / manifest["dataset"]
     record = open_record(dataset, f"prepare --config F --out {dataset}")
-    read = {name: digest for name, digest in record["files"].items() if name != "images.npy" or not manifest["files"]}
-    copied = {"latents": (latents, manifest["files"]), "dataset": (dataset, read)}
+    reads_images = not manifest["files"]  # pixels are read from the data set itself
+    dataset_files = {name: digest for name, digest in record["files"].items() if name != "images.npy" or reads_images}
+    copied = {"latents": (latents, manifest["files"]), "dataset": (dataset, dataset_files)}
     if "text" in manifest:
         text = latents / manifest["text"]
         copied["text"] = (text, open_record(text, f"text --config F --out {text}")["files"])
     size = sum((folder / name).stat().st_size for folder, files in copied.values() for name in files)
 
-    local = Path(next(filter(None, map(os.environ.get, _PLACES)), tempfile.gettempdir()))
-    own = local / f"kairos-{os.getuid()}"
-    home = own / sha256_json([manifest, record])[:16]
+    local = Path(next(filter(None, map(os.environ.get, _LOCAL_FOLDERS)), tempfile.gettempdir()))
+    user_folder = local / f"kairos-{os.getuid()}"
+    home = user_folder / sha256_json([manifest, record])[:16]
     with ExitStack() as at_end:
         try:
-            own.mkdir(mode=0o700, exist_ok=True)
-            reason = "it is somebody else's" if own.stat().st_uid != os.getuid() else None
-            if not reason and not _whole(home, copied):
-                reason = _why_not(local, latents, size)
+            user_folder.mkdir(mode=0o700, exist_ok=True)
+            reason = "it belongs to another user" if user_folder.stat().st_uid != os.getuid() else None
+            if not reason and not _is_complete(home, copied):
+                reason = _reason_not_to_copy(local, latents, size)
             if not reason:
                 home.mkdir(exist_ok=True)
-                at_end.callback(_remove_unused, own, home)
-                _make(home, at_end.enter_context(open(home / "used", "w")), copied)
+                at_end.callback(_remove_unused, user_folder, home)
+                _copy(home, at_end.enter_context(open(home / "used", "w")), copied)
         except OSError as error:
             reason = str(error.strerror)
-        log(f"data are read from {latents}, not from {own}: {reason}" if reason else f"data are read from {home}")
+        if reason:
+            log(f"data are read from {latents}, not from {user_folder}: {reason}")
+        else:
+            log(f"data are read from {home}")
         yield latents if reason else home / "copy" / "latents"
 
 
-def _why_not(local: Path, latents: Path, size: int) -> str | None:
-    """Return the reason why the data are not copied; None if they are."""
+def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
+    """Return the reason not to copy data to a local folder; None if they should be copied.
+
+    Args:
+        local: the local folder.
+        latents: folder of the original.
+        size: bytes to copy.
+    """
     if "KAIROS_LOCAL" not in os.environ and local.stat().st_dev == latents.stat().st_dev:
         return "it is on the same file system"
     if "KAIROS_LOCAL" not in os.environ and mount(local)[0] in ("tmpfs", "ramfs"):
@@ -77,49 +92,62 @@ def _why_not(local: Path, latents: Path, size: int) -> str | None:
 
 
 def mount(path: Path) -> tuple[str, list[str]]:
-    """Kind of the file system that a folder is on, such as ext4, and the options of its mount."""
+    """Return the type of the file system of a folder, such as ext4, and its mount options."""
     lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
-    mounts = {place: (kind, options.split(",")) for _, place, kind, options, *_ in map(str.split, lines)}
+    mounts = {}
+    for line in lines:
+        _, mount_point, kind, options, *_ = line.split()
+        mounts[mount_point] = kind, options.split(",")
     path = path.resolve()
-    return next((mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), ("", []))
+    for folder in (path, *path.parents):
+        if str(folder) in mounts:
+            return mounts[str(folder)]
+    return "", []
 
 
-def _remove_unused(own: Path, mine: Path) -> None:
-    """Delete the copies that nobody reads: this job's, and those of jobs that were killed."""
-    for home in own.iterdir():
+def _remove_unused(user_folder: Path, current: Path) -> None:
+    """Delete the copies that no process reads: the current one of this job, and copies of killed jobs.
+
+    Another process may hold the lock of the current copy for a moment, so this process waits for it.
+    """
+    for home in user_folder.iterdir():
         with suppress(OSError), open(home / "lock", "w") as lock, open(home / "used", "w") as used:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if home == mine else fcntl.LOCK_NB))
-            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody reads
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if home == current else fcntl.LOCK_NB))
+            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if another process reads
             _clear(home)
 
 
 def _clear(home: Path) -> None:
-    for left in (*home.glob(".tmp-*"), *home.glob("copy")):  # whole, damaged, or of a job that was killed as it copied
-        shutil.rmtree(left)
+    """Delete the copy in a folder, complete or not, and temporary files of jobs that were killed while copying."""
+    for leftover in (*home.glob(".tmp-*"), *home.glob("copy")):
+        shutil.rmtree(leftover)
 
 
-def _make(home: Path, used: IO[str], copied: Copied) -> None:
-    """Copy the files that are read as `home`/copy, or wait for who does it already.
+def _copy(home: Path, used: IO[str], copied: Copied) -> None:
+    """Copy files to `home`/copy, or wait for the process that is copying them.
 
-    While `used` is open nobody deletes the copy.
+    Args:
+        home: folder of the copy.
+        used: open file ``used`` in that folder; no process deletes the copy until it is closed.
+        copied: files to copy.
     """
     with open(home / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         fcntl.flock(used, fcntl.LOCK_SH)
-        if _whole(home, copied):
+        if _is_complete(home, copied):
             return
         _clear(home)
         with atomic_folder(home / "copy") as folder:
             for name, (source, files) in copied.items():
                 for file in sorted(path for path in source.rglob("*") if path.is_file()):
                     relative = file.relative_to(source).as_posix()
-                    _place(file, folder / name / relative, files.get(relative))
+                    _copy_or_link(file, folder / name / relative, files.get(relative))
             manifest = folder / "latents" / "manifest.json"
-            beside = {name: f"../{name}" for name in copied if name != "latents"}
-            write_json(manifest, {**read_json(manifest), **beside})
+            relative_paths = {name: f"../{name}" for name in copied if name != "latents"}
+            write_json(manifest, {**read_json(manifest), **relative_paths})
 
 
-def _whole(home: Path, copied: Copied) -> bool:
+def _is_complete(home: Path, copied: Copied) -> bool:
     """Return True if the local copy is complete: all its files are there, each with the size of the original.
 
     Many machines delete old files of /tmp and leave the folders.
@@ -127,14 +155,14 @@ def _whole(home: Path, copied: Copied) -> bool:
     copy = home / "copy"
     pairs = [(copy / name / file, source / file) for name, (source, files) in copied.items() for file in files]
     try:
-        sizes_agree = all(one.stat().st_size == other.stat().st_size for one, other in pairs)
+        sizes_agree = all(target.stat().st_size == source.stat().st_size for target, source in pairs)
         return sizes_agree and all((copy / name / "manifest.json").is_file() for name in copied)
     except OSError:
         return False
 
 
-def _place(file: Path, target: Path, digest: str | None) -> None:
-    """Copy a file that has this hash, or link one that is not read."""
+def _copy_or_link(file: Path, target: Path, digest: str | None) -> None:
+    """Copy a file and check its hash; without a hash, which files that training does not read lack, link it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if digest is None:
         target.symlink_to(file.resolve())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import unquote_plus
 
-from kairos.files import locked
+from kairos.files import try_lock
 from kairos.tracking.run_content import COMMIT, Point, RunContent
 from kairos_timesteps.errors import KairosError
 
@@ -115,7 +115,7 @@ def lock_database(uri: str) -> Iterator[None]:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.name}.lock"), "w") as lock:
-        if not locked(lock, _LOCK_SECONDS, "imports from making its tables at once; put the database on"):
+        if not try_lock(lock, _LOCK_SECONDS, "imports from making its tables at once; put the database on"):
             raise KairosError(f"{path}: another process has held it for {_LOCK_SECONDS} s; stop it or wait")
         yield
 

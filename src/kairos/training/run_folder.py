@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kairos.files import link_file, link_tree, locked, read_json, read_lines, sha256_bytes, write_json, write_text
+from kairos.files import link_file, link_tree, read_json, read_lines, sha256_bytes, try_lock, write_json, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.progress import log
 from kairos.training import checkpoint
@@ -52,7 +52,7 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
     state_folder.mkdir(parents=True, exist_ok=True)
     with open(state_folder / "lock", "a+", encoding="utf-8") as file:
         # `kairos status` takes the lock for moments: try for a second
-        if not locked(file, 1.0, "jobs from training here at once; put results on"):
+        if not try_lock(file, 1.0, "jobs from training here at once; put results on"):
             file.seek(0)
             problem = f"{state_folder.parent}: another process ({file.read().strip()}) is training here"
             if not wait:

@@ -33,7 +33,7 @@ import psutil
 import yaml
 
 from kairos.config import apply_extends, load, validate
-from kairos.files import locked, read_json, sha256_json, write_text
+from kairos.files import read_json, sha256_json, try_lock, write_text
 from kairos.progress import duration, log
 from kairos.slurm import job_records_folder
 from kairos.tracking.mlflow_store import tracking_uri, without_credentials
@@ -103,7 +103,7 @@ def _lock_results(results: Path) -> IO[str]:
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    if not locked(file, 0, "runs from working at once; put this folder on"):
+    if not try_lock(file, 0, "runs from working at once; put this folder on"):
         file.seek(0)
         raise KairosError(f"{results}: another run ({file.read().strip()}) computes these results; wait for its end")
     file.truncate(0)
