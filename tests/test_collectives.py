@@ -22,7 +22,7 @@ from kairos.training.run_folder import RunFolder
 from kairos.training.state import TrainingState
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.strategy import Strategy
-from test_fake_cuda import DEFAULTS, LOGGING, MEASURING, ORDINARY, STEPS, plain_experiment
+from test_fake_cuda import DEFAULTS, LOGGING, MEASURING, ORDINARY, STEPS, make_experiment
 from training_case import experiment, make_latents
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier",
@@ -136,7 +136,7 @@ def test_slow_steps_leave_after_the_step_of_the_request():
 
 def collectives_by_step(chosen: dict, latents) -> list[Counter]:
     """Collectives of each of four steps: the set-up, an ordinary, a measuring and a logging one."""
-    plain, found = plain_experiment(chosen), []
+    plain, found = make_experiment(chosen), []
     with process_group(chosen["ranks"]), mock.patch("torch.nn.parallel.DistributedDataParallel", Replicated):
         training = TrainingState(plain, "method", 0, latents, torch.device("cpu"))
         running = train_steps(training, STEPS)

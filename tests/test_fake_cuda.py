@@ -1,6 +1,6 @@
-"""Every component on a CUDA device that does not exist: no mixed devices, and only the synchronisations listed here.
+"""Run every component on a simulated CUDA device: no mixed devices, and only the synchronisations listed here.
 
-Each training takes four steps: step 0 sets up, 1 is ordinary, 2 measures, 3 logs.
+Each training run takes four steps: step 0 sets up, 1 is ordinary, 2 measures, 3 logs.
 """
 
 import functools
@@ -33,29 +33,29 @@ from rank_groups import case
 from training_case import experiment, make_latents
 
 SAMPLING_STEPS = 3
-ORDINARY, MEASURING, LOGGING, STEPS = 1, 2, 3, 4  # numbers of steps, and how many there are
+ORDINARY, MEASURING, LOGGING, STEPS = 1, 2, 3, 4  # step indices, and the number of steps
 SHORT = {
     "frequency": 2, "start": 1, "history": 1, "length": 8, "bins": 2, "samples": 2, "feature_timesteps": 4,
     "selected": 2, "queue": 3, "min_count": 1,
 }  # fmt: skip
 
 # Upper bounds of the synchronisations of a step. An ordinary step has none.
-IN_EVERY_STEP = {
+BOUNDS_OF_EVERY_STEP = {
     "assignment": {"copy to the host in couplings.Assignment.__call__": 1,
                    "copy to the device in couplings.Assignment.__call__": 1},
 }  # fmt: skip
-OF_LOGGING = {
+BOUNDS_WHEN_LOGGING = {
     "copy to the host in loop._compute_metrics": 1,  # the losses
     "value read in loop._compute_metrics": 1,  # the gradient norm
-    "value read in loop.train_steps": 1,  # whether everything was finite
+    "value read in loop.train_steps": 1,  # if the loss and gradients are finite
     "value read in base.TableDensity.statistics": 1,
     "value read in info_noise.InfoNoise.statistics": 1,
     "copy to the host in distributed.gather": 1,  # a and b of a policy
 }
-OF_MEASURING = {
+BOUNDS_WHEN_MEASURING = {
     "adaptive": {
         "copy to the host in meter.Meter.errors": 6,  # before and after: features, and 2 timesteps of S
-        "value read in adaptive.Adaptive._learn": 1,  # whether the policy's gradient is finite
+        "value read in adaptive.Adaptive._learn": 1,  # if the policy's gradient is finite
     },
     "gradients": {"copy to the host in gradients.FollowsGradients.squared_norms": 2},
     "first_order": {"copy to the host in gradients.FirstOrder.measure": 1},
@@ -77,7 +77,7 @@ AXES = {
     "sampler": list(SAMPLERS),
     "weighting": list(WEIGHTINGS),
     "coupling": list(COUPLINGS),
-    "process": [*PROCESSES, "epsilon", "x0", "v"],  # of a discrete process, what is predicted
+    "process": [*PROCESSES, "epsilon", "x0", "v"],  # prediction types of a discrete process
     "model": list(MODELS),
     "loss": list(LOSSES),
     "precision": ["fp32", "tf32", "bf16", "fp64"],
@@ -95,48 +95,48 @@ def latents(tmp_path_factory):
     return open_latents(make_latents(tmp_path_factory.mktemp("fake_cuda")))
 
 
-def effective(chosen: dict) -> dict:
-    """The combination that is trained: options that a sampler lacks are off, and a loss decides process and model."""
-    sampler = SAMPLERS[chosen["sampler"]].options.__dataclass_fields__
-    row = dict(chosen)
-    row["points"] = chosen["points"] if "points" in sampler else "random"
-    row["importance"] = chosen["importance"] and "importance" in sampler
-    if LOSSES[chosen["loss"]].facts.get("variance"):
+def resolve_combination(combination: dict) -> dict:
+    """Switch off options that the sampler lacks, and take process and model from the loss."""
+    sampler = SAMPLERS[combination["sampler"]].options.__dataclass_fields__
+    row = dict(combination)
+    row["points"] = combination["points"] if "points" in sampler else "random"
+    row["importance"] = combination["importance"] and "importance" in sampler
+    if LOSSES[combination["loss"]].facts.get("variance"):
         row["process"] = "learned variance"
-    if LOSSES[chosen["loss"]].facts.get("masked"):
+    if LOSSES[combination["loss"]].facts.get("masked"):
         row["model"] = "mdt"
     return row
 
 
-def plain_experiment(chosen: dict) -> dict:
-    """The experiment with one value of each axis."""
-    chosen = effective(chosen)
-    sampler = {"name": chosen["sampler"], **_known(SAMPLERS, chosen["sampler"], SHORT)}
-    sampler |= _known(SAMPLERS, chosen["sampler"], {"points": chosen["points"]})
-    if chosen["importance"]:
+def make_experiment(combination: dict) -> dict:
+    """Return the plain experiment with one value of each axis."""
+    combination = resolve_combination(combination)
+    sampler = {"name": combination["sampler"], **_known(SAMPLERS, combination["sampler"], SHORT)}
+    sampler |= _known(SAMPLERS, combination["sampler"], {"points": combination["points"]})
+    if combination["importance"]:
         sampler["importance"] = True
-    if chosen["sampler"] == "uniform":
-        del sampler["start"]  # a timestep there, not a number of steps
-    process, prediction, model = {"name": chosen["process"]}, None, chosen["model"]
-    if chosen["process"] in ("epsilon", "x0", "v", "discrete"):
-        process, prediction = DISCRETE, None if chosen["process"] == "discrete" else chosen["process"]
-    if chosen["process"] == "learned variance":
+    if combination["sampler"] == "uniform":
+        del sampler["start"]  # its `start` is a timestep, not a number of steps
+    process, prediction, model = {"name": combination["process"]}, None, combination["model"]
+    if combination["process"] in ("epsilon", "x0", "v", "discrete"):
+        process, prediction = DISCRETE, None if combination["process"] == "discrete" else combination["process"]
+    if combination["process"] == "learned variance":
         process = LEARNED_VARIANCE
-    if chosen["process"] == "vp":
+    if combination["process"] == "vp":
         prediction = "v"
-    losses = ["mse"] if chosen["loss"] == "mse" else ["mse", chosen["loss"]]
+    losses = ["mse"] if combination["loss"] == "mse" else ["mse", combination["loss"]]
     return experiment(
-        {"method": {"sampler": sampler, "weighting": chosen["weighting"], "coupling": chosen["coupling"]}},
-        model={"name": model, **SMALL[model], "conditions": ["class"] if chosen["conditions"] else []},
+        {"method": {"sampler": sampler, "weighting": combination["weighting"], "coupling": combination["coupling"]}},
+        model={"name": model, **SMALL[model], "conditions": ["class"] if combination["conditions"] else []},
         diffusion={"process": process, "prediction": prediction, "losses": losses},
         training={
-            "batch_size": 16 * chosen["ranks"],
+            "batch_size": 16 * combination["ranks"],
             "milestones": [STEPS],
             "device": "cuda",
             "log_every": LOGGING + 1,
-            "microbatch": chosen["microbatch"],
-            "precision": chosen["precision"],
-            "condition_dropout": 0.1 if chosen["conditions"] else 0.0,
+            "microbatch": combination["microbatch"],
+            "precision": combination["precision"],
+            "condition_dropout": 0.1 if combination["conditions"] else 0.0,
         },
     )
 
@@ -145,42 +145,42 @@ def _known(registry, name: str, options: dict) -> dict:
     return {key: value for key, value in options.items() if key in registry[name].options.__dataclass_fields__}
 
 
-def waits_by_step(chosen: dict, latents) -> list[Counter]:
-    """Synchronisations in each of four steps, by kind and function."""
-    plain, found = plain_experiment(chosen), []
-    with process_group(chosen["ranks"]), fake_cuda() as record:
+def count_synchronisations(combination: dict, latents) -> list[Counter]:
+    """Count the synchronisations in each of four steps, by kind and function."""
+    plain, counts = make_experiment(combination), []
+    with process_group(combination["ranks"]), fake_cuda() as record:
         training = TrainingState(plain, "method", 0, latents, DEVICE)
         running = train_steps(training, STEPS)
         for step in range(STEPS):
             record.clear()
             line = next(running)
             assert (line is not None) == (step == LOGGING)
-            found.append(Counter(record.synchronisations))
+            counts.append(Counter(record.synchronisations))
         running.close()
         assert all(parameter.grad.is_cuda for parameter in training.parameters)
-    return found
+    return counts
 
 
-def allowed(chosen: dict, step: int) -> dict[str, int]:
-    """Upper bounds of the synchronisations of a step by kind and function."""
-    bounds = dict(IN_EVERY_STEP.get(chosen["coupling"], {}))
+def bound_synchronisations(combination: dict, step: int) -> dict[str, int]:
+    """Return the upper bounds of the synchronisations of a step by kind and function."""
+    bounds = dict(BOUNDS_OF_EVERY_STEP.get(combination["coupling"], {}))
     if step == LOGGING:
-        bounds |= OF_LOGGING
-    family = SAMPLERS[chosen["sampler"]].module.rsplit(".", 1)[1].removesuffix("_official")
-    family = chosen["sampler"] if chosen["sampler"] in OF_MEASURING else family
+        bounds |= BOUNDS_WHEN_LOGGING
+    family = SAMPLERS[combination["sampler"]].module.rsplit(".", 1)[1].removesuffix("_official")
+    family = combination["sampler"] if combination["sampler"] in BOUNDS_WHEN_MEASURING else family
     if step == MEASURING:
-        bounds |= OF_MEASURING.get(family, {})
-    if step == LOGGING and chosen["weighting"] == "coarse_to_fine":
-        bounds |= OF_MEASURING["coarse_to_fine"]
+        bounds |= BOUNDS_WHEN_MEASURING.get(family, {})
+    if step == LOGGING and combination["weighting"] == "coarse_to_fine":
+        bounds |= BOUNDS_WHEN_MEASURING["coarse_to_fine"]
     return bounds
 
 
-def check(chosen: dict, latents) -> None:
-    """Train and compare the synchronisations of each step but the first with their bounds."""
-    found = waits_by_step(chosen, latents)
+def check_synchronisations(combination: dict, latents) -> None:
+    """Train, and compare the synchronisations of each step after the setup with their bounds."""
+    counts = count_synchronisations(combination, latents)
     for step in (ORDINARY, MEASURING, LOGGING):
-        bounds = allowed(chosen, step)
-        exceeded = {wait: count for wait, count in found[step].items() if count > bounds.get(wait, 0)}
+        bounds = bound_synchronisations(combination, step)
+        exceeded = {event: count for event, count in counts[step].items() if count > bounds.get(event, 0)}
         assert not exceeded, f"step {step}"
 
 
@@ -189,10 +189,10 @@ def is_fixed(registry: Registry, name: str) -> bool:
     return not issubclass(registry[name].load(), Learned)
 
 
-def each_once() -> list[dict]:
-    """Few combinations that hold each value of each axis at least once, except samplers and weightings that are fixed.
+def cover_each_value() -> list[dict]:
+    """Return a few combinations with each value of each axis at least once, except fixed samplers and weightings.
 
-    What costs time is not combined: backbones but the cheapest, further losses, and samplers that measure the network.
+    Slow values are not combined: large backbones, further losses, and samplers that measure the network.
     """
     losses = AXES["loss"][1:]
     measuring = [name for name in SAMPLERS if issubclass(SAMPLERS[name].load(), MeasuresNetwork)]
@@ -212,68 +212,68 @@ def each_once() -> list[dict]:
     return rows
 
 
-def kinds(row: dict) -> dict:
-    """The combination with one value in place of all samplers of a fixed density, and of all fixed weightings."""
-    found = dict(row)
+def merge_fixed(row: dict) -> dict:
+    """Replace each sampler of a fixed density by one common value, and each fixed weighting by another."""
+    values = dict(row)
     if is_fixed(SAMPLERS, row["sampler"]):
-        found["sampler"] = "fixed density"
+        values["sampler"] = "fixed density"
     if is_fixed(WEIGHTINGS, row["weighting"]):
-        found["weighting"] = "fixed weights"
-    return found
+        values["weighting"] = "fixed weights"
+    return values
 
 
-def pairs_of(row: dict) -> set[frozenset]:
-    """Pairs of values of two axes, in the combination that is trained; of some axes if the row has no others."""
-    values = kinds(effective(DEFAULTS | row))
+def list_pairs(row: dict) -> set[frozenset]:
+    """Return the pairs of values of any two axes of the row, as they are trained; missing axes take their defaults."""
+    values = merge_fixed(resolve_combination(DEFAULTS | row))
     return {frozenset((axis, values[axis]) for axis in pair) for pair in itertools.combinations(row, 2)}
 
 
-def filled(row: dict, covered: set[frozenset], random: Random) -> dict:
+def fill_row(row: dict, covered: set[frozenset], random: Random) -> dict:
     """Choose values of the axes that a row lacks, in random order, such that most of the row's pairs are new."""
     missing = [axis for axis in AXES if axis not in row]
     for axis in random.sample(missing, len(missing)):
         values = random.sample(AXES[axis], len(AXES[axis]))
         rows = [row | {axis: value} for value in values]
-        row = max(rows, key=lambda row: (len(pairs_of(row) - covered), row[axis] == DEFAULTS[axis]))
+        row = max(rows, key=lambda row: (len(list_pairs(row) - covered), row[axis] == DEFAULTS[axis]))
     return row
 
 
 def is_valid(row: dict) -> bool:
     """False if the experiment is rejected."""
     try:
-        plain_experiment(row)
+        make_experiment(row)
     except ConfigError:
         return False
     return True
 
 
 @functools.cache
-def pairwise() -> list[dict]:
-    """Combinations that hold each possible pair of values of two axes, see `kinds`, at least once: greedy, seed 0."""
+def cover_pairs() -> list[dict]:
+    """Build combinations with each possible pair of values of two axes, see `merge_fixed`: greedy search, seed 0."""
     random = Random(0)
     covered: set[frozenset] = set()
     rows = []
     for one, other in itertools.combinations(AXES, 2):
         for first, second in itertools.product(AXES[one], AXES[other]):
             fixed = {one: first, other: second}
-            wanted = frozenset((axis, kinds(DEFAULTS | fixed)[axis]) for axis in fixed)
-            if wanted in covered:
+            pair_to_cover = frozenset((axis, merge_fixed(DEFAULTS | fixed)[axis]) for axis in fixed)
+            if pair_to_cover in covered:
                 continue
-            tried = [filled(fixed, covered, random) for _ in range(3)]
-            tried += [{axis: random.choice(values) for axis, values in AXES.items()} | fixed for _ in range(60)]
-            holding = [row for row in tried if wanted in pairs_of(row)]
-            holding.sort(key=lambda row: len(pairs_of(row) - covered), reverse=True)
-            row = next(filter(is_valid, holding), None)
+            candidates = [fill_row(fixed, covered, random) for _ in range(3)]
+            candidates += [{axis: random.choice(values) for axis, values in AXES.items()} | fixed for _ in range(60)]
+            matching = [row for row in candidates if pair_to_cover in list_pairs(row)]
+            matching.sort(key=lambda row: len(list_pairs(row) - covered), reverse=True)
+            row = next(filter(is_valid, matching), None)
             if row is not None:
-                covered |= pairs_of(row)
+                covered |= list_pairs(row)
                 rows.append(row)
     return rows
 
 
-ONCE = each_once()
+COMBINATIONS = cover_each_value()
 FIXED_SAMPLERS = [name for name in SAMPLERS if is_fixed(SAMPLERS, name)]
 FIXED_WEIGHTINGS = [name for name in WEIGHTINGS if is_fixed(WEIGHTINGS, name)]
-PARTS = 8  # tests over which the combinations of `pairwise` are spread, in their order
+PARTS = 8  # number of tests that share the combinations of `cover_pairs`, in their order
 PARTS_OFTEN = 2  # the first combinations hold most pairs: these parts 74 % of them
 
 
@@ -282,20 +282,20 @@ def weightings_learn_early(monkeypatch):
     monkeypatch.setattr(coarse_to_fine, "_EVERY", 2)
 
 
-@pytest.mark.parametrize("chosen", [
+@pytest.mark.parametrize("combination", [
     pytest.param(row, id=f"{row['sampler']}-{row['weighting']}", marks=[pytest.mark.long] * (number % 3 > 0))
-    for number, row in enumerate(ONCE)
+    for number, row in enumerate(COMBINATIONS)
 ])  # fmt: skip
-def test_each_component_waits_only_where_it_is_listed(chosen, latents):
+def test_each_component_synchronises_only_where_listed(combination, latents):
     try:
-        plain_experiment(chosen)
-    except ConfigError:  # some are of a discrete process alone
-        chosen = chosen | {"process": "discrete"}
-    check(chosen, latents)
+        make_experiment(combination)
+    except ConfigError:  # some components need a discrete process
+        combination = combination | {"process": "discrete"}
+    check_synchronisations(combination, latents)
 
 
 @pytest.mark.parametrize("number", range(len(FIXED_SAMPLERS)))
-def test_draws_with_fixed_densities_and_weights_do_not_wait(number):
+def test_draws_with_fixed_densities_and_weights_do_not_synchronise(number):
     sampler, weighting = FIXED_SAMPLERS[number], FIXED_WEIGHTINGS[number % len(FIXED_WEIGHTINGS)]
     points = AXES["points"][number % 4]  # points over epochs need the items
     strategy = Strategy(f"{sampler}+{weighting}", "cosine", sampler=_known(SAMPLERS, sampler, {"points": points}))
@@ -320,11 +320,11 @@ def test_draws_with_fixed_densities_and_weights_do_not_wait(number):
         for part in range(PARTS)
     ],
 )
-def test_pairs_of_components_wait_only_where_it_is_listed(part, latents):
-    rows = pairwise()
-    for chosen in rows[part * len(rows) // PARTS : (part + 1) * len(rows) // PARTS]:
-        with case(str(chosen)):
-            check(chosen, latents)
+def test_pairs_of_components_synchronise_only_where_listed(part, latents):
+    rows = cover_pairs()
+    for combination in rows[part * len(rows) // PARTS : (part + 1) * len(rows) // PARTS]:
+        with case(str(combination)):
+            check_synchronisations(combination, latents)
 
 
 def test_by_default_a_gpu_logs_every_tenth_step_and_a_cpu_every_step(latents):
@@ -339,20 +339,22 @@ def test_by_default_a_gpu_logs_every_tenth_step_and_a_cpu_every_step(latents):
     assert [line["step"] for line in train_steps(training, 3)] == [1, 2, 3]
 
 
-SCHEMES = [(scheme, process, prediction) for scheme in SCHEDULERS for process, prediction in (
+SOLVERS = [(solver, process, prediction) for solver in SCHEDULERS for process, prediction in (
     ("discrete", "epsilon"), ("discrete", "v"), ("edm", None), ("fdm", None), ("flow", None), ("vp", "x0"),
 )]  # fmt: skip
 
 
-def waits_of_sampling(latents, scheme: str, diffusion: dict, precision: str, guidance_scale: float) -> Counter:
-    """Synchronisations in drawing four images, without those that set up."""
+def count_synchronisations_of_sampling(
+    latents, solver: str, diffusion: dict, precision: str, guidance_scale: float
+) -> Counter:
+    """Count the synchronisations of sampling four images, without those of the setup."""
     names = ["class"] if guidance_scale != 1 else []
     plain = experiment(
         {"method": {}},
         model__conditions=names,
         diffusion=diffusion,
         training__condition_dropout=0.1 if names else 0.0,
-        sampling={"scheduler": scheme, "steps": SAMPLING_STEPS, "guidance_scale": guidance_scale},
+        sampling={"scheduler": solver, "steps": SAMPLING_STEPS, "guidance_scale": guidance_scale},
     )
     scheduler = resolve_solver(plain["sampling"]["scheduler"], plain["diffusion"]["process"])
     with fake_cuda() as record, torch.no_grad():
@@ -371,19 +373,19 @@ def waits_of_sampling(latents, scheme: str, diffusion: dict, precision: str, gui
         return Counter(record.synchronisations)
 
 
-@pytest.mark.parametrize(("scheme", "process", "prediction"), SCHEMES[::5])  # each scheme and each process
-def test_sampling_does_not_wait(scheme, process, prediction, latents):
+@pytest.mark.parametrize(("solver", "process", "prediction"), SOLVERS[::5])  # each solver and each process
+def test_sampling_does_not_synchronise(solver, process, prediction, latents):
     diffusion = {"process": process, "prediction": prediction}
-    assert not waits_of_sampling(latents, scheme, diffusion, "bf16", 2.0)
+    assert not count_synchronisations_of_sampling(latents, solver, diffusion, "bf16", 2.0)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(len(SCHEMES)))
-def test_sampling_does_not_wait_in_any_precision(number, latents):
-    """Each scheme and each process with each precision, with and without guidance."""
-    scheme, process, prediction = SCHEMES[number]
-    of_scheme, of_process = divmod(number, len(SCHEMES) // len(SCHEDULERS))
-    precision = ("fp32", "tf32", "bf16")[(of_scheme + of_process) % 3]
-    guidance_scale = (1.0, 2.0)[(of_scheme + of_process // 3) % 2]
+@pytest.mark.parametrize("number", range(len(SOLVERS)))
+def test_sampling_does_not_synchronise_in_any_precision(number, latents):
+    """Each solver and each process with each precision, with and without guidance."""
+    solver, process, prediction = SOLVERS[number]
+    solver_index, process_index = divmod(number, len(SOLVERS) // len(SCHEDULERS))
+    precision = ("fp32", "tf32", "bf16")[(solver_index + process_index) % 3]
+    guidance_scale = (1.0, 2.0)[(solver_index + process_index // 3) % 2]
     diffusion = {"process": process, "prediction": prediction}
-    assert not waits_of_sampling(latents, scheme, diffusion, precision, guidance_scale)
+    assert not count_synchronisations_of_sampling(latents, solver, diffusion, precision, guidance_scale)

@@ -1,4 +1,4 @@
-"""``kairos fetch``: downloads from servers that run here, found again with hub access off, whole or not at all."""
+"""``kairos fetch`` downloads complete files from local servers, and jobs find them with hub access off."""
 
 import hashlib
 import http.server
@@ -39,22 +39,22 @@ HUB = {"someone/vae": MODEL, "someone/clip": CLIP}
 COMMIT = "a" * 40
 
 
-class Files(http.server.BaseHTTPRequestHandler):
-    """Inception's weights as a web server has them, and a model as the Hugging Face hub has it."""
+class FileHandler(http.server.BaseHTTPRequestHandler):
+    """Serve Inception's weights like a web server, and models like the Hugging Face hub."""
 
-    asked: list[str] = []  # noqa: RUF012  (of the whole server)
+    requests: list[str] = []  # noqa: RUF012  (one list for the whole server)
 
     def do_GET(self) -> None:
         """Send a file."""
-        self._answer(body=True)
+        self._respond(body=True)
 
     def do_HEAD(self) -> None:
-        """Send what there is to say of a file."""
-        self._answer(body=False)
+        """Send the headers of a file."""
+        self._respond(body=False)
 
-    def _answer(self, body: bool) -> None:
+    def _respond(self, body: bool) -> None:
         path = self.path.split("?")[0]
-        self.asked.append(path)
+        self.requests.append(path)
         kind, name = path.rsplit("/", 1)
         repository = "someone/clip" if "someone/clip" in path else "someone/vae"
         files = HUB[repository]
@@ -70,13 +70,13 @@ class Files(http.server.BaseHTTPRequestHandler):
             digest = hashlib.sha256(files[name]).hexdigest()
             self._send(files[name], body, {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'})
         elif name == NAME and kind in ("/whole", "/slow", "/short"):
-            self._send(CONTENT, body, how=kind[1:])
+            self._send(CONTENT, body, mode=kind[1:])
         elif kind == "/other":
             self._send(b"something else", body)
         else:
             self.send_error(404)
 
-    def _send(self, content: bytes, body: bool, headers: dict[str, str] | None = None, how: str = "whole") -> None:
+    def _send(self, content: bytes, body: bool, headers: dict[str, str] | None = None, mode: str = "whole") -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         for name, value in (headers or {}).items():
@@ -86,19 +86,19 @@ class Files(http.server.BaseHTTPRequestHandler):
             half = len(content) // 2
             self.wfile.write(content[:half])
             self.wfile.flush()
-            if how == "slow":
+            if mode == "slow":
                 time.sleep(60)
-            if how != "short":
+            if mode != "short":
                 self.wfile.write(content[half:])
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Address of a server of `Files`."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as running:
+    """Address of a local server with `FileHandler`."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), FileHandler) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}"
         running.shutdown()
@@ -106,58 +106,60 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder, and caches in it."""
+    """Empty working directory that also contains the caches."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     return tmp_path
 
 
-def write(**sections: object) -> str:
-    """An experiment file with these sections."""
+def write_config(**sections: object) -> str:
+    """Write an experiment file with these sections and return its name."""
     Path("x.yaml").write_text(json.dumps({"experiment": "x", "methods": {"uniform": {}}, **sections}))
     return "x.yaml"
 
 
-def fetched(environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+def run_fetch(environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "kairos", "fetch", "--config", "x.yaml"]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
 
 
-def test_nothing_to_fetch_is_said_without_heavy_imports() -> None:
-    write()
+def test_an_experiment_without_downloads_is_reported_without_heavy_imports() -> None:
+    write_config()
     code = "import sys; from kairos.cli import main; main(['fetch', '--config', 'x.yaml']); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    said, modules = done.stdout.splitlines()
-    assert said.startswith("nothing to download")
+    message, modules = done.stdout.splitlines()
+    assert message.startswith("nothing to download")
     assert not any(f"'{name}'" in modules for name in ("torch", "datasets", "huggingface_hub", "sklearn"))
 
 
-def test_inception(server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inception_weights_are_fetched_once_and_errors_report_their_path(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
     assert inception_weights.URL == URL_INCEPTION_V3
-    file = write(evaluation={"extractor": "inception"})
+    file = write_config(evaluation={"extractor": "inception"})
     monkeypatch.setattr(inception_weights, "NAME", NAME)
     monkeypatch.setattr(inception_weights, "URL", f"{server}/nowhere/{NAME}")
     assert main(["fetch", "--config", file]) == 1
-    said = capsys.readouterr().err
-    assert "Inception weights: Not Found" in said
-    assert f"there: {inception_weights.default_path()}" in said
+    errors = capsys.readouterr().err
+    assert "Inception weights: Not Found" in errors
+    assert f"there: {inception_weights.default_path()}" in errors
 
     monkeypatch.setattr(inception_weights, "URL", f"{server}/whole/{NAME}")
     assert main(["fetch", "--config", file]) == 0
     assert inception_weights.default_path().read_bytes() == CONTENT
-    said = capsys.readouterr()
-    assert f"fetch {NAME}: MiB 4/4" in said.err
-    assert f"Inception weights: {inception_weights.default_path()}" in said.out
+    output = capsys.readouterr()
+    assert f"fetch {NAME}: MiB 4/4" in output.err
+    assert f"Inception weights: {inception_weights.default_path()}" in output.out
     monkeypatch.setattr(inception_weights, "URL", f"{server}/nowhere/{NAME}")
-    assert main(["fetch", "--config", file]) == 0  # nothing is asked for again
+    assert main(["fetch", "--config", file]) == 0  # no further request
     inception_weights.default_path().write_bytes(CONTENT[:-1])
-    assert main(["fetch", "--config", file]) == 1  # damaged, and not to be had
+    assert main(["fetch", "--config", file]) == 1  # damaged, and the server has no file
 
 
-def test_a_download_is_whole_or_not_there(server: str, folder: Path) -> None:
+def test_a_download_is_complete_or_absent(server: str, folder: Path) -> None:
     for kind, name, message in (("short", NAME, "ended after"), ("other", NAME, "does not match the hash")):
         with pytest.raises(KairosError, match=message):
             inception_weights.download(f"{server}/{kind}/{name}", folder / "w" / NAME)
@@ -172,76 +174,78 @@ def test_a_download_is_whole_or_not_there(server: str, folder: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    assert not (folder / "w" / NAME).exists()  # what was written so far has another name
+    assert not (folder / "w" / NAME).exists()  # an incomplete file has another name
     inception_weights.download(f"{server}/whole/{NAME}", folder / "w" / NAME)
     assert (folder / "w" / NAME).read_bytes() == CONTENT
 
 
 @pytest.mark.long
-def test_autoencoder_of_the_hub(server: str, folder: Path) -> None:
-    """Brought once, found offline by the code that a job runs, damage is seen."""
-    file = write(autoencoder={"kind": "pretrained", "path": "someone/vae"})
+def test_an_autoencoder_of_the_hub_is_fetched_once_and_found_offline(server: str, folder: Path) -> None:
+    """The code of a job finds the download offline, and a damaged file is downloaded again."""
+    file = write_config(autoencoder={"kind": "pretrained", "path": "someone/vae"})
     environment = {"HF_ENDPOINT": server, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    done = fetched({**environment, "HF_ENDPOINT": "http://127.0.0.1:9"})
+    done = run_fetch({**environment, "HF_ENDPOINT": "http://127.0.0.1:9"})
     assert done.returncode == 1
     assert "set autoencoder.path to it" in done.stderr
     assert "Traceback" not in done.stderr
 
-    done = fetched(environment)
+    done = run_fetch(environment)
     assert done.returncode == 0, done.stderr
-    place = Path(done.stdout.strip().removeprefix("autoencoder someone/vae: "))
-    assert {path.name for path in place.iterdir()} == set(MODEL) - {"README.md"}
+    snapshot = Path(done.stdout.strip().removeprefix("autoencoder someone/vae: "))
+    assert {path.name for path in snapshot.iterdir()} == set(MODEL) - {"README.md"}
     code = "from huggingface_hub import snapshot_download; from kairos.autoencoders.codec import FILES; "
-    code += "print(snapshot_download('someone/vae', allow_patterns=list(FILES)))"  # as autoencoders/train_or_load.py
+    code += "print(snapshot_download('someone/vae', allow_patterns=list(FILES)))"  # as in autoencoders/train_or_load.py
     offline = {**os.environ, **environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     job = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, check=False)
     assert job.returncode == 0, job.stderr
-    assert Path(job.stdout.strip()) == place
+    assert Path(job.stdout.strip()) == snapshot
 
-    Files.asked.clear()
-    assert fetched(environment).returncode == 0
-    assert Files.asked == []  # it is there
-    blob = (place / "diffusion_pytorch_model.safetensors").resolve()
+    FileHandler.requests.clear()
+    assert run_fetch(environment).returncode == 0
+    assert FileHandler.requests == []  # already downloaded
+    blob = (snapshot / "diffusion_pytorch_model.safetensors").resolve()
     blob.write_bytes(blob.read_bytes()[:-1])
     check = [sys.executable, "-m", "kairos", "check", file]
-    said = subprocess.run(check, env=offline, capture_output=True, text=True, check=False)
+    checked = subprocess.run(check, env=offline, capture_output=True, text=True, check=False)
     assert (
-        "someone/vae" not in said.stdout + said.stderr and blob.is_file()
-    )  # a check reads no network, and deletes none
-    assert fetched(environment).returncode == 0
-    assert blob.read_bytes() == MODEL["diffusion_pytorch_model.safetensors"]  # brought again
+        "someone/vae" not in checked.stdout + checked.stderr and blob.is_file()
+    )  # kairos check neither reads nor deletes weights
+    assert run_fetch(environment).returncode == 0
+    assert blob.read_bytes() == MODEL["diffusion_pytorch_model.safetensors"]  # downloaded again
 
 
 @pytest.mark.long
-def test_text_encoder_and_captions(server: str, folder: Path) -> None:
-    """With its tokenizer, and in the older form where there is no other; jobs find it offline."""
+def test_a_text_encoder_is_fetched_and_missing_captions_are_reported(server: str, folder: Path) -> None:
+    """The download has the tokenizer, and weights in the older format if there are no others; jobs find it offline."""
     (folder / "images").mkdir()
     captions = {"source": "folder", "path": "images", "captions": "c.json"}
     model = {"name": "dit", "conditions": ["text"]}
-    write(dataset=captions, model=model, text_encoder={"path": "someone/clip"})
+    write_config(dataset=captions, model=model, text_encoder={"path": "someone/clip"})
     environment = {"HF_ENDPOINT": server, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    done = fetched(environment)
+    done = run_fetch(environment)
     assert done.returncode == 1
     assert "captions c.json" in done.stderr and "set dataset.captions to where it is" in done.stderr
     (folder / "c.json").write_text("{}")
-    done = fetched(environment)
+    done = run_fetch(environment)
     assert done.returncode == 0, done.stderr
-    place = Path(next(line for line in done.stdout.splitlines() if "clip" in line).split(": ")[1])
-    assert {path.name for path in place.iterdir()} == set(CLIP) - {"tf_model.h5"}
+    snapshot = Path(next(line for line in done.stdout.splitlines() if "clip" in line).split(": ")[1])
+    assert {path.name for path in snapshot.iterdir()} == set(CLIP) - {"tf_model.h5"}
     code = (
         "from kairos.text_encoders import encoder; print(encoder.network_folder('someone/clip', 'text_encoder.path'))"
     )
     offline = {**os.environ, **environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     job = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, check=False)
-    assert Path(job.stdout.strip()) == place, job.stderr
+    assert Path(job.stdout.strip()) == snapshot, job.stderr
 
 
-def test_autoencoder_in_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(autoencoder={"kind": "pretrained", "path": "vae"}, dataset={"source": "folder", "path": "images"})
+def test_an_autoencoder_in_a_folder_is_verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_config(
+        autoencoder={"kind": "pretrained", "path": "vae"}, dataset={"source": "folder", "path": "images"}
+    )
     assert main(["fetch", "--config", file]) == 1
-    said = capsys.readouterr().err
-    assert "data set images: it does not exist; put the files there" in said
-    assert "autoencoder vae: it does not exist; put config.json and" in said
+    errors = capsys.readouterr().err
+    assert "data set images: it does not exist; put the files there" in errors
+    assert "autoencoder vae: it does not exist; put config.json and" in errors
     (folder / "vae").mkdir()
     (folder / "images").mkdir()
     for name, content in MODEL.items():
@@ -255,8 +259,8 @@ def test_autoencoder_in_a_folder(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.long
-def test_data_set_that_is_asked_for_as_a_job_does(server: str, folder: Path) -> None:
-    """`datasets` itself says whether a job would find it: a folder in the hub's form is there, another is not."""
+def test_a_hub_data_set_is_found_as_a_job_finds_it(server: str, folder: Path) -> None:
+    """`datasets` decides if a job would find the data set: a folder in the hub's format exists, the other does not."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -264,13 +268,13 @@ def test_data_set_that_is_asked_for_as_a_job_does(server: str, folder: Path) -> 
     (folder / "images/data").mkdir(parents=True)
     rows = {"label": np.arange(5)}
     pq.write_table(pa.table(rows), folder / "images/data/train-00000-of-00001.parquet")
-    write(dataset={"source": "hub", "path": "./images"})
-    done = fetched({"HF_ENDPOINT": server})
+    write_config(dataset={"source": "hub", "path": "./images"})
+    done = run_fetch({"HF_ENDPOINT": server})
     assert done.returncode == 0, done.stderr
     assert done.stdout == "data set ./images (train): in the Hugging Face cache, 5 rows\n"
     shutil.rmtree(folder / "images")
-    write(dataset={"source": "hub", "path": "someone/images"})
-    done = fetched({"HF_ENDPOINT": server})
+    write_config(dataset={"source": "hub", "path": "someone/images"})
+    done = run_fetch({"HF_ENDPOINT": server})
     assert done.returncode == 1
     assert "data set someone/images (train): " in done.stderr
     assert "dataset.source: parquet" in done.stderr

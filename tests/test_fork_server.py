@@ -1,4 +1,4 @@
-"""A job that is forked from a process that has imported everything is the job that would have started by itself."""
+"""A job that is forked from a process with loaded imports equals a job that starts without the fork server."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 class Run:
-    """A controller with its server, and clients as Snakemake starts them."""
+    """Controller with its fork server, and clients as Snakemake starts them."""
 
     def __init__(self, folder: Path, source: Path = SOURCE, **training: object):
         self.folder = folder
@@ -45,35 +45,40 @@ class Run:
         variables = dict.fromkeys(fork_server._THREAD_VARIABLES, "1") | dict.fromkeys(
             fork_server._FOLDER_VARIABLES, tempfile.gettempdir()
         )
-        self.alone = {**os.environ, **variables, "PYTHONPATH": f"{source}{os.pathsep}{LIBRARY}"}
-        line = [sys.executable, "-P", "-c", CONTROLLER, str(self.config)]
+        self.plain_environment = {**os.environ, **variables, "PYTHONPATH": f"{source}{os.pathsep}{LIBRARY}"}
+        command = [sys.executable, "-P", "-c", CONTROLLER, str(self.config)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.controller = subprocess.Popen(line, cwd=folder, env=self.alone, **pipes)
+        self.controller = subprocess.Popen(command, cwd=folder, env=self.plain_environment, **pipes)
         path, server = self.controller.stdout.readline().split()
-        self.server, self.environment = psutil.Process(int(server)), {**self.alone, "KAIROS_PRELOADED": path}
+        self.server, self.environment = (
+            psutil.Process(int(server)),
+            {**self.plain_environment, "KAIROS_PRELOADED": path},
+        )
 
-    def line(self, out: str, *more: object) -> list[str]:
+    def command(self, out: str, *more: object) -> list[str]:
         return train_command(self.config, "adaptive", self.folder / out, self.latents, *more)
 
-    def start(self, line: list[str], environment: dict[str, str] | None = None, **how: object) -> subprocess.Popen:
-        kept = {"cwd": self.folder, "env": environment or self.environment, "text": True}
-        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kept, **how)
+    def start(
+        self, command: list[str], environment: dict[str, str] | None = None, **options: object
+    ) -> subprocess.Popen:
+        settings = {"cwd": self.folder, "env": environment or self.environment, "text": True}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings, **options)
 
-    def word(self, out: str) -> dict:
+    def read_progress(self, out: str) -> dict:
         return glance(self.folder / out / ".state" / "progress.json")
 
-    def computing(self, out: str, *more: object) -> tuple[subprocess.Popen, psutil.Process]:
-        """A client whose job has done a step, and the process that computes."""
-        client = self.start(self.line(out, "--milestones", 0, 1_000_000, *more))
+    def start_computing(self, out: str, *more: object) -> tuple[subprocess.Popen, psutil.Process]:
+        """Start a client and wait for the first checkpoint of its job; return the client and the computing process."""
+        client = self.start(self.command(out, "--milestones", 0, 1_000_000, *more))
         training = self.folder / out
         wait_for(lambda: client.poll() is not None or any(training.glob(".state/*/checkpoints/*.ckpt")))
         assert client.poll() is None, client.communicate()[1]
-        return client, psutil.Process(self.word(out)["pid"])
+        return client, psutil.Process(self.read_progress(out)["pid"])
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self.controller.kill()
         self.controller.communicate()
-        wait_for(lambda: gone(self.server))
+        wait_for(lambda: has_ended(self.server))
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -83,7 +88,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def gone(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
@@ -91,80 +96,82 @@ def gone(process: psutil.Process) -> bool:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(tmp_path_factory.mktemp("preload"))
     yield run
-    run.end()
+    run.stop()
 
 
-def forked(run: Run, client: subprocess.Popen, out: str) -> bool:
-    return run.word(out)["pid"] != client.pid
+def is_forked(run: Run, client: subprocess.Popen, out: str) -> bool:
+    return run.read_progress(out)["pid"] != client.pid
 
 
-def test_two_trainings_at_once_have_the_bits_of_one_that_starts_by_itself(run):
-    clients = {out: run.start(run.line(out, "--timing", f"{out}.json")) for out in ("one", "other")}
+def test_two_concurrent_runs_on_the_server_equal_a_run_without_it(run):
+    clients = {out: run.start(run.command(out, "--timing", f"{out}.json")) for out in ("one", "other")}
     for out, client in clients.items():
         assert client.wait() == 0, client.communicate()[1]
-        assert forked(run, client, out)
-    alone = run.start(run.line("alone", "--timing", "alone.json"), run.alone)
+        assert is_forked(run, client, out)
+    alone = run.start(run.command("alone", "--timing", "alone.json"), run.plain_environment)
     assert alone.wait() == 0
-    assert not forked(run, alone, "alone")
+    assert not is_forked(run, alone, "alone")
     for out in clients:
         assert hashes(run.folder / out) == hashes(run.folder / "alone")
         for name in ("training.json", "metrics.jsonl", "checkpoint.pt"):
             assert (run.folder / out / name).read_bytes() == (run.folder / "alone" / name).read_bytes()
-        own, other = read_json(run.folder / f"{out}.json"), read_json(run.folder / "alone.json")
-        assert own.keys() == other.keys() and own["machine"] == other["machine"]
-        assert 0 < own["startup_cpu_seconds"] < other["startup_cpu_seconds"] / 3
-        assert own["startup_wall_seconds"] > 0.02  # the client's start counts
-        assert own["peak_rss_bytes"] > 2**27  # what it has imported counts
+        forked_timing, plain_timing = read_json(run.folder / f"{out}.json"), read_json(run.folder / "alone.json")
+        assert forked_timing.keys() == plain_timing.keys() and forked_timing["machine"] == plain_timing["machine"]
+        assert 0 < forked_timing["startup_cpu_seconds"] < plain_timing["startup_cpu_seconds"] / 3
+        assert forked_timing["startup_wall_seconds"] > 0.02  # includes the start of the client
+        assert forked_timing["peak_rss_bytes"] > 2**27  # includes the loaded imports
 
 
 @pytest.mark.parametrize("more", [["--seed", "-1"], ["--nonsense"], ["--latents", "nowhere"]])
-def test_a_command_that_fails_prints_and_returns_what_it_does_without_a_server(run, more, tmp_path):
-    without = {**run.alone, "KAIROS_PRELOADED": str(tmp_path / "nobody")}
-    ended = [run.start(run.line("wrong", *more), environment) for environment in (run.environment, without)]
-    forked, alone = ((*process.communicate(), process.returncode) for process in ended)
-    assert forked == alone and forked[2] in (1, 2) and forked[1]
+def test_a_failing_command_prints_and_returns_the_same_with_and_without_a_server(run, more, tmp_path):
+    no_server_environment = {**run.plain_environment, "KAIROS_PRELOADED": str(tmp_path / "nobody")}
+    processes = [
+        run.start(run.command("wrong", *more), environment) for environment in (run.environment, no_server_environment)
+    ]
+    forked_result, plain_result = ((*process.communicate(), process.returncode) for process in processes)
+    assert forked_result == plain_result and forked_result[2] in (1, 2) and forked_result[1]
 
 
-def test_sigterm_lets_the_training_write_its_state_and_the_same_command_go_on(run):
-    client, job = run.computing("told")
-    assert forked(run, client, "told")
+def test_sigterm_stops_the_run_after_its_step_with_the_status_that_means_resume(run):
+    client, job = run.start_computing("terminated")
+    assert is_forked(run, client, "terminated")
     client.terminate()
-    said = client.communicate()[1]
-    assert client.returncode == 75 and "SIGTERM: stopped after step" in said
-    assert run.word("told")["state"] == "stopped" and gone(job)
+    errors = client.communicate()[1]
+    assert client.returncode == 75 and "SIGTERM: stopped after step" in errors
+    assert run.read_progress("terminated")["state"] == "stopped" and has_ended(job)
 
 
-def test_a_client_that_is_killed_takes_its_job_along(run):
-    client, job = run.computing("killed")
+def test_a_killed_client_ends_its_job(run):
+    client, job = run.start_computing("killed")
     client.kill()
-    wait_for(lambda: gone(job))
-    assert run.word("killed")["state"] == "running"  # it had no time for a last word
+    wait_for(lambda: has_ended(job))
+    assert run.read_progress("killed")["state"] == "running"  # it had no time to update its progress
 
 
-def test_a_job_that_is_killed_ends_its_client_alike_and_nothing_else(run):
-    client, job = run.computing("crashed")
+def test_a_killed_job_ends_its_client_and_not_the_server(run):
+    client, job = run.start_computing("crashed")
     job.kill()
     assert client.wait() == 128 + signal.SIGKILL
-    after = run.start(run.line("after"))
-    assert after.wait() == 0 and forked(run, after, "after")
+    after = run.start(run.command("after"))
+    assert after.wait() == 0 and is_forked(run, after, "after")
 
 
-def test_a_stopped_client_stops_its_job(run):
-    client, job = run.computing("stopped")
+def test_a_suspended_client_suspends_its_job(run):
+    client, job = run.start_computing("stopped")
     client.send_signal(signal.SIGTSTP)
     wait_for(lambda: job.status() == psutil.STATUS_STOPPED)
     client.send_signal(signal.SIGCONT)
     wait_for(lambda: job.status() != psutil.STATUS_STOPPED)
     client.send_signal(signal.SIGINT)
     assert client.wait() == 75
-    assert run.word("stopped")["message"].startswith("SIGINT: stopped after step")
+    assert run.read_progress("stopped")["message"].startswith("SIGINT: stopped after step")
 
 
-def test_what_a_shell_has_its_command_ignore_is_ignored(run):
-    line = run.line("ignoring", "--milestones", 0, 1_000_000)
-    client = run.start(["bash", "-c", "trap '' HUP; exec \"$@\"", "bash", *line])
-    wait_for(lambda: run.word("ignoring").get("state") == "running")
-    job = psutil.Process(run.word("ignoring")["pid"])
+def test_signals_that_a_shell_ignores_are_ignored_by_the_job(run):
+    command = run.command("ignoring", "--milestones", 0, 1_000_000)
+    client = run.start(["bash", "-c", "trap '' HUP; exec \"$@\"", "bash", *command])
+    wait_for(lambda: run.read_progress("ignoring").get("state") == "running")
+    job = psutil.Process(run.read_progress("ignoring")["pid"])
     masks = [
         Path(f"/proc/{process}/status").read_text().split("SigIgn:")[1].split()[0] for process in (client.pid, job.pid)
     ]
@@ -172,12 +179,12 @@ def test_what_a_shell_has_its_command_ignore_is_ignored(run):
     for number in (signal.SIGHUP, signal.SIGUSR1):
         client.send_signal(number)
     assert client.wait() == 75
-    assert run.word("ignoring")["message"].startswith("SIGUSR1")
+    assert run.read_progress("ignoring")["message"].startswith("SIGUSR1")
 
 
-def handed_over(run: Run, out: str, environment: dict[str, str], shell: str = 'exec "$@"') -> str:
-    """Return the exit status of a training if the server takes it, None otherwise; nothing is imported then."""
-    command = [sys.executable, "-c", HAND_OVER, *run.line(out, "--milestones", 0)[3:]]
+def hand_over(run: Run, out: str, environment: dict[str, str], shell: str = 'exec "$@"') -> str:
+    """Return the exit status of a run if the server accepts it, otherwise "None"; the client imports nothing."""
+    command = [sys.executable, "-c", HAND_OVER, *run.command(out, "--milestones", 0)[3:]]
     client = run.start(["bash", "-c", shell, "bash", *command], environment)
     written, errors = client.communicate()
     assert client.returncode == 0, errors
@@ -185,39 +192,39 @@ def handed_over(run: Run, out: str, environment: dict[str, str], shell: str = 'e
 
 
 @pytest.mark.parametrize("change", ["nothing", "environment", "folder", "stdin"])
-def test_the_server_takes_commands_of_its_environment_and_folder_with_a_standard_input(run, change):
+def test_the_server_accepts_only_commands_with_its_environment_and_folder_and_a_standard_input(run, change):
     environment = run.environment | ({"OMP_NUM_THREADS": "2"} if change == "environment" else {})
     shells = {"folder": 'cd /; exec "$@"', "stdin": 'exec "$@" <&-'}
-    status = handed_over(run, f"other {change}", environment, shells.get(change, 'exec "$@"'))
+    status = hand_over(run, f"other {change}", environment, shells.get(change, 'exec "$@"'))
     assert status == ("0" if change == "nothing" else "None")
 
 
-def test_changed_code_is_not_taken_from_the_server_and_a_killed_controller_leaves_nothing_behind(tmp_path):
+def test_the_server_does_not_run_changed_code_and_a_killed_controller_leaves_nothing(tmp_path):
     source = shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     run = Run(tmp_path, source)
-    client, job = run.computing("before")
-    assert forked(run, client, "before")
+    client, job = run.start_computing("before")
+    assert is_forked(run, client, "before")
     os.utime(source / "kairos" / "files.py")
-    assert handed_over(run, "changed", run.environment) == "None"
+    assert hand_over(run, "changed", run.environment) == "None"
     socket = Path(run.environment["KAIROS_PRELOADED"])
     guardian = job.parent()
     assert socket.exists() and guardian.parent() == run.server
-    run.end()  # SIGKILL
+    run.stop()  # SIGKILL
     for process in (job, guardian):
-        wait_for(lambda process=process: gone(process))
-    assert client.wait() == 128 + signal.SIGKILL and run.word("before")["state"] == "stopped"
+        wait_for(lambda process=process: has_ended(process))
+    assert client.wait() == 128 + signal.SIGKILL and run.read_progress("before")["state"] == "stopped"
     assert not socket.parent.exists()
 
 
-def test_portable_kernels_come_with_the_server(tmp_path):
+def test_the_server_uses_portable_kernels_for_a_portable_experiment(tmp_path):
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("no AVX2 here")
     run = Run(tmp_path, training__deterministic="portable")
     try:
-        for out, environment in (("forked", run.environment), ("alone", run.alone)):
-            client = run.start(run.line(out), environment)
+        for out, environment in (("forked", run.environment), ("alone", run.plain_environment)):
+            client = run.start(run.command(out), environment)
             assert client.wait() == 0, client.communicate()[1]
-            assert forked(run, client, out) == (out == "forked")
+            assert is_forked(run, client, out) == (out == "forked")
         assert hashes(run.folder / "forked") == hashes(run.folder / "alone")
     finally:
-        run.end()
+        run.stop()

@@ -1,4 +1,4 @@
-"""The kit for the GPU: its short forms on the CPU, where there is little but torch and numpy."""
+"""The GPU benchmark kit in its short form, on the CPU of a machine that has little more than torch and numpy."""
 
 import json
 import os
@@ -17,26 +17,26 @@ ABSENT = {
 }  # fmt: skip
 BLOCK = f"""
 import sys
-class Bare:  # finds none of these packages, and the metadata of torch and numpy alone
+class Bare:  # hides these packages, and all metadata except that of torch and numpy
     def __init__(self, finder):
         self.finder = finder
     def find_spec(self, name, path=None, target=None):
         return None if name.split(".")[0] in {ABSENT} else self.finder.find_spec(name, path, target)
     def find_distributions(self, *context):
-        found = getattr(self.finder, "find_distributions", lambda *_: ())(*context)
-        return (one for one in found if one.name in ("torch", "numpy"))
+        distributions = getattr(self.finder, "find_distributions", lambda *_: ())(*context)
+        return (each for each in distributions if each.name in ("torch", "numpy"))
 sys.meta_path[:] = map(Bare, sys.meta_path)
 """
 
 
 def run(parts, folder, *arguments, bare=True):
-    """Run short forms of parts, each with its arguments, in one process; returns their JSON files.
+    """Run the short forms of parts, each with its arguments, in one process; return the contents of their JSON files.
 
     Args:
         parts: arguments of each part.
-        folder: of the JSON files.
-        arguments: of all parts.
-        bare: as on a machine that lacks what is not torch or numpy.
+        folder: where the parts write their JSON files.
+        arguments: passed to all parts.
+        bare: hide the packages in `ABSENT`.
     """
     path = [str(KIT), str(KIT.parents[1] / "src"), str(KIT.parents[1] / "library/src")]
     if bare:
@@ -63,8 +63,8 @@ PARTS = ("correct", "step", "strategies", "sample")
 
 
 @pytest.mark.long
-def test_all_rows_run_where_there_is_little_more_than_torch(tmp_path):
-    """Rows with a U-Net name the reason why they are skipped; a training is killed and resumed, with its provenance."""
+def test_all_rows_run_with_little_more_than_torch(tmp_path):
+    """Rows with a U-Net report why they are skipped; a killed run resumes exactly."""
     contents = run({part: ["--budget", "240"] for part in PARTS}, tmp_path)
     for part, content in contents.items():
         assert content["complete"] and not content["not_reached"], part
@@ -79,7 +79,7 @@ def test_all_rows_run_where_there_is_little_more_than_torch(tmp_path):
 
 @pytest.mark.long
 def test_rows_that_need_more_than_torch_run_and_a_part_ends_within_its_budget(tmp_path):
-    """Rows that were not reached are named, and the file is whole."""
+    """Rows that were not reached are listed, and the file is complete."""
     unets = {part: ["--only", "unet"] for part in ("correct", "step", "sample")}
     limited = {"systems": ["--only", "dit_coco", "edm"], "strategies": ["--budget", "0.2"]}
     contents = run(unets | limited, tmp_path, bare=False)
@@ -90,7 +90,7 @@ def test_rows_that_need_more_than_torch_run_and_a_part_ends_within_its_budget(tm
         assert content["complete"] and not any("skipped" in row or "failed" in row for row in content["rows"])
 
 
-def test_a_row_that_fails_stops_no_other(tmp_path, monkeypatch):
+def test_a_failing_row_does_not_stop_the_other_rows(tmp_path, monkeypatch):
     """The failed row is reported with its message, and the exit status is not 0."""
     monkeypatch.syspath_prepend(str(KIT))
     from common import Part, Skipped, arguments
@@ -106,7 +106,7 @@ def test_a_row_that_fails_stops_no_other(tmp_path, monkeypatch):
     assert (bad["failed"], skipped["skipped"], good["a"]) == ("ValueError: why", "no", 1)
 
 
-def test_time_that_runs_out_between_rows_ends_the_part_in_good_order(tmp_path, monkeypatch):
+def test_a_part_whose_time_runs_out_between_rows_ends_normally(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(KIT))
     import common
 
@@ -120,8 +120,8 @@ def test_time_that_runs_out_between_rows_ends_the_part_in_good_order(tmp_path, m
 
 
 @pytest.mark.long
-def test_wheels_are_carried_along(tmp_path):
-    """Wheels reach the processes that a part starts, too, without an installer."""
+def test_packages_in_wheels_can_be_imported_without_an_installer(tmp_path):
+    """Processes that a part starts can import them, too."""
     with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("carried.py", "here = 1")
     code = (
@@ -133,7 +133,7 @@ def test_wheels_are_carried_along(tmp_path):
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
-def test_what_the_kit_trains_is_a_checked_experiment(monkeypatch):
+def test_defaults_of_the_kit_equal_those_of_an_experiment_file(monkeypatch):
     """The kit's defaults, repeated without pydantic, equal those of an experiment file."""
     monkeypatch.syspath_prepend(str(KIT))
     from common import experiment
@@ -141,5 +141,5 @@ def test_what_the_kit_trains_is_a_checked_experiment(monkeypatch):
     from kairos.config import validate
 
     values = {"experiment": "kit", "model": {"name": "dit"}, "methods": {"method": {}}}
-    given, checked = json.loads(json.dumps(experiment({"name": "dit"}))), validate(values).plain()
-    assert given == {name: checked[name] for name in given}
+    kit_values, checked = json.loads(json.dumps(experiment({"name": "dit"}))), validate(values).plain()
+    assert kit_values == {name: checked[name] for name in kit_values}
