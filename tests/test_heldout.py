@@ -1,4 +1,4 @@
-"""Held-out images: none, a share, or images with a place of their own."""
+"""Held-out images: none, a share of the data set, or a separate folder, file or split."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ from test_tables import hub_cache, write_parquet  # noqa: F401  (a fixture)
 CPU = torch.device("cpu")
 
 
-def layout(**dataset):
+def make_layout(**dataset):
     return SimpleNamespace(experiment=validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}}))
 
 
@@ -45,13 +45,13 @@ def layout(**dataset):
     ],
     ids=str,
 )
-def test_refusals(dataset, message):
+def test_an_invalid_heldout_setting_is_rejected(dataset, message):
     with pytest.raises(ConfigError, match=message):
-        layout(**dataset)
+        make_layout(**dataset)
 
 
-def test_none(tmp_path, capsys):
-    """Through every stage that reads held-out images otherwise."""
+def test_an_experiment_without_heldout_images_passes_every_stage(tmp_path, capsys):
+    """Run every stage that reads held-out images if there are any."""
     manifest = prepare(config(color="grey", limit=120, heldout=0), tmp_path / "dataset")
     dataset = open_dataset(tmp_path / "dataset")
     assert (
@@ -59,8 +59,8 @@ def test_none(tmp_path, capsys):
     )
     assert dataset.heldout.dtype == np.int64
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=8)
-    made = make_autoencoder(settings, dataset, tmp_path / "autoencoder", CPU)
-    assert made["psnr"] > 0 and made["psnr_of"] == "training images"
+    autoencoder = make_autoencoder(settings, dataset, tmp_path / "autoencoder", CPU)
+    assert autoencoder["psnr"] > 0 and autoencoder["psnr_of"] == "training images"
     encode(dataset, load_codec(tmp_path / "autoencoder"), tmp_path / "latents", False, 32)
     assert len(open_latents(tmp_path / "latents").heldout) == 0
     (tmp_path / "extractor").mkdir()
@@ -70,7 +70,7 @@ def test_none(tmp_path, capsys):
     assert name == "real, trained on" and np.array_equal(images, dataset.images[dataset.train[:9]])
 
 
-def test_some_are_what_everything_is_measured_on(tmp_path):
+def test_heldout_images_are_used_for_psnr_and_shown_in_the_report(tmp_path):
     prepare(config(color="grey", limit=40), tmp_path / "dataset")
     dataset = open_dataset(tmp_path / "dataset")
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=8)
@@ -79,7 +79,7 @@ def test_some_are_what_everything_is_measured_on(tmp_path):
     assert name == "real, held out" and np.array_equal(images, dataset.images[dataset.heldout])
 
 
-def test_a_folder_of_their_own(tmp_path):
+def test_heldout_images_from_a_separate_folder(tmp_path):
     for split, classes in (("train", {"a": 6, "b": 6}), ("test", {"b": 2, "a": 3})):
         for name, count in classes.items():
             write_pictures(tmp_path / split / name, count)
@@ -97,7 +97,7 @@ def test_a_folder_of_their_own(tmp_path):
         prepare(settings.model_copy(update={"broken": "skip"}), tmp_path / "out")
 
 
-def test_parquet_files_of_their_own(tmp_path, hub_cache):  # noqa: F811
+def test_heldout_images_from_separate_parquet_files(tmp_path, hub_cache):  # noqa: F811
     write_parquet(tmp_path / "train-0.parquet", 4)
     write_parquet(tmp_path / "train-1.parquet", 3)
     write_parquet(tmp_path / "test-0.parquet", 5, broken=1)
@@ -114,34 +114,40 @@ def test_parquet_files_of_their_own(tmp_path, hub_cache):  # noqa: F811
     assert (len(dataset.train), dataset.heldout.tolist()) == (7, [7, 8, 9, 10])
 
 
-def test_the_workflow_reads_them_too(tmp_path):
+def test_the_workflow_depends_on_separate_heldout_files(tmp_path):
     for name in ("train-0", "train-1", "test-0"):
         (tmp_path / f"{name}.parquet").touch()
     paths = {"path": str(tmp_path / "train-*.parquet"), "heldout": str(tmp_path / "test-*.parquet")}
-    found = layout(source="parquet", **paths)
-    assert [file.rsplit("/")[-1] for file in controller.list_data_files(found)] == [
+    parquet = make_layout(source="parquet", **paths)
+    assert [file.rsplit("/")[-1] for file in controller.list_data_files(parquet)] == [
         *("train-0.parquet", "train-1.parquet", "test-0.parquet")
     ]
-    assert [need.name.rsplit("/")[-1] for need in list_requirements(found.experiment)[:2]] == [
+    assert [need.name.rsplit("/")[-1] for need in list_requirements(parquet.experiment)[:2]] == [
         "train-*.parquet",
         "test-*.parquet",
     ]
-    assert all(need.find() for need in list_requirements(found.experiment)[:2])
+    assert all(need.find() for need in list_requirements(parquet.experiment)[:2])
     write_pictures(tmp_path / "in", 2)
     write_pictures(tmp_path / "held", 2)
-    whole = layout(source="folder", path=str(tmp_path / "in"), heldout=str(tmp_path / "held"))
-    before, alone = (
-        controller.fingerprint_dataset(whole),
-        controller.fingerprint_dataset(layout(source="folder", path=str(tmp_path / "in"))),
+    with_heldout = make_layout(source="folder", path=str(tmp_path / "in"), heldout=str(tmp_path / "held"))
+    before, before_without_heldout = (
+        controller.fingerprint_dataset(with_heldout),
+        controller.fingerprint_dataset(make_layout(source="folder", path=str(tmp_path / "in"))),
     )
     write_pictures(tmp_path / "held", 3)
-    assert controller.fingerprint_dataset(whole) != before
-    assert controller.fingerprint_dataset(layout(source="folder", path=str(tmp_path / "in"))) == alone
+    assert controller.fingerprint_dataset(with_heldout) != before
+    assert (
+        controller.fingerprint_dataset(make_layout(source="folder", path=str(tmp_path / "in")))
+        == before_without_heldout
+    )
 
 
-def test_splits_of_a_hub_data_set_are_both_fetched():
-    found = list_requirements(layout(source="hub", path="someone/images", heldout="test").experiment)
-    assert [need.name for need in found[:2]] == ["data set someone/images (train)", "data set someone/images (test)"]
+def test_both_splits_of_a_hub_data_set_are_fetched():
+    requirements = list_requirements(make_layout(source="hub", path="someone/images", heldout="test").experiment)
+    assert [need.name for need in requirements[:2]] == [
+        "data set someone/images (train)",
+        "data set someone/images (test)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +160,6 @@ def test_splits_of_a_hub_data_set_are_both_fetched():
         ({"source": "folder", "path": "in", "resolution": 8, "train_images": 90, "heldout": "test"}, None, 90),
     ],
 )
-def test_costs_know_how_many_there_are(tmp_path, dataset, images, train):
-    found = find_dataset_size(layout(**dataset).experiment, tmp_path, None, None)
-    assert (found.image_count, found.train_count) == (images, train)
+def test_costs_count_all_images_and_training_images(tmp_path, dataset, images, train):
+    size = find_dataset_size(make_layout(**dataset).experiment, tmp_path, None, None)
+    assert (size.image_count, size.train_count) == (images, train)

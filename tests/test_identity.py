@@ -17,7 +17,7 @@ from kairos.workflow import dependencies
 from training_case import experiment
 
 
-def test_a_component_that_another_one_names_belongs_to_the_code():
+def test_the_base_of_a_component_belongs_to_the_code():
     bases = {"edm": "weightings.fixed", "change_aware": "weightings.change_aware"}
     for base, module in bases.items():
         plain = experiment({"learned": {"weighting": {"name": "edm2", "base": base}}})
@@ -25,7 +25,7 @@ def test_a_component_that_another_one_names_belongs_to_the_code():
         assert {f"kairos_timesteps.{module}", "kairos_timesteps.weightings.uncertainty"} <= modules, base
 
 
-def test_only_a_module_that_is_left_out_and_its_submodules_do_not_count(tmp_path, monkeypatch):
+def test_only_excluded_modules_and_their_submodules_do_not_count(tmp_path, monkeypatch):
     package = tmp_path / "kairos"
     (package / "cli").mkdir(parents=True)
     (package / "root.py").write_text("import kairos.cli.table, kairos.clip_grad, kairos.files_of_pixels, kairos.files")
@@ -35,7 +35,7 @@ def test_only_a_module_that_is_left_out_and_its_submodules_do_not_count(tmp_path
     assert fingerprint.modules(["kairos.root"]) == ["kairos.clip_grad", "kairos.files_of_pixels", "kairos.root"]
 
 
-def test_a_module_of_another_package_counts_with_its_own_code(tmp_path, monkeypatch):
+def test_modules_of_other_packages_are_found_with_their_code(tmp_path, monkeypatch):
     (tmp_path / "lonely_sampler.py").write_text("density = 1")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "compute.py").write_text("density = 1")
@@ -70,7 +70,7 @@ def test_metrics_belong_to_the_code_of_an_evaluation():
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("first", "second", "equal"),
     [
         ("raise ValueError('a')", "raise ValueError(f'a {b}')", True),
         ("raise ValueError('a' if x else 'b') from None", "raise ValueError('c' if x else 'b') from None", True),
@@ -88,8 +88,8 @@ def test_metrics_belong_to_the_code_of_an_evaluation():
         ("@other('a', 'one')\nclass A: pass", "@other('a', 'two')\nclass A: pass", False),
     ],
 )
-def test_what_is_only_said_does_not_count(one, other, same):
-    assert (_text(ast.parse(one)) == _text(ast.parse(other))) is same
+def test_messages_and_help_texts_do_not_count(first, second, equal):
+    assert (_text(ast.parse(first)) == _text(ast.parse(second))) is equal
 
 
 MODE, LOG_NORMAL = "kairos_timesteps.samplers.fixed:Mode", "kairos_timesteps.samplers.fixed:LogNormal"
@@ -98,7 +98,7 @@ LOOP = "kairos.training.run"
 
 @pytest.fixture
 def changed(monkeypatch):
-    """A function that returns those of `roots` whose fingerprint changes with the text of `module`."""
+    """Function that edits the text of a module and returns the roots whose fingerprint changes."""
 
     def compare(module, edit, roots):
         path, source = fingerprint._path(module), fingerprint._source
@@ -113,7 +113,7 @@ def changed(monkeypatch):
     return compare
 
 
-def inside(name):
+def insert_into(name):
     """Return an edit of a module's text that inserts a statement into the class or function `name`."""
 
     def edit(text):
@@ -138,12 +138,12 @@ def inside(name):
     ],
 )
 def test_an_edit_in_the_library_counts_where_the_definition_is_used(module, name, expected, changed):
-    assert changed(f"kairos_timesteps.{module}", inside(name), [MODE, LOG_NORMAL, LOOP]) == expected
+    assert changed(f"kairos_timesteps.{module}", insert_into(name), [MODE, LOG_NORMAL, LOOP]) == expected
 
 
 def test_a_module_as_root_counts_as_a_whole(changed):
     module = MODE.partition(":")[0]
-    assert changed(module, inside("Mode"), [module]) == {module}
+    assert changed(module, insert_into("Mode"), [module]) == {module}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_neither_typing_imports_nor_docstrings_nor_unused_names_count(edit, chan
     assert changed("kairos_timesteps.numeric", edit, [MODE, LOG_NORMAL, LOOP]) == set()
 
 
-def test_statements_that_are_no_definition_count_with_every_definition(changed):
+def test_top_level_statements_count_with_every_definition(changed):
     def edit(text):
         return f"{text}\nfor name in ():\n    print(name)\n"
 
@@ -166,13 +166,13 @@ def test_statements_that_are_no_definition_count_with_every_definition(changed):
 
 
 @pytest.mark.parametrize("name", sorted({*kairos_timesteps.__all__} - {"__version__"}))
-def test_every_public_name_of_the_library_leads_to_its_definition(name):
+def test_every_public_name_of_the_library_resolves_to_its_definition(name):
     module = getattr(kairos_timesteps, name).__module__
     hashes = fingerprint.reached([f"kairos_timesteps:{name}"])
     assert f"{module}:{name}" in hashes or (fingerprint._is_left_out(module) and not hashes)
 
 
-def plugin(folder, monkeypatch, **files):
+def write_plugins(folder, monkeypatch, **files):
     """Write plugin files and make them importable."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
@@ -180,7 +180,7 @@ def plugin(folder, monkeypatch, **files):
 
 
 def test_an_edit_of_a_plugin_file_counts_per_component(tmp_path, monkeypatch, changed):
-    plugin(
+    write_plugins(
         tmp_path,
         monkeypatch,
         components_of_test="""
@@ -200,13 +200,13 @@ class Second:
     )
     first, second = "components_of_test:First", "components_of_test:Second"
     for module, edit, expected in (
-        ("components_of_test", inside("First"), {first}),
-        ("components_of_test", inside("Second"), {second}),
+        ("components_of_test", insert_into("First"), {first}),
+        ("components_of_test", insert_into("Second"), {second}),
         ("components_of_test", lambda text: text.replace('"help"', '"a better help"'), set()),
         ("helper_of_test", lambda text: text.replace("VALUE = 1", "VALUE = 2"), {first}),
-        ("kairos_timesteps.base", inside("Sampler"), {first, LOOP}),
-        ("kairos_timesteps.numeric", inside("logit"), {second}),
-        ("kairos_timesteps.samplers.fixed", inside("Mode"), set()),
+        ("kairos_timesteps.base", insert_into("Sampler"), {first, LOOP}),
+        ("kairos_timesteps.numeric", insert_into("logit"), {second}),
+        ("kairos_timesteps.samplers.fixed", insert_into("Mode"), set()),
     ):
         assert changed(module, edit, [first, second, LOOP]) == expected, (module, expected)
     tops = {code.partition(".")[0].partition(":")[0] for code in fingerprint.reached([first, second])}
@@ -243,7 +243,7 @@ def test_a_plugin_module_without_import_specification_counts(tmp_path, monkeypat
 )
 @pytest.mark.parametrize("root", ["importer_of_test", "importer_of_test:f"])
 def test_imports_of_the_library_are_followed(text, reached, root, tmp_path, monkeypatch):
-    plugin(tmp_path, monkeypatch, importer_of_test=text)
+    write_plugins(tmp_path, monkeypatch, importer_of_test=text)
     hashes = fingerprint.reached([root])
     assert f"kairos_timesteps.{reached}" in hashes
     if "getattr" not in text:
@@ -254,7 +254,7 @@ def test_imports_of_the_library_are_followed(text, reached, root, tmp_path, monk
     "text", ["from kairos_timesteps import unknown as f", "import kairos_timesteps\nf = kairos_timesteps.unknown"]
 )
 def test_a_public_name_without_definition_is_an_error(text, tmp_path, monkeypatch):
-    plugin(tmp_path, monkeypatch, importer_of_test=text)
+    write_plugins(tmp_path, monkeypatch, importer_of_test=text)
     with pytest.raises(ImportError, match="unknown"):
         fingerprint.reached(["importer_of_test"])
 

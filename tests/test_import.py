@@ -1,4 +1,4 @@
-"""Published weights: files with the published names and shapes become milestones that sample and are trained on."""
+"""Import of published weights: files with published names and shapes become snapshots for sampling and training."""
 
 import os
 import pickle
@@ -34,8 +34,8 @@ MODELS = {
 }
 
 
-def weights_of(name, outputs=8, seed=0):
-    """A state dict under the published names: those of our models are the published ones but for what is noted."""
+def make_weights(name, outputs=8, seed=0):
+    """Return random weights under the published names, which kairos' models also use."""
     torch.manual_seed(seed)
     plain = validate({"experiment": "x", "methods": {"a": {}}, "model": MODELS[name]}).plain()["model"]
     model = models.build(plain, (4, 8, 8), CLASSES, outputs)
@@ -44,18 +44,18 @@ def weights_of(name, outputs=8, seed=0):
     return {key: value.clone() for key, value in model.weights().items()}
 
 
-def import_(tmp_path, file, model, *more):
+def import_weights(tmp_path, file, model, *more):
     out = tmp_path / "imported"
     return out, main(["import-weights", str(file), "--model", str(model), "--out", str(out), *map(str, more)])
 
 
 @pytest.mark.parametrize("name", ["dit", "mdt", "uvit"])
-def test_published_weights_become_milestones(name, tmp_path, capsys):
+def test_published_weights_become_snapshots(name, tmp_path, capsys):
     outputs = 4 if name == "uvit" else 8
-    raw, average = weights_of(name, outputs), weights_of(name, outputs, seed=1)
+    raw, average = make_weights(name, outputs), make_weights(name, outputs, seed=1)
     file = tmp_path / "0400000.pt"
     torch.save({"model": raw, "ema": average, "opt": {"state": {}}, "args": Namespace(model=name)}, file)
-    out, status = import_(tmp_path, file, MODELS[name], "--shape", "4,8,8", "--classes", 10, "--step", 400_000)
+    out, status = import_weights(tmp_path, file, MODELS[name], "--shape", "4,8,8", "--classes", 10, "--step", 400_000)
     assert status == 0, capsys.readouterr().err
     record = read_json(out / "milestone.json")
     assert record["step"] == 400_000 and record["imported"]["file"] == "0400000.pt" and record["shape"] == [4, 8, 8]
@@ -64,23 +64,23 @@ def test_published_weights_become_milestones(name, tmp_path, capsys):
     assert all(torch.equal(opened["raw"][key], raw[key]) for key in raw)
 
 
-def test_a_milestone_of_published_weights_draws_images_and_is_trained_on(tmp_path, capsys):
+def test_a_snapshot_of_published_weights_is_evaluated_and_trained_further(tmp_path, capsys):
     latents = make_latents(tmp_path / "data")
-    wanted = {**MODELS["dit"], "conditions": ["class"]}
+    model_options = {**MODELS["dit"], "conditions": ["class"]}
     torch.manual_seed(0)
-    settings = experiment({"uniform": {}}, model=wanted)["model"]
+    settings = experiment({"uniform": {}}, model=model_options)["model"]
     model = models.build(settings, (4, 4, 4), CLASSES, 8)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     save_file({key: value.clone() for key, value in model.weights().items()}, tmp_path / "dit.safetensors")
-    out, status = import_(tmp_path, tmp_path / "dit.safetensors", wanted, "--latents", latents)
+    out, status = import_weights(tmp_path, tmp_path / "dit.safetensors", model_options, "--latents", latents)
     assert status == 0, capsys.readouterr().err
     start = {key: value.clone() for key, value in open_milestone(out).model.weights().items()}
-    judged = validation_loss(open_milestone(out), open_latents(latents), LossSettings(16, 4, 0))
-    assert np.isfinite(judged["loss"]) and judged["images"] == 16
+    validation = validation_loss(open_milestone(out), open_latents(latents), LossSettings(16, 4, 0))
+    assert np.isfinite(validation["loss"]) and validation["images"] == 16
 
     changes = {"diffusion": {"process": {"name": "discrete", "variance": "learned_range"}, "losses": ["mse", "vb"]}}
-    plain = experiment({"uniform": {}}, model=wanted, training__start_from=str(out), **changes)
+    plain = experiment({"uniform": {}}, model=model_options, training__start_from=str(out), **changes)
     train(plain, "uniform", 0, tmp_path / "run", latents, [0, 5])
     first, last = (open_milestone(tmp_path / "run/milestones" / f"{step:07d}", "raw").model for step in (0, 5))
     assert all(torch.equal(first.weights()[key], start[key]) for key in start)
@@ -89,13 +89,13 @@ def test_a_milestone_of_published_weights_draws_images_and_is_trained_on(tmp_pat
 
     other = {key: value + 0.01 for key, value in start.items()}
     save_file(other, tmp_path / "other.safetensors")
-    assert import_(tmp_path, tmp_path / "other.safetensors", wanted, "--latents", latents)[1] == 0
+    assert import_weights(tmp_path, tmp_path / "other.safetensors", model_options, "--latents", latents)[1] == 0
     train(plain, "uniform", 0, tmp_path / "again", latents, [0, 1])
-    assert read_json(tmp_path / "again/training.json")["identity"] != identity  # other weights, another training
+    assert read_json(tmp_path / "again/training.json")["identity"] != identity  # other weights, another run
 
 
 @pytest.mark.parametrize(
-    ("model", "wanted"),
+    ("model", "expected"),
     [
         ({"name": "uvit", "size": "l/2", "conditions": ["class"]}, ("vp", None, "epsilon")),
         ({"name": "uvit", "size": "h/2", "conditions": ["class"]}, ("discrete", "scaled_linear", "epsilon")),
@@ -108,53 +108,59 @@ def test_a_milestone_of_published_weights_draws_images_and_is_trained_on(tmp_pat
         ({"name": "ddpmpp"}, ("edm", None, None)),
     ],
 )
-def test_published_weights_have_the_process_that_they_were_trained_with(model, wanted):
+def test_published_weights_have_the_process_that_they_were_trained_with(model, expected):
     values = {"experiment": "x", "methods": {"a": {}}, "diffusion": published_diffusion(model)}
     diffusion = validate(values).plain()["diffusion"]
     process = diffusion["process"]
-    assert (process["name"], process.get("schedule"), diffusion["prediction"]) == wanted
+    assert (process["name"], process.get("schedule"), diffusion["prediction"]) == expected
     learned = model["name"] == "adm" or model.get("size") == "speed"
     assert (process.get("variance") == "learned_range") == learned
 
 
-def test_edms_network_is_not_guided(tmp_path, capsys):
+def test_guidance_of_edms_network_is_rejected(tmp_path, capsys):
     options = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "conditions": ["class"]}
-    wanted = validate({"experiment": "x", "methods": {"a": {}}, "model": {"name": "ddpmpp", **options}}).plain()[
-        "model"
-    ]
-    state = {f"model.{key}": value.clone() for key, value in models.build(wanted, (3, 8, 8), CLASSES).weights().items()}
+    model_settings = validate(
+        {"experiment": "x", "methods": {"a": {}}, "model": {"name": "ddpmpp", **options}}
+    ).plain()["model"]
+    state = {
+        f"model.{key}": value.clone()
+        for key, value in models.build(model_settings, (3, 8, 8), CLASSES).weights().items()
+    }
     save_file(state, tmp_path / "edm.safetensors")
-    given = {"name": "ddpmpp", **options}
-    out, status = import_(tmp_path, tmp_path / "edm.safetensors", given, "--shape", "3,8,8", "--classes", 10)
+    model_options = {"name": "ddpmpp", **options}
+    out, status = import_weights(
+        tmp_path, tmp_path / "edm.safetensors", model_options, "--shape", "3,8,8", "--classes", 10
+    )
     assert status == 0, capsys.readouterr().err
     config = read_json(out / "milestone.json")["config"]
     assert config["diffusion"]["process"]["name"] == "edm" and config["training"]["condition_dropout"] == 0
-    draw = ["sample", "--milestone", out, "--out", tmp_path / "a.npz", "--num", 4, "--guidance-scale", 2]
-    assert main(list(map(str, draw))) == 2 and "condition_dropout" in capsys.readouterr().err
+    command = ["sample", "--milestone", out, "--out", tmp_path / "a.npz", "--num", 4, "--guidance-scale", 2]
+    assert main(list(map(str, command))) == 2 and "condition_dropout" in capsys.readouterr().err
 
 
-def test_latent_diffusions_averages_are_found(tmp_path):
+def test_averages_in_files_of_latent_diffusion_are_read(tmp_path):
     from kairos.models.published_weights import read_published
 
-    raw = {"input_blocks.0.0.weight": torch.zeros(2), "out.2.bias": torch.zeros(3)}
-    state = {f"model.diffusion_model.{key}": value for key, value in raw.items()}
+    weights = {"input_blocks.0.0.weight": torch.zeros(2), "out.2.bias": torch.zeros(3)}
+    state = {f"model.diffusion_model.{key}": value for key, value in weights.items()}
     state["model_ema.diffusion_modelinput_blocks00weight"] = torch.ones(2)
     state["first_stage_model.encoder.weight"] = torch.ones(9)
     torch.save({"state_dict": state, "global_step": 7}, tmp_path / "model.ckpt")
-    average, found = read_published(tmp_path / "model.ckpt")
-    assert found.keys() == raw.keys() and average["input_blocks.0.0.weight"].tolist() == [1, 1]
+    average, live = read_published(tmp_path / "model.ckpt")
+    assert live.keys() == weights.keys() and average["input_blocks.0.0.weight"].tolist() == [1, 1]
     torch.save(
-        {"model": raw, "ema": {"decay": 0.9999, "shadow": {k: v + 2 for k, v in raw.items()}}}, tmp_path / "d.pt"
+        {"model": weights, "ema": {"decay": 0.9999, "shadow": {k: v + 2 for k, v in weights.items()}}},
+        tmp_path / "d.pt",
     )
     assert read_published(tmp_path / "d.pt")[0]["out.2.bias"].tolist() == [2, 2, 2]
 
 
 class Live:
-    """A class whose pickled instance stands for the custom objects in EDM's files."""
+    """Class whose pickled instance represents the custom objects in EDM's files."""
 
 
 @pytest.mark.parametrize(
-    ("write", "said"),
+    ("write", "message"),
     [
         (lambda path: path.write_bytes(pickle.dumps({"ema": Live()})), "runs code when it is opened"),
         (lambda path: torch.save({"ema": Live()}, path), "runs code when it is opened"),
@@ -164,19 +170,19 @@ class Live:
         (lambda path: torch.save({"x_embedder.proj.weight": torch.zeros(1)}, path), "do not fit DiT"),
         (lambda path: None, "no such file"),
         (lambda path: path.mkdir(), "a folder"),
-        (lambda path: (torch.save(weights_of("dit"), path), os.truncate(path, 20_000)), "damaged, or not a file"),
+        (lambda path: (torch.save(make_weights("dit"), path), os.truncate(path, 20_000)), "damaged, or not a file"),
     ],
 )
-def test_files_that_are_refused(write, said, tmp_path, capsys):
+def test_files_without_usable_weights_are_rejected(write, message, tmp_path, capsys):
     path = tmp_path / "weights.pkl"
     write(path)
-    out, status = import_(tmp_path, path, MODELS["dit"], "--shape", "4,8,8", "--classes", 10)
+    out, status = import_weights(tmp_path, path, MODELS["dit"], "--shape", "4,8,8", "--classes", 10)
     assert status == 1 and not out.exists()
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ((), "--shape: got none"),
         (("--shape", "4,8"), "--shape: got 4,8, allowed: C,H,W"),
@@ -184,56 +190,56 @@ def test_files_that_are_refused(write, said, tmp_path, capsys):
         (("--shape", "4,8,8", "--classes", "0"), "--classes: got 0"),
     ],
 )
-def test_what_is_not_said_is_asked_for(more, said, tmp_path, capsys):
-    torch.save(weights_of("dit"), tmp_path / "a.pt")
-    out, status = import_(tmp_path, tmp_path / "a.pt", MODELS["dit"], *more)
-    assert status == 2 and said in capsys.readouterr().err and not out.exists()
+def test_missing_options_are_reported(more, message, tmp_path, capsys):
+    torch.save(make_weights("dit"), tmp_path / "a.pt")
+    out, status = import_weights(tmp_path, tmp_path / "a.pt", MODELS["dit"], *more)
+    assert status == 2 and message in capsys.readouterr().err and not out.exists()
 
 
-def test_a_start_of_another_size_is_refused(tmp_path):
+def test_start_weights_of_another_size_are_rejected(tmp_path):
     """A size mismatch is rejected before any job if the settings show it, else when training starts."""
-    wanted = MODELS["dit"]
-    torch.save(weights_of("dit"), tmp_path / "a.pt")
-    out, _ = import_(tmp_path, tmp_path / "a.pt", wanted, "--shape", "4,8,8", "--classes", 10)
+    model_options = MODELS["dit"]
+    torch.save(make_weights("dit"), tmp_path / "a.pt")
+    out, _ = import_weights(tmp_path, tmp_path / "a.pt", model_options, "--shape", "4,8,8", "--classes", 10)
     start = {"training__start_from": str(out)}
     with pytest.raises(ConfigError, match=r"training.start_from: got model.width: 16 .* allowed: 32"):
-        validate(experiment(model={**wanted, "width": 32}, **start)).resolve()
-    plain = experiment({"uniform": {}}, model=wanted, **start)
+        validate(experiment(model={**model_options, "width": 32}, **start)).resolve()
+    plain = experiment({"uniform": {}}, model=model_options, **start)
     with pytest.raises(
         KairosError, match=r"training.start_from: .* do not fit the model; .*pos_embed \(1, 16, 16\) for \(1, 4, 16\)"
     ):
         train(plain, "uniform", 0, tmp_path / "run", make_latents(tmp_path / "data"), [0, 1])
 
 
-def test_nothing_but_an_earlier_import_is_replaced(tmp_path, capsys):
+def test_only_an_earlier_import_is_overwritten(tmp_path, capsys):
     file = tmp_path / "imported" / "a.pt"
     file.parent.mkdir()
-    torch.save(weights_of("dit"), file)
-    known = ["import-weights", file, "--model", MODELS["dit"], "--shape", "4,8,8", "--classes", 10]
-    for place in (file.parent, file):
-        assert main([*map(str, known), "--out", str(place)]) == 2
-        assert f"--out: got {place}, allowed: a new folder" in capsys.readouterr().err and file.is_file()
-    assert [main([*map(str, known), "--out", str(tmp_path / "new")]) for _ in range(2)] == [0, 0]
+    torch.save(make_weights("dit"), file)
+    command = ["import-weights", file, "--model", MODELS["dit"], "--shape", "4,8,8", "--classes", 10]
+    for path in (file.parent, file):
+        assert main([*map(str, command), "--out", str(path)]) == 2
+        assert f"--out: got {path}, allowed: a new folder" in capsys.readouterr().err and file.is_file()
+    assert [main([*map(str, command), "--out", str(tmp_path / "new")]) for _ in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("{name: dit, conditions: [text]}", "--config: got none with a model conditioned on text"),
         ("{name: dit, conditions: 5}", "dit.conditions: got 5"),
     ],
 )
-def test_models_that_one_option_cannot_describe(model, said, tmp_path, capsys):
-    assert import_(tmp_path, tmp_path / "a.pt", model, "--shape", "4,8,8")[1] == 2
-    assert said in capsys.readouterr().err
+def test_models_that_the_model_option_cannot_describe_are_rejected(model, message, tmp_path, capsys):
+    assert import_weights(tmp_path, tmp_path / "a.pt", model, "--shape", "4,8,8")[1] == 2
+    assert message in capsys.readouterr().err
 
 
-def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):
+def test_a_missing_start_is_rejected_before_any_job(tmp_path):
     with pytest.raises(ConfigError, match=r"training.start_from: got .*nowhere.* allowed: the folder of a snapshot"):
         validate(experiment(training__start_from=str(tmp_path / "nowhere"))).resolve()
 
 
-def test_a_start_counts_by_its_weights_and_must_be_of_the_same_model(tmp_path):
+def test_the_identity_contains_the_start_weights_and_another_model_is_rejected(tmp_path):
     latents = make_latents(tmp_path / "data")
     train(experiment({"uniform": {}}), "uniform", 0, tmp_path / "run", latents, [0])
     starts = [tmp_path / "run/milestones/0000000", tmp_path / "elsewhere"]
@@ -246,25 +252,25 @@ def test_a_start_counts_by_its_weights_and_must_be_of_the_same_model(tmp_path):
         train(plain[0], "uniform", 0, tmp_path / "other", latents, [0])
 
 
-def test_images_are_drawn_from_published_weights(tmp_path, capsys):
-    """Pixels need no autoencoder; the command line draws from what it has made."""
-    wanted = {**MODELS["dit"]}
-    torch.save(weights_of("dit", 8), tmp_path / "a.pt")
+def test_images_are_sampled_from_published_weights(tmp_path, capsys):
+    """Pixels need no autoencoder; `kairos sample` reads the imported snapshot."""
+    model_options = {**MODELS["dit"]}
+    torch.save(make_weights("dit", 8), tmp_path / "a.pt")
     pixels = tmp_path / "autoencoder"
     pixels.mkdir()
     shape, factors = [4, 8, 8], {"scaling_factor": 1.0, "shift_factor": 0.0}
     manifest = {"kind": "none", "sha256": "pixels", "latent_shape": shape, "image_shape": shape, **factors}
     write_json(pixels / "manifest.json", manifest)
-    out, status = import_(tmp_path, tmp_path / "a.pt", wanted, "--autoencoder", pixels, "--classes", 10)
+    out, status = import_weights(tmp_path, tmp_path / "a.pt", model_options, "--autoencoder", pixels, "--classes", 10)
     assert status == 0, capsys.readouterr().err
     images = tmp_path / "images.npz"
     command = ["sample", "--milestone", out, "--out", images, "--num", 3, "--steps", 4, "--guidance-scale", 1.5]
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0, capsys.readouterr().err
-    with np.load(images) as drawn:
-        assert drawn["images"].shape == (3, 8, 8, 4)
+    with np.load(images) as samples:
+        assert samples["images"].shape == (3, 8, 8, 4)
 
-    assert import_(tmp_path, tmp_path / "a.pt", wanted, "--shape", "4,8,8", "--classes", 10)[1] == 0
-    assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0  # which one is not known
+    assert import_weights(tmp_path, tmp_path / "a.pt", model_options, "--shape", "4,8,8", "--classes", 10)[1] == 0
+    assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0  # the snapshot does not record its autoencoder
     write_json(pixels / "manifest.json", {**manifest, "latent_shape": [4, 4, 4]})
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 1
     assert "has latents of shape [4, 4, 4], allowed: [4, 8, 8]" in capsys.readouterr().err

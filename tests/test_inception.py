@@ -1,4 +1,4 @@
-"""The Inception network: where its weights are, what is said where they are not, and that it runs."""
+"""The Inception network: where its weights are, messages if they are missing, and its features and scores."""
 
 import numpy as np
 import pytest
@@ -10,12 +10,12 @@ from kairos.evaluation.moments import iterate_rows, measure
 from kairos_timesteps.errors import DamagedError, KairosError
 
 
-def test_missing_inception_weights(tmp_path):
+def test_missing_inception_weights_are_reported(tmp_path):
     with pytest.raises(KairosError, match=r"nowhere\.pth.*classifier and selfsupervised need no weights"):
         extractors.build_extractor({"name": "inception", "path": str(tmp_path / "nowhere.pth")}, None, tmp_path / "x")
 
 
-def test_inception_download_that_fails_says_where_the_file_goes(tmp_path, monkeypatch):
+def test_a_failed_inception_download_reports_the_path_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("kairos.evaluation.inception.URL_INCEPTION_V3", (tmp_path / "no-6726825d.pth").as_uri())
     with pytest.raises(KairosError, match=r"checkpoints/weights-inception-2015-12-05-6726825d\.pth, but the download"):
@@ -24,7 +24,7 @@ def test_inception_download_that_fails_says_where_the_file_goes(tmp_path, monkey
 
 @pytest.fixture
 def cached_extractor(tmp_path, monkeypatch):
-    """The folder of Inception in the cache, as an earlier evaluation has left it; its weights are not opened here."""
+    """Cached Inception folder of an earlier evaluation; its weights are a placeholder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     inception_weights.default_path().parent.mkdir(parents=True)
@@ -32,7 +32,7 @@ def cached_extractor(tmp_path, monkeypatch):
     return cache_published_extractor("inception")
 
 
-def test_an_evaluation_leaves_the_extractor_that_others_read_as_it_is(cached_extractor):
+def test_an_evaluation_does_not_rewrite_a_cached_extractor(cached_extractor):
     manifest = cached_extractor / "manifest.json"
     before = manifest.stat()
     assert cache_published_extractor("inception") == cached_extractor
@@ -40,26 +40,26 @@ def test_an_evaluation_leaves_the_extractor_that_others_read_as_it_is(cached_ext
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_a_damaged_extractor_in_the_cache_is_replaced_at_once(cached_extractor, monkeypatch):
-    """Its manifest is there at any time, also while the weights are looked for."""
+def test_a_damaged_cached_extractor_is_replaced_atomically(cached_extractor, monkeypatch):
+    """Its manifest exists at all times, also during the search for the weights."""
     damaged = cached_extractor / inception_weights.NAME
     damaged.unlink()  # a hard link of the weights
     damaged.write_bytes(b"other")
     find, seen = inception_weights.find_weights, []
 
-    def observed(path):
+    def find_and_record(path):
         seen.append((cached_extractor / "manifest.json").is_file())
         return find(path)
 
-    monkeypatch.setattr(inception_weights, "find_weights", observed)
+    monkeypatch.setattr(inception_weights, "find_weights", find_and_record)
     cache_published_extractor("inception")
     assert damaged.read_bytes() == b"weights" and seen == [True]
     assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", inception_weights.NAME]
 
 
 @pytest.mark.long
-def test_inception_with_weights_of_the_right_form(tmp_path):
-    """The real network with random weights: features of grey and colour images, logits, Inception score."""
+def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
+    """The network has random weights; images are grey and in colour."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     from torch_fidelity.metric_isc import isc_features_to_metric
 
@@ -67,7 +67,7 @@ def test_inception_with_weights_of_the_right_form(tmp_path):
         def load_state_dict(self, *arguments, **keywords):
             return None
 
-    torch.manual_seed(0)  # of some weights the score is below 1 by rounding
+    torch.manual_seed(0)  # with some weights the score is below 1 by rounding
     torch.save({}, tmp_path / "empty.pth")
     random = Random("random", ["2048"], feature_extractor_weights_path=str(tmp_path / "empty.pth"))
     torch.save(random.state_dict(), tmp_path / "weights.pth")

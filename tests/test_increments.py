@@ -1,4 +1,4 @@
-"""SpeeD's process increments against the paper's numbers, simulated processes and derivatives."""
+"""SpeeD's process increments equal the paper's numbers, simulated processes and numerical derivatives."""
 
 import subprocess
 import sys
@@ -14,85 +14,85 @@ from kairos_timesteps.errors import ConfigError
 def test_published_boundaries_of_the_linear_schedule():
     schedule = make_schedule("linear")
     for r, tau in ((5, 398.18), (20, 544.70), (100, 676.30)):
-        found = increments("vp", schedule, r=r)
-        assert found.deceleration == 220
-        assert found.convergence == pytest.approx(tau, abs=0.005)
+        result = increments("vp", schedule, r=r)
+        assert result.deceleration == 220
+        assert result.convergence == pytest.approx(tau, abs=0.005)
     delta, beta_0 = linear_coefficients(schedule)
     assert beta_0 + delta * 220 / 1000 == pytest.approx(np.sqrt(delta / 1000), rel=1e-3)  # section 2.5
 
 
-def test_published_variance_and_the_increment_s_own():
-    found = increments("vp", make_schedule("linear"))
+def test_published_variance_and_variance_of_the_forward_step():
+    result = increments("vp", make_schedule("linear"))
     for t in (220, 221):  # our timestep 220 is t = 221
-        assert found.variance[t] == pytest.approx(0.80, abs=0.01)
-        assert found.own_variance[t] == pytest.approx(0.0045, abs=5e-5)
-    assert found.variance[-1] == pytest.approx(2, abs=1e-3)
+        assert result.variance[t] == pytest.approx(0.80, abs=0.01)
+        assert result.own_variance[t] == pytest.approx(0.0045, abs=5e-5)
+    assert result.variance[-1] == pytest.approx(2, abs=1e-3)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_general_form_is_the_paper_s_own_formula(schedule):
+def test_the_general_form_equals_the_formula_of_the_paper(schedule):
     noise = make_schedule(schedule)
-    found = increments("vp", noise)
+    result = increments("vp", noise)
     before = np.concatenate([[1.0], noise.alphas_cumprod[:-1]])  # alpha-bar_t, t = 0 ... T - 1
     alphas = 1 - noise.betas  # alpha_{t+1}
-    assert found.mean == pytest.approx((np.sqrt(alphas) - 1) * np.sqrt(before), rel=1e-9)
-    assert found.variance == pytest.approx(2 - before * (1 + alphas), rel=1e-9)
-    own = (np.sqrt(alphas) - 1) ** 2 * (1 - before) + noise.betas
-    assert found.own_variance == pytest.approx(own, rel=1e-9)
-    assert list(found.t) == list(range(1000))
+    assert result.mean == pytest.approx((np.sqrt(alphas) - 1) * np.sqrt(before), rel=1e-9)
+    assert result.variance == pytest.approx(2 - before * (1 + alphas), rel=1e-9)
+    step_variance = (np.sqrt(alphas) - 1) ** 2 * (1 - before) + noise.betas
+    assert result.own_variance == pytest.approx(step_variance, rel=1e-9)
+    assert list(result.t) == list(range(1000))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("timesteps", [50, 1000])
 def test_bounds_hold(schedule, timesteps):
-    found = increments("vp", make_schedule(schedule, timesteps))
-    assert (found.mean**2 <= found.mean_squared_bound).all()
-    assert (found.variance >= found.variance_bound - 1e-12).all()
-    assert (np.diff(found.magnitude)[1:] > 0).all()  # the paper's beta_0 is negative for T below 200
+    result = increments("vp", make_schedule(schedule, timesteps))
+    assert (result.mean**2 <= result.mean_squared_bound).all()
+    assert (result.variance >= result.variance_bound - 1e-12).all()
+    assert (np.diff(result.magnitude)[1:] > 0).all()  # the paper's beta_0 is negative for T below 200
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_simulated_increments_have_their_own_moments(process):
-    found = increments(process, make_schedule("cosine", 20), timesteps=20)
+def test_simulated_increments_have_the_computed_moments(process):
+    result = increments(process, make_schedule("cosine", 20), timesteps=20)
     random = np.random.default_rng(0)
     x = np.full(200_000, 1.5)  # x0
-    ends = np.concatenate([found.s[1:], [found.s[-1] + found.mean[-1]]])
-    for k in range(len(found.t) - 1):
-        # the forward step: x scaled, and what noise is missing then
-        ratio = ends[k] / found.s[k]
-        missing = (ends[k] * found.sigma[k + 1]) ** 2 - ratio**2 * (found.s[k] * found.sigma[k]) ** 2
+    ends = np.concatenate([result.s[1:], [result.s[-1] + result.mean[-1]]])
+    for k in range(len(result.t) - 1):
+        # the forward step: scale x, and add the missing noise
+        ratio = ends[k] / result.s[k]
+        missing = (ends[k] * result.sigma[k + 1]) ** 2 - ratio**2 * (result.s[k] * result.sigma[k]) ** 2
         after = ratio * x + np.sqrt(missing) * random.standard_normal(len(x))
         increment = after - x
-        error = np.sqrt(found.own_variance[k] / len(x))
-        assert increment.mean() == pytest.approx(1.5 * found.mean[k], abs=5 * error)
-        assert increment.var() == pytest.approx(found.own_variance[k], rel=0.02)
-        # as the paper has it: both ends with noise of their own
-        both = found.s[k] * found.sigma[k], ends[k] * found.sigma[k + 1]
-        assert np.hypot(*both) ** 2 == pytest.approx(found.variance[k])
+        error = np.sqrt(result.own_variance[k] / len(x))
+        assert increment.mean() == pytest.approx(1.5 * result.mean[k], abs=5 * error)
+        assert increment.var() == pytest.approx(result.own_variance[k], rel=0.02)
+        # the paper's variance: independent noise at both ends
+        both = result.s[k] * result.sigma[k], ends[k] * result.sigma[k + 1]
+        assert np.hypot(*both) ** 2 == pytest.approx(result.variance[k])
         x = after
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_table_8(process):
+def test_table_8_equals_numerical_derivatives(process):
     t, step = np.linspace(0.1, 0.9, 10), 1e-6
     beta_0, slope = 0.1, 19.9
-    found, later, earlier = (table_8(process, t + shift, beta_0, slope) for shift in (0, step, -step))
-    sigma, s_dot = np.sqrt(found.sigma2), (later.s - earlier.s) / (2 * step)
-    assert found.s_dot == pytest.approx(s_dot, rel=1e-6, abs=1e-9)
-    assert found.sigma2_dot == pytest.approx((later.sigma2 - earlier.sigma2) / (2 * step), rel=1e-6)
+    result, later, earlier = (table_8(process, t + shift, beta_0, slope) for shift in (0, step, -step))
+    sigma, s_dot = np.sqrt(result.sigma2), (later.s - earlier.s) / (2 * step)
+    assert result.s_dot == pytest.approx(s_dot, rel=1e-6, abs=1e-9)
+    assert result.sigma2_dot == pytest.approx((later.sigma2 - earlier.sigma2) / (2 * step), rel=1e-6)
     slope_of_bound = 2 * (later.s**2 * later.sigma2 - earlier.s**2 * earlier.sigma2) / (2 * step)
-    assert found.variance_dot() == pytest.approx(slope_of_bound, rel=1e-5)
-    sigma_dot = found.sigma2_dot / (2 * sigma)
+    assert result.variance_dot() == pytest.approx(slope_of_bound, rel=1e-5)
+    sigma_dot = result.sigma2_dot / (2 * sigma)
     if process == "vp":  # as printed
-        assert found.s == pytest.approx(np.exp(-slope * t**2 / 4 - beta_0 * t / 2))
+        assert result.s == pytest.approx(np.exp(-slope * t**2 / 4 - beta_0 * t / 2))
         assert sigma_dot == pytest.approx((1 + sigma**2) * (slope * t + beta_0) / (2 * sigma))
-        assert found.s_dot == pytest.approx(-sigma * sigma_dot / (1 + sigma**2) ** 1.5)
+        assert result.s_dot == pytest.approx(-sigma * sigma_dot / (1 + sigma**2) ** 1.5)
     elif process != "flow":  # printed in the column of d(sigma)/dt, but d(sigma²)/dt
         printed = {"ve": np.ones(10), "edm": 2 * t}[process]
-        assert np.array_equal(found.sigma2_dot, printed) and sigma_dot != pytest.approx(printed)
+        assert np.array_equal(result.sigma2_dot, printed) and sigma_dot != pytest.approx(printed)
 
 
-def test_areas_of_other_schedules_are_where_their_formulas_say():
+def test_areas_of_other_schedules_follow_their_formulas():
     cosine = increments("vp", make_schedule("cosine"), r=5)
     assert cosine.deceleration == pytest.approx((0.5 * 1.008 - 0.008) * 1000, abs=1)  # alpha-bar = cos² falls fastest
     start = np.cos(0.008 / 1.008 * np.pi / 2) ** 2
@@ -105,13 +105,13 @@ def test_areas_of_other_schedules_are_where_their_formulas_say():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_areas_follow_one_another(schedule):
-    found = increments("vp", make_schedule(schedule))
-    area = found.area()
+def test_areas_are_in_order(schedule):
+    result = increments("vp", make_schedule(schedule))
+    area = result.area()
     order = [area[0], *area[1:][area[1:] != area[:-1]]]
     assert order == ["acceleration", "deceleration", "convergence"]
-    assert (area == "acceleration").sum() == found.deceleration
-    assert (area == "convergence").argmax() == np.ceil(found.convergence)
+    assert (area == "acceleration").sum() == result.deceleration
+    assert (area == "convergence").argmax() == np.ceil(result.convergence)
     assert increments("vp", make_schedule(schedule), r=1e12).convergence is None
     early = increments("vp", make_schedule(schedule), r=1.01).area()
     assert set(early) == {"acceleration", "convergence"}  # converged before the peak
@@ -122,16 +122,17 @@ def test_ve_and_edm_have_no_peak():
     assert ve.deceleration is None and set(ve.area()) == {"steady", "convergence"}
     assert edm.deceleration is None and set(edm.area()) == {"acceleration", "convergence"}
     assert ve.convergence == pytest.approx(4) and edm.convergence == pytest.approx(2)  # sigma = 2 where 1 + sigma² = 5
-    for found, largest in ((ve, 100), (edm, 80)):
-        assert found.sigma[found.area() == "convergence"].min() == pytest.approx(2, rel=0.02)
-        assert not found.mean.any() and len(found.t) == 1000
-        assert found.sigma[-1] + np.diff(found.sigma)[-1] == pytest.approx(largest, rel=1e-3)
+    for result, largest in ((ve, 100), (edm, 80)):
+        assert result.sigma[result.area() == "convergence"].min() == pytest.approx(2, rel=0.02)
+        assert not result.mean.any() and len(result.t) == 1000
+        assert result.sigma[-1] + np.diff(result.sigma)[-1] == pytest.approx(largest, rel=1e-3)
         assert (
-            found.variance_bound == pytest.approx(2 * found.sigma**2) and (found.variance > found.variance_bound).all()
+            result.variance_bound == pytest.approx(2 * result.sigma**2)
+            and (result.variance > result.variance_bound).all()
         )
 
 
-def test_rectified_flow_is_its_closed_form():
+def test_rectified_flow_equals_its_closed_form():
     """x_t = (1 - t) x0 + t noise in T equal steps: no peak, and converged where noise is twice the signal."""
     flow, t = increments("flow", timesteps=100), np.arange(100) / 100
     assert flow.t == pytest.approx(t)
@@ -142,7 +143,7 @@ def test_rectified_flow_is_its_closed_form():
     assert flow.convergence == pytest.approx(2 / 3)  # 1 + (t/(1 - t))² = 5
 
 
-def test_impossible_requests_are_refused():
+def test_invalid_arguments_are_rejected():
     for arguments, word in ((("vp", None), "schedule"), (("sde", None), "vp, ve, edm, flow")):
         with pytest.raises(ConfigError, match=word):
             increments(*arguments)
@@ -153,25 +154,25 @@ def test_impossible_requests_are_refused():
 
 @pytest.fixture
 def main():
-    """The command line, which the library alone does not have."""
+    """Command line of kairos; the library alone has none."""
     return pytest.importorskip("kairos.cli").main
 
 
 @pytest.mark.parametrize("process", PROCESSES)
 def test_command_prints_columns_and_boundaries(main, process, capsys):
     line = ["strategies", "increments", "--process", process, "--timesteps", "200", "--r", "20"]
-    found = increments(process, make_schedule("linear", 200), 200, 20)
+    result = increments(process, make_schedule("linear", 200), 200, 20)
     assert main([*line, "--format", "csv"]) == 0
-    head, *rows = (row.split(",") for row in capsys.readouterr().out.splitlines())
-    columns = found.columns()
-    assert head == [*columns, "area"] and len(rows) == 200
-    for place, name in enumerate(columns):
-        assert np.array_equal([float(row[place]) for row in rows], columns[name])
-    assert [row[-1] for row in rows] == list(found.area())
+    header, *rows = (row.split(",") for row in capsys.readouterr().out.splitlines())
+    columns = result.columns()
+    assert header == [*columns, "area"] and len(rows) == 200
+    for position, name in enumerate(columns):
+        assert np.array_equal([float(row[position]) for row in rows], columns[name])
+    assert [row[-1] for row in rows] == list(result.area())
     assert main(line) == 0
     out = capsys.readouterr().out
-    assert f"t = {found.convergence:.6g}, where the magnitude exceeds r = 20" in out
-    assert all(f"{name} " in out for name in AREAS if name in found.area())
+    assert f"t = {result.convergence:.6g}, where the magnitude exceeds r = 20" in out
+    assert all(f"{name} " in out for name in AREAS if name in result.area())
 
 
 def test_command_writes_a_picture(main, capsys, tmp_path, monkeypatch):
@@ -183,7 +184,7 @@ def test_command_writes_a_picture(main, capsys, tmp_path, monkeypatch):
         assert image.format == "PNG" and image.width > 1200
 
 
-def test_command_refuses_and_warns(main, capsys):
+def test_command_rejects_invalid_options_and_warns_of_unused_ones(main, capsys):
     for arguments, word in (
         (["--process", "sde"], "vp, ve, edm"),
         (["--r", "1"], "r: got 1"),
@@ -195,7 +196,7 @@ def test_command_refuses_and_warns(main, capsys):
     assert "--schedule cosine is not used" in capsys.readouterr().err
 
 
-def test_numpy_alone(main):
+def test_command_imports_nothing_heavier_than_numpy(main):
     code = "import sys; from kairos.cli import main; assert main(['strategies', 'increments']) == 0; "
     code += "heavy = {'torch', 'scipy', 'matplotlib', 'pandas'} & set(sys.modules); assert not heavy, heavy"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

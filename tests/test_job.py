@@ -1,4 +1,4 @@
-"""A training as a job: it leaves early in good order, says how far it is, and keeps its state to itself."""
+"""A training run as a job: it stops early after a checkpoint, reports its progress and locks its state."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def latents(tmp_path_factory) -> Path:
 
 
 @pytest.mark.long
-def test_signals_end_a_training_after_its_step_and_it_resumes(latents, tmp_path, commands):
+def test_signals_stop_a_run_after_its_step_and_it_resumes(latents, tmp_path, commands):
     case = experiment(training__milestones=[600], training__checkpoint_every=100)
     whole, out = tmp_path / "whole", tmp_path / "out"
     train(case, "adaptive", 0, whole, latents, [0, 600])
@@ -47,15 +47,17 @@ def test_signals_end_a_training_after_its_step_and_it_resumes(latents, tmp_path,
     assert hashes(out) == hashes(whole)
 
 
-def test_little_time_left_ends_a_training_and_it_goes_on(latents, tmp_path, monkeypatch):
+def test_a_run_stops_before_the_time_limit_of_its_job_and_resumes(latents, tmp_path, monkeypatch):
     case = experiment({"uniform": {}}, training__milestones=[40], training__checkpoint_every=30)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 20))
     for step in (1, 2):
-        with pytest.raises(StoppedEarly, match=rf"before the job's time is over: stopped after step {step} of 40") as left:
+        with pytest.raises(
+            StoppedEarly, match=rf"before the job's time is over: stopped after step {step} of 40"
+        ) as stopped:
             train(case, "uniform", 0, tmp_path / "out", latents, [0, 40])
-        assert left.value.code == 75
-    word = read_json(tmp_path / "out" / ".state" / "progress.json")
-    assert (word["state"], word["step"], word["of"], word["pid"]) == ("stopped", 2, 40, os.getpid())
+        assert stopped.value.code == 75
+    progress = read_json(tmp_path / "out" / ".state" / "progress.json")
+    assert (progress["state"], progress["step"], progress["of"], progress["pid"]) == ("stopped", 2, 40, os.getpid())
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
     assert train(case, "uniform", 0, tmp_path / "out", latents, [0, 40])["steps_run"] == 38
     monkeypatch.delenv("SLURM_JOB_END_TIME")
@@ -64,30 +66,30 @@ def test_little_time_left_ends_a_training_and_it_goes_on(latents, tmp_path, monk
     assert read_json(tmp_path / "out" / ".state" / "progress.json")["state"] == "complete"
 
 
-def test_only_a_training_that_diverged_is_marked_not_to_be_tried_again(latents, tmp_path):
-    wild = {"lr": 1e30, "warmup_steps": 0, "grad_clip": None}
-    case = experiment({"uniform": {}}, training__optimizer=wild)
+def test_failed_runs_are_marked_for_a_retry_unless_they_diverged(latents, tmp_path):
+    diverging = {"lr": 1e30, "warmup_steps": 0, "grad_clip": None}
+    case = experiment({"uniform": {}}, training__optimizer=diverging)
     for folder, error, again in ((latents, "not finite", False), (tmp_path / "missing", "does not exist", True)):
         with pytest.raises(KairosError, match=error):
             train(case, "uniform", 0, tmp_path / "out", folder, [0, 20])
-        word = read_progress(tmp_path / "out")
-        assert word["state"] == "failed" and word["again"] is again
+        progress = read_progress(tmp_path / "out")
+        assert progress["state"] == "failed" and progress["again"] is again
 
 
-def test_a_signal_before_the_first_step_leaves_at_once():
+def test_a_signal_before_the_first_step_stops_at_once():
     with pytest.raises(StoppedEarly, match="SIGUSR1"), StopRequest():
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(5)
-    with StopRequest() as leave:
-        leave.begin()
+    with StopRequest() as request:
+        request.begin()
         os.kill(os.getpid(), signal.SIGINT)
-        assert leave.reason_to_stop(0.0) == "SIGINT"
+        assert request.reason_to_stop(0.0) == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
 
 
-def test_a_gpu_that_was_given_and_cannot_be_used_is_an_error(monkeypatch):
+def test_an_allocated_gpu_that_cannot_be_used_is_an_error(monkeypatch):
     from kairos import compute
 
     if torch.cuda.is_available():
@@ -102,13 +104,13 @@ def test_a_gpu_that_was_given_and_cannot_be_used_is_an_error(monkeypatch):
             assert compute.setup(1, "cpu").type == "cpu"
 
 
-def test_a_lock_that_does_not_reach_another_machine_is_noticed(tmp_path):
+def test_a_run_on_another_machine_is_detected_without_a_shared_lock(tmp_path):
     state = tmp_path / "run" / ".state"
     with lock_run_folder(state):
         pass
-    word = {"host": "elsewhere", "pid": 3, "state": "running", "updated": time.time()}
-    write_json(state / "progress.json", word)
-    timer = threading.Timer(1.5, lambda: write_json(state / "progress.json", word | {"updated": time.time()}))
+    progress = {"host": "elsewhere", "pid": 3, "state": "running", "updated": time.time()}
+    write_json(state / "progress.json", progress)
+    timer = threading.Timer(1.5, lambda: write_json(state / "progress.json", progress | {"updated": time.time()}))
     timer.start()
     with pytest.raises(KairosError, match=r"is being trained on elsewhere \(pid 3\)"), lock_run_folder(state):
         pass
