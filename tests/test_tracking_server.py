@@ -103,7 +103,7 @@ def test_a_server_killed_in_the_middle_and_started_again_misses_nothing(tree, im
     wait_for(server.reached("killed", 100), "points up to step 100")
     server.kill()
     assert job.advance(200) < 8
-    wait_for(lambda: "the training goes on" in job.log.read_text(), "word of the server's end")
+    wait_for(lambda: "training continues" in job.log.read_text(), "word of the server's end")
     server.start()
     wait_for(server.reached("killed", 200), "points up to step 200")
     assert server.runs("killed") == [("adaptive", "0", "RUNNING")]
@@ -218,7 +218,7 @@ def test_without_a_server_a_training_ends_as_always_and_says_one_line(tree, tmp_
     uri = f"http://someone:secret@127.0.0.1:{free_port()}"
     job = Job(*tree, "uniform", 0, tmp_path / "run", uri)
     job.advance(100, 400)
-    wait_for(lambda: "the training goes on" in job.log.read_text(), "word of the server")
+    wait_for(lambda: "training continues" in job.log.read_text(), "word of the server")
     assert job.end() < 5
     said = job.log.read_text()
     assert said.count("\n") == 1 and "`kairos track` imports what is missing" in said and "refused" in said
