@@ -25,7 +25,7 @@ def worker(case: str, kind: str) -> None:
     from kairos import portable
 
     if kind == "portable":
-        portable.hold()
+        portable.set_variables()
     import torch
 
     from kairos import compute, models

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(),
 PROBE = """
 import hashlib, json, os, sys
 from kairos import portable
-portable.hold()
+portable.set_variables()
 import numpy, torch
 portable.setup()
 torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def test_a_setting_overrides_the_file_that_is_extended(tmp_path):
     (tmp_path / "base.yaml").write_text("training: {deterministic: portable}\n")
     (tmp_path / "middle.yaml").write_text("extends: base.yaml\n")
     (tmp_path / "plain.yaml").write_text("extends: base.yaml\ntraining: {deterministic: true}\n")
-    found = [portable.asked(Namespace(config=tmp_path / f"{name}.yaml")) for name in ("base", "middle", "plain")]
+    found = [portable.is_requested(Namespace(config=tmp_path / f"{name}.yaml")) for name in ("base", "middle", "plain")]
     assert found == [True, True, False]
 
 

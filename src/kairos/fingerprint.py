@@ -50,6 +50,7 @@ def fingerprint(roots: Iterable[str]) -> str:
 
 @functools.cache
 def _fingerprint(roots: tuple[str, ...]) -> str:
+    """Return the fingerprint of sorted roots, see `fingerprint`."""
     lines = (f"{_without_file_name(code)} {digest}\n" for code, digest in reached(roots).items())
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
 
@@ -68,12 +69,15 @@ def roots_of(registry: "Registry", component: dict[str, Any]) -> list[str]:
     from kairos_timesteps import options
 
     entry = registry.entry(component["name"])
-    fields = [one for one in dataclasses.fields(entry.options) if one.metadata.get("component")]
-    values = [component.get(options.public_name(one), one.default) for one in fields]
-    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    components = [{"name": item} if isinstance(item, str) else item for item in flat if item is not dataclasses.MISSING]
-    root = entry.module if entry.component is None else entry.code
-    return [root, *(inner for each in components for inner in roots_of(registry, each))]
+    roots = [entry.module if entry.component is None else entry.code]
+    for option in dataclasses.fields(entry.options):
+        if not option.metadata.get("component"):
+            continue
+        value = component.get(options.public_name(option), option.default)
+        for item in value if isinstance(value, list) else [value]:
+            if item is not dataclasses.MISSING:
+                roots += roots_of(registry, {"name": item} if isinstance(item, str) else item)
+    return roots
 
 
 def modules(roots: Iterable[str]) -> list[str]:
@@ -179,6 +183,7 @@ class _Parsed:
 
 
 def _parsed(module: str) -> _Parsed:
+    """Parse the source of a module; raise ModuleNotFoundError if it has none."""
     path = _path(module)
     if path is None:
         raise ModuleNotFoundError(f"no source for module {module}")
@@ -187,6 +192,10 @@ def _parsed(module: str) -> _Parsed:
 
 @functools.cache
 def _parse(module: str, path: Path, text: str) -> _Parsed:
+    """Parse a module, and sort its statements into definitions, imports and others.
+
+    Code under TYPE_CHECKING never runs: its imports are kept apart, and its statements are left out.
+    """
     parsed = _Parsed(module, path, ast.parse(text))
     executed: list[ast.stmt] = []
     for node in parsed.tree.body:
@@ -241,6 +250,7 @@ def _imports(code: ast.Module, module: str, path: Path) -> dict[str, list[str]]:
 
 
 def _top(dotted: str) -> str:
+    """Return the first part of a dotted name."""
     return dotted.partition(".")[0]
 
 
@@ -262,18 +272,19 @@ def _hash_and_targets(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
     """
     code = ast.Module([*parsed.definitions[name], *parsed.statements], []) if name else parsed.tree
     used = _used_names(code)
-    heads = {_top(each) for each in used}
+    first_names = {_top(dotted) for dotted in used}
     imports = list(_imports(code, parsed.module, parsed.path).items())
-    targets = {parsed.module} if "globals" in heads else set()
+    targets = {parsed.module} if "globals" in first_names else set()
     if name:
-        targets |= {f"{parsed.module}:{each}" for each in heads if each in parsed.definitions}
-        imports += [(bound, sources) for bound, sources in parsed.imports.items() if bound in heads]
+        targets |= {f"{parsed.module}:{first}" for first in first_names if first in parsed.definitions}
+        imports += [(bound, sources) for bound, sources in parsed.imports.items() if bound in first_names]
     elif parsed.module == _LIBRARY:
         imports += parsed.typing_imports.items()  # the public names, which are imported lazily
     for bound, sources in imports:
-        attributes = {each.removeprefix(bound) for each in used if _top(each) == bound}
+        attributes = {dotted.removeprefix(bound) for dotted in used if _top(dotted) == bound}
         for source in sources:  # `import kairos_timesteps` leads to the public names that are used, not to all
-            targets |= {source + each for each in (attributes if source == _LIBRARY else {"", *attributes})}
+            suffixes = attributes if source == _LIBRARY else {"", *attributes}
+            targets |= {source + suffix for suffix in suffixes}
     text = _text(code)
     if not name:
         files = [parsed.path.with_suffix(suffix) for suffix in _DATA_SUFFIXES]
@@ -289,6 +300,7 @@ def _used_names(code: ast.Module) -> set[str]:
 
 
 def _dotted(node: ast.AST) -> str:
+    """Return the dotted name that a chain of attributes reads; without its start if that is no name."""
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -338,4 +350,5 @@ def _prints_message(node: ast.AST) -> bool:
 
 
 def _called(call: ast.Call) -> str:
+    """Return the name of the called function or method; empty for other callables."""
     return getattr(call.func, "attr", getattr(call.func, "id", ""))

@@ -1,25 +1,27 @@
 """SpeeD's process increments (Wang et al. 2025, sections 2.5 and 2.6, theorem 1, table 8, figures 1 and 4).
 
-What a forward process x_t = s_t x0 + s_t sigma_t noise adds from one timestep to the next, delta_t = x_{t+1} - x_t, and
-where its variance grows ever faster (acceleration), ever slower (deceleration) and hardly any more (convergence).
-Time here is the paper's: x_0 is the image, x_T the last; x_t is our timestep t - 1. numpy alone.
+The increment of a forward process x_t = s_t x0 + s_t sigma_t noise is delta_t = x_{t+1} - x_t. Its variance grows at an
+increasing rate (acceleration), then at a decreasing rate (deceleration), and finally hardly at all (convergence).
+Times are those of the paper: x_0 is the image and x_T pure noise; x_t is timestep t - 1 of kairos. This module needs
+numpy only.
 
-What differs from the paper, or is left open by it:
+Differences from the paper, and points that the paper leaves open:
 
-- It treats the noise of x_t and of x_{t+1} as independent, which gives the variance 2 - alpha-bar_t (1 + alpha_{t+1}).
-  The increment's own variance given x0 is (sqrt(alpha_{t+1}) - 1)² (1 - alpha-bar_t) + beta_{t+1}: 0.0045 instead of
-  0.80 at our timestep 220 of the linear schedule (t = 221). Both are given.
-- Its bounds stand on the continuous form exp(-(beta_0 + Delta-beta t/2T) t) of a linear schedule's alpha-bar. Other
-  schedules have alpha-bar itself in its place, with which the same bounds hold.
-- The column of d(sigma)/dt in its table 8 holds d(sigma²)/dt in the rows of VE and EDM; here it is d(sigma²)/dt for
-  all three, VP's being (1 + sigma²)(beta_0 + Delta-beta t).
-- The magnitude r-hat is 1/alpha-bar = 1 + sigma² for VP. VE and EDM have 1 + sigma² too: it is that of the process
-  scaled to unit variance. Their own variance never converges, and its growth by time has no peak: it is constant for
-  VE and ever faster for EDM.
-- It does not state the time steps of VE and EDM; they are those of Karras et al. 2022, table 1: sigma from 0.02 to 100
-  in equal ratios, and from 0.002 to 80, evenly spread in sigma^(1/7).
-- It has no rectified flow, x_t = (1 - t) x0 + t noise; that is s = 1 - t and sigma = t/(1 - t), in equal steps. Its
-  variance grows ever faster too, the magnitude reaches r at t = sqrt(r - 1)/(1 + sqrt(r - 1)).
+- The paper treats the noise of x_t and of x_{t+1} as independent. The variance is then
+  2 - alpha-bar_t (1 + alpha_{t+1}).
+  The variance of the increment given x0 is (sqrt(alpha_{t+1}) - 1)² (1 - alpha-bar_t) + beta_{t+1}: 0.0045 instead of
+  0.80 at timestep 220 (t = 221) of the linear schedule. `Increments` contains both.
+- The bounds of the paper use the continuous form exp(-(beta_0 + Delta-beta t/2T) t) of a linear schedule's alpha-bar.
+  For other schedules the bounds use alpha-bar itself, with which they hold too.
+- The column d(sigma)/dt of table 8 contains d(sigma²)/dt in the rows of VE and EDM. Here it is d(sigma²)/dt for all
+  three; for VP it is (1 + sigma²)(beta_0 + Delta-beta t).
+- The magnitude r-hat is 1/alpha-bar = 1 + sigma² for VP. Here VE and EDM have 1 + sigma² too, the
+  magnitude of the process scaled to unit variance. The variance of VE and EDM never converges, and its growth has no
+  peak in time: the growth is constant for VE and increases for EDM.
+- The paper does not state the time steps of VE and EDM. Here they are those of Karras et al. 2022, table 1. For VE,
+  sigma has equal ratios from 0.02 to 100; for EDM, sigma^(1/7) has equal steps between sigma = 0.002 and 80.
+- The paper has no rectified flow, x_t = (1 - t) x0 + t noise. Here it has s = 1 - t and sigma = t/(1 - t), in equal
+  steps. The growth of its variance increases too. The magnitude reaches r at t = sqrt(r - 1)/(1 + sqrt(r - 1)).
 """
 
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ AREAS = ("acceleration", "steady", "deceleration", "convergence")
 
 @dataclass(frozen=True)
 class Ingredients:
-    """Table 8 at times t: scale s, sigma², and their derivatives by t; each of the shape of t."""
+    """Quantities of table 8 at times t: scale s, sigma², and their derivatives by t, each with the shape of t."""
 
     s: Array
     sigma2: Array
@@ -45,21 +47,21 @@ class Ingredients:
     sigma2_dot: Array
 
     def variance_dot(self) -> Array:
-        """Derivative of 2 s² sigma², the variance of both ends of an infinitesimal increment."""
+        """Return the derivative of 2 s² sigma² by t, the sum of the noise variances at both ends of a small step."""
         return 2 * (self.s**2 * self.sigma2_dot + 2 * self.s * self.s_dot * self.sigma2)
 
 
 def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> Ingredients:
-    """The ingredients of a process at times t.
+    """Compute the quantities of table 8 for a process at times t.
 
     Args:
         process: ``vp``, ``ve``, ``edm`` or ``flow``.
-        t: times, any shape; of flow below 1.
-        beta_0: of vp, at t = 0.
-        slope: of vp's beta; Delta-beta/T where t counts timesteps, Delta-beta where it runs to 1.
+        t: times, any shape; below 1 for flow.
+        beta_0: beta at t = 0, for vp.
+        slope: slope of beta, for vp: Delta-beta/T if t counts timesteps, Delta-beta if t runs from 0 to 1.
 
     Raises:
-        ConfigError: an unknown process.
+        ConfigError: the process is unknown.
     """
     t = np.asarray(t, np.float64)
     zeros, ones = np.zeros_like(t), np.ones_like(t)
@@ -78,23 +80,23 @@ def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> 
 
 @dataclass(frozen=True)
 class Increments:
-    """The increments of a process; arrays are (T,), row k from time t[k] to the next.
+    """Increments of a process; arrays are (T,), with the increment from time t[k] to the next time in row k.
 
     Attributes:
         process: ``vp``, ``ve``, ``edm`` or ``flow``.
-        t: time; vp: 0 ... T - 1.
+        t: times; 0 ... T - 1 for vp.
         s: scale of x0 at t.
-        sigma: noise relative to it.
-        mean: of the increment, in multiples of x0: phi_t, Delta.
-        variance: as the paper has it, noise of both ends taken as independent: Psi_t, Sigma.
-        own_variance: of the increment given x0.
+        sigma: standard deviation of the noise at t, relative to s.
+        mean: mean of the increment as a multiple of x0: phi_t, Delta.
+        variance: variance in the paper, which treats the noise at both ends as independent: Psi_t, Sigma.
+        own_variance: variance of the increment given x0.
         mean_squared_bound: upper bound of mean²: phi-hat_t.
         variance_bound: lower bound of `variance`: Psi-hat_t = 2 s² sigma².
         change: derivative of `variance_bound` by t.
         magnitude: r-hat_t.
-        r: the magnitude from which on a timestep counts as converged.
-        deceleration: time where deceleration begins, argmax of `change`; None where that is at no time within.
-        convergence: time where the magnitude reaches r; None where it does not.
+        r: magnitude above which a timestep counts as converged.
+        deceleration: time at which deceleration begins, the argmax of `change`; None without a peak between the ends.
+        convergence: time at which the magnitude reaches r; None if it does not.
     """
 
     process: str
@@ -113,11 +115,11 @@ class Increments:
     convergence: float | None
 
     def columns(self) -> dict[str, Array]:
-        """The arrays by name, each (T,)."""
+        """Return the arrays by name, each (T,)."""
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
     def area(self) -> NDArray[np.str_]:
-        """The area of every increment, names of `AREAS`, (T,)."""
+        """Return the area of every increment, a name in `AREAS`, (T,)."""
         if np.ptp(self.change) == 0:
             before = np.full(len(self.t), "steady")
         else:
@@ -129,16 +131,16 @@ class Increments:
 def increments(
     process: str, schedule: NoiseSchedule | None = None, timesteps: int = 1000, r: float = 5.0
 ) -> Increments:
-    """The increments of a process.
+    """Compute the increments of a process.
 
     Args:
-        process: ``vp`` on the noise schedule, or ``ve``, ``edm`` or ``flow`` on `timesteps` levels of their own.
-        schedule: of vp.
-        timesteps: of the others, 2 or more.
-        r: magnitude from which on a timestep counts as converged.
+        process: ``vp`` with a noise schedule, or ``ve``, ``edm`` or ``flow`` with `timesteps` noise levels.
+        schedule: noise schedule, for vp.
+        timesteps: number of noise levels of the other processes, 2 or more.
+        r: magnitude above which a timestep counts as converged.
 
     Raises:
-        ConfigError: an unknown process, or r is not above 1.
+        ConfigError: the process is unknown, or r is not above 1.
     """
     if not 1 < r < np.inf:
         raise ConfigError(f"r: got {r:g}, allowed: number > 1, the magnitude where convergence begins")
@@ -149,10 +151,21 @@ def increments(
     else:
         raise ConfigError("schedule: none given, process vp needs one")
     noise, ratio = (s * sigma) ** 2, s[1:] / s[:-1]
-    own = (ratio - 1) ** 2 * noise[:-1] + noise[1:] - ratio**2 * noise[:-1]
+    variance_given_x0 = (ratio - 1) ** 2 * noise[:-1] + noise[1:] - ratio**2 * noise[:-1]
     both = noise[1:] + noise[:-1]
     mean_bound, variance_bound, change, magnitude = (values[:-1] for values in bounds)
-    rows = (t[:-1], s[:-1], sigma[:-1], np.diff(s), both, own, mean_bound, variance_bound, change, magnitude)
+    rows = (
+        t[:-1],
+        s[:-1],
+        sigma[:-1],
+        np.diff(s),
+        both,
+        variance_given_x0,
+        mean_bound,
+        variance_bound,
+        change,
+        magnitude,
+    )
     peak = int(np.argmax(change))
     deceleration = None if np.ptp(change) == 0 or peak == len(change) - 1 else float(t[peak])
     return Increments(process, *rows, r, deceleration, float(reached) if reached < t[-1] else None)
@@ -164,14 +177,16 @@ def _of_levels(process: str, timesteps: int, r: float) -> tuple[Any, ...]:
     The order is t, s, sigma, bounds of mean² and variance, change of the variance bound, magnitude. The last value is
     the time at which the magnitude is r.
     """
-    place = np.arange(timesteps) / (timesteps - 1)
-    if process == "flow":  # up to where its signal-to-noise ratio is still a number, as in `diffusion.processes.Flow`
+    fraction = np.arange(timesteps) / (timesteps - 1)
+    if (
+        process == "flow"
+    ):  # at t = 1 the signal-to-noise ratio would be 0; the limit is that of `diffusion.processes.Flow`
         t, reached = np.minimum((np.arange(timesteps) + 1) / timesteps, 1 - 1e-5), 1 - 1 / (1 + (r - 1) ** 0.5)
     elif process == "ve":
-        t, reached = (0.02 * (100 / 0.02) ** place) ** 2, r - 1
+        t, reached = (0.02 * (100 / 0.02) ** fraction) ** 2, r - 1
     else:
         low, high = 0.002 ** (1 / 7), 80 ** (1 / 7)
-        t, reached = (low + place * (high - low)) ** 7, (r - 1) ** 0.5
+        t, reached = (low + fraction * (high - low)) ** 7, (r - 1) ** 0.5
     t = np.concatenate([[0.0], t])
     form = table_8(process, t)
     bound = np.full_like(t, np.diff(form.s, prepend=1).min() ** 2)
@@ -187,7 +202,7 @@ def _of_schedule(schedule: NoiseSchedule, r: float) -> tuple[Any, ...]:
     """
     t = np.arange(schedule.timesteps + 1.0)
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
-    if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # where they are not cut off
+    if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # not clipped
         delta, beta_0 = linear_coefficients(schedule)
         form = table_8("vp", t, beta_0, delta / schedule.timesteps)
         decay, change, reached = form.s**2, form.variance_dot(), tau_of_magnitude(r, schedule)

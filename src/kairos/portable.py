@@ -1,10 +1,15 @@
-"""``training.deterministic: portable``: CPU kernels that give the same bits on every x86-64 processor with AVX2.
+"""``training.deterministic: portable``: CPU kernels with bitwise equal results on every x86-64 CPU with AVX2.
 
-Libraries choose kernels by processor, and their sums then differ in order. `hold` caps them all at one instruction set,
-by variables that they read when they are loaded or first used; `benchmarks/portable.py` has what that costs. Two things
-no variable reaches, and `replace_kernels` does: MKL's vector mathematics, whose square root and some others start from
-approximations (rsqrtps, rcpps) that are each maker's own, and MKL's matrix product, held to SSE2 where it is to agree
-between makers: oneDNN's does with AVX2, twice as fast.
+Libraries select kernels by CPU model, and the kernels add numbers in different orders. `set_variables` limits them
+to one instruction set, by environment variables that they read when they are loaded or first used. The costs are in
+`benchmarks/portable.py`.
+
+`replace_kernels` replaces two groups of kernels that no variable makes portable:
+
+* MKL's vector mathematics: the square root and some other functions start from approximations (rsqrtps, rcpps) that
+  differ between CPU manufacturers.
+* MKL's matrix product: it agrees between manufacturers only with SSE2. The product of oneDNN agrees with AVX2, and is
+  twice as fast.
 """
 
 import ctypes
@@ -28,12 +33,12 @@ if TYPE_CHECKING:
 VARIABLES = {
     "ATEN_CPU_CAPABILITY": "avx2",  # torch's own kernels
     "ONEDNN_MAX_CPU_ISA": "AVX2",  # convolutions
-    "MKL_CBWR": "COMPATIBLE",  # the one mode of MKL that holds on processors of all makers
+    "MKL_CBWR": "COMPATIBLE",  # the only mode of MKL with equal results on CPUs of all manufacturers
     "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL",
-    "OPENBLAS_CORETYPE": "Haswell",  # numpy's and scipy's matrices
-    "OPENBLAS_NUM_THREADS": "1",  # else one for each core of the machine
+    "OPENBLAS_CORETYPE": "Haswell",  # matrix products of numpy and scipy
+    "OPENBLAS_NUM_THREADS": "1",  # the default is one per core of the machine
 }
-# torch's name: numpy's, of those in MKL that use approximations
+# functions for which MKL uses approximations: name in torch, and name in numpy
 ELEMENTWISE = {
     **{name: name for name in ("sqrt", "log", "log2", "log10", "tan")},
     **{f"a{name}": f"arc{name}" for name in ("cos", "sin", "tan")},
@@ -42,21 +47,28 @@ _COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE
 
 
 def machine() -> dict[str, str]:
-    """Processor, instruction set and versions that decide the bits; of no record whose hash machines should share."""
+    """Return CPU model, instruction set and versions of libraries, on which the bits of results depend.
+
+    Records whose hashes should agree between machines must not contain them.
+    """
     info, torch = Path("/proc/cpuinfo"), sys.modules.get("torch")
     model = re.search(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.MULTILINE)
-    held = all(os.environ.get(name) == value for name, value in VARIABLES.items())
+    is_limited = all(os.environ.get(name) == value for name, value in VARIABLES.items())
+    if is_limited:
+        instruction_set = "AVX2 (portable)"
+    else:
+        instruction_set = torch.backends.cpu.get_cpu_capability() if torch else "any"
     return {
         "processor": model[1] if model else platform.processor() or platform.machine(),
-        "instruction_set": "AVX2 (portable)" if held else torch.backends.cpu.get_cpu_capability() if torch else "any",
+        "instruction_set": instruction_set,
         "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "numpy")},
     }
 
 
-def asked(arguments: "argparse.Namespace") -> bool:
-    """Return True if the experiment file, or the milestone, of a command sets ``deterministic: portable``.
+def is_requested(arguments: "argparse.Namespace") -> bool:
+    """Return True if the experiment file, or the snapshot, of a command sets ``deterministic: portable``.
 
     Returns False for a file that cannot be read, is damaged, or extends itself: the command reports what is wrong.
     """
@@ -78,11 +90,11 @@ def asked(arguments: "argparse.Namespace") -> bool:
                 plain = yaml.safe_load(path.read_text(encoding="utf-8"))
         return bool(plain["training"]["deterministic"] == "portable")
     except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
-        return False  # the command itself says what is wrong
+        return False  # the command reports the problem
 
 
-def hold() -> None:
-    """Set the variables, before torch and numpy are imported; what they were set to otherwise does not count."""
+def set_variables() -> None:
+    """Set the environment variables `VARIABLES`, before torch and numpy are imported; other values are overwritten."""
     for name, value in VARIABLES.items():
         if os.environ.get(name, value) != value:
             log(f"training.deterministic: portable sets {name}={value}, in place of {os.environ[name]}")
@@ -98,9 +110,9 @@ def check() -> None:
     import torch
     from numpy._core._multiarray_umath import __cpu_features__ as numpy_features
 
-    what = "training.deterministic: got 'portable'"
+    setting = "training.deterministic: got 'portable'"
     if not torch.cpu._is_avx2_supported():
-        raise KairosError(f"{what}, but this processor has no AVX2; allowed here: true, false")
+        raise KairosError(f"{setting}, but this CPU has no AVX2; allowed here: true, false")
     mkl = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)
     wrong = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
@@ -111,14 +123,19 @@ def check() -> None:
         wrong.append("MKL_CBWR")
     if wrong:
         raise KairosError(
-            f"{what}, but torch or numpy were loaded without it; the `kairos` command sets what they read, a program "
-            "of your own starts with: " + " ".join(f"{name}='{VARIABLES[name]}'" for name in dict.fromkeys(wrong))
+            f"{setting}, but torch or numpy were loaded without it; the `kairos` command sets their environment "
+            "variables, other programs must start with: "
+            + " ".join(f"{name}='{VARIABLES[name]}'" for name in dict.fromkeys(wrong))
         )
 
 
 @functools.cache
 def replace_kernels() -> Any:
-    """Take the place of the CPU kernels that no variable makes portable; returns what must live on."""
+    """Replace the CPU kernels that no variable makes portable.
+
+    Returns:
+        The library of operators, whose deletion would restore the old kernels.
+    """
     import numpy as np
     import torch
     from torch import Tensor
@@ -127,19 +144,22 @@ def replace_kernels() -> Any:
     floats = (torch.float32, torch.float64)
 
     def replace(name: str, kernel: Callable[..., Any]) -> None:
+        """Replace the CPU kernel of an operator, except for arguments for which the new kernel returns None."""
         original = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-        def run(keys: Any, *arguments: Any, **named: Any) -> Any:
-            done = kernel(*arguments, **named)
-            return original.call_boxed(keys, *arguments, **named) if done is None else done
+        def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            result = kernel(*arguments, **keywords)
+            return original.call_boxed(keys, *arguments, **keywords) if result is None else result
 
         library.impl(name, run, "CPU", with_keyset=True, allow_override=True)
 
     def elementwise(function: Any) -> Callable[..., Tensor | None]:
+        """Return a kernel that applies a function of numpy to each element of a tensor of floats."""
+
         def kernel(x: Tensor, out: Tensor | None = None) -> Tensor | None:
             if x.dtype not in floats or (out is not None and out.dtype != x.dtype):
                 return None
-            result = torch.empty_like(x)  # numpy's own memory is aligned otherwise
+            result = torch.empty_like(x)  # memory of numpy has another alignment
             with np.errstate(all="ignore"):
                 function(x.detach().numpy(), out=result.numpy())
             return result if out is None else out.resize_(x.shape).copy_(result)
@@ -173,10 +193,10 @@ def replace_kernels() -> Any:
 
 
 def setup() -> None:
-    """Check the caps and replace kernels; once torch is loaded, before anything is computed.
+    """Check the limits on CPU instructions and replace kernels, after the import of torch and before any computation.
 
     Raises:
-        KairosError: the caps do not hold.
+        KairosError: the limits are not in force.
     """
     check()
     replace_kernels()

@@ -77,8 +77,8 @@ def main(argv: list[str] | None = None) -> int:
             importlib.import_module(module).add_arguments(name, subparser)
     try:
         arguments = parser.parse_args(argv)
-        if portable.asked(arguments):
-            portable.hold()
+        if portable.is_requested(arguments):
+            portable.set_variables()
         if arguments.command in fork_server.FORKED_STAGES and (status := fork_server.run_on_server(argv)) is not None:
             return status
         importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)

@@ -156,8 +156,8 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
         folder: folder of the socket, which the server deletes at its end.
     """
     gc.disable()
-    if portable.asked(Namespace(config=config)):
-        portable.hold()
+    if portable.is_requested(Namespace(config=config)):
+        portable.set_variables()
     conditions = _process_conditions()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a job's first signals wait until its handlers are set
     _import_modules(config)
