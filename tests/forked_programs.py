@@ -1,7 +1,7 @@
 """Programs as forks of one process that has imported Snakemake and DVC, since imports take most of a short command.
 
-The process contains neither torch nor a module of kairos: each fork imports kairos from its PYTHONPATH, where tests edit
-the code.
+The process contains neither torch nor a module of kairos: each fork imports kairos from its PYTHONPATH, since tests
+edit that code.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Every method of both papers runs in the pipeline's training, and resumes exactly in it."""
+"""Every method of both papers trains in the pipeline, and resumes exactly."""
 
 import csv
 import json
@@ -13,14 +13,12 @@ from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from training_case import experiment, make_latents
 
 PAPERS = load(Path(__file__).parents[1] / "experiments" / "digits_all_methods.yaml").methods
-# the options of people's trainers, which the experiment does not compare: each sampler with a weighting
-SAMPLED, WEIGHED = (
-    sorted(set(registry) - {getattr(method, part)["name"] for method in PAPERS.values()})
-    for registry, part in ((SAMPLERS, "sampler"), (WEIGHTINGS, "weighting"))
-)
+# samplers and weightings of other trainers, which the experiment does not compare: each sampler with a weighting
+OTHER_SAMPLERS = sorted(set(SAMPLERS) - {method.sampler["name"] for method in PAPERS.values()})
+OTHER_WEIGHTINGS = sorted(set(WEIGHTINGS) - {method.weighting["name"] for method in PAPERS.values()})
 OTHERS = {
-    sampler: MethodConfig(sampler=sampler, weighting=WEIGHED[number % len(WEIGHED)])
-    for number, sampler in enumerate(SAMPLED)
+    sampler: MethodConfig(sampler=sampler, weighting=OTHER_WEIGHTINGS[number % len(OTHER_WEIGHTINGS)])
+    for number, sampler in enumerate(OTHER_SAMPLERS)
 }
 METHODS = {**PAPERS, **OTHERS}
 
@@ -30,7 +28,7 @@ def latents(tmp_path_factory) -> Path:
     return make_latents(tmp_path_factory.mktemp("data"))
 
 
-def test_every_sampler_and_every_weighting_is_here():
+def test_the_methods_contain_every_sampler_and_every_weighting():
     assert {method.sampler["name"] for method in METHODS.values()} == set(SAMPLERS)
     assert {method.weighting["name"] for method in METHODS.values()} == set(WEIGHTINGS)
 

@@ -1,4 +1,4 @@
-"""Analyses against direct computation, closed forms and cases with a known answer; refusals; the whole pipeline."""
+"""Analyses against direct computation, closed forms and known results; validation errors; the whole pipeline."""
 
 import html
 import itertools
@@ -34,7 +34,7 @@ PROCESSES = ("linear", "cosine", "edm", "flow", "vp")
 
 
 class Small(nn.Module):
-    """A network with a parameter that one sample's gradient lacks, such as where a branch is not taken."""
+    """Network with an unused parameter, which gets no gradient, as in a branch that is not taken."""
 
     def __init__(self):
         super().__init__()
@@ -47,17 +47,17 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_moments_are_those_of_all_gradients_at_once(name):
-    """Against the covariance of the gradients as a matrix, with and without a metric; dropout is off."""
+def test_gradient_moments_equal_those_of_a_matrix_of_all_gradients(name):
+    """The metric scales the gradients of each parameter; dropout is off."""
     process, model, levels, count = as_process(name), Small(), [(0.0, 0.1), (0.1, 0.6), (0.9, 1.0)], 7
     x0 = torch.randn(3 * count, 6, generator=torch.Generator().manual_seed(1))
     metric = [torch.rand_like(each) + 0.5 for each in model.parameters()]
     diagonal = torch.cat([each.flatten() for each in metric]).double().numpy()
-    plain, measured = (
+    plain, scaled = (
         compute_gradient_moments(model, process, x0, levels, seed=5),
         compute_gradient_moments(model, process, x0, levels, seed=5, metric=metric),
     )
-    assert model.training  # as it was
+    assert model.training  # the model's mode is restored
     model.eval()
     means = []
     for level, (low, high) in enumerate(levels):
@@ -68,24 +68,24 @@ def test_moments_are_those_of_all_gradients_at_once(name):
         losses = ((output - process.target(clean, noise, t)) ** 2).mean(1)
         rows = []
         for loss in losses:
-            found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, materialize_grads=True)
-            rows.append(torch.cat([each.flatten() for each in found]).double().numpy())
+            gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, materialize_grads=True)
+            rows.append(torch.cat([each.flatten() for each in gradients]).double().numpy())
         rows = np.array(rows)
         assert plain.losses[level] == pytest.approx(losses.detach().numpy(), rel=1e-4)
-        for moments, own in ((plain, rows), (measured, rows * np.sqrt(diagonal))):
-            variance = np.trace(np.cov(own.T))
-            squared = (own.mean(0) ** 2).sum() - variance / count
-            scale = variance + (own.mean(0) ** 2).sum()
+        for moments, gradient_rows in ((plain, rows), (scaled, rows * np.sqrt(diagonal))):
+            variance = np.trace(np.cov(gradient_rows.T))
+            squared = (gradient_rows.mean(0) ** 2).sum() - variance / count
+            scale = variance + (gradient_rows.mean(0) ** 2).sum()
             assert moments.variance[level] == pytest.approx(variance, rel=1e-4)
             assert moments.squared_mean[level] == pytest.approx(squared, abs=1e-5 * scale)
         means.append(rows.mean(0))
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert plain.products[a, b] == pytest.approx(means[a] @ means[b], rel=1e-3, abs=1e-6)
-        assert measured.products[a, b] == pytest.approx(means[a] @ (diagonal * means[b]), rel=1e-3, abs=1e-6)
+        assert scaled.products[a, b] == pytest.approx(means[a] @ (diagonal * means[b]), rel=1e-3, abs=1e-6)
 
 
 class Constant(nn.Module):
-    """Always the same: g = 2 (theta - eps)/d, so G = 2 theta/d and tr Sigma = 4/d, whatever the process."""
+    """Network with a constant output: g = 2 (theta - eps)/d, so G = 2 theta/d and tr Sigma = 4/d for any process."""
 
     def __init__(self, theta):
         super().__init__()
@@ -96,16 +96,18 @@ class Constant(nn.Module):
 
 
 @pytest.mark.long
-def test_estimates_are_unbiased():
+def test_estimates_of_gradient_moments_are_unbiased():
     theta = torch.tensor([0.3, -0.2, 0.1, 0.2])
-    norm, found = float((theta**2).sum()), []
+    norm, moments = float((theta**2).sum()), []
     for seed in range(150):
-        found.append(
+        moments.append(
             compute_gradient_moments(
                 Constant(theta), as_process("linear"), torch.zeros(8, 4), [(0, 0.5), (0.5, 1)], seed=seed
             )
         )
-    for values, truth in (([its.variance for its in found], 1.0), ([its.products for its in found], norm / 4)):
+    variances = [estimate.variance for estimate in moments]
+    products = [estimate.products for estimate in moments]
+    for values, truth in ((variances, 1.0), (products, norm / 4)):
         values = np.array(values).reshape(150, -1)
         error = values.std(0) / 150**0.5
         assert (abs(values.mean(0) - truth) < 4 * error).all() and (error < 0.3).all()
@@ -117,13 +119,13 @@ def test_estimates_are_unbiased():
         as_process("linear"),
         torch.zeros(4000, 4),
         [(0, 0.5), (0.5, 1)],
-        loss=lambda its: (its.output[:, 0] - 9.0 * (1 - 2 * (its.t >= 500))).square(),
+        loss=lambda batch: (batch.output[:, 0] - 9.0 * (1 - 2 * (batch.t >= 500))).square(),
     )
     assert opposite.cosines[0, 1] == pytest.approx(-1) and opposite.variance == pytest.approx([0, 0], abs=1e-3)
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_levels_cover_what_they_say(name):
+def test_noise_levels_cover_their_range_without_gaps(name):
     process = as_process(name)
     levels = log_snr_levels(process, 6, -5, 4)
     for facts, (low, high) in levels:
@@ -137,13 +139,13 @@ def test_levels_cover_what_they_say(name):
         assert all(one[1] == other[0] for one, other in itertools.pairwise(covering))
 
 
-def test_areas_of_the_linear_schedule_are_the_paper_s():
-    """220 is x_220, our timestep 219; converged from tau = 398.18 on, x_399, our timestep 398."""
+def test_areas_of_the_linear_schedule_equal_those_of_the_paper():
+    """The paper counts from 1: its x_220 is timestep 219, and its x_399, the first after tau = 398.18, timestep 398."""
     assert [ends for _, ends in area_levels(as_process("linear"), 5.0)] == [(0, 0.219), (0.219, 0.398), (0.398, 1)]
 
 
 class Table(Backbone):
-    """An image for every twenty timesteps, and nothing that they share: parts of the process are independent."""
+    """One learned image for every twenty timesteps, without shared parameters: parts of the process are independent."""
 
     def __init__(self, options, shape, conditions, outputs):
         super().__init__(options, shape, conditions, outputs)
@@ -159,107 +161,112 @@ class TableOptions(Options):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder of results with a training of a `Table`, and its experiment."""
+    """A folder of results with training runs of a `Table`, and its experiment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS, "table", None)
         MODELS.add("table", "test_analyses:Table", TableOptions)
         folder = tmp_path_factory.mktemp("case")
         latents = make_latents(folder)
-        asked = [{"name": "interdependence", "steps": 30}, {"name": "gradient_variance", "bins": 5, "images": 8}]
+        analyses = [
+            {"name": "interdependence", "steps": 30},
+            {"name": "gradient_variance", "bins": 5, "images": 8},
+            {"name": "agreement", "bins": 3},
+        ]
         plain = experiment(
             {"uniform": {}, "vlb": {"weighting": "vlb"}}, model={"name": "table"}, diffusion__prediction="x0"
         )
-        plain = validate(plain | {"analyses": [*asked, {"name": "agreement", "bins": 3}]}).plain()
+        plain = validate(plain | {"analyses": analyses}).plain()
         for method in ("uniform", "vlb"):
             train(plain, method, 0, folder / method / "seed0", latents, [0, 20, 40])
         yield folder, plain
 
 
-def measured(trained, name, step, method="uniform", **options):
+def measure(trained, name, step, method="uniform", **options):
+    """Run an analysis of a snapshot; returns its table."""
     folder, plain = trained
-    named = next(named for named in plain["analyses"] if named["name"] == name)
+    analysis = next(analysis for analysis in plain["analyses"] if analysis["name"] == name)
     milestone = folder / method / f"seed0/milestones/{step:07d}"
     out = milestone.parents[1] / f"analyses/{name}.{step:07d}.csv"
-    tables.measure_snapshot(named | options, milestone, folder / "latents", out, torch.device("cpu"))
+    tables.measure_snapshot(analysis | options, milestone, folder / "latents", out, torch.device("cpu"))
     return pd.read_csv(out)
 
 
-def test_independent_parts_do_not_move_one_another(trained):
-    found = measured(trained, "interdependence", 20).set_index(["trained", "part"])
-    assert len(found) == 30 and set(found["step"]) == {20}
-    for (part, other), row in found.iterrows():
+def test_training_on_one_part_does_not_change_independent_parts(trained):
+    table = measure(trained, "interdependence", 20).set_index(["trained", "part"])
+    assert len(table) == 30 and set(table["step"]) == {20}
+    for (part, other), row in table.iterrows():
         if part in (str(other), "all"):
             assert row["change"] == pytest.approx(row["after"] - row["before"], abs=1e-6)
             assert row["change"] < -5 * row["error"] < 0  # it learns the mean image
         else:
             assert row["change"] == row["error"] == 0
-    single = found.loc[[(str(k), k) for k in range(5)], "change"].mean()
-    assert single < found.loc["all", "change"].mean() < 0  # five times the samples
-    assert measured(trained, "interdependence", 20).set_index(["trained", "part"]).equals(found)
+    single = table.loc[[(str(k), k) for k in range(5)], "change"].mean()
+    assert single < table.loc["all", "change"].mean() < 0  # five times the samples
+    assert measure(trained, "interdependence", 20).set_index(["trained", "part"]).equals(table)
 
 
-def test_what_the_optimiser_has_counts_where_it_is_kept(trained):
+def test_agreement_uses_the_optimiser_state_of_the_last_snapshot(trained):
     folder, plain = trained
     last = folder / "uniform/seed0/milestones/0000040"
     assert load_optimizer_state(last.parent / "0000020", open_milestone(last.parent / "0000020"), "cpu") is None
     state = load_optimizer_state(last, open_milestone(last), "cpu")
-    rows = measured(trained, "agreement", 40)
-    assert set(measured(trained, "agreement", 20)["loss"]) == {"training"}
+    rows = measure(trained, "agreement", 40)
+    assert set(measure(trained, "agreement", 20)["loss"]) == {"training"}
     plain, adam = (rows[rows["loss"] == loss] for loss in ("training", "preconditioned"))
     largest = float((1 / (state["state"][0]["exp_avg_sq"].sqrt() + 1e-8)).max())
     assert (adam["variance"].to_numpy() < largest * plain["variance"].to_numpy()).all()
     assert not np.allclose(adam["noise_scale"], plain["noise_scale"])
 
 
-def test_losses_are_weighted_as_the_method_weights_them(trained):
-    """Uniform's own loss has no weight; with weighting vlb it is the bound, whose variance goes with c²."""
-    plain, bound = (measured(trained, "gradient_variance", 40, method) for method in ("uniform", "vlb"))
-    for table, same in ((plain, False), (bound, True)):
-        own, vlb = (table[table["loss"] == loss].reset_index() for loss in ("training", "vlb"))
+def test_gradient_variance_uses_the_weighting_of_the_method(trained):
+    """The loss of uniform is unweighted; with weighting vlb it is the bound, whose variance is proportional to c²."""
+    plain, bound = (measure(trained, "gradient_variance", 40, method) for method in ("uniform", "vlb"))
+    for table, is_bound in ((plain, False), (bound, True)):
+        training, vlb = (table[table["loss"] == loss].reset_index() for loss in ("training", "vlb"))
         for column in ("loss_mean", "variance"):
-            assert np.allclose(own[column], vlb[column], rtol=1e-3) is same
+            assert np.allclose(training[column], vlb[column], rtol=1e-3) is is_bound
     assert (plain["density"] == 1).all() and len(plain) == 10
-    again = measured(trained, "gradient_variance", 40)
+    again = measure(trained, "gradient_variance", 40)
     assert again.equals(plain)
-    assert not measured(trained, "gradient_variance", 40, seed=1).equals(plain)
+    assert not measure(trained, "gradient_variance", 40, seed=1).equals(plain)
 
 
-def test_a_table_needs_all_its_parts(trained):
+def test_the_table_of_an_analysis_requires_the_tables_of_all_snapshots(trained):
     folder, plain = trained
-    own = validate(plain | {"methods": {"uniform": {}}})
-    named = own.analyses[1]
+    uniform = validate(plain | {"methods": {"uniform": {}}})
+    analysis = uniform.analyses[1]
     for step in (0, 20):
-        measured(trained, "gradient_variance", step)
-    measured(trained, "gradient_variance", 40)
-    write_analysis(named, own, folder)
+        measure(trained, "gradient_variance", step)
+    measure(trained, "gradient_variance", 40)
+    write_analysis(analysis, uniform, folder)
     assert set(pd.read_csv(folder / "analyses/gradient_variance.csv")["step"]) == {0, 20, 40}
     assert (folder / "analyses/gradient_variance.png").stat().st_size > 10_000
     (folder / "uniform/seed0/analyses/gradient_variance.0000020.csv").unlink()
     with pytest.raises(KairosError, match=r"0000020\.csv is missing; `kairos analyse --milestone`"):
-        write_analysis(named, own, folder)
+        write_analysis(analysis, uniform, folder)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("process", [{"name": "edm"}, {"name": "flow"}])
-def test_every_process_is_measured_and_drawn(process, tmp_path):
+def test_every_analysis_runs_for_continuous_processes(process, tmp_path):
     latents = make_latents(tmp_path)
-    asked = [{"name": "interdependence", "steps": 2, "images": 8, "parts": 3}, {"name": "areas", "images": 2}]
-    asked += [
+    analyses = [{"name": "interdependence", "steps": 2, "images": 8, "parts": 3}, {"name": "areas", "images": 2}]
+    analyses += [
         {"name": "gradient_variance", "bins": 3, "images": 2},
         {"name": "agreement", "bins": 3, "images": 3},
         "density",
     ]
-    own = validate(
-        experiment({"log_normal": {"sampler": "log_normal"}}, diffusion__process=process) | {"analyses": asked}
+    config = validate(
+        experiment({"log_normal": {"sampler": "log_normal"}}, diffusion__process=process) | {"analyses": analyses}
     )
-    own = own.model_copy(update={"training": own.training.model_copy(update={"milestones": [4]})})
-    train(own.plain(), "log_normal", 0, tmp_path / "log_normal/seed0", latents, [0, 4])
-    for named in own.analyses:
-        for step in (0, 4) if "images" in named else ():
-            measured((tmp_path, own.plain()), named["name"], step, "log_normal")
-        write_analysis(named, own, tmp_path)
-        assert (tmp_path / "analyses" / f"{named['name']}.png").exists()
-        values = pd.read_csv(tmp_path / "analyses" / f"{named['name']}.csv")
+    config = config.model_copy(update={"training": config.training.model_copy(update={"milestones": [4]})})
+    train(config.plain(), "log_normal", 0, tmp_path / "log_normal/seed0", latents, [0, 4])
+    for analysis in config.analyses:
+        for step in (0, 4) if "images" in analysis else ():
+            measure((tmp_path, config.plain()), analysis["name"], step, "log_normal")
+        write_analysis(analysis, config, tmp_path)
+        assert (tmp_path / "analyses" / f"{analysis['name']}.png").exists()
+        values = pd.read_csv(tmp_path / "analyses" / f"{analysis['name']}.csv")
         assert np.isfinite(
             values.select_dtypes("number").drop(columns=values.filter(regex="cosine|noise_scale").columns)
         ).all(axis=None)
@@ -267,22 +274,22 @@ def test_every_process_is_measured_and_drawn(process, tmp_path):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """Made-up results of uniform and three sizes of S, and their experiment; not to be changed."""
+    """Made-up results of uniform and of adaptive with three numbers of selected timesteps; read-only."""
     with pytest.MonkeyPatch.context() as patch:
         for size, distance in ((1, 25.0), (3, 20.0), (10, 22.0)):
             sampler = {"name": "adaptive", "frequency": 4, "selected": size}
             patch.setitem(results_tree.METHODS, f"adaptive-selected={size}", ({"sampler": sampler}, distance, 1.4))
         methods = ("uniform", "min_snr", *(name for name in results_tree.METHODS if "=" in name))
         config, results = results_tree.write(tmp_path_factory.mktemp("tree"), (0, 1), methods)
-        asked = ["density", "relative_time", "subset_size", "increments"]
-        config.write_text(config.read_text() + f"analyses: [{', '.join(asked)}]\n")
-        for name in asked:
+        analyses = ["density", "relative_time", "subset_size", "increments"]
+        config.write_text(config.read_text() + f"analyses: [{', '.join(analyses)}]\n")
+        for name in analyses:
             assert main(["analyse", "--config", str(config), "--results", str(results), "--analysis", name]) == 0
         yield config, results
 
 
 @pytest.mark.long
-def test_what_trainings_have_left(tree, tmp_path):
+def test_analyses_of_recorded_results_equal_known_values(tree, tmp_path):
     config, results = tree
     timed = pd.read_csv(results / "analyses/relative_time.csv")
     uniform = timed[timed["method"] == "uniform"]
@@ -308,7 +315,7 @@ def test_what_trainings_have_left(tree, tmp_path):
 
 
 @pytest.mark.long
-def test_the_report_shows_what_is_there(tree):
+def test_the_report_shows_only_analyses_that_have_results(tree):
     config, results = tree
     page = page_of(config, results)
     assert all(
@@ -321,7 +328,7 @@ ADAPTIVE = {"sampler": {"name": "adaptive"}, "grid": {"sampler.selected": [1, 3]
 
 
 @pytest.mark.parametrize(
-    ("asked", "methods", "message"),
+    ("analyses", "methods", "message"),
     [
         (["gradient"], {}, "analyses.0: .*unknown analysis 'gradient'; did you mean 'gradient_variance'"),
         ([{"name": "areas", "R": 2}], {}, "analysis areas: unknown option 'R'. Allowed: images, methods"),
@@ -343,35 +350,35 @@ ADAPTIVE = {"sampler": {"name": "adaptive"}, "grid": {"sampler.selected": [1, 3]
         (["subset_size"], {}, "analyses: got subset_size, allowed: .*adaptive"),
     ],
 )
-def test_an_analysis_that_does_not_fit_is_rejected(asked, methods, message):
+def test_an_analysis_that_does_not_fit_is_rejected(analyses, methods, message):
     with pytest.raises(ConfigError, match=message):
-        experiment(methods or {"uniform": {}}, analyses=asked)
+        experiment(methods or {"uniform": {}}, analyses=analyses)
 
 
-def test_arguments_of_analyse_that_do_not_fit_are_rejected(tmp_path, capsys):
+def test_bad_arguments_of_analyse_are_rejected(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"analyses: got interdependence, allowed: .*held-out"):
         experiment({"uniform": {}}, analyses=["interdependence"], dataset__heldout=0, evaluation__metrics=["frechet"])
     assert len(validate(experiment({"uniform": {}, "a": ADAPTIVE}, analyses=["subset_size"])).methods) == 3
-    config = str(write_experiment(tmp_path / "own.yaml", experiment({"uniform": {}}, analyses=["density"])))
-    for arguments, said in (
+    config = str(write_experiment(tmp_path / "density.yaml", experiment({"uniform": {}}, analyses=["density"])))
+    for arguments, message in (
         (("areas",), "--analysis: got areas, allowed: density"),
         (("density", "--out", "x.csv"), "--out: got x.csv, allowed: "),
         (("density", "--out", "x.csv", "--milestone", "m"), "--milestone: got m, allowed: none"),
     ):
         assert main(["analyse", "--config", config, "--analysis", *arguments]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
-def test_which_milestones_are_looked_at_reruns_no_measurement():
+def test_changing_the_milestones_of_an_analysis_reruns_no_measurement():
     from kairos.workflow.dependencies import collect_params
 
-    asked = [{"name": "areas", "milestones": [20]}]
-    few, all_ = (experiment({"uniform": {}}, analyses=its) for its in (asked, ["areas"]))
-    assert collect_params("measure_areas", few) == collect_params("measure_areas", all_)
-    assert collect_params("analyse_areas", few) != collect_params("analyse_areas", all_)
+    one_milestone = experiment({"uniform": {}}, analyses=[{"name": "areas", "milestones": [20]}])
+    all_milestones = experiment({"uniform": {}}, analyses=["areas"])
+    assert collect_params("measure_areas", one_milestone) == collect_params("measure_areas", all_milestones)
+    assert collect_params("analyse_areas", one_milestone) != collect_params("analyse_areas", all_milestones)
 
 
-ASKED = """
+ANALYSES_IN_YAML = """
 analyses:
   - {name: gradient_variance, bins: 3, images: 2, methods: [adaptive], milestones: [40]}
   - {name: interdependence, steps: 2, images: 8, methods: [adaptive], milestones: [20]}
@@ -384,10 +391,10 @@ tracking: {enabled: false}
 
 
 @pytest.mark.long
-def test_the_pipeline_makes_them_and_nothing_twice(tmp_path_factory):
+def test_the_pipeline_runs_analyses_without_rerunning_other_jobs(tmp_path_factory):
     copy = copy_finished_run(tmp_path_factory)
     experiment_file = copy.folder / "params.yaml"
-    experiment_file.write_text(experiment_file.read_text() + ASKED)
+    experiment_file.write_text(experiment_file.read_text() + ANALYSES_IN_YAML)
     to_do = copy.to_do(config="params.yaml")
     assert all(rule.startswith(("analyse_", "measure_")) or rule == "report" for rule in to_do)  # no training
     ended = copy.snakemake(config="params.yaml")
@@ -397,7 +404,7 @@ def test_the_pipeline_makes_them_and_nothing_twice(tmp_path_factory):
         assert len(pd.read_csv(results / "analyses" / f"{name}.csv")) > 2
         assert (results / "analyses" / f"{name}.png").stat().st_size > 10_000
         assert ANALYSES.entry(name).help in html.unescape((results / "report.html").read_text())
-    assert "preconditioned" in set(pd.read_csv(results / "analyses/agreement.csv")["loss"])  # waited for the end
+    assert "preconditioned" in set(pd.read_csv(results / "analyses/agreement.csv")["loss"])  # needs the last snapshot
     assert copy.to_do(config="params.yaml") == {}
     before = (results / "analyses/gradient_variance.csv").read_bytes()
     shutil.rmtree(results / "analyses")

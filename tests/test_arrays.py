@@ -1,4 +1,4 @@
-"""Rows of array files: the same as numpy's, and nothing of the file stays in the process's memory."""
+"""Rows of array files equal those that numpy reads, and the process's memory does not keep the file."""
 
 import pickle
 import subprocess
@@ -13,6 +13,7 @@ from kairos_timesteps.errors import DamagedError, KairosError
 
 @pytest.fixture
 def array(tmp_path):
+    """An array, also written to the file a.npy."""
     values = np.random.default_rng(0).integers(0, 256, (700, 5, 3), dtype=np.uint8)
     np.save(tmp_path / "a.npy", values)
     return values
@@ -23,16 +24,16 @@ def array(tmp_path):
     [7, -1, np.int64(3), slice(None), slice(2, 600, 7), slice(5, 5), [3, 1, 1, -2], np.array([], np.int64), "mask"],
     ids=str,
 )
-def test_rows_are_those_of_numpy(tmp_path, array, index):
+def test_rows_equal_those_of_numpy(tmp_path, array, index):
     index = np.arange(700) % 3 == 0 if isinstance(index, str) else index
-    found = ArrayFile(tmp_path / "a.npy")[index]
-    assert found.dtype == np.uint8 and found.shape == array[index].shape
-    assert np.array_equal(found, array[index])
-    found[...] = 0  # a copy
+    rows = ArrayFile(tmp_path / "a.npy")[index]
+    assert rows.dtype == np.uint8 and rows.shape == array[index].shape
+    assert np.array_equal(rows, array[index])
+    rows[...] = 0  # rows are a copy of the file
     assert np.array_equal(np.load(tmp_path / "a.npy"), array)
 
 
-def test_a_row_that_is_not_there(tmp_path, array):
+def test_a_missing_row_raises_an_index_error(tmp_path, array):
     with pytest.raises(IndexError):
         ArrayFile(tmp_path / "a.npy")[[3, 700]]
 
@@ -40,14 +41,16 @@ def test_a_row_that_is_not_there(tmp_path, array):
 @pytest.mark.parametrize(
     "values", [np.arange(1000), np.array([b"one", b"three"]), np.empty((0, 3)), np.eye(9)], ids=len
 )
-def test_rows_of_other_kinds(tmp_path, values):
+def test_rows_of_other_types_and_shapes_equal_those_of_numpy(tmp_path, values):
     np.save(tmp_path / "values.npy", values)
     rows = ArrayFile(tmp_path / "values.npy")
-    chosen = np.random.default_rng(1).integers(0, len(values), min(len(values), 50))
-    assert len(rows) == len(values) and np.array_equal(rows[:], values) and np.array_equal(rows[chosen], values[chosen])
+    indices = np.random.default_rng(1).integers(0, len(values), min(len(values), 50))
+    assert (
+        len(rows) == len(values) and np.array_equal(rows[:], values) and np.array_equal(rows[indices], values[indices])
+    )
 
 
-def test_written_rows_are_a_file_of_numpy(tmp_path, array):
+def test_written_rows_form_a_file_of_numpy(tmp_path, array):
     rows = create_array(tmp_path / "new.npy", array.shape, np.uint8)
     rows.write(3, array[3])
     rows.write(100, array[100:300, ::-1].astype(np.int64)[:, ::-1])
@@ -66,7 +69,7 @@ def test_another_process_opens_the_file_again(tmp_path, array):
     assert np.array_equal(pickle.loads(pickle.dumps(ArrayFile(tmp_path / "a.npy")))[:], array)
 
 
-def test_missing_and_damaged(tmp_path, array):
+def test_missing_and_damaged_files_are_reported(tmp_path, array):
     with pytest.raises(KairosError, match=r"b\.npy: is missing; make it with: kairos prepare"):
         open_array(tmp_path / "b.npy", "prepare")
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])

@@ -1,4 +1,4 @@
-"""EDM's augmentations: flips are exact, the rest is one map of the pixels, and an image is a function of its number."""
+"""Augmentations of EDM: exact flips, one warp for all others; an augmented image depends on its sample index."""
 
 import math
 from pathlib import Path
@@ -19,39 +19,39 @@ from training_case import experiment, hashes, make_latents
 EYE = torch.eye(2, dtype=torch.float64)
 
 
-def images(count: int, height: int = 16, width: int = 16) -> torch.Tensor:
+def random_images(count: int, height: int = 16, width: int = 16) -> torch.Tensor:
     return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
-def test_without_probability_only_flips_happen_and_they_are_exact():
-    x = images(64)
-    found, labels = augment_images(x, 0.0, 0, 5, range(64))
+def test_with_probability_zero_images_are_only_flipped_and_exactly():
+    x = random_images(64)
+    augmented, labels = augment_images(x, 0.0, 0, 5, range(64))
     flipped = labels[:, 0] == 1
     assert labels.shape == (64, 9) and labels.dtype == torch.float32 and not labels[:, 1:].any()
     assert 20 < flipped.sum() < 44
-    assert torch.equal(found[flipped], x[flipped].flip(3)) and torch.equal(found[~flipped], x[~flipped])
+    assert torch.equal(augmented[flipped], x[flipped].flip(3)) and torch.equal(augmented[~flipped], x[~flipped])
 
 
-def test_shares_and_distributions_are_edms():
+def test_probabilities_and_distributions_equal_those_of_edm():
     labels = augment_images(torch.zeros(20_000, 1, 4, 4), 0.12, 1, 0, range(20_000))[1]
-    besides = (labels[:, 1:] != 0).any(1).float().mean()
-    assert besides == pytest.approx(1 - 0.88**4 * 0.94, abs=0.012)  # 43 %
+    not_only_flipped = (labels[:, 1:] != 0).any(1).float().mean()
+    assert not_only_flipped == pytest.approx(1 - 0.88**4 * 0.94, abs=0.012)  # 43 %
     assert (labels[:, 0] == 1).float().mean() == pytest.approx(0.5, abs=0.012)
     for column in (2, 7, 8):
-        drawn = labels[:, column][labels[:, column] != 0]
-        assert len(drawn) / 20_000 == pytest.approx(0.12, abs=0.01)
-        assert drawn.mean() == pytest.approx(0, abs=0.08) and drawn.std() == pytest.approx(1, abs=0.06)
-    turned = (labels[:, 3] + 1) ** 2 + labels[:, 4] ** 2  # cosine and sine
-    assert torch.allclose(turned, torch.ones(20_000), atol=1e-6)
+        nonzero = labels[:, column][labels[:, column] != 0]
+        assert len(nonzero) / 20_000 == pytest.approx(0.12, abs=0.01)
+        assert nonzero.mean() == pytest.approx(0, abs=0.08) and nonzero.std() == pytest.approx(1, abs=0.06)
+    squared_norm = (labels[:, 3] + 1) ** 2 + labels[:, 4] ** 2  # of the cosine and sine of a rotation
+    assert torch.allclose(squared_norm, torch.ones(20_000), atol=1e-6)
     stretched = labels[(labels[:, 5] != 0)]
     assert (stretched[:, 6] == 0).float().mean() == pytest.approx(0.5, abs=0.05)
     assert ((labels[:, 7] != 0) == (labels[:, 8] != 0)).all()
 
 
-def test_the_map_undoes_its_filters_turns_and_shifts():
-    x = images(2, 8, 12)
+def test_the_warp_without_motion_keeps_images_and_translations_shift_them():
+    x = random_images(2, 8, 12)
     still = _warp(x, EYE.expand(2, 2, 2), torch.zeros(2, 2, dtype=torch.float64))
-    assert torch.allclose(still, x, atol=1e-4)  # the wavelet's halving undoes its doubling
+    assert torch.allclose(still, x, atol=1e-4)  # downsampling by the wavelet inverts upsampling
     shift = torch.tensor([[3.0, -2.0], [0.0, 1.0]], dtype=torch.float64)  # right and up, down
     moved = _warp(x, EYE.expand(2, 2, 2), shift)
     assert torch.allclose(moved[0, :, :6, 3:], x[0, :, 2:, :9], atol=1e-4)
@@ -59,28 +59,29 @@ def test_the_map_undoes_its_filters_turns_and_shifts():
     assert torch.allclose(moved[1, :, 1:], x[1, :, :7], atol=1e-4)
 
 
-def test_a_quarter_turn_turns():
-    smooth = torch.nn.functional.interpolate(images(1, 4, 4), 16, mode="bicubic")
-    quarter = torch.full((1,), math.pi / 2, dtype=torch.float64)
-    turned = _warp(smooth, _rotation(quarter), torch.zeros(1, 2, dtype=torch.float64))
-    off = [(turned - torch.rot90(smooth, k, (2, 3))).abs().mean() / smooth.std() for k in (1, -1)]
-    assert off[0] < 0.1 and off[1] > 0.9  # a quarter of a pixel: the wavelet is not symmetric
+def test_a_rotation_by_ninety_degrees_rotates_the_image():
+    smooth = torch.nn.functional.interpolate(random_images(1, 4, 4), 16, mode="bicubic")
+    angle = torch.full((1,), math.pi / 2, dtype=torch.float64)
+    rotated = _warp(smooth, _rotation(angle), torch.zeros(1, 2, dtype=torch.float64))
+    errors = [(rotated - torch.rot90(smooth, k, (2, 3))).abs().mean() / smooth.std() for k in (1, -1)]
+    assert errors[0] < 0.1 and errors[1] > 0.9  # the asymmetric wavelet shifts by a quarter of a pixel
 
 
-def test_an_image_depends_on_seed_step_and_number_alone():
-    x = images(12)
+def test_an_augmented_image_depends_on_seed_step_and_sample_index_alone():
+    x = random_images(12)
     whole, labels = augment_images(x, 0.9, 3, 7, range(12))
     assert whole.shape == x.shape and whole.isfinite().all() and not torch.equal(whole, x)
-    for part in (range(0, 5), range(5, 12)):  # two ranks
-        here, told = augment_images(x[part.start : part.stop], 0.9, 3, 7, part)
-        assert torch.equal(here, whole[part.start : part.stop]) and torch.equal(told, labels[part.start : part.stop])
+    for indices in (range(0, 5), range(5, 12)):  # two ranks
+        rows = slice(indices.start, indices.stop)
+        augmented, labels_of_rank = augment_images(x[rows], 0.9, 3, 7, indices)
+        assert torch.equal(augmented, whole[rows]) and torch.equal(labels_of_rank, labels[rows])
     assert not torch.equal(augment_images(x, 0.9, 3, 8, range(12))[1], labels)
     assert not torch.equal(augment_images(x, 0.9, 4, 7, range(12))[1], labels)
     assert augment_images(x.double(), 0.9, 3, 7, range(12))[0].sub(whole).abs().max() < 1e-3
 
 
 def make_pixels(folder: Path) -> Path:
-    """The case's digits as a training in pixel space reads them."""
+    """Write digits as a training run in pixel space reads them; returns their folder."""
     latents = make_latents(folder)
     moments = read_json(latents / "manifest.json")
     pixels = {"kind": "pixels", "shape": [1, 8, 8], "scaling_factor": 1.0, "shift_factor": 0.0, "files": {}}
@@ -88,25 +89,27 @@ def make_pixels(folder: Path) -> Path:
     return latents
 
 
-def test_batches_are_those_of_any_number_of_ranks_and_of_a_resume(tmp_path):
+def test_augmented_batches_do_not_depend_on_the_number_of_ranks_or_on_a_resume(tmp_path):
     def batches(index: range, first: int, augment: float | None = 0.5) -> list[Batch]:
-        made = Batches(open_latents(make), 3, 8, index, ("class",), dropout=0.5, augment=augment)
-        return list(made.steps(first, 5))
+        loader = Batches(open_latents(pixels), 3, 8, index, ("class",), dropout=0.5, augment=augment)
+        return list(loader.steps(first, 5))
 
-    make = make_pixels(tmp_path)
+    pixels = make_pixels(tmp_path)
     whole, plain = batches(range(8), 0), batches(range(8), 0, None)
     for resumed, batch in zip(batches(range(8), 2), whole[2:], strict=True):
         assert torch.equal(resumed.x0, batch.x0) and torch.equal(
             resumed.conditions["augment"], batch.conditions["augment"]
         )
-    for part in (range(3), range(3, 8)):
-        for here, batch in zip(batches(part, 0), whole, strict=True):
-            rows = slice(part.start, part.stop)
-            assert torch.allclose(here.x0, batch.x0[rows], atol=2e-6)  # convolutions round by the number of images
-            assert all(torch.equal(value, batch.conditions[name][rows]) for name, value in here.conditions.items())
+    for indices in (range(3), range(3, 8)):
+        for batch_of_rank, batch in zip(batches(indices, 0), whole, strict=True):
+            rows = slice(indices.start, indices.stop)
+            # the rounding of convolutions depends on the number of images
+            assert torch.allclose(batch_of_rank.x0, batch.x0[rows], atol=2e-6)
+            for name, value in batch_of_rank.conditions.items():
+                assert torch.equal(value, batch.conditions[name][rows])
     labels, classes = (torch.cat([batch.conditions[name] for batch in whole]) for name in ("augment", "class"))
     dropped = classes == 10
-    assert 0 < dropped.sum() < len(dropped) and (labels[dropped] != 0).any()  # no class, and yet the labels
+    assert 0 < dropped.sum() < len(dropped) and (labels[dropped] != 0).any()  # labels of augmentations are kept
     assert "augment" not in plain[0].conditions
     still = (labels == 0).all(1)
     assert still.any() and torch.equal(
@@ -114,7 +117,7 @@ def test_batches_are_those_of_any_number_of_ranks_and_of_a_resume(tmp_path):
     )
 
 
-def test_a_training_with_augmentation_goes_on_as_if_it_had_not_stopped(tmp_path):
+def test_an_interrupted_run_with_augmentation_equals_an_uninterrupted_one(tmp_path):
     latents = make_pixels(tmp_path)
     model = {
         "name": "ddpmpp",
@@ -135,11 +138,11 @@ def test_a_training_with_augmentation_goes_on_as_if_it_had_not_stopped(tmp_path)
     assert hashes(tmp_path / "whole") == hashes(tmp_path / "parts")
     weights = load_file(tmp_path / "whole" / "milestones" / "0000006" / "raw" / WEIGHTS)
     start = load_file(tmp_path / "whole" / "milestones" / "0000000" / "raw" / WEIGHTS)
-    assert not torch.equal(weights["map_augment.weight"], start["map_augment.weight"])  # it is told
+    assert not torch.equal(weights["map_augment.weight"], start["map_augment.weight"])  # the model is conditioned on it
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"training__augment": 1.5}, "training.augment: got 1.5"),
         ({"training__augment": 0.1}, "training.augment: got 0.1 with model dit, allowed: null"),
@@ -157,6 +160,6 @@ def test_a_training_with_augmentation_goes_on_as_if_it_had_not_stopped(tmp_path)
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_exclude_augmentation_are_rejected(changes, message):
+    with pytest.raises(ConfigError, match=message):
         experiment(**changes)

@@ -1,4 +1,4 @@
-"""Stage autoencoder and its codec: none, trained, pretrained."""
+"""Stage autoencoder and its codec, for the kinds none, train and pretrained."""
 
 import json
 import multiprocessing
@@ -25,7 +25,8 @@ TINY = {"kind": "train", "channels": [8, 16], "batch_size": 16, "learning_rate":
 
 
 @pytest.fixture(scope="module", autouse=True)
-def exact():
+def one_thread():
+    """Deterministic computation on one thread."""
     from kairos.compute import setup
 
     setup(1, "cpu")
@@ -33,22 +34,25 @@ def exact():
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
+    """A data set of 300 grey digits."""
     out = tmp_path_factory.mktemp("digits")
     prepare(DatasetConfig(color="grey", limit=300), out)
     return open_dataset(out)
 
 
 def settings(**fields) -> AutoencoderConfig:
+    """Return the settings of a tiny autoencoder, with some fields changed."""
     return AutoencoderConfig.model_validate({**TINY, **fields})
 
 
 @pytest.fixture(scope="module")
 def trained(digits, tmp_path_factory):
+    """The folder and the manifest of a trained autoencoder."""
     out = tmp_path_factory.mktemp("trained")
     return out, make_autoencoder(settings(steps=60), digits, out, CPU)
 
 
-def test_none_is_the_pixels(digits, tmp_path):
+def test_kind_none_keeps_the_pixels(digits, tmp_path):
     manifest = make_autoencoder(AutoencoderConfig(), digits, tmp_path, CPU)
     codec = load_codec(tmp_path)
     images = digits.load_tensor([0, 1])
@@ -59,7 +63,7 @@ def test_none_is_the_pixels(digits, tmp_path):
     assert torch.equal(codec.decode(codec.to_model_space(mean)), images)
 
 
-def test_trained_gives_images_back(digits, trained):
+def test_a_trained_autoencoder_reconstructs_images(digits, trained):
     out, manifest = trained
     codec = load_codec(out)
     images = digits.load_tensor(digits.heldout)
@@ -72,7 +76,7 @@ def test_trained_gives_images_back(digits, trained):
     assert manifest["psnr"] > psnr(digits.images[digits.heldout], blank) + 3
 
 
-def test_model_space_is_standardised(digits, trained):
+def test_latents_in_model_space_are_standardised(digits, trained):
     codec = load_codec(trained[0])
     mean, logvar = codec.encode(digits.load_tensor(digits.train))
     x0 = codec.to_model_space(mean + (0.5 * logvar).exp() * torch.randn(mean.shape))
@@ -80,7 +84,7 @@ def test_model_space_is_standardised(digits, trained):
     assert float(x0.std()) == pytest.approx(1, abs=0.03)
 
 
-def test_folder_is_a_diffusers_folder_with_a_picture(trained):
+def test_diffusers_opens_the_folder_which_shows_reconstructions(trained):
     from diffusers import AutoencoderKL
 
     out, manifest = trained
@@ -92,7 +96,7 @@ def test_folder_is_a_diffusers_folder_with_a_picture(trained):
     assert str(out) not in (out / "config.json").read_text()
 
 
-def test_training_is_deterministic_and_follows_its_seed(digits, tmp_path):
+def test_training_is_deterministic_for_each_seed(digits, tmp_path):
     first, again, other = (
         make_autoencoder(settings(steps=3, seed=seed), digits, tmp_path / name, CPU)["sha256"]
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
@@ -103,18 +107,19 @@ def test_training_is_deterministic_and_follows_its_seed(digits, tmp_path):
 def _train_until_killed(config, dataset, out) -> None:
     import kairos.autoencoders.train as training
 
-    whole, training._CHECKPOINT_EVERY = training.Progress.advance, 4
+    training._CHECKPOINT_EVERY = 4
+    original_advance = training.Progress.advance
 
-    def advance(self, *facts, **named):
+    def advance(self, *arguments, **keywords):
         if self.done == 6:
             os.kill(os.getpid(), signal.SIGKILL)
-        whole(self, *facts, **named)
+        original_advance(self, *arguments, **keywords)
 
     training.Progress.advance = advance
     make_autoencoder(config, dataset, out, CPU)
 
 
-def test_killed_training_goes_on(digits, tmp_path, monkeypatch, capsys):
+def test_a_killed_training_run_resumes_exactly(digits, tmp_path, monkeypatch, capsys):
     import kairos.autoencoders.train as training
 
     monkeypatch.setattr(training, "_CHECKPOINT_EVERY", 4)
@@ -133,25 +138,25 @@ def test_killed_training_goes_on(digits, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "killed" / ".state.pt").exists()
 
 
-def test_checkpoint_of_another_training_or_a_damaged_one_is_not_used(digits, tmp_path, monkeypatch, capsys):
+def test_checkpoints_of_other_settings_and_damaged_ones_are_not_used(digits, tmp_path, monkeypatch, capsys):
     import kairos.autoencoders.train as training
 
     state = tmp_path / "state.pt"
     training.train(settings(steps=2), digits, state, CPU)
     capsys.readouterr()
     training.train(settings(steps=2, seed=3), digits, state, CPU)
-    assert "goes on" not in capsys.readouterr().err
+    assert "resumes" not in capsys.readouterr().err
     state.write_bytes(state.read_bytes()[:1000])
     training.train(settings(steps=2), digits, state, CPU)
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_size_that_cannot_be_halved(digits, tmp_path):
+def test_a_resolution_that_cannot_be_halved_is_rejected(digits, tmp_path):
     with pytest.raises(ConfigError, match=r"dataset\.resolution: images are 8×8.*multiples of 16; allowed: 16"):
         make_autoencoder(settings(channels=[8, 8, 8, 8, 8]), digits, tmp_path, CPU)
 
 
-def test_damaged_weights_are_recognised(digits, tmp_path):
+def test_damaged_weights_are_reported(digits, tmp_path):
     make_autoencoder(settings(steps=1), digits, tmp_path, CPU)
     weights = tmp_path / "diffusion_pytorch_model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -161,8 +166,8 @@ def test_damaged_weights_are_recognised(digits, tmp_path):
         load_codec(tmp_path)
 
 
-def test_pretrained_kl_keeps_its_own_scaling(digits, trained, tmp_path):
-    """A folder that we trained serves as a pretrained one for another experiment."""
+def test_a_pretrained_kl_autoencoder_keeps_its_scaling(digits, trained, tmp_path):
+    """A folder that kairos has trained serves as a pretrained autoencoder of another experiment."""
     source, trained_manifest = trained
     config = AutoencoderConfig(kind="pretrained", path=str(source))
     manifest = make_autoencoder(config, digits, tmp_path, CPU)
@@ -170,11 +175,11 @@ def test_pretrained_kl_keeps_its_own_scaling(digits, trained, tmp_path):
     assert manifest["scaling_factor"] == trained_manifest["scaling_factor"]
     assert manifest["psnr"] == trained_manifest["psnr"]
     images = digits.load_tensor([0, 5])
-    for ours, theirs in zip(load_codec(tmp_path).encode(images), load_codec(source).encode(images)):
-        assert torch.equal(ours, theirs)
+    for moments, moments_of_source in zip(load_codec(tmp_path).encode(images), load_codec(source).encode(images)):
+        assert torch.equal(moments, moments_of_source)
 
 
-def test_pretrained_mistakes(digits, tmp_path, monkeypatch):
+def test_unusable_pretrained_autoencoders_are_reported(digits, tmp_path, monkeypatch):
     def make(path):
         return make_autoencoder(AutoencoderConfig(kind="pretrained", path=str(path)), digits, tmp_path / "out", CPU)
 
@@ -202,7 +207,7 @@ TAESD = AutoencoderConfig(kind="pretrained", path=str(SHARED / "taesd"))
 @pytest.mark.long
 @taesd
 @pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
-def test_taesd_gives_enlarged_cifar_images_back(tmp_path, monkeypatch):
+def test_taesd_reconstructs_enlarged_cifar_images(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -216,7 +221,7 @@ def test_taesd_gives_enlarged_cifar_images_back(tmp_path, monkeypatch):
 
 
 @taesd
-def test_grey_images_through_a_colour_autoencoder(tmp_path):
+def test_a_colour_autoencoder_encodes_grey_images(tmp_path):
     prepare(DatasetConfig(color="grey", limit=6, resolution=32), tmp_path / "data")
     dataset = open_dataset(tmp_path / "data")
     make_autoencoder(TAESD, dataset, tmp_path / "out", CPU)
@@ -227,7 +232,7 @@ def test_grey_images_through_a_colour_autoencoder(tmp_path):
 
 
 @taesd
-def test_taesd_refuses_sizes(digits, tmp_path):
+def test_taesd_rejects_sizes_that_are_no_multiples_of_eight(digits, tmp_path):
     prepare(DatasetConfig(limit=4, resolution=28), tmp_path / "data")
     with pytest.raises(ConfigError, match=r"28×28.*multiples of 8; allowed: 24 or 32"):
         make_autoencoder(TAESD, open_dataset(tmp_path / "data"), tmp_path / "out", CPU)

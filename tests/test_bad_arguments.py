@@ -11,7 +11,7 @@ import yaml
 
 from kairos.cli import main
 
-CONTENT = {  # of files that are no experiment, no record, no samples
+CONTENT = {  # of files that are neither experiments nor records nor samples
     "latin1": b"experiment: caf\xe9\nmethods: {a: {}}\n",
     "utf16": "experiment: x\n".encode("utf-16"),
     "binary": bytes(range(256)) * 10,
@@ -25,14 +25,14 @@ CONTENT = {  # of files that are no experiment, no record, no samples
     "deep": b"[" * 1500,
 }
 FILES = (*CONTENT, "folder", "missing", "dangling", "circle", "text/below", "x" * 300, "/proc/self/mem")
-PLACES = ("folder", "text/below", "x" * 300, "/proc/x/y", "")  # where no file can be made
+UNWRITABLE = ("folder", "text/below", "x" * 300, "/proc/x/y", "")  # paths at which no file can be written
 RECORDS = (*("folder", "missing", "text", "text/below", "x" * 300, ""), *(f"of_{name}" for name in CONTENT))
 NUMBERS = ("nan", "inf", "-1", "x", "")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every kind of wrong file, and an experiment that is right."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every kind of unusable file, and a valid experiment."""
     folder = tmp_path_factory.mktemp("bad")
     for name, content in CONTENT.items():
         (folder / name).write_bytes(content)
@@ -49,8 +49,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def problem(capsys: pytest.CaptureFixture[str], line: str, value: str) -> str:
-    """Run a command line with `value` for BAD; return what is wrong with its exit status or messages, or ""."""
+def find_problem(capsys: pytest.CaptureFixture[str], line: str, value: str) -> str:
+    """Run a command line with `value` for BAD; returns the problem with its exit status or messages, or ""."""
     try:
         status = main([word.replace("BAD", value) for word in line.split()])
     except Exception as error:
@@ -62,13 +62,13 @@ def problem(capsys: pytest.CaptureFixture[str], line: str, value: str) -> str:
 
 
 @pytest.fixture
-def problems(place, monkeypatch, capsys):
-    """Run command lines with each of some values; returns a list of those that are not rejected in one message."""
-    monkeypatch.chdir(place)
+def problems(folder, monkeypatch, capsys):
+    """Function that runs command lines with each of several values and lists those not rejected in one message."""
+    monkeypatch.chdir(folder)
 
     def call(lines: list[str], values: tuple[str, ...]) -> list[str]:
-        found = [problem(capsys, line, value) for line in lines for value in values]
-        return [each for each in found if each]
+        results = [find_problem(capsys, line, value) for line in lines for value in values]
+        return [problem for problem in results if problem]
 
     return call
 
@@ -89,8 +89,8 @@ def test_a_bad_experiment_file_is_rejected_in_one_message(problems):
     assert problems(others, ("missing", "binary", "folder")) == []
 
 
-def test_a_place_where_no_file_can_be_made_is_rejected_in_one_message(problems):
-    assert problems(["strategies show speed --out BAD"], PLACES) == []
+def test_an_output_path_that_cannot_be_written_is_rejected_in_one_message(problems):
+    assert problems(["strategies show speed --out BAD"], UNWRITABLE) == []
     others = [
         "strategies show speed --format png --out BAD",
         "strategies increments --format csv --out BAD",
@@ -99,8 +99,8 @@ def test_a_place_where_no_file_can_be_made_is_rejected_in_one_message(problems):
     assert problems(others, ("folder", "text/below", "/proc/x/y")) == []
 
 
-def test_a_device_is_not_replaced(problems, place):
-    pipe = place / "pipe"
+def test_a_named_pipe_is_not_replaced(problems, folder):
+    pipe = folder / "pipe"
     os.mkfifo(pipe)
     assert problems(["strategies show speed --out BAD"], ("pipe",)) == []
     assert pipe.is_fifo()
@@ -122,18 +122,18 @@ def test_a_bad_record_of_a_stage_is_rejected_in_one_message(problems):
 
 
 @pytest.mark.parametrize("name", ["images.npy", "train.npy"])
-def test_a_damaged_array_is_reported_as_damaged(place, monkeypatch, capsys, name):
-    monkeypatch.chdir(place)
-    folder = place / f"damaged_{name}"
-    folder.mkdir()
-    (folder / "manifest.json").write_text('{"conditions": {}}')
+def test_a_damaged_array_is_reported_as_damaged(folder, monkeypatch, capsys, name):
+    monkeypatch.chdir(folder)
+    dataset = folder / f"damaged_{name}"
+    dataset.mkdir()
+    (dataset / "manifest.json").write_text('{"conditions": {}}')
     for array in ("images.npy", "train.npy", "heldout.npy"):
-        np.save(folder / array, np.zeros((100, 2, 2, 1), np.uint8))
-    for content in (b"", b"x" * 50, (folder / name).read_bytes()[:200]):
-        (folder / name).write_bytes(content)
-        assert main(["autoencoder", "--config", "right.yaml", "--dataset", folder.name, "--out", "out"]) == 1
+        np.save(dataset / array, np.zeros((100, 2, 2, 1), np.uint8))
+    for content in (b"", b"x" * 50, (dataset / name).read_bytes()[:200]):
+        (dataset / name).write_bytes(content)
+        assert main(["autoencoder", "--config", "right.yaml", "--dataset", dataset.name, "--out", "out"]) == 1
         message = capsys.readouterr().err
-        assert "damaged" in message and f"{folder.name}/{name}" in message and "Traceback" not in message
+        assert "damaged" in message and f"{dataset.name}/{name}" in message and "Traceback" not in message
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_a_damaged_array_is_reported_as_damaged(place, monkeypatch, capsys, name
         ("train --config right.yaml --method uniform --out out --seed BAD", "seed"),
     ],
 )
-def test_a_number_out_of_range_is_rejected_with_the_name_of_its_option(place, monkeypatch, capsys, line, option):
-    monkeypatch.chdir(place)
+def test_a_number_out_of_range_is_rejected_with_the_name_of_its_option(folder, monkeypatch, capsys, line, option):
+    monkeypatch.chdir(folder)
     for number in NUMBERS:
         assert main([word.replace("BAD", number) for word in line.split()]) in (1, 2), number
         printed = capsys.readouterr().err
@@ -158,14 +158,14 @@ def test_a_number_out_of_range_is_rejected_with_the_name_of_its_option(place, mo
 
 
 @pytest.mark.parametrize("streams", [">&-", "2>&-", ">/dev/full"])
-def test_streams_that_take_nothing(streams):
+def test_a_closed_or_full_stream_causes_no_traceback(streams):
     line = f"set -o pipefail; {sys.executable} -m kairos strategies show speed --format csv {streams}"
     ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert "Traceback" not in ended.stderr and ended.returncode == (0 if "&-" in streams else 1)
 
 
-@pytest.mark.parametrize(("command", "meant"), [("chek", "check"), ("evalute", "evaluate"), ("stats", "status")])
-def test_a_misspelt_command_gets_the_name_that_was_meant(command, meant, capsys):
+@pytest.mark.parametrize(("command", "correction"), [("chek", "check"), ("evalute", "evaluate"), ("stats", "status")])
+def test_the_message_on_a_misspelt_command_suggests_the_correct_name(command, correction, capsys):
     assert main([command, "params.yaml"]) == 2
     message = capsys.readouterr().err
-    assert repr(command) in message and f"did you mean '{meant}'" in message
+    assert repr(command) in message and f"did you mean '{correction}'" in message

@@ -1,4 +1,4 @@
-"""Tests of `kairos check` before any job (images, memory, time limits), and of the counts of `kairos plan`."""
+"""`kairos check` before any job: images, memory and time limits; the counts of `kairos plan`."""
 
 import json
 from pathlib import Path
@@ -11,24 +11,26 @@ from sklearn.datasets import load_digits
 from kairos.cli import main
 
 
-def folder(place: Path, sizes: list[tuple[int, int]]) -> Path:
-    """Digits in two classes, each of `sizes` ten times."""
+def write_digits(folder: Path, sizes: list[tuple[int, int]]) -> Path:
+    """Write digits of two classes, ten images of each size; returns the folder."""
     digits = load_digits().images
     for number, size in enumerate(size for size in sizes for _ in range(10)):
-        kind = place / "ab"[number % 2]
-        kind.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((digits[number] * 15).astype("uint8")).resize(size).save(kind / f"{number:03d}.png")
-    return place
+        folder_of_class = folder / "ab"[number % 2]
+        folder_of_class.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray((digits[number] * 15).astype("uint8")).resize(size)
+        image.save(folder_of_class / f"{number:03d}.png")
+    return folder
 
 
 @pytest.fixture
 def check(tmp_path, capsys, monkeypatch):
-    """Call kairos with an experiment on some images, changed; its status and what it says."""
+    """Function that runs a kairos command on a changed experiment and returns its exit status and its output."""
     monkeypatch.chdir(tmp_path)
 
     def call(command: str, *arguments: str, sizes=((16, 16),), training=None, **dataset) -> tuple[int, str]:
-        place = tmp_path / f"images{len(sizes)}{sizes[0][0]}"
-        images = place if place.exists() else folder(place, [*sizes])
+        images = tmp_path / f"images{len(sizes)}{sizes[0][0]}"
+        if not images.exists():
+            write_digits(images, [*sizes])
         values = {"experiment": "x", "dataset": {"source": "folder", "path": str(images), "color": "grey", **dataset}}
         values |= {"model": {"name": "dit", "patch": 2, "width": 32, "depth": 1, "heads": 2, "conditions": ["class"]}}
         values |= {"training": {"milestones": [1000], "batch_size": 16, **(training or {})}, "methods": {"a": {}}}
@@ -42,40 +44,40 @@ def check(tmp_path, capsys, monkeypatch):
     return call
 
 
-def test_several_sizes(check):
+def test_check_rejects_images_whose_sizes_do_not_fit_the_resolution(check):
     sizes = ((16, 16), (32, 16), (16, 64))
-    status, said = check("check", sizes=sizes, resolution=16)
-    assert status == 0 and "images: 30 of 3 sizes; 20 are not square and lose 67% of their area by the crop" in said
+    status, output = check("check", sizes=sizes, resolution=16)
+    assert status == 0 and "images: 30 of 3 sizes; 20 are not square and lose 67% of their area by the crop" in output
     assert "images:" not in check("check", resolution=16)[1]
-    status, said = check("check", sizes=((16, 16), (20, 20)))
-    assert status == 2 and "dataset.resolution: got null with 2 sizes, allowed: a number" in said
-    status, said = check("check", sizes=sizes, resolution=16, crop="none")
-    assert status == 2 and "dataset.crop: got none with 20 images that are not square" in said
-    status, said = check("check", sizes=sizes, resolution=32, crop="pad")
-    assert status == 2 and "dataset.resolution: got 32 with crop pad, allowed: 64, the longest side, or more" in said
+    status, output = check("check", sizes=((16, 16), (20, 20)))
+    assert status == 2 and "dataset.resolution: got null with 2 sizes, allowed: a number" in output
+    status, output = check("check", sizes=sizes, resolution=16, crop="none")
+    assert status == 2 and "dataset.crop: got none with 20 images that are not square" in output
+    status, output = check("check", sizes=sizes, resolution=32, crop="pad")
+    assert status == 2 and "dataset.resolution: got 32 with crop pad, allowed: 64, the longest side, or more" in output
     assert "3 sizes; padded" in check("check", sizes=sizes, resolution=64, crop="pad")[1]
 
 
-def test_unreadable_images_by_name(check, tmp_path):
-    images = folder(tmp_path / "images116", [(16, 16)])
+def test_check_reports_unreadable_images_by_name(check, tmp_path):
+    images = write_digits(tmp_path / "images116", [(16, 16)])
     (images / "a/000.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20))
-    status, said = check("check", resolution=16)
-    assert status == 2 and "dataset.broken: got refuse, and cannot be read: a/000.png (" in said
+    status, output = check("check", resolution=16)
+    assert status == 2 and "dataset.broken: got refuse, and cannot be read: a/000.png (" in output
     assert check("check", resolution=16, broken="skip")[0] == 0
 
 
-def test_memory(check):
+def test_check_rejects_a_batch_that_exceeds_the_gpu_memory(check):
     assert check("check", "--gpu-memory", "80", resolution=16)[0] == 0
     big = {"batch_size": 16384}
-    status, said = check("check", "--gpu-memory", "2", resolution=16, training=big)
-    assert status == 2 and "training.batch_size: got 16384: about " in said
-    fitting = int(said.split("training.microbatch: ")[1].split()[0])
+    status, output = check("check", "--gpu-memory", "2", resolution=16, training=big)
+    assert status == 2 and "training.batch_size: got 16384: about " in output
+    fitting = int(output.split("training.microbatch: ")[1].split()[0])
     assert 1 <= fitting < 16384
     assert check("check", "--gpu-memory", "2", resolution=16, training={**big, "microbatch": fitting})[0] == 0
     assert check("check", "--gpu-memory", "2", resolution=16, training={**big, "device": "cpu"})[0] == 0
 
 
-def test_time_limits(check, tmp_path):
+def test_check_rejects_runtimes_above_the_limit_of_the_partition(check, tmp_path):
     profile = tmp_path / "profile"
     profile.mkdir()
     settings = {"retries": 1, "kairos-partition-config": str(profile / "partitions.yaml")}
@@ -83,14 +85,14 @@ def test_time_limits(check, tmp_path):
     limits = {"cpu": {"max_runtime": "3d"}, "gpu": {"max_runtime": "4h", "max_gpu": 8}}
     (profile / "partitions.yaml").write_text(yaml.safe_dump({"partitions": limits}))
     arguments = ("--profile", str(profile))
-    status, said = check("check", *arguments, resolution=16)
-    assert status == 2 and "runtime of train: got 1440 minutes, allowed: at most 240, the limit in" in said
+    status, output = check("check", *arguments, resolution=16)
+    assert status == 2 and "runtime of train: got 1440 minutes, allowed: at most 240, the limit in" in output
     assert check("check", *arguments, resolution=16, training={"device": "cpu"})[0] == 0
     settings["set-resources"] = {"train": {"runtime": 240}}
     (profile / "profile.yaml").write_text(yaml.safe_dump(settings))
     assert check("check", *arguments, resolution=16)[0] == 0
-    status, said = check("check", *arguments, "--steps-per-second", "0.01", resolution=16)
-    assert status == 2 and "training.milestones: got a job of 1667 minutes, allowed: at most 480 with its ret" in said
+    status, output = check("check", *arguments, "--steps-per-second", "0.01", resolution=16)
+    assert status == 2 and "training.milestones: got a job of 1667 minutes, allowed: at most 480 with its ret" in output
     assert check("check", *arguments, "--steps-per-second", "1", resolution=16)[0] == 0
     (profile / "profile.yaml").write_text("[")
     assert check("check", *arguments, resolution=16)[0] == 1
@@ -98,7 +100,7 @@ def test_time_limits(check, tmp_path):
 
 
 def test_plan_counts_images_and_classes(check):
-    status, said = check("plan", resolution=16, sizes=((16, 16), (17, 17)), heldout=0.25)
-    assert status == 0 and "15 training images of 20 (counted), 1x16x16" in said
-    status, said = check("plan", "--format", "json", resolution=16, sizes=((16, 16), (17, 17)))
-    assert json.loads(said)["storage_bytes"]["dataset"] == 20 * 16 * 16
+    status, output = check("plan", resolution=16, sizes=((16, 16), (17, 17)), heldout=0.25)
+    assert status == 0 and "15 training images of 20 (counted), 1x16x16" in output
+    status, output = check("plan", "--format", "json", resolution=16, sizes=((16, 16), (17, 17)))
+    assert json.loads(output)["storage_bytes"]["dataset"] == 20 * 16 * 16

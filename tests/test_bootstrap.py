@@ -1,4 +1,4 @@
-"""Set-up of the locked environment behind a proxy that replaces certificates: a package index with a CA of its own."""
+"""Set-up of the locked environment from a package index whose certificate comes from an unknown authority."""
 
 import datetime
 import http.server
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UV = Path(sys.executable).with_name("uv")
 SYSTEM_STORE = Path("/etc/ssl/certs/ca-certificates.crt")
 
-# Builds the environment of the project in the current folder with the uv that is named.
+# Builds the environment of the project in the current folder with the uv of the second argument.
 SYNC = """
 import sys
 from pathlib import Path
@@ -39,12 +39,12 @@ bootstrap.sync(sys.argv[2])
 
 
 def common_name(text):
-    """Return a name of a certificate's subject or issuer."""
+    """Return a common name for the subject or issuer of a certificate."""
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
 
 def certificate(subject, key, issuer_key, is_authority):
-    """Return a certificate for localhost, or of the authority, valid for a day."""
+    """Return a certificate of localhost or of the authority that is valid for a day."""
     now = datetime.datetime.now(datetime.UTC)
     addresses = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     builder = x509.CertificateBuilder(
@@ -76,7 +76,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):
-    """The file with the certificate of the authority, and the URL of a package index that has it sign."""
+    """The file with the certificate of the authority, and the URL of a package index that the authority has signed."""
     folder = tmp_path_factory.mktemp("index")
     authority_key = ec.generate_private_key(ec.SECP256R1())
     key = ec.generate_private_key(ec.SECP256R1())
@@ -105,7 +105,7 @@ def authority(tmp_path_factory):
 
 @pytest.fixture
 def project(authority, tmp_path):
-    """A project whose lock file names a package of that index."""
+    """A project whose lock file contains a package of that index."""
     authority_file, index = authority
     extras = "[project.optional-dependencies]\nremotes = []\n"
     (tmp_path / "pyproject.toml").write_text(
@@ -119,28 +119,29 @@ def project(authority, tmp_path):
 
 
 def clean_environment(**variables):
-    """Return the environment without what this machine says on indexes and certificates."""
-    kept = {
+    """Return the environment without this machine's settings of indexes and certificates."""
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("UV_", "PIP_", "SSL_CERT_")) and "proxy" not in name.lower()
     }
-    return kept | {"PIP_CONFIG_FILE": os.devnull, "UV_NO_CACHE": "1", "XDG_CONFIG_HOME": os.devnull} | variables
+    return environment | {"PIP_CONFIG_FILE": os.devnull, "UV_NO_CACHE": "1", "XDG_CONFIG_HOME": os.devnull} | variables
 
 
 def set_up(project, before=(), **variables):
+    """Set up the environment of a project; returns the ended process and the installed modules."""
     command = [*before, sys.executable, "-c", SYNC, str(ROOT / "envs"), str(UV)]
     ended = subprocess.run(command, cwd=project, env=clean_environment(**variables), capture_output=True, text=True)
     return ended, list(project.glob(".venv/lib/*/site-packages/tinypkg.py"))
 
 
-def test_an_authority_that_is_named_is_used_at_once(project, authority):
+def test_an_authority_in_the_environment_is_used_at_once(project, authority):
     ended, installed = set_up(project, SSL_CERT_FILE=str(authority[0]))
     assert ended.returncode == 0 and installed, ended.stderr
     assert ended.stderr == ""
 
 
-def test_an_authority_of_the_system_is_used_after_a_failure(project, authority):
+def test_an_authority_of_the_system_is_used_after_a_failed_attempt(project, authority):
     """The system's store is replaced in a mount namespace of this process alone."""
     if not (shutil.which("unshare") and SYSTEM_STORE.exists()):
         pytest.skip(f"no unshare, or no {SYSTEM_STORE} here")
@@ -153,14 +154,14 @@ def test_an_authority_of_the_system_is_used_after_a_failure(project, authority):
     assert ended.stderr.count("\n") == 1 and "UV_SYSTEM_CERTS" in ended.stderr
 
 
-def test_an_unknown_authority_fails_with_what_to_set(project):
+def test_an_unknown_authority_fails_and_the_message_contains_the_variable_to_set(project):
     ended, installed = set_up(project)
     assert ended.returncode == 1 and not installed
     last = ended.stderr.splitlines()[-1]
     assert "SSL_CERT_FILE" in last
 
 
-def test_a_choice_of_the_user_is_kept(project):
+def test_a_setting_of_the_user_is_kept(project):
     ended, installed = set_up(project, UV_SYSTEM_CERTS="false")
     assert ended.returncode == 1 and not installed
     assert "trying again" not in ended.stderr

@@ -1,4 +1,4 @@
-"""Which extractor `auto` stands for, and what is refused before any job."""
+"""The extractor that `auto` selects, and the settings that are rejected before any job."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ from workflow_copy import Copy
 
 
 @pytest.fixture(autouse=True)
-def nowhere(tmp_path, monkeypatch):
-    """No caches, so no weights; and no network is asked for."""
+def empty_caches(tmp_path, monkeypatch):
+    """Empty caches and therefore no weights, in an empty working folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("TORCH_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -28,18 +28,19 @@ def nowhere(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def images(folder: Path, **classes: int) -> DatasetConfig:
-    """A folder of so many images of each class; class `flat` lies in the folder itself."""
+def write_images(folder: Path, **classes: int) -> DatasetConfig:
+    """Write a number of images of each class; images of class `flat` are in the folder itself."""
     for name, count in classes.items():
-        place = folder if name == "flat" else folder / name
-        place.mkdir(parents=True, exist_ok=True)
+        folder_of_class = folder if name == "flat" else folder / name
+        folder_of_class.mkdir(parents=True, exist_ok=True)
         for number in range(count):
             pixels = np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)
-            Image.fromarray(pixels).save(place / f"{number}.png")
+            Image.fromarray(pixels).save(folder_of_class / f"{number}.png")
     return DatasetConfig(source="folder", path=str(folder), heldout=0.25)
 
 
-def table(path: Path, labels: list | None, name: str = "label") -> DatasetConfig:
+def write_table(path: Path, labels: list | None, name: str = "label") -> DatasetConfig:
+    """Write a table of 400 empty images, with a column of labels unless `labels` is None."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -48,58 +49,56 @@ def table(path: Path, labels: list | None, name: str = "label") -> DatasetConfig
     return DatasetConfig(source="parquet", path=str(path))
 
 
-def test_survey(tmp_path):
+def test_count_images_returns_training_images_and_the_smallest_class(tmp_path):
     assert count_images(DatasetConfig()) == ImageCounts(1617, 174)
     assert count_images(DatasetConfig(limit=180)) == ImageCounts(162, 17)
-    assert count_images(images(tmp_path / "flat", flat=40)) == ImageCounts(30, None)
-    assert count_images(images(tmp_path / "kinds", cat=30, dog=10)) == ImageCounts(30, 10)
-    assert count_images(table(tmp_path / "a.parquet", [0] * 397 + [3] * 3)) == ImageCounts(360, 3)
-    assert count_images(table(tmp_path / "b.parquet", ["x", "y"] * 200)) == ImageCounts(360, 200)
-    assert count_images(table(tmp_path / "c.parquet", [0, 1] * 200, "kind")) == ImageCounts(360, None)
-    named = table(tmp_path / "c.parquet", [0, 1] * 200, "kind").model_copy(update={"label_column": "kind"})
-    assert count_images(named) == ImageCounts(360, 200)
+    assert count_images(write_images(tmp_path / "flat", flat=40)) == ImageCounts(30, None)
+    assert count_images(write_images(tmp_path / "kinds", cat=30, dog=10)) == ImageCounts(30, 10)
+    assert count_images(write_table(tmp_path / "a.parquet", [0] * 397 + [3] * 3)) == ImageCounts(360, 3)
+    assert count_images(write_table(tmp_path / "b.parquet", ["x", "y"] * 200)) == ImageCounts(360, 200)
+    assert count_images(write_table(tmp_path / "c.parquet", [0, 1] * 200, "kind")) == ImageCounts(360, None)
+    labelled = write_table(tmp_path / "c.parquet", [0, 1] * 200, "kind")
+    assert count_images(labelled.model_copy(update={"label_column": "kind"})) == ImageCounts(360, 200)
     (tmp_path / "d.parquet").write_text("text")
     for source, path in (("folder", "none"), ("parquet", "none"), ("parquet", "d.parquet"), ("hub", "someone/Images")):
         assert count_images(DatasetConfig(source=source, path=path)).unknown, path
 
 
-def test_survey_of_the_hubs_cache(tmp_path):
+def test_count_images_reads_the_cache_of_the_hub(tmp_path):
     import datasets
     import pyarrow as pa
 
     folder = tmp_path / "HF_HOME/datasets/someone___my_images/default/0.0.0/abc"
     folder.mkdir(parents=True)
     for number in range(2):
-        part = datasets.Dataset.from_dict({"label": [0] * 8 + [number] * 2}).data.table
+        shard = datasets.Dataset.from_dict({"label": [0] * 8 + [number] * 2}).data.table
         name = str(folder / f"images-train-0000{number}-of-00002.arrow")
-        with pa.OSFile(name, "wb") as file, pa.ipc.new_stream(file, part.schema) as stream:
-            stream.write_table(part)
+        with pa.OSFile(name, "wb") as file, pa.ipc.new_stream(file, shard.schema) as stream:
+            stream.write_table(shard)
     assert count_images(DatasetConfig(source="hub", path="someone/MyImages")) == ImageCounts(18, 2)
     assert count_images(DatasetConfig(source="hub", path="someone/MyImages", split="test")).unknown
 
 
-def test_auto(tmp_path):
+def test_auto_selects_the_best_extractor_that_the_images_allow(tmp_path):
     def auto(dataset: DatasetConfig, **changes) -> tuple[str, str]:
-        settled, said = choose_extractor(EvaluationConfig(**changes), dataset)
-        assert EvaluationConfig(**settled.model_dump()) == settled
-        return settled.extractor["name"], said[0]
+        config, notes = choose_extractor(EvaluationConfig(**changes), dataset)
+        assert EvaluationConfig(**config.model_dump()) == config
+        return config.extractor["name"], notes[0]
 
     assert auto(DatasetConfig())[0] == "classifier"
-    name, why = auto(images(tmp_path / "flat", flat=100))
+    name, reason = auto(write_images(tmp_path / "flat", flat=100))
     assert name == "selfsupervised"
-    assert (
-        why
-        == f"extractor: selfsupervised (auto: no Inception weights at {inception_weights.default_path()}; the images have no labels)"
-    )
-    name, why = auto(images(tmp_path / "kinds", cat=100, dog=4))
-    assert name == "selfsupervised" and "the smallest class has 4 images" in why
-    assert auto(images(tmp_path / "kinds", dog=5))[0] == "classifier"
-    name, why = auto(DatasetConfig(source="folder", path="none"))
-    assert name == "selfsupervised" and "assumed" in why
+    weights = inception_weights.default_path()
+    assert reason == (f"extractor: selfsupervised (auto: no Inception weights at {weights}; the images have no labels)")
+    name, reason = auto(write_images(tmp_path / "kinds", cat=100, dog=4))
+    assert name == "selfsupervised" and "the smallest class has 4 images" in reason
+    assert auto(write_images(tmp_path / "kinds", dog=5))[0] == "classifier"
+    name, reason = auto(DatasetConfig(source="folder", path="none"))
+    assert name == "selfsupervised" and "assumed" in reason
 
     inception_weights.default_path().parent.mkdir(parents=True)
     inception_weights.default_path().touch()
-    large = table(tmp_path / "x.parquet", [0] * 400).model_copy(update={"limit": None})
+    large = write_table(tmp_path / "x.parquet", [0] * 400).model_copy(update={"limit": None})
     assert auto(large, num_samples=3000)[0] == "classifier", "360 images are too few for 2,048 features"
     assert auto(DatasetConfig(source="folder", path="none"), num_samples=3000)[0] == "inception"
     assert auto(DatasetConfig(source="folder", path="none"), num_samples=2048)[0] == "selfsupervised"
@@ -121,63 +120,66 @@ def test_auto(tmp_path):
         ({"extractor": {"name": "inception", "path": "none.pth"}}, "weights none.pth, but the file does not exist"),
     ],
 )
-def test_refusals(tmp_path, changes, message):
-    dataset = images(tmp_path / "flat", flat=100)
+def test_an_extractor_that_the_images_do_not_allow_is_rejected(tmp_path, changes, message):
+    dataset = write_images(tmp_path / "flat", flat=100)
     with pytest.raises(ConfigError if "path" not in str(changes) else KairosError, match=message):
         choose_extractor(EvaluationConfig(**changes), dataset)
 
 
-def test_small_classes_are_refused_for_a_classifier(tmp_path):
+def test_a_classifier_is_rejected_if_a_class_is_too_small(tmp_path):
     with pytest.raises(ConfigError, match=r"the smallest class has 4 images; allowed: .*5 or more of each class"):
-        choose_extractor(EvaluationConfig(extractor="classifier"), images(tmp_path / "kinds", cat=100, dog=4))
+        choose_extractor(EvaluationConfig(extractor="classifier"), write_images(tmp_path / "kinds", cat=100, dog=4))
 
 
-def test_inception_that_is_not_here(tmp_path, monkeypatch):
-    """Where there may be a network its job brings it, and `check` says so; else nothing is begun."""
+def test_missing_inception_weights_are_downloaded_or_rejected_without_a_network(tmp_path, monkeypatch):
+    """With a network a job downloads the weights, and `check` reports it; with HF_HUB_OFFLINE no job starts."""
     dataset = DatasetConfig(source="folder", path="none")
     inception = EvaluationConfig(extractor="inception", num_samples=3000)
-    _, said = choose_extractor(inception, dataset)
-    assert (
-        "unknown before kairos prepare" in said[0]
-        and str(inception_weights.default_path()) in said[1]
-        and "download" in said[1]
-    )
+    _, notes = choose_extractor(inception, dataset)
+    assert "unknown before kairos prepare" in notes[0]
+    assert str(inception_weights.default_path()) in notes[1] and "download" in notes[1]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(KairosError, match=r"weights-inception.*HF_HUB_OFFLINE.*selfsupervised"):
         choose_extractor(inception, dataset)
 
 
-def write(folder: Path, **sections) -> Path:
-    values = {"experiment": "own", "methods": {"only": {}}, **sections}
-    path = folder / "own.yaml"
+def write_experiment(folder: Path, **sections) -> Path:
+    """Write an experiment file with some sections; returns its path."""
+    values = {"experiment": "one", "methods": {"only": {}}, **sections}
+    path = folder / "one.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
 
 
-def test_check_says_which(tmp_path, capsys):
-    flat = images(tmp_path / "flat", flat=100).model_dump()
-    assert main(["check", str(write(tmp_path, dataset=flat))]) == 0
+def test_check_reports_the_extractor(tmp_path, capsys):
+    flat = write_images(tmp_path / "flat", flat=100).model_dump()
+    assert main(["check", str(write_experiment(tmp_path, dataset=flat))]) == 0
     assert "\nextractor: selfsupervised (auto: no Inception" in capsys.readouterr().out
-    assert main(["check", str(write(tmp_path, evaluation={"extractor": {"name": "classifier", "features": 7}}))]) == 0
+    assert (
+        main(
+            ["check", str(write_experiment(tmp_path, evaluation={"extractor": {"name": "classifier", "features": 7}}))]
+        )
+        == 0
+    )
     assert "\nextractor: classifier (features 7" in capsys.readouterr().out
-    assert main(["check", str(write(tmp_path, dataset=flat, evaluation={"extractor": "classifier"}))]) == 2
+    assert main(["check", str(write_experiment(tmp_path, dataset=flat, evaluation={"extractor": "classifier"}))]) == 2
     assert "no labels" in capsys.readouterr().err
 
 
 @pytest.mark.long
-def test_a_dry_run_settles_the_extractor(tmp_path_factory):
+def test_the_frozen_experiment_of_a_dry_run_contains_the_extractor(tmp_path_factory):
     copy = Copy(tmp_path_factory.mktemp("copy"))
-    write(copy.folder, dataset=images(copy.folder / "flat", flat=100).model_dump())
-    ended = copy.ask_snakemake("--dry-run", config="own.yaml")
+    write_experiment(copy.folder, dataset=write_images(copy.folder / "flat", flat=100).model_dump())
+    ended = copy.ask_snakemake("--dry-run", config="one.yaml")
     assert ended.returncode == 0 and "extractor: selfsupervised (auto" in ended.stderr
-    frozen = next((copy.folder / ".kairos/config").glob("own-*.yaml"))
+    frozen = next((copy.folder / ".kairos/config").glob("one-*.yaml"))
     assert yaml.safe_load(frozen.read_text())["evaluation"]["extractor"]["name"] == "selfsupervised"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_flat_folder_to_its_report(tmp_path, tmp_path_factory):
-    """Images without labels, as they lie in a folder."""
+def test_images_without_labels_run_through_the_pipeline_to_the_report(tmp_path, tmp_path_factory):
+    """The images are in one folder, without a folder per class."""
     from sklearn.datasets import load_digits
 
     copy = Copy(tmp_path_factory.mktemp("copy"))

@@ -1,4 +1,4 @@
-"""Tests that collecting results for the report names missing or damaged parts and rejects incomparable results."""
+"""Collecting results for the report: missing or damaged files are reported, incomparable results are rejected."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from kairos_timesteps.errors import KairosError
 
 @pytest.fixture
 def small(tmp_path):
-    """Two methods and one seed, without a report; free to be changed."""
+    """Results of two methods with one seed, without a report, which a test may change."""
     return results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "adaptive"))
 
 
@@ -28,7 +28,7 @@ def small(tmp_path):
         ("dataset/manifest.json", "kairos prepare"),
     ],
 )
-def test_a_missing_part_is_named_with_the_command_that_makes_it(small, capsys, name, command):
+def test_a_missing_file_is_reported_with_the_command_that_writes_it(small, capsys, name, command):
     config, results = small
     (results / name).unlink()
     assert main(["report", "--config", str(config), "--results", str(results)]) == 1
@@ -37,7 +37,7 @@ def test_a_missing_part_is_named_with_the_command_that_makes_it(small, capsys, n
     assert not (results / "report.html").exists() and not (results / "figures").exists()
 
 
-def test_a_damaged_record_and_a_missing_folder_are_one_message(small, capsys, tmp_path):
+def test_a_damaged_record_and_a_missing_folder_are_reported_in_one_line(small, capsys, tmp_path):
     config, results = small
     (results / "uniform/seed0/training.json").write_text('{"identity": ')
     assert main(["report", "--config", str(config), "--results", str(results)]) == 1
@@ -46,7 +46,7 @@ def test_a_damaged_record_and_a_missing_folder_are_one_message(small, capsys, tm
     assert "nowhere is not a folder" in capsys.readouterr().err
 
 
-def test_evaluations_with_other_reference_statistics_are_refused(small):
+def test_evaluations_with_other_reference_statistics_are_rejected(small):
     config, results = small
     path = results / "uniform/seed0/evaluation/0000400.json"
     record = read_json(path)
@@ -56,7 +56,7 @@ def test_evaluations_with_other_reference_statistics_are_refused(small):
         collect(load(config), results)
 
 
-def test_only_methods_and_seeds_of_the_configuration_count(tmp_path):
+def test_only_methods_and_seeds_of_the_experiment_are_collected(tmp_path):
     _, results = results_tree.write(tmp_path / "wide")
     config, _ = results_tree.write(tmp_path / "narrow", seeds=(1,), methods=("uniform", "p2"))
     collected = collect(load(config), results)
