@@ -1,4 +1,4 @@
-"""Results written by version 0.1.0 in November 2026 are still read: report, comparison, export, MLflow, sampling.
+"""Report, comparison, export, MLflow and sampling still read results of version 0.1.0 (November 2026).
 
 ``fixtures/results_2026_11.tar.xz`` holds a complete experiment of two methods: a tiny DiT, 8 steps, 200 digits. It was
 made by Snakemake from the experiment file that it contains, ``results/kept.yaml``.
@@ -48,7 +48,7 @@ def test_comparison_and_report_read_every_method_and_value(project, capsys):
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_checkpoints_and_milestones_pass_verification(project, capsys, method):
+def test_checkpoints_and_snapshots_pass_verification(project, capsys, method):
     assert main(["verify", f"results/kept/{method}/seed0"]) == 0
     hashes = dict(line.split() for line in capsys.readouterr().out.splitlines())
     recorded = read_json(Path(f"results/kept/{method}/seed0/training.json"))["components"]
@@ -56,7 +56,7 @@ def test_checkpoints_and_milestones_pass_verification(project, capsys, method):
     assert main(["verify", f"results/kept/{method}/seed0/milestones/0000008"]) == 0
 
 
-def test_damage_in_a_checkpoint_is_found(project, tmp_path, capsys):
+def test_damage_in_a_checkpoint_is_detected(project, tmp_path, capsys):
     shutil.copytree(RUN, tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoint.pt"
     content = bytearray(checkpoint.read_bytes())
@@ -66,17 +66,17 @@ def test_damage_in_a_checkpoint_is_found(project, tmp_path, capsys):
     assert "checkpoint.pt" in capsys.readouterr().err
 
 
-def test_samples_of_a_milestone_have_the_recorded_pixels(project, tmp_path):
+def test_samples_of_a_snapshot_have_the_recorded_pixels(project, tmp_path):
     recorded = np.load(RUN / "samples" / "0000008.npz")["images"]
     arguments = ["--milestone", str(RUN / "milestones" / "0000008"), "--out", str(tmp_path / "again.npz")]
     settings = ["--num", str(len(recorded)), "--steps", "4", "--scheduler", "{name: ddim, spacing: trailing}"]
     folders = ["--autoencoder", "results/kept/autoencoder", "--latents", "results/kept/latents"]
     assert main(["sample", *arguments, *settings, *folders]) == 0
     again = np.load(tmp_path / "again.npz")["images"]
-    assert np.abs(again.astype(int) - recorded.astype(int)).max() <= 1  # rounding of another processor
+    assert np.abs(again.astype(int) - recorded.astype(int)).max() <= 1  # another CPU may round differently
 
 
-def test_a_milestone_is_exported_for_the_hub_and_curves_for_tensorboard(project, tmp_path):
+def test_a_snapshot_is_exported_for_the_hub_and_curves_for_tensorboard(project, tmp_path):
     assert main(["export", "hub", str(RUN / "milestones" / "0000008"), "--out", str(tmp_path / "hub")]) == 0
     assert (tmp_path / "hub" / "README.md").is_file() and list((tmp_path / "hub").rglob("*.safetensors"))
     assert main(["export", "tensorboard", "results/kept", "--out", str(tmp_path / "curves")]) == 0
@@ -90,11 +90,11 @@ def test_results_are_imported_into_mlflow(project, tmp_path, monkeypatch):
     address = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     assert main(["track", "results/kept", "--out", str(tmp_path / "tracking.json")]) == 0
-    runs = mlflow.MlflowClient(address).search_runs([each.experiment_id for each in _experiments(address)])
+    runs = mlflow.MlflowClient(address).search_runs([each.experiment_id for each in _list_experiments(address)])
     assert {run.data.params.get("method", run.data.tags.get("method")) for run in runs} >= METHODS
 
 
-def _experiments(address):
+def _list_experiments(address):
     import mlflow
 
     return mlflow.MlflowClient(address).search_experiments()
@@ -124,6 +124,6 @@ def test_training_under_other_code_starts_a_new_run_and_reports_it(project, tmp_
     (folder / "training.json").write_text(json.dumps(record | {"identity": renamed.name}))
     arguments = ["--config", "results/kept.yaml", "--method", "loss_rms", "--seed", "0", "--out", str(folder)]
     assert main(["train", *arguments, "--latents", "results/kept/latents"]) == 0
-    said = capsys.readouterr()
-    assert "new run" in said.err and "code" in said.err and "8 steps computed" in said.err
+    output = capsys.readouterr()
+    assert "new run" in output.err and "code" in output.err and "8 steps computed" in output.err
     assert renamed.is_dir() and load("results/kept.yaml").methods.keys() == METHODS

@@ -1,4 +1,4 @@
-"""Twenty SIGKILLs of one training of adaptive with Min-SNR in two segments change nothing in its result."""
+"""Twenty SIGKILLs of a training run in two segments (adaptive, Min-SNR) change nothing in its result."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from training_case import experiment, make_latents, train_command, write_experim
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS = (200, 400)
-# (point, passage) in the order of the training; every entry is one process that dies
+# (point, passage) in the order of the run; each entry is one process that is killed
 BEFORE_FIRST_CHECKPOINT = [("step", 1), ("step", 7), ("step", 20)]
 INSIDE_CHECKPOINT_WRITE = [
     ("half_written", 1), ("not_synced", 1), ("not_renamed", 2),
@@ -32,18 +32,18 @@ BETWEEN_STEP_AND_SAMPLER = [
 ]
 
 
-def case() -> dict:
+def make_case() -> dict:
     return experiment(training__milestones=list(STEPS), training__segments=2, training__checkpoint_every=25)
 
 
-def killed(commands: Commands, line: list[str], log: Path, point: str, passage: int) -> None:
-    """Run the line until it dies at the point; it must have died by SIGKILL."""
+def kill_at(commands: Commands, line: list[str], log: Path, point: str, passage: int) -> None:
+    """Run the command until SIGKILL ends it at the point."""
     process = commands.start(line, log, point, passage)
     assert commands.wait(process) == -signal.SIGKILL, (point, passage, log.read_text())
 
 
-def killed_after(commands: Commands, line: list[str], log: Path, lock: Path, seconds: float) -> bool:
-    """SIGKILL the line some time after it has taken the training's lock; False if it had finished."""
+def kill_after(commands: Commands, line: list[str], log: Path, lock: Path, seconds: float) -> bool:
+    """Kill the command some seconds after it has locked the run; return False if it had finished."""
     process = commands.start(line, log)
     while not lock.read_text().startswith(f"pid {process} "):
         time.sleep(0.01)
@@ -57,7 +57,7 @@ def killed_after(commands: Commands, line: list[str], log: Path, lock: Path, sec
 
 def test_twenty_kills_change_nothing(tmp_path, commands):
     latents = make_latents(tmp_path / "data")
-    config = write_experiment(tmp_path / "x.yaml", case())
+    config = write_experiment(tmp_path / "x.yaml", make_case())
     alone, out = tmp_path / "alone", tmp_path / "killed"
     log, lock = tmp_path / "log", out / ".state" / "lock"
     segments = (("--milestones", 0, STEPS[0]), ("--milestones", STEPS[1]))
@@ -66,19 +66,19 @@ def test_twenty_kills_change_nothing(tmp_path, commands):
     first, second = (train_command(config, "adaptive", out, latents, *segment) for segment in segments)
     kills, moments = 0, random.Random(0)
     for point, passage in BEFORE_FIRST_CHECKPOINT + INSIDE_CHECKPOINT_WRITE[:3] + BETWEEN_STEP_AND_SAMPLER[:2]:
-        killed(commands, first, log, point, passage)
+        kill_at(commands, first, log, point, passage)
         kills += 1
     for _ in range(3):
-        kills += killed_after(commands, first, log, lock, moments.uniform(0.0, 0.6))
+        kills += kill_after(commands, first, log, lock, moments.uniform(0.0, 0.6))
     assert commands.run(first, log) == 0
-    assert re.search("resumes from step|0 steps to do", log.read_text())  # one checkpoint at least is whole by now
+    assert re.search("resumes from step|0 steps to do", log.read_text())  # by now at least one checkpoint is complete
     for point, passage in INSIDE_CHECKPOINT_WRITE[3:] + BETWEEN_STEP_AND_SAMPLER[2:]:
-        killed(commands, second, log, point, passage)
+        kill_at(commands, second, log, point, passage)
         kills += 1
     for attempt in range(20):
         if kills >= 20:
             break
-        kills += killed_after(commands, second, log, lock, moments.uniform(0.0, 0.5) / (1 + attempt / 4))
+        kills += kill_after(commands, second, log, lock, moments.uniform(0.0, 0.5) / (1 + attempt / 4))
     assert kills >= 20
     assert commands.run(second, log) == 0, log.read_text()
 

@@ -11,23 +11,23 @@ from kairos import ranks
 
 
 def meet_late():
-    """Join, read and meet while rank 0 takes longer than a collective may; returns what `on_first` gives."""
-    ranks.LONGEST_WAIT = 3.0  # a busy machine's processes meet within that
-    late = os.environ["RANK"] == "0"
-    if late:
-        time.sleep(4)  # as a rank that waits for a lock
+    """Join, read and synchronise while rank 0 exceeds the time limit of a collective; return the value that was read."""
+    ranks.LONGEST_WAIT = 3.0  # long enough for processes on a busy machine
+    is_late = os.environ["RANK"] == "0"
+    if is_late:
+        time.sleep(4)  # like a rank that waits for a lock
     ranks.join(2, torch.device("cpu"))
-    read = ranks.on_first(lambda: time.sleep(4) or "read")
-    if late:
-        time.sleep(4)  # as a rank that writes a checkpoint
+    result = ranks.on_first(lambda: time.sleep(4) or "read")
+    if is_late:
+        time.sleep(4)  # like a rank that writes a checkpoint
     ranks.meet()
     assert ranks.add([1.0]) == [2.0]
     ranks.leave()
-    return read
+    return result
 
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-def test_ranks_wait_for_one_that_takes_longer_than_a_step_may(tmp_path):
+def test_ranks_wait_for_a_rank_that_exceeds_the_time_limit_of_a_step(tmp_path):
     assert rank_groups.run(meet_late, tmp_path, 2, join=False) == ["read", "read"]
     assert 60 <= ranks.LONGEST_WAIT <= 600

@@ -13,13 +13,13 @@ from kairos_timesteps.errors import KairosError
 
 @pytest.fixture
 def rank_of_a_launcher(tmp_path, monkeypatch):
-    """Give this process the environment of a rank; the folder is where the first rank that fails leaves its number."""
+    """Environment of a rank in this process; the first failing rank writes its number to the folder."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("KAIROS_RANKS", str(tmp_path))
 
 
 class DistanceError(Exception):
-    """An error of a user's own code."""
+    """Error that user code defines."""
 
 
 @pytest.mark.parametrize(
@@ -32,34 +32,34 @@ class DistanceError(Exception):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_of_the_training_itself_are_reported(rank_of_a_launcher, error):
+def test_errors_of_the_run_itself_are_reported(rank_of_a_launcher, error):
     assert launch.is_first_failure(error)
 
 
-def communication_errors():
-    """Errors that gloo and the store raise where the other rank waits elsewhere, has left, or never came."""
+def yield_communication_errors():
+    """Yield the errors of gloo and the store if the other rank is in another collective, has left, or never joined."""
     store, patience = distributed.HashStore(), timedelta(seconds=0.3)
 
-    def group(name, rank):
+    def connect(name, rank):
         return distributed.ProcessGroupGloo(distributed.PrefixStore(name, store), rank, 2, patience)
 
-    def both(name):
+    def connect_both(name):
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda rank: group(name, rank), range(2)))
+            return list(pool.map(lambda rank: connect(name, rank), range(2)))
 
-    waiting, _other = both("waiting")
-    lonely = both("left")[0]
-    for connected in (waiting, waiting, lonely):
+    waiting, _other = connect_both("waiting")
+    abandoned = connect_both("left")[0]
+    for connected in (waiting, waiting, abandoned):
         with pytest.raises(RuntimeError) as caught:
             connected.allreduce([torch.ones(3)]).wait()
         yield caught.value
     with pytest.raises(RuntimeError) as caught:
-        group("absent", 0)
+        connect("absent", 0)
     yield caught.value
 
 
-def test_errors_of_the_communication_between_ranks_are_left_to_their_cause(rank_of_a_launcher):
-    errors = list(communication_errors())
+def test_communication_errors_between_ranks_are_not_reported_as_first_failure(rank_of_a_launcher):
+    errors = list(yield_communication_errors())
     assert len(errors) == 4
     for error in errors:
         assert not launch.is_first_failure(error), error

@@ -1,4 +1,4 @@
-"""The packages stand in layers, with the code that registries name by strings, and these strings lead somewhere."""
+"""Packages form layers, also with the code that registries contain as strings, and each string leads to code."""
 
 import graphlib
 import importlib
@@ -11,8 +11,8 @@ from kairos_timesteps.registry import Registry
 ROOT = Path(__file__).parents[1]
 
 
-def named() -> list[tuple[str, str]]:
-    """Every module that fills a registry, with each "module:attribute" that it names."""
+def list_registered_code() -> list[tuple[str, str]]:
+    """Return each module that fills a registry, with each "module:attribute" in that registry."""
     modules = []
     for folder in (ROOT / "src", ROOT / "library/src"):
         paths = [path for path in sorted(folder.rglob("*.py")) if "= Registry(" in path.read_text()]
@@ -23,25 +23,29 @@ def named() -> list[tuple[str, str]]:
 
 
 def test_every_name_of_a_registry_leads_to_code():
-    codes = sorted({code for _, code in named()})
+    codes = sorted({code for _, code in list_registered_code()})
     parts = [code.split(":") for code in codes]
     code = [getattr(importlib.import_module(module), attribute, None) for module, attribute in parts]
     assert [name for name, each in zip(codes, code) if not callable(each)] == []
 
 
-def package_of(module: str) -> str:
-    """The package of the pipeline that contains a module; the library counts as one."""
+def find_package(module: str) -> str:
+    """Return the package of the pipeline that contains a module; the library counts as one package."""
     root, *names = module.split(".")
     return ".".join([root, *names[:1]]) if root == "kairos" else root
 
 
-def test_no_package_needs_itself_by_way_of_another():
+def test_no_package_imports_itself_through_others():
     graph = grimp.build_graph("kairos", "kairos_timesteps", cache_dir=None)
-    needs = [(module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)]
-    needs += [(module, code.split(":")[0]) for module, code in named()]
+    needs = [
+        (module, imported) for module in graph.modules for imported in graph.find_modules_directly_imported_by(module)
+    ]
+    needs += [(module, code.split(":")[0]) for module, code in list_registered_code()]
     packages: dict[str, set[str]] = {}
-    for one, other in ((package_of(one), package_of(other)) for one, other in needs):
-        if one != other and {one, other}.isdisjoint({"kairos"}):
-            packages.setdefault(one, set()).add(other)
-    assert len(named()) > 40 and "kairos_timesteps.diffusion.registries" in {module for module, _ in named()}
-    graphlib.TopologicalSorter(packages).prepare()  # raises at a circle
+    for importer, imported in ((find_package(importer), find_package(imported)) for importer, imported in needs):
+        if importer != imported and {importer, imported}.isdisjoint({"kairos"}):
+            packages.setdefault(importer, set()).add(imported)
+    assert len(list_registered_code()) > 40 and "kairos_timesteps.diffusion.registries" in {
+        module for module, _ in list_registered_code()
+    }
+    graphlib.TopologicalSorter(packages).prepare()  # raises CycleError if there is a cycle

@@ -38,6 +38,6 @@ def test_lengths_are_the_exact_quotient_rounded_up(amount, factor, unit, batch_s
 
 
 @pytest.mark.parametrize("length", ["ten steps", 0, "-3 epochs", "5 epoch", "0 images"])
-def test_lengths_that_are_none_are_refused(length):
+def test_invalid_lengths_are_rejected(length):
     with pytest.raises(ValueError, match=r"training.milestones: .*allowed"):
         length_in_steps(length, 64, 1000)

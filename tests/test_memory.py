@@ -1,4 +1,4 @@
-"""A step that a device has not the memory for is refused with the microbatch that fits."""
+"""A step that exceeds the memory of the device is rejected with the micro-batch that fits."""
 
 from contextlib import nullcontext
 
@@ -18,7 +18,7 @@ def latents(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("most", "microbatch", "message"),
+    ("capacity", "microbatch", "message"),
     [
         (
             5,
@@ -30,23 +30,25 @@ def latents(tmp_path_factory):
         (0, None, "allowed: a smaller model: a pass of 1 image does not fit"),
     ],
 )
-def test_the_largest_microbatch_that_fits_is_named(latents, tmp_path, monkeypatch, most, microbatch, message):
-    """The network takes no more than `most` images; a training with the microbatch that is named goes on to its end."""
+def test_the_error_reports_the_largest_microbatch_that_fits(
+    latents, tmp_path, monkeypatch, capacity, microbatch, message
+):
+    """The network accepts at most `capacity` images; a run with the reported micro-batch completes."""
     forward = DiT.forward
 
     def limited(self, x, t, conditions):
-        if len(x) > most:
+        if len(x) > capacity:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, x, t, conditions)
 
     monkeypatch.setattr(DiT, "forward", limited)
     plain = experiment(training__microbatch=microbatch, training__milestones=[2])
-    with pytest.raises(KairosError) if message else nullcontext() as refused:
+    with pytest.raises(KairosError) if message else nullcontext() as raised:
         train(plain, "uniform", 0, tmp_path / "out", latents, [0, 2])
-    assert message is None or message in str(refused.value)
+    assert message is None or message in str(raised.value)
 
 
-def test_what_lies_beside_the_passes_is_told_apart(latents, tmp_path, monkeypatch):
+def test_memory_outside_of_the_forward_passes_is_reported_separately(latents, tmp_path, monkeypatch):
     """If the optimiser or the sampler runs out of memory, smaller passes do not help."""
     monkeypatch.setattr(torch.optim.Adam, "step", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError("")))
     with pytest.raises(KairosError, match="a pass of 16 images alone fits"):

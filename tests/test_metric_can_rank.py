@@ -1,4 +1,4 @@
-"""The distance cannot rank methods where real images do not score clearly below a fitted Gaussian: who reports it."""
+"""Reports of a distance that cannot rank methods, because real images do not score clearly below a fitted Gaussian."""
 
 import json
 
@@ -20,7 +20,7 @@ from report_page import page_of
 METRIC = results_tree.METRIC
 
 
-def reference(real: float, real_error: float, gaussian: float, gaussian_error: float | None) -> dict:
+def make_reference(real: float, real_error: float, gaussian: float, gaussian_error: float | None) -> dict:
     rows = {"floor": (real, real_error), "gaussian": (gaussian, gaussian_error)}
     return {
         "metric": METRIC,
@@ -32,7 +32,7 @@ def reference(real: float, real_error: float, gaussian: float, gaussian_error: f
 @pytest.mark.parametrize(
     ("real", "real_error", "gaussian", "gaussian_error", "ranks"),
     [
-        (652, 181, 367, 24, False),  # 400 images, as the issue measured them
+        (652, 181, 367, 24, False),  # measured with 400 images
         (250, 80, 367, 24, False),  # below, but not clearly
         (100, 20, 367, 24, True),
         (100, 20, 367, None, True),  # one set of samples: no standard deviation of the Gaussian
@@ -41,21 +41,21 @@ def reference(real: float, real_error: float, gaussian: float, gaussian_error: f
     ],
 )
 def test_separation_takes_the_standard_deviations_into_account(real, real_error, gaussian, gaussian_error, ranks):
-    said = cannot_rank(reference(real, real_error, gaussian, gaussian_error))
-    assert (said is None) == ranks
-    if said:
-        assert METRIC in said and str(real) in said and str(gaussian) in said
+    message = cannot_rank(make_reference(real, real_error, gaussian, gaussian_error))
+    assert (message is None) == ranks
+    if message:
+        assert METRIC in message and str(real) in message and str(gaussian) in message
 
 
-def test_nothing_is_claimed_without_both_rows():
-    record = reference(652, 181, 367, 24)
+def test_there_is_no_warning_without_both_rows():
+    record = make_reference(652, 181, 367, 24)
     del record["rows"]["floor"]
     assert cannot_rank(record) is None
 
 
 @pytest.fixture
-def poor(tmp_path, monkeypatch):
-    """An experiment whose real images score above the Gaussian; its file and its results."""
+def unranked(tmp_path, monkeypatch):
+    """Experiment whose real images score above the Gaussian: its file and its results."""
     config, results = results_tree.write(tmp_path, methods=("uniform", "min_snr"))
     file = results / "reference/reference.json"
     record = read_json(file)
@@ -69,8 +69,8 @@ def poor(tmp_path, monkeypatch):
     return config, results
 
 
-def test_findings_lead_with_it(poor):
-    config, folder = poor
+def test_findings_start_with_the_warning(unranked):
+    config, folder = unranked
     results = collect(load(config), folder)
     verdict = findings.summarise_outcome(results, compare_methods(results))
     assert METRIC in verdict[0] and "652" in verdict[0] and "367" in verdict[0] and "primary_metric" in verdict[0]
@@ -79,25 +79,25 @@ def test_findings_lead_with_it(poor):
     assert "cannot rank" not in " ".join(findings.summarise_outcome(results, compare_methods(results)))
 
 
-def test_compare_leads_with_it(poor, capsys):
-    _, folder = poor
+def test_compare_starts_with_the_warning(unranked, capsys):
+    _, folder = unranked
     assert main(["compare", str(folder)]) == 0
     first, *_ = capsys.readouterr().err.splitlines()
     assert METRIC in first and "652" in first and "367" in first and "primary_metric" in first
 
 
-def test_the_index_shows_it(poor, tmp_path):
-    assert main(["compare", "--index", str(poor[1].parent)]) == 0
-    assert "652" in (poor[1].parent / "index.html").read_text()
+def test_the_index_shows_the_warning(unranked, tmp_path):
+    assert main(["compare", "--index", str(unranked[1].parent)]) == 0
+    assert "652" in (unranked[1].parent / "index.html").read_text()
 
 
-def test_check_reports_it_from_results_with_equal_settings(poor, capsys):
-    config, _ = poor
+def test_check_warns_from_results_with_equal_settings_only(unranked, capsys):
+    config, _ = unranked
     assert main(["check", str(config)]) == 0
-    told = capsys.readouterr().out
-    assert METRIC in told and "652" in told and told.index("652") < told.index("milestones")
+    output = capsys.readouterr().out
+    assert METRIC in output and "652" in output and output.index("652") < output.index("milestones")
     values = yaml.safe_load(config.read_text())
-    values["evaluation"]["num_samples"] = 300  # the recorded rows are of other sets
+    values["evaluation"]["num_samples"] = 300  # the recorded rows belong to other sample sets
     config.write_text(yaml.safe_dump(values))
     assert main(["check", str(config)]) == 0
     assert "652" not in capsys.readouterr().out
@@ -108,30 +108,30 @@ def test_check_warns_of_few_images_for_a_trained_extractor(tmp_path, monkeypatch
     values = results_tree.experiment() | {"dataset": {"source": "digits", "limit": 400, "heldout": 0.2}}
     values["evaluation"] |= {"num_samples": 80}
 
-    def told() -> str:
+    def run_check() -> str:
         (tmp_path / "few.yaml").write_text(yaml.safe_dump(values))
         assert main(["check", "few.yaml"]) == 0
         return capsys.readouterr().out
 
-    assert "primary_metric" in told() and "320" in told()
+    assert "primary_metric" in run_check() and "320" in run_check()
     values["evaluation"]["primary_metric"] = "validation"
-    assert "320" not in told()
+    assert "320" not in run_check()
     values["evaluation"]["primary_metric"] = "distance"
     values["dataset"]["limit"] = None
-    assert "primary_metric" not in told()
+    assert "primary_metric" not in run_check()
 
 
-def with_validation(config) -> dict:
+def rank_by_validation(config) -> dict:
     values = yaml.safe_load(config.read_text())
     values["evaluation"]["primary_metric"] = "validation"
     config.write_text(yaml.safe_dump(values, sort_keys=False))
     return values
 
 
-def test_validation_loss_ranks_methods(poor, capsys):
-    config, folder = poor
-    by_distance = validate(yaml.safe_load(config.read_text())).plain()
-    with_validation(config)
+def test_validation_loss_ranks_methods(unranked, capsys):
+    config, folder = unranked
+    plain = validate(yaml.safe_load(config.read_text())).plain()
+    rank_by_validation(config)
     results = collect(load(config), folder)
     rows = compare_methods(results)
     losses = {
@@ -139,39 +139,39 @@ def test_validation_loss_ranks_methods(poor, capsys):
     }
     assert [row.method for row in rows] == sorted(losses, key=losses.get)
     assert [row.curve.mean[-1] for row in rows] == pytest.approx(sorted(losses.values()))
-    told = findings.summarise_outcome(results, rows)
-    assert not any("Fréchet" in sentence for sentence in told) and any(
-        "alidation loss" in sentence for sentence in told
+    outcome = findings.summarise_outcome(results, rows)
+    assert not any("Fréchet" in sentence for sentence in outcome) and any(
+        "alidation loss" in sentence for sentence in outcome
     )
     assert any("652" in warning for warning in findings.find_warnings(results))
     assert main(["compare", str(config), "--format", "json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert {row["metric"] for row in table} == {"val_loss"}
-    assert "primary_metric" not in by_distance["evaluation"], "files without it stay what they were, to the hash"
+    assert "primary_metric" not in plain["evaluation"], "the field must not change the hash of experiments without it"
 
 
-def test_validation_losses_of_two_autoencoders_are_not_compared(poor, tmp_path):
-    config, folder = poor
-    with_validation(config)
+def test_validation_losses_of_two_autoencoders_are_not_compared(unranked, tmp_path):
+    config, folder = unranked
+    rank_by_validation(config)
     other_config, other = results_tree.write(tmp_path / "other", methods=("uniform", "min_snr"))
-    with_validation(other_config)
+    rank_by_validation(other_config)
 
-    def joined():
-        found = collect(load(config), folder), collect(load(other_config), other)
-        return join_experiments([(results, results.methods) for results in found])
+    def join():
+        collected = collect(load(config), folder), collect(load(other_config), other)
+        return join_experiments([(results, results.methods) for results in collected])
 
-    assert len(joined().methods) == 4
+    assert len(join().methods) == 4
     manifest = read_json(other / "autoencoder/manifest.json") | {"sha256": "b" * 64}
     write_json(other / "autoencoder/manifest.json", manifest)
     for file in other.glob("*/seed*/milestones/*/milestone.json"):
         write_json(file, read_json(file) | {"autoencoder_sha256": "b" * 64})
     with pytest.raises(KairosError, match="autoencoder"):
-        joined()
+        join()
 
 
-def test_the_page_of_an_experiment_that_the_validation_loss_ranks(poor):
-    config, folder = poor
-    with_validation(config)
+def test_the_page_shows_validation_loss_and_distance_if_the_loss_ranks(unranked):
+    config, folder = unranked
+    rank_by_validation(config)
     html = page_of(config, folder)
     assert "val_loss ↓" in html and METRIC in html
 

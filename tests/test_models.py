@@ -1,4 +1,4 @@
-"""Backbones: published sizes, saved files that others open, odd sizes, conditions."""
+"""Backbones: published sizes, saved files that diffusers opens, odd image sizes, conditions."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from kairos_timesteps.options import dump
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
 
 
-def parameters(model) -> int:
+def count_parameters(model) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -26,7 +26,7 @@ def test_dit_has_the_published_sizes(name, options, millions):
     classes = {"class": {"kind": "class", "num_classes": 1000}}
     with torch.device("meta"):
         model = build({"name": "dit", "conditions": ["class"], **options}, (4, 32, 32), classes)
-    assert parameters(model) / 1e6 == pytest.approx(millions, rel=0.02)
+    assert count_parameters(model) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_dit_has_the_published_sizes(name, options, millions):
         ("ddpmpp", {"multipliers": [2, 2]}, False),
     ],
 )
-def test_a_published_size_is_named_only_where_the_model_has_it(name, options, kept):
+def test_the_size_field_is_omitted_if_other_options_override_it(name, options, kept):
     model = {"name": name, **dump(MODELS.parse(name, options, "model"))}
     assert omit_overridden_size(model) == {key: value for key, value in model.items() if kept or key != "size"}
 
@@ -57,24 +57,24 @@ def test_dit_has_the_published_parameter_names():
     }  # fmt: skip
 
 
-def test_dit_starts_as_zero_and_its_blocks_as_identity():
+def test_dit_initially_predicts_zero():
     model = build({"name": "dit", "width": 16, "depth": 2, "heads": 2}, (3, 8, 4), {})
     assert (model(torch.randn(2, 3, 8, 4), torch.tensor([0, 9]), {}) == 0).all()
 
 
-def test_dit_tells_position_time_and_class():
+def test_dit_depends_on_position_time_and_class():
     model = build({"name": "dit", "width": 16, "depth": 1, "heads": 2, "conditions": ["class"]}, (1, 4, 4), CLASSES)
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.2)
     x, t = torch.ones(2, 1, 4, 4), torch.tensor([5, 5])
-    same = model(x, t, {"class": torch.tensor([3, 3])})
-    assert torch.allclose(same[0], same[1]) and same[0, 0, 0, 0] != same[0, 0, 2, 0] != same[0, 0, 0, 2]
-    assert not torch.allclose(same, model(x, t + 300, {"class": torch.tensor([3, 3])}))
-    assert not torch.allclose(same, model(x, t, {"class": torch.tensor([4, 10])}))
+    output = model(x, t, {"class": torch.tensor([3, 3])})
+    assert torch.allclose(output[0], output[1]) and output[0, 0, 0, 0] != output[0, 0, 2, 0] != output[0, 0, 0, 2]
+    assert not torch.allclose(output, model(x, t + 300, {"class": torch.tensor([3, 3])}))
+    assert not torch.allclose(output, model(x, t, {"class": torch.tensor([4, 10])}))
 
 
-def test_refusals():
+def test_impossible_models_are_rejected():
     with pytest.raises(KairosError, match=r"model.patch: got 3 .* divisor"):
         build({"name": "dit", "patch": 3}, (1, 8, 8), {})
     with pytest.raises(KairosError, match=r"model.conditions: got \['class'\].*conditions of the data set"):
@@ -82,12 +82,12 @@ def test_refusals():
 
 
 @pytest.mark.long
-def test_unet_is_the_published_one_and_opens_in_diffusers(tmp_path):
+def test_unet_has_the_published_size_and_opens_in_diffusers(tmp_path):
     from diffusers import UNet2DModel
 
     with torch.device("meta"):
         published = build({"name": "unet"}, (3, 32, 32), {})
-    assert parameters(published) / 1e6 == pytest.approx(35.7, abs=0.05)
+    assert count_parameters(published) / 1e6 == pytest.approx(35.7, abs=0.05)
     options = {
         "init": "diffusers",
         "name": "unet",
@@ -114,7 +114,7 @@ def test_unet_is_the_published_one_and_opens_in_diffusers(tmp_path):
     assert not torch.allclose(both[0], both[1])
 
 
-def test_unet_starts_as_ddpms_and_predicts_nothing():
+def test_unet_has_ddpms_initialisation_and_initially_predicts_zero():
     options = {"name": "unet", "channels": 8, "multipliers": [1, 2], "blocks": 1, "attention": [4], "norm_groups": 4}
     x, t = torch.randn(2, 1, 8, 8), torch.tensor([0, 999])
     torch.manual_seed(0)
@@ -128,11 +128,11 @@ def test_unet_starts_as_ddpms_and_predicts_nothing():
 
 
 @pytest.mark.parametrize("name", ["dit", "unet"])
-def test_a_backbone_gives_as_many_channels_as_it_is_asked_for(name, tmp_path):
+def test_a_backbone_has_the_requested_number_of_output_channels(name, tmp_path):
     options = {"dit": {"width": 16, "depth": 1, "heads": 2}, "unet": {"channels": 8, "norm_groups": 4, "attention": []}}
-    built = {"name": name, **options[name]}, (3, 8, 8), {}, 6
-    model = build(*built)
+    arguments = {"name": name, **options[name]}, (3, 8, 8), {}, 6
+    model = build(*arguments)
     x, t = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
     assert model.eval()(x, t, {}).shape == (2, 6, 8, 8)
     save(model, tmp_path)
-    assert torch.equal(load(tmp_path, *built)(x, t, {}), model(x, t, {}))
+    assert torch.equal(load(tmp_path, *arguments)(x, t, {}), model(x, t, {}))

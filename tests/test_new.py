@@ -1,4 +1,4 @@
-"""kairos new: an experiment file for a folder never used before, and the time that it says."""
+"""kairos new writes an experiment file for an unknown folder of images and estimates its time."""
 
 import re
 import time
@@ -13,14 +13,14 @@ from sklearn.datasets import load_digits
 from kairos.cli import main
 from kairos.config import load
 from kairos.costs import new_experiment
-from test_beforehand import folder
+from test_beforehand import write_digits
 from test_schema import SCHEMA
 from workflow_copy import Copy
 
 
 @pytest.fixture
-def written(tmp_path, monkeypatch, capsys):
-    """Write a file for some images without measuring anything; what is in it, and its lines."""
+def write_for(tmp_path, monkeypatch, capsys):
+    """Function that writes a file for a folder of images without measuring; returns its values and its text."""
     monkeypatch.chdir(tmp_path)
 
     def call(images: Path, gpu: str | None = None) -> tuple[dict, str]:
@@ -36,14 +36,14 @@ def written(tmp_path, monkeypatch, capsys):
         assert load("mine.yaml").experiment == "mine"
         assert main(["check", "mine.yaml"]) == 0
         bare = [line for line in text.splitlines() if line and "#" not in line and not line.endswith(":")]
-        assert not bare, "a reason on each line"
+        assert not bare, "each line needs a comment with its reason"
         return values, text
 
     return call
 
 
-def test_classes_and_sizes(written, tmp_path):
-    values, text = written(folder(tmp_path / "x", [(28, 28)] * 30 + [(40, 28)] * 3))
+def test_classes_and_image_sizes_determine_the_experiment(write_for, tmp_path):
+    values, text = write_for(write_digits(tmp_path / "x", [(28, 28)] * 30 + [(40, 28)] * 3))
     assert values["dataset"]["resolution"] == 32 and values["dataset"]["color"] == "grey"
     assert values["model"]["conditions"] == ["class"] and values["training"]["milestones"] == [650, 1300, 2600]
     assert "330 images in 2 folders, which are classes; the smallest has 165" in text
@@ -53,46 +53,46 @@ def test_classes_and_sizes(written, tmp_path):
     assert values["evaluation"]["num_samples"] == 66
 
 
-def test_flat_coloured_and_few(written, tmp_path):
+def test_few_colour_images_without_classes_get_a_selfsupervised_extractor(write_for, tmp_path):
     (tmp_path / "flat").mkdir()
     for number, pixels in enumerate(load_digits().images[:40]):
         grey = Image.fromarray((pixels * 15).astype("uint8"))
         Image.merge("RGB", (grey, grey.transpose(0), grey)).save(tmp_path / f"flat/{number}.png")
-    values, text = written(tmp_path / "flat")
+    values, text = write_for(tmp_path / "flat")
     assert values["dataset"]["resolution"] == 8 and values["autoencoder"] == {"kind": "none"}
     assert values["dataset"]["color"] == "rgb" and values["model"]["conditions"] == []
     assert values["evaluation"]["extractor"]["name"] == "selfsupervised" and "without labels" in text
 
 
-def test_a_gpu_has_larger_images_and_networks(written, tmp_path):
-    values, text = written(folder(tmp_path / "x", [(300, 300)] * 20), gpu="A100, 80 GiB")
+def test_a_gpu_gets_larger_images_and_networks(write_for, tmp_path):
+    values, text = write_for(write_digits(tmp_path / "x", [(300, 300)] * 20), gpu="A100, 80 GiB")
     assert values["dataset"]["resolution"] == 256 and values["model"]["size"] == "s/2" and "A100, 80 GiB" in text
 
 
-def test_few_images_are_ranked_by_the_validation_loss_and_many_by_the_distance(written, tmp_path):
-    few, _ = written(folder(tmp_path / "few", [(8, 8)] * 20))
+def test_few_images_are_ranked_by_the_validation_loss_and_many_by_the_distance(write_for, tmp_path):
+    few, _ = write_for(write_digits(tmp_path / "few", [(8, 8)] * 20))
     assert few["evaluation"]["primary_metric"] == "validation"
-    many, _ = written(folder(tmp_path / "many", [(8, 8)] * 130))
+    many, _ = write_for(write_digits(tmp_path / "many", [(8, 8)] * 130))
     assert many["evaluation"].get("primary_metric", "distance") == "distance"
     assert few["evaluation"]["extractor"]["steps"] < many["evaluation"]["extractor"]["steps"] < 600
 
 
-def test_a_proposal_that_takes_longer_than_wanted_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
+def test_an_experiment_that_takes_longer_than_requested_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    images = folder(tmp_path / "x", [(8, 8)] * 4)
+    images = write_digits(tmp_path / "x", [(8, 8)] * 4)
 
-    def told(seconds: float) -> list[str]:
+    def list_warnings(seconds: float) -> list[str]:
         monkeypatch.setattr(new_experiment, "_find_steps", lambda experiment, facts: (500, seconds))
         (tmp_path / "mine.yaml").unlink(missing_ok=True)
         assert main(["new", "mine.yaml", "--data", str(images), "--minutes", "30"]) == 0
         return [line for line in capsys.readouterr().out.splitlines() if "--minutes" in line]
 
-    assert told(29 * 60) == []
-    (line,) = told(50 * 60)
+    assert list_warnings(29 * 60) == []
+    (line,) = list_warnings(50 * 60)
     assert "30" in line and "50:00" in line and "500" in line
 
 
-def test_progress_of_the_short_run():
+def test_progress_lines_show_jobs_rate_and_remaining_time():
     output = """Job stats:
 job            count
 -----------  -------
@@ -118,39 +118,39 @@ rule evaluate:
 
 def test_images_and_files_that_cannot_be_used_are_rejected_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    images = folder(tmp_path / "x", [(8, 8)] * 5)
+    images = write_digits(tmp_path / "x", [(8, 8)] * 5)
     (images / "a/000.png").write_bytes(b"")
     (images / "b/001.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20))
     (tmp_path / "empty").mkdir()
     (tmp_path / "there.yaml").write_text("mine")
-    folder(tmp_path / "few", [(8, 8)] * 3)
+    write_digits(tmp_path / "few", [(8, 8)] * 3)
 
-    def refused(line: str) -> str:
+    def read_rejection(line: str) -> str:
         assert main(["new", *line.split()]) in (1, 2)
-        said = capsys.readouterr().err
-        assert "Traceback" not in said
-        return said
+        errors = capsys.readouterr().err
+        assert "Traceback" not in errors
+        return errors
 
-    assert "there.yaml already exists" in refused("there.yaml --data x")
-    assert "no/mine.yaml" in refused("no/mine.yaml --data x")
-    assert "empty" in refused("mine.yaml --data empty")
-    assert "none" in refused("mine.yaml --data none")
-    unreadable = refused("mine.yaml --data x")
+    assert "there.yaml already exists" in read_rejection("there.yaml --data x")
+    assert "no/mine.yaml" in read_rejection("no/mine.yaml --data x")
+    assert "empty" in read_rejection("mine.yaml --data empty")
+    assert "none" in read_rejection("mine.yaml --data none")
+    unreadable = read_rejection("mine.yaml --data x")
     assert all(name in unreadable for name in ("2 images", "a/000.png", "b/001.png"))
-    assert re.search("30 images.*allowed: 40", refused("mine.yaml --data few"))
-    assert "--minutes: got nan" in refused("mine.yaml --data few --minutes nan")
+    assert re.search("30 images.*allowed: 40", read_rejection("mine.yaml --data few"))
+    assert "--minutes: got nan" in read_rejection("mine.yaml --data few --minutes nan")
     assert (tmp_path / "there.yaml").read_text() == "mine" and not (tmp_path / "mine.yaml").exists()
     for name in ("a/000.png", "b/001.png"):
         (images / name).unlink()
-    assert "no Snakefile in" in refused("mine.yaml --data x")
+    assert "no Snakefile in" in read_rejection("mine.yaml --data x")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_the_time_that_it_says_is_the_time_that_it_takes(tmp_path):
-    """Against a real clock; the machine may be busier in one of the two than in the other."""
+def test_the_estimated_time_is_close_to_the_measured_time(tmp_path):
+    """The tolerance is wide because the load of the machine may differ between estimate and run."""
     copy = Copy(tmp_path / "copy")
-    images = folder(tmp_path / "x", [(8, 8)] * 20)
+    images = write_digits(tmp_path / "x", [(8, 8)] * 20)
     ended = copy.run("kairos", "new", "mine.yaml", "--data", str(images), "--minutes", "0.1")
     assert ended.returncode == 0, ended.stderr
     for stage in ("prepare", "extractor", "train", "evaluate"):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules and averages of weights against their formulas, and what they refuse."""
+"""Learning-rate schedules and averages of weights: values of their formulas, and rejected options."""
 
 import math
 
@@ -14,49 +14,52 @@ from kairos_timesteps.errors import KairosError
 from training_case import experiment, make_latents
 
 
-def factor(name, step, length=0, **options):
+def compute_factor(name, step, length=0, **options):
     return SCHEDULES.entry(name).load()(SCHEDULES.parse(name, options), step, length)
 
 
-def share(name, step, batch_size=1, **options):
+def compute_decay(name, step, batch_size=1, **options):
     return AVERAGES.entry(name).load()(AVERAGES.parse(name, options), step, batch_size)
 
 
-def test_schedules():
-    assert [factor("constant", step) for step in (0, 10**6)] == [1, 1]
-    assert [factor("cosine", step, 100) for step in (0, 50, 100, 200)] == pytest.approx([1, 0.5, 0, 0])
-    assert factor("cosine", 100, 100, final=0.1) == pytest.approx(0.1)
-    assert [factor("inverse_sqrt", step, reference=100) for step in (0, 100, 400)] == pytest.approx([1, 1, 0.5])
+def test_schedules_equal_their_formulas():
+    assert [compute_factor("constant", step) for step in (0, 10**6)] == [1, 1]
+    assert [compute_factor("cosine", step, 100) for step in (0, 50, 100, 200)] == pytest.approx([1, 0.5, 0, 0])
+    assert compute_factor("cosine", 100, 100, final=0.1) == pytest.approx(0.1)
+    assert [compute_factor("inverse_sqrt", step, reference=100) for step in (0, 100, 400)] == pytest.approx([1, 1, 0.5])
 
 
-def test_a_decay_before_each_judged_step():
-    rates = [factor("decays", step, at=[100, 200], share=0.2) for step in (0, 80, 90, 99, 100, 160, 180, 199, 200, 900)]
+def test_the_rate_decays_before_each_evaluated_step():
+    rates = [
+        compute_factor("decays", step, at=[100, 200], share=0.2)
+        for step in (0, 80, 90, 99, 100, 160, 180, 199, 200, 900)
+    ]
     assert rates == pytest.approx([1, 1, 0.5, 0.05, 1, 1, 0.5, 0.025, 1, 1])
     for wrong in ([], [0, 5], [5, 5], [6, 5]):
         with pytest.raises(KairosError, match=r"at: got .*, allowed: steps, 1 or more, increasing"):
             SCHEDULES.parse("decays", {"at": wrong})
 
 
-def test_half_life_is_in_images_and_grows_with_them():
-    assert share("half_life", 10**6, 64, images=6400.0, rampup=None) ** 100 == pytest.approx(0.5)
-    assert share("half_life", 10, 64, images=1e9, rampup=0.05) == pytest.approx(0.5 ** (1 / (10 * 0.05)))
+def test_half_life_counts_images_and_grows_with_them():
+    assert compute_decay("half_life", 10**6, 64, images=6400.0, rampup=None) ** 100 == pytest.approx(0.5)
+    assert compute_decay("half_life", 10, 64, images=1e9, rampup=0.05) == pytest.approx(0.5 ** (1 / (10 * 0.05)))
 
 
 @pytest.mark.parametrize("width", [0.05, 0.1, 0.2])
-def test_the_power_functions_profile_has_the_width_asked_for(width):
-    """The standard deviation of the profile, relative to the length of the training (Karras et al. 2024)."""
+def test_the_profile_of_the_power_function_has_the_requested_width(width):
+    """The width is the standard deviation of the profile relative to the length of the run (Karras et al. 2024)."""
     steps = 4000
     weights, left = np.empty(steps), 1.0
     for step in reversed(range(steps)):
-        beta = share("power", step, width=width)
+        beta = compute_decay("power", step, width=width)
         weights[step], left = left * (1 - beta), left * beta
     t = (np.arange(steps) + 1) / steps
     mean = (weights * t).sum()
-    assert weights.sum() == pytest.approx(1) and left == 0  # nothing of the initial weights is left
+    assert weights.sum() == pytest.approx(1) and left == 0  # the initial weights have no share
     assert math.sqrt((weights * (t - mean) ** 2).sum()) == pytest.approx(width, rel=5e-3)
 
 
-def test_an_average_keeps_what_are_no_real_numbers():
+def test_an_average_copies_integers():
     live = {"w": torch.zeros(2), "count": torch.tensor(3)}
     average = optim.Average(live, lambda step: 0.75)
     live["w"] += 1
@@ -70,18 +73,18 @@ def latents(tmp_path_factory):
     return make_latents(tmp_path_factory.mktemp("data"))
 
 
-def test_a_schedule_that_knows_its_length_refuses_another(latents, tmp_path):
+def test_a_schedule_with_a_length_rejects_another_length(latents, tmp_path):
     plain = experiment({"uniform": {}}, training__schedule="cosine")
-    train(plain, "uniform", 0, tmp_path, latents, [0, 20])  # a part of it, on the way to 40
+    train(plain, "uniform", 0, tmp_path, latents, [0, 20])  # the first half of the schedule of 40 steps
     longer = experiment({"uniform": {}}, training__schedule="cosine", training__milestones=[20, 80])
-    with pytest.raises(KairosError, match="got a length of 80 steps, .* a length of 40; allowed: that length"):
+    with pytest.raises(KairosError, match=r"got a length of 80 steps, .* a length of 40; allowed: that length"):
         train(longer, "uniform", 0, tmp_path, latents, [0, 20, 80])
     train(plain, "uniform", 0, tmp_path, latents, [0, 20, 40])
     last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
     assert '"step": 40' in last and read_json(tmp_path / "training.json")["steps"] == 40
 
 
-def test_what_is_logged_changes_nothing(latents, tmp_path):
+def test_the_logging_interval_changes_no_result(latents, tmp_path):
     for every in (1, 7):
         plain = experiment({"edm2": {"sampler": "loss_rms", "weighting": "edm2"}}, training__log_every=every)
         train(plain, "edm2", 0, tmp_path / str(every), latents, [0, 21])
