@@ -11,7 +11,7 @@ from kairos import ranks
 
 
 def meet_late():
-    """Join, read and synchronise while rank 0 exceeds the time limit of a collective; return the value that was read."""
+    """Join, read and synchronise while rank 0 exceeds the time limit of a collective; return the value read."""
     ranks.LONGEST_WAIT = 3.0  # long enough for processes on a busy machine
     is_late = os.environ["RANK"] == "0"
     if is_late:

@@ -1,4 +1,4 @@
-"""``kairos plan``: what it counts is what models, strategies and files really are."""
+"""Estimates of ``kairos plan`` equal real networks, strategies and files."""
 
 import json
 import time
@@ -44,58 +44,62 @@ SMALL = {
     ("model", "shape", "conditions", "millions", "gflop"),
     [(UNET, (3, 32, 32), {}, 35.7, 12.4), (DIT_XL, (4, 32, 32), CLASS, 674.8, 237.3)],
 )
-def test_published_sizes(model: Any, shape: Any, conditions: Any, millions: float, gflop: float) -> None:
-    """DDPM's U-Net for CIFAR-10; DiT-XL/2 at 256x256, of 118.64 Gflops of two operations each."""
-    found = count_network_cost(model, shape, conditions, 2)
-    assert found.parameters / 1e6 == pytest.approx(millions, abs=0.06)
-    assert found.forward_flops / found.samples / 1e9 == pytest.approx(gflop, rel=0.01)
-    assert found.backward_flops == pytest.approx(2 * found.forward_flops, rel=0.03)
+def test_published_parameters_and_operations(
+    model: Any, shape: Any, conditions: Any, millions: float, gflop: float
+) -> None:
+    """DDPM's U-Net for CIFAR-10, and DiT-XL/2 at 256x256 with 118.64 Gflops of two operations each."""
+    cost = count_network_cost(model, shape, conditions, 2)
+    assert cost.parameters / 1e6 == pytest.approx(millions, abs=0.06)
+    assert cost.forward_flops / cost.samples / 1e9 == pytest.approx(gflop, rel=0.01)
+    assert cost.backward_flops == pytest.approx(2 * cost.forward_flops, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["dit", "unet"])
-def test_counts_are_those_of_the_real_network(name: str) -> None:
-    """Parameters exactly, operations as torch counts them while it computes, memory as the backward pass keeps it."""
-    found = count_network_cost(SMALL[name], (3, 16, 16), {}, 5)
+def test_counts_equal_those_of_the_real_network(name: str) -> None:
+    """Parameters and operations are exact, and activation memory agrees with the tensors saved for backward within 2 %."""
+    cost = count_network_cost(SMALL[name], (3, 16, 16), {}, 5)
     network = models.build(SMALL[name], (3, 16, 16), {}).train()
-    assert found.parameters == sum(value.numel() for value in network.parameters() if value.requires_grad)
-    assert found.parameters + found.fixed_parameters == sum(value.numel() for value in network.parameters())
-    assert found.saved_values == sum(value.numel() for value in network.weights().values())
-    assert found.saved_tensors == len(network.weights())
-    own = {value.untyped_storage().data_ptr() for value in network.parameters()}
-    kept: dict[int, torch.Tensor] = {}
+    assert cost.parameters == sum(value.numel() for value in network.parameters() if value.requires_grad)
+    assert cost.parameters + cost.fixed_parameters == sum(value.numel() for value in network.parameters())
+    assert cost.saved_values == sum(value.numel() for value in network.weights().values())
+    assert cost.saved_tensors == len(network.weights())
+    parameter_storages = {value.untyped_storage().data_ptr() for value in network.parameters()}
+    saved: dict[int, torch.Tensor] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     x, t = torch.randn(5, 3, 16, 16), torch.arange(5)
     with (
         FlopCounterMode(display=False) as forward,
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
     ):
         output = network(x, t, {})
     with FlopCounterMode(display=False) as backward:
         output.square().mean().backward()
-    assert (found.forward_flops, found.backward_flops) == (forward.get_total_flops(), backward.get_total_flops())
-    bytes_ = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in own)
-    assert found.activation_bytes == pytest.approx(bytes_, rel=0.02)
+    assert (cost.forward_flops, cost.backward_flops) == (forward.get_total_flops(), backward.get_total_flops())
+    bytes_ = sum(
+        tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in parameter_storages
+    )
+    assert cost.activation_bytes == pytest.approx(bytes_, rel=0.02)
 
 
-def test_precision_and_batch() -> None:
-    found = {
+def test_memory_and_operations_scale_with_precision_and_batch() -> None:
+    costs = {
         precision: count_network_cost(SMALL["dit"], (3, 16, 16), {}, 8, precision)
         for precision in ("fp32", "bf16", "fp64")
     }
-    assert found["fp64"].activation_bytes == pytest.approx(2 * found["fp32"].activation_bytes, rel=0.05)
-    assert 0.4 < found["bf16"].activation_bytes / found["fp32"].activation_bytes < 0.9
-    assert found["bf16"].forward_flops == found["fp32"].forward_flops
+    assert costs["fp64"].activation_bytes == pytest.approx(2 * costs["fp32"].activation_bytes, rel=0.05)
+    assert 0.4 < costs["bf16"].activation_bytes / costs["fp32"].activation_bytes < 0.9
+    assert costs["bf16"].forward_flops == costs["fp32"].forward_flops
     twice = count_network_cost(SMALL["dit"], (3, 16, 16), {}, 16)
-    assert twice.forward_flops == 2 * found["fp32"].forward_flops
-    assert twice.activation_bytes == pytest.approx(2 * found["fp32"].activation_bytes, rel=0.02)
+    assert twice.forward_flops == 2 * costs["fp32"].forward_flops
+    assert twice.activation_bytes == pytest.approx(2 * costs["fp32"].activation_bytes, rel=0.02)
 
 
-class Counting(nn.Module):
-    """The smallest network, which counts the samples that it is given."""
+class CountingNetwork(nn.Module):
+    """Network with one parameter that counts its input samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,12 +113,12 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
 @pytest.mark.parametrize("batch", [16, 48])
-def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
+def test_the_cost_of_every_sampler_equals_its_forward_passes(sampler: str, batch: int) -> None:
     """`Sampler.cost` equals the number of samples that pass through the network per period, after the warm-up."""
     plain = experiment({"m": {"sampler": sampler}}, training__batch_size=batch)
     options = but_name(plain["methods"]["m"]["sampler"])
     strategy = Strategy(sampler, build_process(plain["diffusion"]), sampler=options)
-    network, x0, period = Counting(), torch.zeros(batch, 3, 2, 2), getattr(strategy.sampler, "frequency", 1)
+    network, x0, period = CountingNetwork(), torch.zeros(batch, 3, 2, 2), getattr(strategy.sampler, "frequency", 1)
     for number in range(5):
         network.samples = [0, 0]
         strategy.step = number * period
@@ -122,13 +126,13 @@ def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
         strategy.weighted(draw, torch.zeros(batch))
         with strategy.observe(draw, network, None, {}):
             pass
-    found = strategy.sampler.cost(batch, 3)
-    assert [found.forward * period, found.gradient * period] == pytest.approx(network.samples)
-    assert found.known
+    cost = strategy.sampler.cost(batch, 3)
+    assert [cost.forward * period, cost.gradient * period] == pytest.approx(network.samples)
+    assert cost.known
     state = strategy.state_dict()["sampler"]
     if "policy" in state:
         moments = [value["exp_avg"].numel() for value in state["optimizer"]["state"].values()]
-        assert found.state >= 3 * 4 * sum(moments)
+        assert cost.state >= 3 * 4 * sum(moments)
 
 
 class Silent(MeasuresNetwork, Sampler):
@@ -143,20 +147,20 @@ class Honest(Silent):
         return Cost(gradient=batch * channels, state=7)
 
 
-def test_a_new_sampler_says_itself_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_sampler_defines_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Silent", "Honest"):
         monkeypatch.setitem(SAMPLERS, name.lower(), Entry(FixedDensity.Options, f"{__name__}:{name}"))
     methods = {name: {"sampler": name} for name in ("uniform", "silent", "honest")}
     values = {**experiment(methods, dataset__color="grey"), "autoencoder": {"kind": "none"}}
-    found = estimate_cost(validate(values)).methods
-    assert [method.sampler_cost.known for method in found.values()] == [True, False, True]
-    assert found["silent"].flops_per_step == found["uniform"].flops_per_step
-    assert found["honest"].flops_per_step == pytest.approx(2 * found["uniform"].flops_per_step)
+    estimate = estimate_cost(validate(values)).methods
+    assert [method.sampler_cost.known for method in estimate.values()] == [True, False, True]
+    assert estimate["silent"].flops_per_step == estimate["uniform"].flops_per_step
+    assert estimate["honest"].flops_per_step == pytest.approx(2 * estimate["uniform"].flops_per_step)
 
 
 @pytest.mark.long
-def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Latents, checkpoints and milestones are as large as was said; the training's own time is taken as the rate."""
+def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents, checkpoints and snapshots have the estimated size; the measured time per step is the rate."""
     monkeypatch.chdir(tmp_path)
     results = Path("results/case")
     make_latents(results, count=200)
@@ -167,42 +171,43 @@ def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for method in plain["methods"]:
         train(plain, method, 0, results / method / "seed0", results / "latents", [0, 20, 40])
     manifest = results / "dataset/manifest.json"
-    manifest.unlink()  # as before anything was prepared
+    manifest.unlink()  # as before kairos prepare
     (results / "latents/manifest.json").unlink()
-    found = estimate_cost(validate(plain))
-    assert (found.data.x0_shape, found.data.image_count, found.data.train_count) == ((4, 4, 4), 200, 150)
-    assert found.storage["latents"] == pytest.approx(_size(results / "latents"), rel=0.01)
-    assert found.storage["dataset"] == pytest.approx((results / "dataset/images.npy").stat().st_size, rel=0.02)
+    estimate = estimate_cost(validate(plain))
+    assert (estimate.data.x0_shape, estimate.data.image_count, estimate.data.train_count) == ((4, 4, 4), 200, 150)
+    assert estimate.storage["latents"] == pytest.approx(_measure_size(results / "latents"), rel=0.01)
+    assert estimate.storage["dataset"] == pytest.approx((results / "dataset/images.npy").stat().st_size, rel=0.02)
     states = [results / method / "seed0/.state" for method in plain["methods"]]
     kept = [path for state in states for path in state.glob("*/checkpoints/*")]
     assert len(kept) == 4
-    assert found.storage["checkpoints"] == pytest.approx(sum(path.stat().st_size for path in kept), rel=0.02)
-    milestones = sum(_size(folder) for state in states for folder in state.glob("*/milestones"))
-    assert found.storage["milestones"] == pytest.approx(milestones, rel=0.05)
-    lasting = sum(found.memory[name] for name in ("weights", "EMA", "optimiser"))
-    assert lasting == pytest.approx(kept[0].stat().st_size, rel=0.02)  # of uniform, which has no state of its own
-    assert found.rate is not None
-    assert f"measured in {len(plain['methods'])} training runs" in found.rate.source
+    assert estimate.storage["checkpoints"] == pytest.approx(sum(path.stat().st_size for path in kept), rel=0.02)
+    milestones = sum(_measure_size(folder) for state in states for folder in state.glob("*/milestones"))
+    assert estimate.storage["milestones"] == pytest.approx(milestones, rel=0.05)
+    lasting = sum(estimate.memory[name] for name in ("weights", "EMA", "optimiser"))
+    assert lasting == pytest.approx(kept[0].stat().st_size, rel=0.02)  # of uniform, which has no state
+    assert estimate.rate is not None
+    assert f"measured in {len(plain['methods'])} training runs" in estimate.rate.source
     line = json.loads((results / "uniform/seed0/timing.jsonl").read_text().splitlines()[-1])
-    assert found.methods["uniform"].seconds_per_step == pytest.approx(line["seconds"] / 40)
-    assert found.methods["uniform"].lost_seconds == pytest.approx(line["seconds"] / 40 * 10)
-    assert found.unit == "CPU"  # on which the trainings were timed
+    assert estimate.methods["uniform"].seconds_per_step == pytest.approx(line["seconds"] / 40)
+    assert estimate.methods["uniform"].lost_seconds == pytest.approx(line["seconds"] / 40 * 10)
+    assert estimate.unit == "CPU"  # the runs were timed on it
     seeds, threads = len(plain["seeds"]), plain["training"]["threads"]
     steps = plain["training"]["milestones"][-1]
     expected_hours = seeds * steps * line["seconds"] / 40 * threads / 3600
-    assert found.methods["uniform"].training_hours == pytest.approx(expected_hours)
+    assert estimate.methods["uniform"].training_hours == pytest.approx(expected_hours)
     assert (
-        estimate_values(found)["gpu_hours"] is None and estimate_values(found)["cpu_hours"]["uniform"] >= expected_hours
+        estimate_values(estimate)["gpu_hours"] is None
+        and estimate_values(estimate)["cpu_hours"]["uniform"] >= expected_hours
     )
-    assert "CPU-hours" in render_estimate(found) and "GPU" not in render_estimate(found).replace("GPUs each", "")
+    assert "CPU-hours" in render_estimate(estimate) and "GPU" not in render_estimate(estimate).replace("GPUs each", "")
 
 
-def _size(folder: Path) -> int:
+def _measure_size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def test_jobs_rate_and_sharing() -> None:
-    """Numbers of jobs, and GPU-hours from a stated rate, by hand."""
+def test_numbers_of_jobs_and_hours_at_a_given_rate() -> None:
+    """The expected numbers are computed by hand."""
     changes = {
         "training__device": "cuda",
         "training__segments": 2,
@@ -211,33 +216,35 @@ def test_jobs_rate_and_sharing() -> None:
         "dataset__color": "grey",
     }
     plain = experiment({"uniform": {}, "gradient_norm": {"sampler": "gradient_norm"}}, **changes)
-    found = estimate_cost(validate({**plain, "autoencoder": {"kind": "none"}}), steps_per_second=10.0)
-    stages = {stage.name: (stage.jobs, stage.queued_jobs) for stage in found.stages}
-    assert stages["train"] == (12, 4)  # 6 trainings in 2 segments; 4 and 2 of them in a job
+    estimate = estimate_cost(validate({**plain, "autoencoder": {"kind": "none"}}), steps_per_second=10.0)
+    stages = {stage.name: (stage.jobs, stage.queued_jobs) for stage in estimate.stages}
+    assert stages["train"] == (12, 4)  # 6 runs in 2 segments; one job has 4 of them, one has 2
     assert (stages["sample"], stages["evaluate"], stages["report"]) == ((12, 12), (12, 0), (1, 0))
-    uniform, other = found.methods["uniform"], found.methods["gradient_norm"]
+    uniform, other = estimate.methods["uniform"], estimate.methods["gradient_norm"]
     assert uniform.seconds_per_step == pytest.approx(0.1)
     assert uniform.training_hours == pytest.approx(3 * 40 * 0.1 / 4 / 3600)
     assert other.seconds_per_step == pytest.approx(0.1 * (1 + 32 / 16 / 100))  # 2 in each of 16 bins, every 100 steps
-    assert found.methods["uniform"].longest_job_hours == pytest.approx(20 * 0.1 / 3600)
+    assert estimate.methods["uniform"].longest_job_hours == pytest.approx(20 * 0.1 / 3600)
     with pytest.raises(ConfigError, match="allowed: one of them"):
         estimate_cost(validate({**plain, "autoencoder": {"kind": "none"}}), steps_per_second=1.0, tflops=1.0)
 
 
 @pytest.mark.parametrize(("device", "unit"), [("cuda", "GPU"), ("cpu", "CPU")])
-def test_hours_are_those_of_the_device(device: str, unit: str) -> None:
+def test_hours_are_in_units_of_the_device(device: str, unit: str) -> None:
     plain = experiment(training__device=device, training__threads=2, training__trainings_per_gpu=4)
     changed = validate({**plain, "autoencoder": {"kind": "none"}})
-    found = estimate_cost(changed, steps_per_second=10.0)
+    estimate = estimate_cost(changed, steps_per_second=10.0)
     seconds = len(changed.seeds) * changed.milestones[-1] * 0.1
-    assert found.unit == unit
-    assert found.methods["uniform"].training_hours == pytest.approx(seconds / 3600 * (1 / 4 if unit == "GPU" else 2))
-    assert f"{unit}-hours" in render_estimate(found)
+    assert estimate.unit == unit
+    assert estimate.methods["uniform"].training_hours == pytest.approx(seconds / 3600 * (1 / 4 if unit == "GPU" else 2))
+    assert f"{unit}-hours" in render_estimate(estimate)
     assert f"{unit}-hours: no training run has been timed" in render_estimate(estimate_cost(changed))
-    assert estimate_cost(changed, tflops=100.0).unit == "GPU", "whose speed is given"
+    assert estimate_cost(changed, tflops=100.0).unit == "GPU", "the given speed is that of a GPU"
 
 
-def test_hours_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hours_on_a_machine_without_a_gpu_are_cpu_hours_unless_there_is_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a GPU `device: auto` means CPUs, unless jobs go to a SLURM cluster."""
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
@@ -256,7 +263,9 @@ def test_the_sets_of_samples_are_shown() -> None:
     )
 
 
-def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_quantities_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "x.yaml"
     dataset = "dataset: {source: parquet, path: x.parquet"
@@ -294,20 +303,22 @@ def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.long
-def test_texts_of_an_encoder_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_shape_of_an_absent_encoder_comes_from_options_or_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = str(ROOT / "experiments/systems/dit_coco.yaml")
     (tmp_path / "less.yaml").write_text(json.dumps({"extends": whole, "known": None}))
-    known = ["plan", str(tmp_path / "less.yaml"), "--shape", "4", "32", "32"]
-    assert main(known) == 2
+    without_text = ["plan", str(tmp_path / "less.yaml"), "--shape", "4", "32", "32"]
+    assert main(without_text) == 2
     assert "the shape of text is not known yet" in capsys.readouterr().err
-    for told in ([*known, "--text", "77", "512"], ["plan", whole]):
-        assert main(told) == 0
+    for arguments in ([*without_text, "--text", "77", "512"], ["plan", whole]):
+        assert main(arguments) == 0
         assert "675,895,712 parameters" in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_a_large_recipe_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """30 methods, 5 seeds, the largest published DiT: without computing anything."""
+def test_a_large_recipe_is_planned_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of 30 methods, 5 seeds and the largest published DiT runs no network."""
     methods = {f"adaptive_{k}": {"sampler": {"name": "adaptive", "lr": 1e-4 * (k + 1)}} for k in range(30)}
     values = {
         "experiment": "large", "seeds": [0, 1, 2, 3, 4], "model": DIT_XL | {"conditions": []}, "methods": methods,
@@ -319,11 +330,11 @@ def test_a_large_recipe_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text(json.dumps(values))
     begun = time.process_time()
     assert main(["plan", str(file)]) == 0
-    assert time.process_time() - begun < 20, "2 s on an idle processor"
+    assert time.process_time() - begun < 20, "2 s on an idle CPU"
     assert "150 training runs of 400000 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["digits_all_methods", "fashion_mnist_edm", "fashion_mnist_latents"])
 def test_experiments_can_be_planned(name: str) -> None:
-    """Every method on latents, another process on pixels, and latents of a trained autoencoder."""
+    """The experiments use every method on latents, EDM's process on pixels, and latents of a trained autoencoder."""
     assert estimate_cost(load(ROOT / f"experiments/{name}.yaml"), tflops=10.0).hours_by_method

@@ -71,7 +71,7 @@ METHODS = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with a plugin file; its components are removed from this process afterwards."""
+    """Working directory with a plugin file, whose components are removed from this process afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("my_strategies.py").write_text(FILE)
@@ -84,8 +84,8 @@ def folder(tmp_path, monkeypatch):
         assert not [name for name in registry if name.startswith("test_")]
 
 
-def case(*files, methods=METHODS, **changes):
-    """A tiny experiment with plugin files as plain values."""
+def make_case(*files, methods=METHODS, **changes):
+    """Return a tiny plain experiment with plugin files."""
     return experiment(methods, plugins=[*files] or ["my_strategies.py"], evaluation__num_samples=200, **changes)
 
 
@@ -95,27 +95,27 @@ def edit(old, new, file="my_strategies.py"):
     Path(file).write_text(text.replace(old, new))
 
 
-def test_components_of_a_plugin_are_known_with_their_options(folder, capsys):
-    write_experiment(Path("case.yaml"), case())
+def test_components_of_a_plugin_are_checked_with_their_options(folder, capsys):
+    write_experiment(Path("case.yaml"), make_case())
     assert main(["check", "case.yaml"]) == 0
     printed = capsys.readouterr().out
     for text in (r"test_power \(exponent 3.0\)", "test_capped", "test_independent"):
         assert re.search(text, printed)
     assert main(["plan", "case.yaml"]) == 0
     with pytest.raises(ConfigError, match="unknown option 'exponnt'; did you mean 'exponent'"):
-        case(methods={"a": {"sampler": {"name": "test_power", "exponnt": 3.0}}})
+        make_case(methods={"a": {"sampler": {"name": "test_power", "exponnt": 3.0}}})
     with pytest.raises(ConfigError, match="exponent: got -1"):
-        case(methods={"a": {"sampler": {"name": "test_power", "exponent": -1.0}}})
+        make_case(methods={"a": {"sampler": {"name": "test_power", "exponent": -1.0}}})
 
 
 def test_a_grid_may_vary_an_option_of_a_plugin(folder):
     grid = {"a": {"sampler": "test_power", "grid": {"sampler.exponent": [1, 2]}}}
-    assert [*case(methods=grid)["methods"]] == ["a-exponent=1", "a-exponent=2"]
+    assert [*make_case(methods=grid)["methods"]] == ["a-exponent=1", "a-exponent=2"]
 
 
-def test_paths_are_from_the_working_directory_in_extended_files_too(folder):
+def test_paths_are_relative_to_the_working_directory_in_extended_files_too(folder):
     Path("deep").mkdir()
-    write_experiment(Path("deep/base.yaml"), case())
+    write_experiment(Path("deep/base.yaml"), make_case())
     Path("top.yaml").write_text("extends: deep/base.yaml\nexperiment: top\n")
     assert load("top.yaml").plugins == ["my_strategies.py"]
 
@@ -154,8 +154,8 @@ def test_components_can_be_listed_and_shown(folder, capsys):
         ("untyped", FILE.replace("limit: float =", "limit ="), "line .*Capped.limit: an option needs a type"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_message(name, text, message, folder, capsys):
-    write_experiment(Path("case.yaml"), case(methods={"uniform": {}}) | {"plugins": [f"{name}.py"]})
+def test_an_unusable_file_is_reported_in_one_line(name, text, message, folder, capsys):
+    write_experiment(Path("case.yaml"), make_case(methods={"uniform": {}}) | {"plugins": [f"{name}.py"]})
     plugins.forget("my_strategies")
     Path(f"{name}.py").write_text(text)
     for _ in range(2):  # a second attempt in one process fails likewise
@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_used_is_one_message(name, text, message, folder, 
         (["my_strategies.py", "folder.py/my_strategies.py"], "my_strategies.py is module .* rename one of the files"),
     ],
 )
-def test_a_list_that_cannot_be_used_is_one_message(value, message, folder):
+def test_an_unusable_list_is_reported_in_one_line(value, message, folder):
     Path("folder.py").mkdir()
     Path("folder.py/my_strategies.py").write_text(FILE)
     Path("latin.py").write_bytes(b"x = '\xff'")
@@ -187,27 +187,27 @@ def test_a_list_that_cannot_be_used_is_one_message(value, message, folder):
 
 
 def test_a_plugin_that_only_another_experiment_lists_is_rejected(folder):
-    plain = case()
+    plain = make_case()
     del plain["plugins"]
     with pytest.raises(ConfigError, match=r"methods.power: my_strategies:Power is from .*; list that file in plugins"):
         validate(plain)
 
 
 def test_a_file_is_imported_once_for_each_content(folder):
-    case()
+    make_case()
     component = SAMPLERS["test_power"].load()
-    case("my_strategies.py", "./my_strategies.py")
+    make_case("my_strategies.py", "./my_strategies.py")
     assert SAMPLERS["test_power"].load() is component
     edit("test_other", "test_renamed")
-    case()
+    make_case()
     assert "test_other" not in SAMPLERS and "test_renamed" in SAMPLERS
     edit("option(2.0", "option(4.0")
-    assert case(methods={"a": {"sampler": "test_power"}})["methods"]["a"]["sampler"]["exponent"] == 4
+    assert make_case(methods={"a": {"sampler": "test_power"}})["methods"]["a"]["sampler"]["exponent"] == 4
 
 
-def codes(**changes):
-    """Code fingerprint of each method's training, after the plugin file was read again."""
-    plain = case(**changes)
+def fingerprint_methods(**changes):
+    """Read the plugin file again and return the code fingerprint of each method."""
+    plain = make_case(**changes)
     return {method: fingerprint(code_roots(plain, method)) for method in plain["methods"]}
 
 
@@ -223,10 +223,10 @@ def codes(**changes):
         ('"a power of a uniform number"', '"better words"', set()),
     ],
 )
-def test_code_that_a_method_uses_counts_in_its_identity(folder, old, new, expected):
-    before = codes()
+def test_the_identity_contains_only_code_that_the_method_uses(folder, old, new, expected):
+    before = fingerprint_methods()
     edit(old, new)
-    after = codes()
+    after = fingerprint_methods()
     assert {method for method in before if before[method] != after[method]} == expected
 
 
@@ -245,45 +245,45 @@ def weight(snr, limit: float = 5.0):
 """
 
 
-def test_functions_are_components(folder, capsys):
+def test_decorated_functions_are_components(folder, capsys):
     Path("functions.py").write_text(FUNCTIONS)
     methods = {"uniform": {}, "late": {"sampler": {"name": "test_late", "exponent": 3.0}, "weighting": "test_bounded"}}
 
-    def codes():
-        plain = case("functions.py", methods=methods)
+    def fingerprint_methods():
+        plain = make_case("functions.py", methods=methods)
         return [fingerprint(code_roots(plain, method)) for method in methods]
 
-    uniform, late = codes()
-    write_experiment(Path("case.yaml"), case("functions.py", methods=methods))
+    uniform, late = fingerprint_methods()
+    write_experiment(Path("case.yaml"), make_case("functions.py", methods=methods))
     assert main(["check", "case.yaml"]) == 0
     assert re.search(r"late +test_late \(exponent 3.0\) +test_bounded", capsys.readouterr().out)
     edit('"a power"', '"other words"', "functions.py")
-    assert codes() == [uniform, late]
+    assert fingerprint_methods() == [uniform, late]
     edit("u**exponent", "u ** (exponent + 1)", "functions.py")
-    assert codes()[0] == uniform and codes()[1] != late
+    assert fingerprint_methods()[0] == uniform and fingerprint_methods()[1] != late
     edit("test_late", "mode", "functions.py")
     with pytest.raises(ConfigError, match=r"plugins: functions.py, line 5: Mode: a sampler of kairos has this name"):
-        codes()
+        fingerprint_methods()
 
 
 def test_code_that_a_plugin_imports_from_its_folder_counts(folder):
     edit("SCALE = 1", "from scale_of_test import SCALE")
     Path("scale_of_test.py").write_text("SCALE = 1\nOTHER = 1\n")
-    before = codes()
+    before = fingerprint_methods()
     assert plugins.source_files(["my_strategies.py"]) == ["my_strategies.py", "scale_of_test.py"]
-    kept = freeze(validate(case()))
+    kept = freeze(validate(make_case()))
     edit("OTHER = 1", "OTHER = 2", "scale_of_test.py")
     edit("SCALE = 1", "SCALE = 2", "scale_of_test.py")
     code = f"from kairos.config import load; from kairos.config.plugins import method_codes\n\
 print(method_codes(load({str(kept)!r}).plain()['methods'])['my_strategies:Power'])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert printed != read_json(plugins.codes_file(kept))["my_strategies:Power"]
-    assert before == codes()  # this process has imported the earlier text
+    assert before == fingerprint_methods()  # this process has imported the earlier text
 
 
 def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     Path("deep").mkdir()
-    plain, manifest = case(), {"content_sha256": "", "autoencoder_sha256": ""}
+    plain, manifest = make_case(), {"content_sha256": "", "autoencoder_sha256": ""}
     identities = [compute_identity(plain, method, 0, manifest, "cpu")["identity"] for method in METHODS]
     stages = [
         dependencies.collect_params(stage, plain, "power")
@@ -294,7 +294,7 @@ def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     assert "plugins" not in without
     plugins.forget("my_strategies")
     Path("my_strategies.py").rename("deep/renamed.py")
-    moved = case("deep/renamed.py")
+    moved = make_case("deep/renamed.py")
     assert [compute_identity(moved, method, 0, manifest, "cpu")["identity"] for method in METHODS] == identities
     stages_after = [
         dependencies.collect_params(stage, moved, "power")
@@ -303,23 +303,23 @@ def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     assert stages_after == stages
 
 
-def test_the_identity_is_of_the_text_that_was_imported(folder):
-    before, plain = codes(), case()
+def test_the_identity_contains_the_imported_text(folder):
+    before, plain = fingerprint_methods(), make_case()
     edit("p**self.exponent", "p")
     assert fingerprint(code_roots(plain, "power")) == before["power"]
-    assert codes()["power"] != before["power"]
+    assert fingerprint_methods()["power"] != before["power"]
 
 
 def test_a_frozen_experiment_records_the_code_of_its_plugins(folder):
-    first = freeze(validate(case()))
+    first = freeze(validate(make_case()))
     assert load(first).plugins == ["my_strategies.py"]
     edit("SCALE = 1", "# a comment\nSCALE = 1")
-    plain = case()
+    plain = make_case()
     assert freeze(validate(plain)) == first
     for method in METHODS:
         plugins.check_unedited(first, method, plain["methods"][method])
     edit("p**self.exponent", "p")
-    plain = case()
+    plain = make_case()
     for method in ("uniform", "coupled"):
         plugins.check_unedited(first, method, plain["methods"][method])
     with pytest.raises(KairosError, match=r"my_strategies.py: the code of method power was edited after this run"):
@@ -330,9 +330,9 @@ def test_a_frozen_experiment_records_the_code_of_its_plugins(folder):
 
 
 @pytest.mark.long
-def test_a_training_with_a_plugin(folder, commands):
+def test_a_run_with_a_plugin_rejects_code_that_was_edited_since_its_start(folder, commands):
     latents = make_latents(folder / "data")
-    file = write_experiment(Path("case.yaml"), case(training__milestones=[4], training__checkpoint_every=4))
+    file = write_experiment(Path("case.yaml"), make_case(training__milestones=[4], training__checkpoint_every=4))
     frozen = freeze(load(file))
     log = folder / "log"
 
@@ -357,10 +357,10 @@ def test_a_training_with_a_plugin(folder, commands):
 
 
 @pytest.mark.long
-def test_all_processes_of_a_training_have_the_plugin(folder):
+def test_all_processes_of_a_run_import_the_plugin(folder):
     latents = make_latents(folder / "data")
     changes = {"training__milestones": [4], "training__checkpoint_every": 4, "training__processes": 2}
-    file = write_experiment(Path("case.yaml"), case(**changes))
+    file = write_experiment(Path("case.yaml"), make_case(**changes))
     line = train_command(freeze(load(file)), "power", "out", latents)
     ended = subprocess.run(line, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -368,7 +368,7 @@ def test_all_processes_of_a_training_have_the_plugin(folder):
 
 
 def test_dvc_depends_on_plugin_files(folder, capsys):
-    plain = case(experiment="demo")
+    plain = make_case(experiment="demo")
     write_experiment(Path("params.yaml"), plain)
     shutil.copy(ROOT / "dvc.yaml", "dvc.yaml")
     Path("workflow").mkdir()
@@ -396,7 +396,7 @@ def test_dvc_depends_on_plugin_files(folder, capsys):
 
 @pytest.fixture
 def project(folder):
-    """A project of `kairos init` with a plugin file."""
+    """Project of `kairos init` with a plugin file."""
     assert main(["init", "project"]) == 0
     shutil.move("my_strategies.py", "project/my_strategies.py")
     tiny = (ROOT / "tests/tiny.yaml").read_text()

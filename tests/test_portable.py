@@ -1,4 +1,4 @@
-"""`training.deterministic: portable`: caps that reach the libraries, the same bits under any, and what is refused."""
+"""`training.deterministic: portable`: caps reach the libraries, bits are equal under other caps, conflicts are rejected."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from kairos.workflow.dvc_records import hash_path
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import experiment, hashes, make_latents, train_command, write_experiment
 
-HERE = Path(portable.__file__).parents[1]
+SOURCE = Path(portable.__file__).parents[1]
 pytestmark = pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="no AVX2 here")
 
 PROBE = """
@@ -44,7 +44,7 @@ exact = bool((x.sqrt().numpy() == numpy.sqrt(x.numpy())).all() and (x.sqrt() ** 
 digests = {name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest() for name, value in results.items()}
 print(json.dumps({"digests": digests, "exact": exact, "machine": portable.machine()}))
 """
-OTHER = {
+OTHER_CAPS = {
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_CBWR": "AUTO",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
@@ -52,46 +52,46 @@ OTHER = {
 }
 
 
-def run(line: list[str], before: tuple[str, ...] = (), **variables: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(HERE), **variables}
+def run_process(line: list[str], before: tuple[str, ...] = (), **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **variables}
     return subprocess.run([*before, *line], capture_output=True, text=True, env=environment)
 
 
-def probed(*before: str, **variables: str) -> tuple[dict, str]:
-    ended = run([sys.executable, "-c", PROBE], before, **variables)
+def run_probe(*before: str, **variables: str) -> tuple[dict, str]:
+    ended = run_process([sys.executable, "-c", PROBE], before, **variables)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout), ended.stderr
 
 
 @pytest.fixture(scope="module")
-def here() -> dict:
-    return probed()[0]
+def local_probe() -> dict:
+    return run_probe()[0]
 
 
 @pytest.mark.long
-def test_the_caps_reach_the_libraries_whatever_was_set(here):
-    other, said = probed(**OTHER)
-    assert here["machine"]["instruction_set"] == "AVX2 (portable)" and here["exact"]
-    assert other == here
-    assert "sets MKL_CBWR=COMPATIBLE, in place of AUTO" in said
+def test_the_caps_override_the_environment_and_reach_the_libraries(local_probe):
+    other, warnings = run_probe(**OTHER_CAPS)
+    assert local_probe["machine"]["instruction_set"] == "AVX2 (portable)" and local_probe["exact"]
+    assert other == local_probe
+    assert "sets MKL_CBWR=COMPATIBLE, in place of AUTO" in warnings
 
 
 @pytest.mark.long
-def test_refused_where_it_was_set_too_late():
-    ended = run(
+def test_caps_are_rejected_after_torch_has_computed():
+    ended = run_process(
         [sys.executable, "-c", "import torch; torch.zeros(9).exp(); from kairos import portable; portable.setup()"]
     )
     assert "ATEN_CPU_CAPABILITY='avx2'" in ended.stderr and "MKL_CBWR='COMPATIBLE'" in ended.stderr
 
 
-def test_refused_on_a_processor_without_avx2(monkeypatch):
+def test_a_cpu_without_avx2_is_rejected(monkeypatch):
     monkeypatch.setattr("torch.cpu._is_avx2_supported", lambda: False)
     with pytest.raises(KairosError, match="no AVX2; allowed here: true, false"):
         portable.check()
 
 
 @pytest.mark.parametrize("field, value", [("device", "auto"), ("compile", True)])
-def test_what_contradicts_it_is_refused(field, value):
+def test_contradicting_settings_are_rejected(field, value):
     settings = {"deterministic": "portable", "device": "cpu", field: value}
     with pytest.raises(ConfigError, match=rf"training\.{field}.*allowed"):
         validate({"experiment": "x", "training": settings, "methods": {"uniform": {}}})
@@ -100,7 +100,7 @@ def test_what_contradicts_it_is_refused(field, value):
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_files_that_extend_each_other_are_refused_in_one_message(tmp_path, capsys, command, length):
+def test_files_that_extend_each_other_are_rejected_in_one_line(tmp_path, capsys, command, length):
     names = [f"{number}.yaml" for number in range(length)]
     for name, base in zip(names, [*names[1:], names[0]]):
         (tmp_path / name).write_text(f"extends: {base}\n")
@@ -112,35 +112,37 @@ def test_files_that_extend_each_other_are_refused_in_one_message(tmp_path, capsy
     assert message.count("\n") == 1 and "extends" in message and "0.yaml" in message
 
 
-def test_a_setting_overrides_the_file_that_is_extended(tmp_path):
+def test_a_setting_overrides_the_extended_file(tmp_path):
     (tmp_path / "base.yaml").write_text("training: {deterministic: portable}\n")
     (tmp_path / "middle.yaml").write_text("extends: base.yaml\n")
     (tmp_path / "plain.yaml").write_text("extends: base.yaml\ntraining: {deterministic: true}\n")
-    found = [portable.is_requested(Namespace(config=tmp_path / f"{name}.yaml")) for name in ("base", "middle", "plain")]
-    assert found == [True, True, False]
+    portable_by_file = [
+        portable.is_requested(Namespace(config=tmp_path / f"{name}.yaml")) for name in ("base", "middle", "plain")
+    ]
+    assert portable_by_file == [True, True, False]
 
 
-def case(folder: Path, steps: int = 4) -> tuple[Path, Path]:
+def write_case(folder: Path, steps: int = 4) -> tuple[Path, Path]:
     values = experiment(
         training__milestones=[steps], training__deterministic="portable", training__checkpoint_every=steps
     )
     return write_experiment(folder / "x.yaml", values), make_latents(folder / "data")
 
 
-def trained(out: Path, config: Path, latents: Path, *before: str, **variables: str) -> dict[str, str]:
-    ended = run(train_command(config, "adaptive", out, latents, "--timing", f"{out}.json"), before, **variables)
+def run_training(out: Path, config: Path, latents: Path, *before: str, **variables: str) -> dict[str, str]:
+    ended = run_process(train_command(config, "adaptive", out, latents, "--timing", f"{out}.json"), before, **variables)
     assert ended.returncode == 0, ended.stderr
     assert read_json(f"{out}.json")["machine"]["instruction_set"] == "AVX2 (portable)"
     return hashes(out) | {"record": hash_path(out / "milestones"), "training": hash_path(out / "training.json")}
 
 
-def test_what_killed_writers_left_does_not_count(tmp_path):
+def test_temporary_files_of_killed_writers_do_not_change_the_hash(tmp_path):
     (tmp_path / "steps/0").mkdir(parents=True)
     (tmp_path / "steps/0/weights").write_text("1")
     before = hash_path(tmp_path)
     (tmp_path / "steps/.tmp-1").mkdir()
-    for place in (".tmp-2", "steps/0/.tmp-3", "steps/.tmp-1/weights"):
-        (tmp_path / place).write_text("half")
+    for path in (".tmp-2", "steps/0/.tmp-3", "steps/.tmp-1/weights"):
+        (tmp_path / path).write_text("half")
     assert hash_path(tmp_path) == before
     (tmp_path / "steps/0/other").write_text("2")
     assert hash_path(tmp_path) != before
@@ -148,32 +150,32 @@ def test_what_killed_writers_left_does_not_count(tmp_path):
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory) -> tuple[Path, Path, dict[str, str]]:
-    """An experiment file, its latents, and the hashes of its training on this processor."""
+    """Experiment file, its latents, and the hashes of its training run on this CPU."""
     folder = tmp_path_factory.mktemp("native")
-    config, latents = case(folder)
-    return config, latents, trained(folder / "one", config, latents)
+    config, latents = write_case(folder)
+    return config, latents, run_training(folder / "one", config, latents)
 
 
 @pytest.mark.long
-def test_a_training_is_the_same_under_other_caps(tmp_path, native):
-    config, latents, hashes_here = native
-    assert trained(tmp_path / "other", config, latents, **OTHER) == hashes_here
+def test_a_run_under_other_caps_has_equal_bits(tmp_path, native):
+    config, latents, native_hashes = native
+    assert run_training(tmp_path / "other", config, latents, **OTHER_CAPS) == native_hashes
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processor", ["Haswell", "EPYC"])
-def test_on_an_emulated_processor(tmp_path, here, native, processor):
+def test_a_run_on_an_emulated_cpu_has_equal_bits(tmp_path, local_probe, native, processor):
     """Emulated Intel and AMD CPUs without AVX-512 differ in vendor, caches and approximations such as rsqrtps."""
     if not shutil.which("qemu-x86_64"):
         pytest.skip("no qemu-x86_64 here: Debian's package qemu-user")
     emulated = ("qemu-x86_64", "-cpu", processor)
-    assert probed(*emulated)[0]["digests"] == here["digests"]
-    config, latents, hashes_here = native
-    assert trained(tmp_path / "other", config, latents, *emulated) == hashes_here
+    assert run_probe(*emulated)[0]["digests"] == local_probe["digests"]
+    config, latents, native_hashes = native
+    assert run_training(tmp_path / "other", config, latents, *emulated) == native_hashes
 
 
-def test_verify_against_a_lock(tmp_path, capsys):
+def test_verify_reports_differences_from_a_lock_file_and_their_causes(tmp_path, capsys):
     results = tmp_path / "results/x"
     write_json(results / "dataset/manifest.json", {"a": 1})
     write_json(results / "latents/manifest.json", {"b": 1})
@@ -199,25 +201,25 @@ def test_verify_against_a_lock(tmp_path, capsys):
 
     (results / "report.html").write_text("4 s")
     assert main(verify) == 0
-    said = capsys.readouterr().out
-    assert "report.html: not compared, holds clock times" in said and "1 not compared, 2 same" in said
+    output = capsys.readouterr().out
+    assert "report.html: not compared, holds clock times" in output and "1 not compared, 2 same" in output
 
     write_json(tmp_path / "dvc.machines.json", {"machines": [{"processor": "EPYC", "torch": "2.9"}]})
     write_json(results / "dataset/manifest.json", {"a": 2})
     write_json(results / "latents/manifest.json", {"b": 2})
     assert main(verify) == 1
-    said = capsys.readouterr()
-    assert "results/x/dataset: differs, other processor: EPYC then, Xeon now\n" in said.out
-    assert "results/x/latents: differs, follows from results/x/dataset/manifest.json; other processor" in said.out
-    assert "2 differs" in said.err
+    output = capsys.readouterr()
+    assert "results/x/dataset: differs, other processor: EPYC then, Xeon now\n" in output.out
+    assert "results/x/latents: differs, follows from results/x/dataset/manifest.json; other processor" in output.out
+    assert "2 differs" in output.err
 
     write_json(results / "dependencies.yaml", {"prepare": {"code": "1"}, "encode": {"code": "1", "size": 4}})
     shutil.rmtree(results / "dataset")
     assert main(verify) == 1
-    said = capsys.readouterr().out
-    assert "results/x/dataset: missing, other processor" in said
-    assert "results/x/latents: differs, changed settings or code: encode.size" in said
-    (results / "dependencies.yaml").unlink()  # DVC has not run here
+    output = capsys.readouterr().out
+    assert "results/x/dataset: missing, other processor" in output
+    assert "results/x/latents: differs, changed settings or code: encode.size" in output
+    (results / "dependencies.yaml").unlink()  # as if DVC had not run
     assert main(verify) == 1
     assert "results/x/latents: differs, follows from results/x/dataset/manifest.json" in capsys.readouterr().out
     assert main(["verify", "--against", str(tmp_path / "absent")]) == 1

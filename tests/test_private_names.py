@@ -16,13 +16,13 @@ NAMES = runpy.run_path(str(MODULE))["NAMES"]
 
 
 @pytest.mark.parametrize(("owner", "name", "lost"), NAMES, ids=[f"{owner} {name}" for owner, name, _ in NAMES])
-def test_an_attribute_is_there(owner, name, lost):
+def test_a_private_attribute_exists(owner, name, lost):
     module, _, owner_name = owner.partition(":")
     assert hasattr(getattr(importlib.import_module(module), owner_name), name), f"{owner} has no {name}: {lost}"
 
 
-def test_nothing_else_touches_snakemake():
-    """In kairos, no other module imports Snakemake or its plugins, and none assigns an attribute of a workflow."""
+def test_only_one_module_imports_or_changes_snakemake():
+    """Only `snakemake_private` imports Snakemake or its plugins, and no module assigns an attribute of a workflow."""
     texts = {path: path.read_text() for path in sorted((ROOT / "src/kairos").rglob("*.py"))}
     assert [path for path, text in texts.items() if re.search(r"^ *(?:from|import) snakemake", text, re.M)] == [MODULE]
     assigned = re.compile(r"\bworkflow(\.\w+)+ [|+]?= |setattr\(workflow")

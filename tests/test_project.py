@@ -1,4 +1,4 @@
-"""A project of one's own outside of the clone, from the package as it is installed."""
+"""A project outside of the clone, created with the installed package."""
 
 import os
 import re
@@ -17,17 +17,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> dict[str, str]:
-    """The environment of a process in which kairos comes from its wheel alone."""
-    place = tmp_path_factory.mktemp("wheel")
-    source = shutil.copytree(ROOT, place / "source", ignore=shutil.ignore_patterns(".*", "results", "mlruns", "tests"))
-    command = [sys.executable, "-m", "uv", "build", "--wheel", "--quiet", "--out-dir", str(place), str(source)]
+    """Environment of a process that imports kairos from its wheel alone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(".*", "results", "mlruns", "tests"))
+    command = [sys.executable, "-m", "uv", "build", "--wheel", "--quiet", "--out-dir", str(folder), str(source)]
     built = subprocess.run(command, capture_output=True, text=True)
     if built.returncode:
         pytest.skip(f"the wheel cannot be built here (no package registry?): {built.stderr[-300:]}")
-    zipfile.ZipFile(next(place.glob("*.whl"))).extractall(place / "unpacked")
+    zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(folder / "unpacked")
     shutil.rmtree(source)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(place / "unpacked"), "PATH": path}
+    environment = {**os.environ, "PYTHONPATH": str(folder / "unpacked"), "PATH": path}
     environment.pop("KAIROS_EXPERIMENT", None)
     return environment
 
@@ -49,11 +49,11 @@ def test_init_and_a_dry_run_from_the_wheel(installed, tmp_path):
         assert re.search(rf"^{rule} +\d+$", printed, re.MULTILINE), rule
 
 
-def test_init_leaves_what_is_there(tmp_path, capsys):
+def test_init_rejects_existing_files_and_folders_that_are_not_empty(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/mine").write_text("x")
-    for place in ("a", "a/mine"):
-        assert main(["init", str(tmp_path / place)]) == 2
+    for path in ("a", "a/mine"):
+        assert main(["init", str(tmp_path / path)]) == 2
         assert "allowed: an empty or new folder" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "b")]) == 0
     assert (tmp_path / "b/experiments/schema.json").read_bytes() == (ROOT / "experiments/schema.json").read_bytes()
