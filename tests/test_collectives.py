@@ -1,4 +1,4 @@
-"""Collectives of a training step at 8 and 1,024 ranks: torch's fake process group, tensors on the CPU."""
+"""Number of collectives of a training step at 8 and 1,024 ranks, in a fake process group with tensors on the CPU."""
 
 import time
 from collections import Counter
@@ -30,11 +30,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather
 
 
 @contextmanager
-def counted() -> Iterator[Counter]:
-    """Count collectives by function and caller, those of DistributedDataParallel excepted."""
+def count_collectives() -> Iterator[Counter]:
+    """Count collectives by function and caller, except those of DistributedDataParallel."""
     counts: Counter = Counter()
 
-    def counting(name: str, function: Any) -> Any:
+    def wrap(name: str, function: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
             counts[f"{name} in {caller()}"] += 1
             return function(*arguments, **keywords)
@@ -44,7 +44,7 @@ def counted() -> Iterator[Counter]:
     with ExitStack() as stack:
         for name in COLLECTIVES:
             function = getattr(torch.distributed, name)
-            stack.enter_context(mock.patch.object(torch.distributed, name, counting(name, function)))
+            stack.enter_context(mock.patch.object(torch.distributed, name, wrap(name, function)))
         yield counts
 
 
@@ -54,10 +54,10 @@ def latents(tmp_path_factory):
 
 
 def collectives_of_run(plain: dict, latents, folder, ranks: int, length: int, monkeypatch) -> Counter:
-    """Collectives of a run of `length` steps, checkpoints and milestone included."""
-    met = torch.distributed.HashStore()
-    met.add("met", 10**9)  # all other ranks have always come
-    monkeypatch.setattr(rank_processes, "_store", met)
+    """Count the collectives of a run of `length` steps, including its checkpoints and its snapshot."""
+    store_of_ranks = torch.distributed.HashStore()
+    store_of_ranks.add("met", 10**9)  # all other ranks have always arrived
+    monkeypatch.setattr(rank_processes, "_store", store_of_ranks)
     # the reducer of DistributedDataParallel does not take the results of a fake process group
     monkeypatch.setattr("torch.nn.parallel.DistributedDataParallel", Replicated)
     with process_group(ranks):
@@ -65,47 +65,47 @@ def collectives_of_run(plain: dict, latents, folder, ranks: int, length: int, mo
         store = RunFolder(folder / "out", "identity")
         store.prepare([length])
         progress = ProgressFile(folder / "out" / ".state", length, reports=False)
-        with counted() as found:
+        with count_collectives() as counts:
             job = TrainingJob(store, training, "label", progress, StopRequest())
             assert job.train_until([length], [length]) == length
-    return found
+    return counts
 
 
-def test_a_run_asks_whether_to_leave_now_and_then_and_not_in_every_step(latents, tmp_path, monkeypatch):
+def test_ranks_agree_on_stopping_in_less_than_half_of_the_steps(latents, tmp_path, monkeypatch):
     lengths, counts = (10, 60), []
     for length in lengths:
         plain = experiment(
             {"uniform": {}}, training__batch_size=1024, training__log_every=1000, training__checkpoint_every=1000
         )
         counts.append(collectives_of_run(plain, latents, tmp_path / str(length), 1024, length, monkeypatch))
-    more = counts[1] - counts[0]
-    assert more.total() < (lengths[1] - lengths[0]) / 2, more
+    difference = counts[1] - counts[0]
+    assert difference.total() < (lengths[1] - lengths[0]) / 2, difference
 
 
-def steps_until_all_leave(ranks: int, asked: int, request: int, seconds: list[float]) -> list[int]:
-    """Steps that each of several ranks, threads of this process, takes until it leaves.
+def steps_until_all_stop(ranks: int, signalled_rank: int, request: int, seconds: list[float]) -> list[int]:
+    """Return the number of steps that each rank, a thread of this process, takes until it stops.
 
     Args:
         ranks: number of ranks.
-        asked: rank that is asked to leave.
-        request: step at which it is asked.
-        seconds: of a step of each rank.
+        signalled_rank: rank that receives the request to stop.
+        request: step after which that rank receives the request.
+        seconds: duration of a step of each rank.
     """
-    taken = [0] * ranks
+    steps = [0] * ranks
     store = torch.distributed.HashStore()
 
     def run(rank: int) -> None:
         torch.distributed.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
-        leave = StopRequest()
-        leave.begin()
-        together = CollectiveStop(leave)
-        leaving = False
-        while not leaving:
+        stop_request = StopRequest()
+        stop_request.begin()
+        collective_stop = CollectiveStop(stop_request)
+        stopped = False
+        while not stopped:
             time.sleep(seconds[rank])
-            taken[rank] += 1
-            if rank == asked and taken[rank] == request:
-                leave.reason = "SIGTERM"
-            leaving = together.after_step(0.0)
+            steps[rank] += 1
+            if rank == signalled_rank and steps[rank] == request:
+                stop_request.reason = "SIGTERM"
+            stopped = collective_stop.after_step(0.0)
         torch.distributed.destroy_process_group()
 
     _install_threaded_pg()
@@ -116,40 +116,39 @@ def steps_until_all_leave(ranks: int, asked: int, request: int, seconds: list[fl
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         _uninstall_threaded_pg()
-    return taken
+    return steps
 
 
 @pytest.mark.timeout(60)
-def test_all_ranks_leave_after_the_same_step_within_seconds():
-    begun = time.monotonic()
-    taken = steps_until_all_leave(3, asked=2, request=100, seconds=[0.001, 0.002, 0.004])
-    assert len({*taken}) == 1 and 100 <= taken[0] < 1000
-    assert time.monotonic() - begun < 30
+def test_all_ranks_stop_after_the_same_step_within_seconds():
+    start = time.monotonic()
+    steps = steps_until_all_stop(3, signalled_rank=2, request=100, seconds=[0.001, 0.002, 0.004])
+    assert len({*steps}) == 1 and 100 <= steps[0] < 1000
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.long
 @pytest.mark.timeout(60)
-def test_slow_steps_leave_after_the_step_of_the_request():
-    taken = steps_until_all_leave(2, asked=0, request=3, seconds=[1.2, 1.1])
-    assert taken == [3, 3]
+def test_ranks_with_slow_steps_stop_after_the_step_of_the_request():
+    assert steps_until_all_stop(2, signalled_rank=0, request=3, seconds=[1.2, 1.1]) == [3, 3]
 
 
-def collectives_by_step(chosen: dict, latents) -> list[Counter]:
-    """Collectives of each of four steps: the set-up, an ordinary, a measuring and a logging one."""
-    plain, found = make_experiment(chosen), []
-    with process_group(chosen["ranks"]), mock.patch("torch.nn.parallel.DistributedDataParallel", Replicated):
+def collectives_by_step(options: dict, latents) -> list[Counter]:
+    """Count the collectives of each of four steps: the first one, an ordinary, a measuring and a logging one."""
+    plain, counts_by_step = make_experiment(options), []
+    with process_group(options["ranks"]), mock.patch("torch.nn.parallel.DistributedDataParallel", Replicated):
         training = TrainingState(plain, "method", 0, latents, torch.device("cpu"))
         running = train_steps(training, STEPS)
         for _ in range(STEPS):
-            with counted() as counts:
+            with count_collectives() as counts:
                 next(running)
-            found.append(counts)
+            counts_by_step.append(counts)
         running.close()
-    return found
+    return counts_by_step
 
 
-# Upper bounds of the collectives of an ordinary, a measuring and a logging step, next to the sums of gradients by
-# DistributedDataParallel. With the options of the test: 2 bins of gradients, and rewards at 2 timesteps.
+# Upper bounds of the collectives of an ordinary, a measuring and a logging step, without the sums of gradients by
+# DistributedDataParallel. The options of the test set 2 bins of gradients, and rewards at 2 timesteps.
 BOUNDS = {
     ("uniform", "none"): (0, 0, 1),
     ("speed_official", "min_snr"): (0, 0, 1),
@@ -169,11 +168,11 @@ BOUNDS = {
 @pytest.mark.parametrize("ranks", [8, 1024])
 @pytest.mark.parametrize(("sampler", "weighting"), BOUNDS, ids=["+".join(names) for names in BOUNDS])
 def test_collectives_of_a_step_are_few_and_do_not_grow_with_the_ranks(sampler, weighting, ranks, latents):
-    chosen = DEFAULTS | {"sampler": sampler, "weighting": weighting, "ranks": ranks}
-    found = collectives_by_step(chosen, latents)
-    counts = tuple(found[step].total() for step in (ORDINARY, MEASURING, LOGGING))
+    options = DEFAULTS | {"sampler": sampler, "weighting": weighting, "ranks": ranks}
+    counts_by_step = collectives_by_step(options, latents)
+    counts = tuple(counts_by_step[step].total() for step in (ORDINARY, MEASURING, LOGGING))
     bounds = BOUNDS[sampler, weighting]
-    assert all(count <= bound for count, bound in zip(counts, bounds, strict=True)), (counts, bounds, found)
+    assert all(count <= bound for count, bound in zip(counts, bounds, strict=True)), (counts, bounds, counts_by_step)
 
 
 def test_a_process_group_without_this_process_is_rejected():

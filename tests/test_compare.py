@@ -1,4 +1,4 @@
-"""`kairos compare`: the report's numbers side by side, of one experiment or several, and never of two protocols."""
+"""`kairos compare`: tables of the report's numbers for one or several experiments with equal evaluation protocols."""
 
 import csv
 import html
@@ -27,7 +27,7 @@ SEEDS = tuple(range(ranking.MIN_SEEDS))
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """An experiment of three methods and five seeds; not to be changed."""
+    """Results of three methods and five seeds; read-only."""
     return results_tree.write(tmp_path_factory.mktemp("tree"), seeds=SEEDS, methods=("uniform", "p2", "min_snr"))
 
 
@@ -39,7 +39,7 @@ def small(tmp_path):
 
 @pytest.fixture
 def compare(capsys):
-    """Call `kairos compare`; returns what it prints."""
+    """Function that runs `kairos compare` and returns its output."""
 
     def call(*words):
         assert main(["compare", *map(str, words)]) == 0, capsys.readouterr().err
@@ -49,10 +49,12 @@ def compare(capsys):
 
 
 def rows_of(text):
+    """Return the rows of a CSV table by method."""
     return {row["method"]: row for row in csv.DictReader(io.StringIO(text))}
 
 
 def edit(results, pattern, change):
+    """Change the JSON records whose paths match a pattern."""
     for path in sorted(results.glob(pattern)):
         record = read_json(path)
         change(record)
@@ -60,18 +62,19 @@ def edit(results, pattern, change):
 
 
 def numbers(row):
+    """Return the numbers that compare a row with the baseline."""
     return [float(row[name] or "nan") for name in COLUMNS[8:]]
 
 
-def test_numbers_are_those_of_the_report(tree, compare):
+def test_numbers_equal_those_of_the_report(tree, compare):
     text = compare(tree[1], "--format", "csv")
     assert next(csv.reader(io.StringIO(text))) == COLUMNS
-    found = rows_of(text)
-    own = {row.method: row for row in ranking.compare_methods(collect(load(tree[0]), tree[1]))}
-    assert list(found) == list(own)
-    base = own["uniform"].curve.mean[-1]
-    for method, row in own.items():
-        line = found[method]
+    rows = rows_of(text)
+    report = {row.method: row for row in ranking.compare_methods(collect(load(tree[0]), tree[1]))}
+    assert list(rows) == list(report)
+    base = report["uniform"].curve.mean[-1]
+    for method, row in report.items():
+        line = rows[method]
         assert (line["experiment"], line["seeds"], line["step"]) == ("tiny", "5", "400")
         assert (line["metric"], line["baseline"]) == (results_tree.METRIC, "uniform")
         assert float(line["value"]) == row.curve.mean[-1] and float(line["spread"]) == row.curve.std[-1]
@@ -80,11 +83,11 @@ def test_numbers_are_those_of_the_report(tree, compare):
         ratios = [1 if method == "uniform" else against.value, against.low, against.high]
         expected = [*(base * (ratio - 1) for ratio in ratios), against.p_value, *factors]
         np.testing.assert_allclose(numbers(line), expected)
-    assert found["p2"]["steps_factor"] == ""  # some seeds never reach uniform's distance
-    assert float(found["min_snr"]["p_value"]) < 0.05 and float(found["min_snr"]["high"]) < 0
+    assert rows["p2"]["steps_factor"] == ""  # some seeds never reach uniform's distance
+    assert float(rows["min_snr"]["p_value"]) < 0.05 and float(rows["min_snr"]["high"]) < 0
 
 
-def test_a_difference_lies_inside_its_interval(tmp_path, compare):
+def test_a_difference_is_within_its_confidence_interval(tmp_path, compare):
     """One seed with large distances dominates the arithmetic means, but not the mean of the ratios."""
     _, results = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "min_snr"))
     distances = {"uniform": [1, 1, 1, 1, 100], "min_snr": [0.5, 0.5, 0.5, 0.51, 90]}
@@ -102,17 +105,17 @@ def test_a_difference_lies_inside_its_interval(tmp_path, compare):
     assert difference == pytest.approx(np.mean(distances["uniform"]) * (stats.gmean(ratios) - 1))
 
 
-def test_an_experiment_file_is_its_results(tree, compare, monkeypatch):
+def test_an_experiment_file_stands_for_its_results(tree, compare, monkeypatch):
     monkeypatch.chdir(tree[0].parent)
     assert compare("tiny.yaml", "--format", "csv") == compare("results/tiny", "--format", "csv")
 
 
-def test_formats_agree(tree, compare, tmp_path):
+def test_all_formats_contain_the_same_numbers(tree, compare, tmp_path):
     texts = {form: compare(tree[1], "--format", form) for form in ("table", "csv", "md", "json")}
-    found, records = rows_of(texts["csv"]), json.loads(texts["json"])
+    rows, records = rows_of(texts["csv"]), json.loads(texts["json"])
     assert all(list(record) == COLUMNS for record in records)
     for record in records:
-        line = found[record["method"]]
+        line = rows[record["method"]]
         assert {name: "" if value is None else str(value) for name, value in record.items() if name in COLUMNS[:5]} == {
             name: line[name] for name in COLUMNS[:5]
         }
@@ -128,14 +131,14 @@ def test_formats_agree(tree, compare, tmp_path):
     assert (tmp_path / "sub/table.txt").read_text() == texts["table"]
 
 
-def test_methods_by_their_folders_and_another_baseline(tree, compare):
-    found = rows_of(compare(tree[1] / "p2", tree[1] / "min_snr", "--format", "csv"))
-    assert set(found) == {"p2", "min_snr"} and {row["baseline"] for row in found.values()} == {"p2"}
-    found = rows_of(compare(tree[1], "--baseline", "min_snr", "--format", "csv"))
-    assert float(found["min_snr"]["difference"]) == 0 and float(found["uniform"]["low"]) > 0
+def test_folders_of_methods_and_another_baseline_can_be_selected(tree, compare):
+    rows = rows_of(compare(tree[1] / "p2", tree[1] / "min_snr", "--format", "csv"))
+    assert set(rows) == {"p2", "min_snr"} and {row["baseline"] for row in rows.values()} == {"p2"}
+    rows = rows_of(compare(tree[1], "--baseline", "min_snr", "--format", "csv"))
+    assert float(rows["min_snr"]["difference"]) == 0 and float(rows["uniform"]["low"]) > 0
 
 
-def test_methods_of_two_experiments_compare_as_those_of_one(tree, compare, tmp_path):
+def test_methods_of_two_experiments_compare_like_methods_of_one(tree, compare, tmp_path):
     one = rows_of(compare(tree[1], "--format", "csv"))
     for name, methods in (("first", ("uniform", "p2")), ("second", ("min_snr",))):
         shutil.copytree(tree[1], tmp_path / name, ignore=shutil.ignore_patterns(*({*one} - {*methods})))
@@ -154,21 +157,21 @@ def test_methods_of_two_experiments_compare_as_those_of_one(tree, compare, tmp_p
     for method, row in two.items():
         assert row["baseline"] == "first/uniform"
         np.testing.assert_allclose(numbers(row), numbers(one[method]))
-    found = rows_of(compare(tmp_path / "first", tmp_path / "second", "--baseline", "second/min_snr", "--format", "csv"))
-    assert {row["baseline"] for row in found.values()} == {"second/min_snr"}
+    rows = rows_of(compare(tmp_path / "first", tmp_path / "second", "--baseline", "second/min_snr", "--format", "csv"))
+    assert {row["baseline"] for row in rows.values()} == {"second/min_snr"}
 
 
-def test_the_last_common_milestone_and_the_seeds_there(small, compare, capsys):
+def test_methods_are_compared_at_their_last_common_milestone_and_seeds(small, compare, capsys):
     (small[1] / "min_snr/seed0/evaluation/0000400.json").unlink()
     (small[1] / "min_snr/seed1/evaluation/0000400.json").unlink()
-    found = rows_of(compare(small[1], "--format", "csv"))
-    assert {(row["step"], row["seeds"]) for row in found.values()} == {("200", "2")}
+    rows = rows_of(compare(small[1], "--format", "csv"))
+    assert {(row["step"], row["seeds"]) for row in rows.values()} == {("200", "2")}
     expected = np.mean([results_tree.distance("uniform", seed, 200) for seed in (0, 1)])
-    assert float(found["uniform"]["value"]) == pytest.approx(expected)
+    assert float(rows["uniform"]["value"]) == pytest.approx(expected)
     shutil.rmtree(small[1] / "min_snr/seed1/evaluation")
     assert main(["compare", str(small[1])]) == 0
-    said = capsys.readouterr()
-    assert "seeds 1" in said.out and "min_snr seed 1" in said.err
+    printed = capsys.readouterr()
+    assert "seeds 1" in printed.out and "min_snr seed 1" in printed.err
     shutil.rmtree(small[1] / "uniform/seed0/evaluation")
     assert main(["compare", str(small[1])]) == 1
     assert "seed" in capsys.readouterr().err
@@ -178,14 +181,14 @@ def test_protocols_that_differ_are_not_compared(small, tmp_path, capsys):
     other = shutil.copytree(small[1], tmp_path / "other")
     edit(other, "*/seed*/evaluation/*.json", lambda record: record["protocol"].update(nfe=50, scheduler="euler"))
     assert main(["compare", str(small[1]), str(other)]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    for differ in (f"scheduler (ddim in {small[1]}, euler in {other})", f"nfe (20 in {small[1]}, 50 in {other})"):
-        assert differ in said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    for difference in (f"scheduler (ddim in {small[1]}, euler in {other})", f"nfe (20 in {small[1]}, 50 in {other})"):
+        assert difference in message
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("nowhere.yaml", "nowhere.yaml"),
         ("results", "results: no training"),
@@ -196,14 +199,14 @@ def test_protocols_that_differ_are_not_compared(small, tmp_path, capsys):
         ("results/tiny --out results", "results"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(small, words, said, capsys, monkeypatch):
+def test_what_cannot_be_compared_is_reported_in_one_line(small, words, message, capsys, monkeypatch):
     monkeypatch.chdir(small[0].parent)
     assert main(["compare", *words.split()]) in (1, 2)
     captured = capsys.readouterr()
-    assert said in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_nothing_evaluated_is_said(small, capsys):
+def test_missing_evaluations_and_snapshots_are_reported(small, capsys):
     for folder in small[1].glob("*/seed*/evaluation"):
         shutil.rmtree(folder)
     assert main(["compare", str(small[1])]) == 1
@@ -215,15 +218,17 @@ def test_nothing_evaluated_is_said(small, capsys):
 
 
 class _Links(HTMLParser):
+    """Collects the links of a page."""
+
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.links = []
 
     def handle_starttag(self, tag, attrs):
-        self.found += [value for name, value in attrs if name in ("href", "src")]
+        self.links += [value for name, value in attrs if name in ("href", "src")]
 
 
-def test_index_of_all_experiments(small, compare):
+def test_the_index_lists_all_experiments_with_links_that_exist(small, compare):
     root = small[1].parent
     (small[1] / "figures").mkdir()
     for name in ("report.html", "summary.csv", "figures/metric_vs_steps.svg"):
@@ -242,4 +247,4 @@ def test_index_of_all_experiments(small, compare):
         )
     links = _Links()
     links.feed(content)
-    assert "tiny/report.html" in links.found and all((root / link).exists() for link in links.found)
+    assert "tiny/report.html" in links.links and all((root / link).exists() for link in links.links)

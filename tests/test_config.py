@@ -1,4 +1,4 @@
-"""Experiment files: every refusal names the field, the value and what is allowed, and costs no job."""
+"""Experiment files: every validation error reports the field, its value and the allowed values before any job."""
 
 import re
 import subprocess
@@ -17,10 +17,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def demo() -> dict:
+    """Return the values of the demo experiment."""
     return yaml.safe_load((ROOT / "params.yaml").read_text())
 
 
 def changed(path: str, value) -> dict:
+    """Return the values of the demo experiment with another value at a dotted path."""
     values = demo()
     *sections, last = path.split(".")
     section = values
@@ -127,26 +129,27 @@ def test_a_bad_setting_is_rejected_with_its_field_and_value(path, value, message
         validate(changed(path, value), "x.yaml")
 
 
-def test_a_size_that_yaml_takes_for_a_number():
+def test_a_size_that_yaml_reads_as_a_number_becomes_text():
     assert validate(changed("model", {"name": "adm", "size": 64})).model["size"] == "64"
 
 
-def test_what_is_not_here_is_said_before_any_job(tmp_path, capsys):
+def test_missing_files_and_networks_are_reported_by_check(tmp_path, capsys):
     values = {"experiment": "x", "methods": {"a": {}}, "dataset": {"source": "folder", "path": str(tmp_path)}}
     values["dataset"] |= {"resolution": 32, "heldout": str(tmp_path / "held"), "captions": str(tmp_path / "c.json")}
     values |= {"text_encoder": {"path": "/no/encoder"}, "model": {"name": "uvit", "conditions": ["text"]}}
     values["evaluation"] = {"metrics": ["frechet", "clip"], "extractor": "selfsupervised"}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
     assert main(["check", str(tmp_path / "x.yaml")]) == 0
-    said = capsys.readouterr().out
-    for what in (tmp_path / "held", tmp_path / "c.json", "/no/encoder", "openai/clip-vit-large-patch14"):
-        assert re.search(rf"warning: .*{what}: not here; ", said), what
+    output = capsys.readouterr().out
+    for missing in (tmp_path / "held", tmp_path / "c.json", "/no/encoder", "openai/clip-vit-large-patch14"):
+        assert re.search(rf"warning: .*{missing}: not here; ", output), missing
 
 
 NESTED = {"name": "range", "low": 0.25, "density": {"name": "shift", "alpha": 5, "density": "log_normal"}}
 
 
 def check_output(folder, capsys, *arguments, **changes):
+    """Run `kairos check` on a changed experiment; returns its output."""
     methods = {
         "uniform": {},
         "log-normal": {"sampler": {"name": "log_normal", "s": 0.5}},
@@ -200,11 +203,13 @@ def test_solver_options_that_a_continuous_process_lacks_are_rejected(process, sc
     config = SamplingConfig(scheduler=scheduler)
     with pytest.raises(ConfigError, match=message):
         config.check_fits({"process": options, "prediction": "epsilon"}, [], 0.0)
-    config = SamplingConfig(scheduler=scheduler["name"], steps=5000)  # intervals without end: times are continuous
+    config = SamplingConfig(
+        scheduler=scheduler["name"], steps=5000
+    )  # continuous times can be divided into any number of steps
     config.check_fits({"process": options, "prediction": "epsilon"}, [], 0.0)
 
 
-def test_several_mistakes_are_told_at_once():
+def test_several_mistakes_are_reported_at_once():
     values = changed("training.batch_size", 0)
     values["seeds"] = []
     with pytest.raises(ConfigError, match="2 fields cannot be used") as error:
@@ -212,7 +217,7 @@ def test_several_mistakes_are_told_at_once():
     assert "training.batch_size" in str(error.value) and "seeds" in str(error.value)
 
 
-def test_missing_and_broken_files(tmp_path):
+def test_missing_and_malformed_files_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "no.yaml")
     (tmp_path / "a.yaml").write_text("a: [")
@@ -226,20 +231,20 @@ def test_missing_and_broken_files(tmp_path):
         load(tmp_path / "b.yaml")
 
 
-def test_a_name_alone_and_its_written_out_options_are_the_same_configuration():
+def test_a_name_and_its_options_with_default_values_are_the_same_configuration():
     short, long = demo(), demo()
     short["methods"] = {"a": {"sampler": "speed"}}
     long["methods"] = {"a": {"sampler": {"name": "speed", "k": 5, "tau": None}, "weighting": "none"}}
     assert validate(short).plain() == validate(long).plain()
 
 
-def test_resolved_configuration_reads_back_as_itself(tmp_path):
+def test_a_resolved_configuration_is_unchanged_by_writing_and_reading(tmp_path):
     plain = load(ROOT / "params.yaml").plain()
     (tmp_path / "frozen.yaml").write_text(yaml.safe_dump(plain))
     assert load(tmp_path / "frozen.yaml").plain() == plain
 
 
-def test_segments_share_out_all_milestones():
+def test_segments_partition_the_milestones():
     values = changed("training.milestones", [1, 2, 3, 4, 5])
     for count in range(1, 6):
         values["training"]["segments"] = count
@@ -251,23 +256,23 @@ def test_segments_share_out_all_milestones():
     ("arguments", "status"),
     [(["--help"], 0), (["train", "--help"], 0), ([], 2), (["trane"], 2), (["train"], 2), (["verify", "/nowhere"], 1)],
 )
-def test_exit_statuses_and_no_traceback(arguments, status, capsys):
+def test_commands_end_with_their_exit_status_and_no_traceback(arguments, status, capsys):
     try:
-        found = main(arguments)
+        exit_status = main(arguments)
     except SystemExit as end:  # of argparse
-        found = end.code
+        exit_status = end.code
     printed = capsys.readouterr()
-    assert found == status and "Traceback" not in printed.err
+    assert exit_status == status and "Traceback" not in printed.err
     assert (printed.out if status == 0 else printed.err).strip()
 
 
-def test_the_exit_status_of_the_process_is_that_of_the_command():
+def test_the_process_ends_with_the_exit_status_of_the_command():
     command = [sys.executable, "-m", "kairos", "verify", "/nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "/nowhere" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_help_of_every_subcommand_imports_nothing_heavy():
+def test_help_of_every_subcommand_imports_no_large_package():
     code = """
 import contextlib, sys
 from kairos.cli import COMMANDS, main
@@ -282,7 +287,7 @@ for name in COMMANDS:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_bad_file_stops_a_command_before_any_work(tmp_path, capsys):
+def test_an_invalid_file_stops_a_command_before_any_work(tmp_path, capsys):
     path = tmp_path / "x.yaml"
     path.write_text(yaml.safe_dump(changed("diffusion.process.timesteps", -1)))
     line = ["train", "--config", str(path), "--method", "uniform", "--seed", "0", "--out", str(tmp_path / "out")]

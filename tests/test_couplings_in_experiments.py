@@ -1,4 +1,4 @@
-"""Couplings of noise with images in experiments: identity, validation errors, sweeps, exact resume."""
+"""Couplings of noise with images in experiments: identities, validation errors, sweeps, exact resume."""
 
 import numpy as np
 import pytest
@@ -19,41 +19,41 @@ METHODS = {
 }
 
 
-def test_an_experiment_from_before_couplings_stays_what_it_was():
+def test_the_default_coupling_does_not_change_the_configuration_or_the_identity():
     plain = experiment(METHODS)
     assert plain["methods"]["uniform"] == plain["methods"]["usual"] and "coupling" not in plain["methods"]["uniform"]
     assert plain["methods"]["nearest"]["coupling"] == {"name": "nearest", "k": 3}
     roots = {name: {"kairos_timesteps.couplings:Assignment", "kairos_timesteps.couplings:Nearest"} for name in METHODS}
-    own = {name: sorted(roots[name] & {*code_roots(plain, name)}) for name in METHODS}
-    assert own == {
+    code = {name: sorted(roots[name] & {*code_roots(plain, name)}) for name in METHODS}
+    assert code == {
         "uniform": [],
         "usual": [],
         "assignment": ["kairos_timesteps.couplings:Assignment"],
         "nearest": ["kairos_timesteps.couplings:Nearest"],
     }
-    by_rank = [name for name in METHODS if "processes" in trajectory_settings(plain, name)]
-    assert by_rank == ["assignment"]  # whose result depends on their number
+    depends_on_ranks = [name for name in METHODS if "processes" in trajectory_settings(plain, name)]
+    assert depends_on_ranks == ["assignment"]  # each rank assigns noise within its slice of the batch
 
 
-def test_a_wrong_coupling_in_an_experiment_is_one_line():
+def test_a_bad_option_of_a_coupling_is_rejected():
     with pytest.raises(ConfigError, match=r"methods.x.coupling.*nearest.k: got 0, allowed: integer >= 2"):
         experiment({"x": {"coupling": {"name": "nearest", "k": 0}}})
 
 
 @pytest.mark.parametrize("method", ["assignment", "nearest"])
-def test_a_training_with_a_coupling_resumes_to_the_bit(method, tmp_path):
+def test_a_run_with_a_coupling_resumes_exactly(method, tmp_path):
     latents = open_latents(make_latents(tmp_path))
     plain = experiment(METHODS)
 
     def training(name=method):
         return TrainingState(plain, name, 0, latents, torch.device("cpu"))
 
-    def weights(of):
-        return torch.cat([value.flatten() for value in of.model.state_dict().values()])
+    def weights(state):
+        return torch.cat([value.flatten() for value in state.model.state_dict().values()])
 
     whole, first, second, usual = training(), training(), training(), training("uniform")
-    for one, end in ((whole, 8), (first, 5), (usual, 8)):
-        list(train_steps(one, end))
+    for state, end in ((whole, 8), (first, 5), (usual, 8)):
+        list(train_steps(state, end))
     second.load_state_dict(first.state_dict(), 5)
     list(train_steps(second, 8))
     assert torch.equal(weights(second), weights(whole))
@@ -62,4 +62,7 @@ def test_a_training_with_a_coupling_resumes_to_the_bit(method, tmp_path):
 
 def test_a_coupling_can_be_swept():
     plain = experiment({"near": {"grid": {"coupling.k": [2, 8]}, "coupling": "nearest"}})
-    assert {name: its["coupling"]["k"] for name, its in plain["methods"].items()} == {"near-k=2": 2, "near-k=8": 8}
+    assert {name: method["coupling"]["k"] for name, method in plain["methods"].items()} == {
+        "near-k=2": 2,
+        "near-k=8": 8,
+    }

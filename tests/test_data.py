@@ -1,4 +1,4 @@
-"""Stage prepare: sources, the uniform form, the split, broken images, kills."""
+"""Stage prepare: sources of images, their conversion to arrays, the split, broken images, kills."""
 
 import multiprocessing
 import os
@@ -20,15 +20,15 @@ from kairos.data.sources import open_source
 from kairos_timesteps.errors import ConfigError, KairosError
 
 
-def picture(seed: int, height: int = 8, width: int = 8, channels: int = 3) -> Image.Image:
+def random_image(seed: int, height: int = 8, width: int = 8, channels: int = 3) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
     return Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
 
 
-def write_pictures(folder: Path, count: int, **size: int) -> Path:
+def write_images(folder: Path, count: int, **size: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(count):
-        picture(index, **size).save(folder / f"{index:03d}.png")
+        random_image(index, **size).save(folder / f"{index:03d}.png")
     return folder
 
 
@@ -42,12 +42,13 @@ def folder_config(path: Path, **fields) -> DatasetConfig:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
+    """The data set of digits in grey."""
     out = tmp_path_factory.mktemp("digits")
     prepare(config(color="grey", heldout=0.25), out)
     return open_dataset(out)
 
 
-def test_digits_are_the_scans(digits):
+def test_digits_equal_those_of_scikit_learn(digits):
     from sklearn.datasets import load_digits
 
     scans = load_digits()
@@ -59,27 +60,27 @@ def test_digits_are_the_scans(digits):
     assert digits.manifest["conditions"]["class"]["num_classes"] == 10
 
 
-def test_split_is_a_partition_of_the_stated_size(digits):
+def test_the_split_is_a_partition_of_the_requested_size(digits):
     assert len(digits.heldout) == round(0.25 * 1797)
     assert sorted([*digits.train, *digits.heldout]) == list(range(1797))
     assert digits.train.dtype == np.int64
 
 
-def test_statistics_are_those_of_the_training_images(digits):
+def test_channel_statistics_are_computed_over_the_training_images(digits):
     pixels = digits.images[digits.train] / 255
     assert digits.manifest["channel_mean"] == pytest.approx([pixels.mean()])
     assert digits.manifest["channel_std"] == pytest.approx([pixels.std()])
 
 
-def test_tensor_and_back(digits):
+def test_images_survive_the_conversion_to_tensors_and_back(digits):
     images = digits.load_tensor([3, 1])
     assert images.shape == (2, 1, 8, 8)
     assert float(images.min()) == -1 and float(images.max()) == 1
     assert np.array_equal(to_uint8(images), digits.images[[3, 1]])
 
 
-def test_split_depends_on_its_seed_only(tmp_path):
-    write_pictures(tmp_path / "in", 30)
+def test_the_split_depends_on_its_seed_alone(tmp_path):
+    write_images(tmp_path / "in", 30)
     first, again, other = (
         prepare(folder_config(tmp_path / "in", split_seed=seed), tmp_path / name)
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
@@ -89,8 +90,8 @@ def test_split_depends_on_its_seed_only(tmp_path):
     assert first["files"]["heldout.npy"] != other["files"]["heldout.npy"]
 
 
-def test_content_hash_follows_content_alone(tmp_path):
-    write_pictures(tmp_path / "in", 10)
+def test_the_content_hash_depends_on_the_images_alone(tmp_path):
+    write_images(tmp_path / "in", 10)
     before = prepare(folder_config(tmp_path / "in"), tmp_path / "out")["content_sha256"]
     shutil.copytree(tmp_path / "in", tmp_path / "moved")
     assert prepare(folder_config(tmp_path / "moved"), tmp_path / "out")["content_sha256"] == before
@@ -100,37 +101,39 @@ def test_content_hash_follows_content_alone(tmp_path):
     assert prepare(folder_config(tmp_path / "in"), tmp_path / "out")["content_sha256"] != before
 
 
-def test_limit_is_a_subset_chosen_by_the_seed(tmp_path):
-    write_pictures(tmp_path / "in", 40)
-    whole, part, other = (
-        (prepare(folder_config(tmp_path / "in", **fields), tmp_path / "out"), np.load(tmp_path / "out" / "images.npy"))[
-            1
-        ]
-        for fields in ({}, {"limit": 12}, {"limit": 12, "split_seed": 5})
-    )
-    assert len(part) == len(other) == 12
+def test_a_limit_selects_a_random_subset_by_the_seed(tmp_path):
+    write_images(tmp_path / "in", 40)
+
+    def prepared_images(**fields):
+        prepare(folder_config(tmp_path / "in", **fields), tmp_path / "out")
+        return np.load(tmp_path / "out" / "images.npy")
+
+    whole = prepared_images()
+    subset = prepared_images(limit=12)
+    other = prepared_images(limit=12, split_seed=5)
+    assert len(subset) == len(other) == 12
     present = {image.tobytes() for image in whole}
-    assert {image.tobytes() for image in part} < present
-    assert not np.array_equal(part, other)
+    assert {image.tobytes() for image in subset} < present
+    assert not np.array_equal(subset, other)
 
 
-def test_folder_per_class_and_nested(tmp_path):
-    write_pictures(tmp_path / "in" / "cat", 3)
-    write_pictures(tmp_path / "in" / "ant" / "deeper", 2)
+def test_each_folder_is_a_class_with_the_images_below_it(tmp_path):
+    write_images(tmp_path / "in" / "cat", 3)
+    write_images(tmp_path / "in" / "ant" / "deeper", 2)
     (tmp_path / "in" / "cat" / "notes.txt").write_text("not an image")
     manifest = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
     assert manifest["classes"] == ["ant", "cat"]
     assert list(open_dataset(tmp_path / "out").labels) == [0, 0, 1, 1, 1]
 
 
-def test_flat_folder_has_no_classes(tmp_path):
-    write_pictures(tmp_path / "in", 4)
+def test_a_flat_folder_has_no_classes(tmp_path):
+    write_images(tmp_path / "in", 4)
     manifest = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
     assert manifest["classes"] is None and manifest["conditions"] == {}
     assert open_dataset(tmp_path / "out").labels is None
 
 
-def test_missing_and_empty_folder(tmp_path):
+def test_a_missing_or_empty_folder_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"dataset.path.*nowhere.*folder that exists"):
         prepare(folder_config(tmp_path / "nowhere"), tmp_path / "out")
     (tmp_path / "empty").mkdir()
@@ -142,44 +145,44 @@ def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
 
-def test_broken_image_is_named_and_refused(tmp_path):
-    write_pictures(tmp_path / "in", 6)
+def test_a_broken_image_is_reported_by_name(tmp_path):
+    write_images(tmp_path / "in", 6)
     damage(tmp_path / "in" / "003.png")
     with pytest.raises(KairosError, match=r"003\.png is broken.*dataset\.broken: skip"):
         prepare(folder_config(tmp_path / "in"), tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_broken_image_is_skipped_and_counted(tmp_path):
-    write_pictures(tmp_path / "in" / "a", 4)
-    write_pictures(tmp_path / "in" / "b", 4)
+def test_broken_images_are_skipped_and_recorded_on_request(tmp_path):
+    write_images(tmp_path / "in" / "a", 4)
+    write_images(tmp_path / "in" / "b", 4)
     (tmp_path / "in" / "a" / "002.png").write_bytes(b"no image")
     manifest = prepare(folder_config(tmp_path / "in", broken="skip"), tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
     assert manifest["skipped"] == ["a/002.png"]
     assert manifest["count"] == len(dataset.images) == 7
     assert list(dataset.labels) == [0, 0, 0, 1, 1, 1, 1]
-    assert np.array_equal(dataset.images[2], np.asarray(picture(3)))
+    assert np.array_equal(dataset.images[2], np.asarray(random_image(3)))
 
 
-def test_all_broken(tmp_path):
-    write_pictures(tmp_path / "in", 3)
+def test_a_folder_of_broken_images_is_rejected(tmp_path):
+    write_images(tmp_path / "in", 3)
     for file in (tmp_path / "in").iterdir():
         file.write_bytes(b"")
     with pytest.raises(KairosError, match="none of the 3 images is usable"):
         prepare(folder_config(tmp_path / "in", broken="skip"), tmp_path / "out")
 
 
-def test_sizes_must_agree_without_a_resolution(tmp_path):
-    write_pictures(tmp_path / "in", 3)
-    picture(9, 16, 16).save(tmp_path / "in" / "odd.png")
+def test_images_of_different_sizes_require_a_resolution(tmp_path):
+    write_images(tmp_path / "in", 3)
+    random_image(9, 16, 16).save(tmp_path / "in" / "odd.png")
     with pytest.raises(ConfigError, match=r"dataset\.resolution.*odd\.png has 16×16.*8×8"):
         prepare(folder_config(tmp_path / "in"), tmp_path / "out")
     manifest = prepare(folder_config(tmp_path / "in", resolution=8), tmp_path / "out")
     assert (manifest["count"], manifest["height"], manifest["width"]) == (4, 8, 8)
 
 
-def test_padding_keeps_the_pixels_and_refuses_what_is_too_large():
+def test_padding_keeps_the_pixels_and_rejects_larger_images():
     pixels = np.random.default_rng(0).integers(0, 256, (28, 26), dtype=np.uint8)
     padded = to_pixels(Image.fromarray(pixels), "grey", "pad", 32, "x.png")
     assert padded.shape == (32, 32, 1) and np.array_equal(padded[2:30, 3:29, 0], pixels)
@@ -188,8 +191,8 @@ def test_padding_keeps_the_pixels_and_refuses_what_is_too_large():
         to_pixels(Image.fromarray(pixels), "grey", "pad", 16, "x.png")
 
 
-def test_center_crop(tmp_path):
-    wide = picture(0, 8, 14)
+def test_the_centre_of_wide_images_is_cropped(tmp_path):
+    wide = random_image(0, 8, 14)
     assert np.array_equal(to_pixels(wide, "rgb", "center", None, "it"), np.asarray(wide)[:, 3:11])
     assert to_pixels(wide, "rgb", "center", 4, "it").shape == (4, 4, 3)
     with pytest.raises(KairosError, match="it is 14×8 pixels"):
@@ -211,24 +214,24 @@ def test_center_crop(tmp_path):
     ],
     ids=["transparent", "opaque", "LA", "palette", "cmyk", "bilevel", "white16", "grey16", "float"],
 )
-def test_modes(image, expected):
+def test_images_of_all_modes_are_converted(image, expected):
     assert tuple(to_pixels(image, "rgb", "center", None, "it")[0, 0]) == expected
     assert to_pixels(image, "grey", "center", None, "it").shape == (4, 4, 1)
 
 
-def test_sixteen_bit_png_and_exif_rotation(tmp_path):
+def test_sixteen_bit_images_and_exif_rotations_are_read(tmp_path):
     ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     Image.fromarray(ramp).save(tmp_path / "ramp.png")
     grey = to_pixels(read_image(tmp_path / "ramp.png"), "grey", "center", None, "it")[:, :, 0]
     assert np.abs(grey - ramp / 257).max() <= 0.5
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
-    picture(1, 8, 16).save(tmp_path / "turned.png", exif=exif)
+    random_image(1, 8, 16).save(tmp_path / "turned.png", exif=exif)
     assert read_image(tmp_path / "turned.png").size == (8, 16)
 
 
-def test_number_of_training_images_is_checked(tmp_path):
-    write_pictures(tmp_path / "in", 10)
+def test_a_wrong_number_of_training_images_is_rejected(tmp_path):
+    write_images(tmp_path / "in", 10)
     with pytest.raises(ConfigError, match=r"dataset\.train_images: got 8, allowed: 9"):
         prepare(folder_config(tmp_path / "in", train_images=8), tmp_path / "out")
     assert prepare(folder_config(tmp_path / "in", train_images=9), tmp_path / "out")["train_count"] == 9
@@ -246,8 +249,8 @@ def _prepare_until_killed(path: Path, out: Path) -> None:
     write_dataset(settings, type(source)(source.count, read, source.name), out)
 
 
-def test_killed_prepare_leaves_no_data_set(tmp_path):
-    write_pictures(tmp_path / "in", 10)
+def test_a_killed_prepare_leaves_no_data_set(tmp_path):
+    write_images(tmp_path / "in", 10)
     whole = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
     job = multiprocessing.get_context("fork").Process(
         target=_prepare_until_killed, args=(tmp_path / "in", tmp_path / "out")
@@ -274,7 +277,7 @@ def full_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_full_disk(tmp_path, full_disk, capsys):
+def test_a_full_disk_is_reported_and_leaves_no_data_set(tmp_path, full_disk, capsys):
     (tmp_path / "demo.yaml").write_text("experiment: demo\nmethods: {uniform: {}}\n")
     out = full_disk / "dataset"
     assert main(["prepare", "--config", str(tmp_path / "demo.yaml"), "--out", str(out)]) == 1
@@ -284,16 +287,16 @@ def test_full_disk(tmp_path, full_disk, capsys):
         open_dataset(out)
 
 
-def test_command_line(tmp_path, capsys, monkeypatch):
+def test_prepare_runs_from_the_command_line_and_reports_bad_paths(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = "experiment: mine\ndataset: {source: folder, path: in, heldout: 0.5}\nmethods: {uniform: {}}\n"
-    Path("mine.yaml").write_text(text)
-    assert main(["prepare", "--config", "mine.yaml"]) == 2
+    text = "experiment: small\ndataset: {source: folder, path: in, heldout: 0.5}\nmethods: {uniform: {}}\n"
+    Path("small.yaml").write_text(text)
+    assert main(["prepare", "--config", "small.yaml"]) == 2
     assert "dataset.path: got 'in'" in capsys.readouterr().err
-    write_pictures(Path("in"), 6)
-    assert main(["prepare", "--config", "mine.yaml", "--timing", "t.json"]) == 0
+    write_images(Path("in"), 6)
+    assert main(["prepare", "--config", "small.yaml", "--timing", "t.json"]) == 0
     assert "3 training and 3 held-out images of 8×8×3" in capsys.readouterr().err
-    assert open_dataset("results/mine/dataset").manifest["count"] == 6
+    assert open_dataset("results/small/dataset").manifest["count"] == 6
     assert Path("t.json").is_file()
-    assert main(["autoencoder", "--config", "mine.yaml", "--dataset", "nowhere"]) == 1
+    assert main(["autoencoder", "--config", "small.yaml", "--dataset", "nowhere"]) == 1
     assert "nowhere: does not exist; make it with: kairos prepare" in capsys.readouterr().err

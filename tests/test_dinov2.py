@@ -1,4 +1,4 @@
-"""DINOv2 as feature extractor: the published preprocessing and the class token, on random weights."""
+"""DINOv2 as feature extractor: the published preprocessing and the class token, with random weights."""
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
+    """The folder of a small DINOv2 network with random weights."""
     torch.manual_seed(0)
     config = transformers.Dinov2Config(
         hidden_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=518, patch_size=14
@@ -22,7 +23,7 @@ def network(tmp_path_factory):
     return folder
 
 
-def test_features_are_the_class_token_of_what_is_published(network, tmp_path):
+def test_features_equal_the_class_token_of_the_published_preprocessing(network, tmp_path):
     from torchvision.transforms import functional
 
     manifest = extractors.build_extractor({"name": "dinov2", "path": str(network)}, None, tmp_path / "x")
@@ -43,17 +44,15 @@ def test_features_are_the_class_token_of_what_is_published(network, tmp_path):
         token = model.layernorm(model.encoder(model.embeddings(torch.stack(normal))).last_hidden_state)[:, 0]
     torch.testing.assert_close(opened.compute_layers(images)["features"], token, rtol=1e-4, atol=1e-5)
     grey = images[..., :1]
-    both = [opened.compute_layers(part)["features"] for part in (grey, grey.repeat(3, axis=3))]
-    torch.testing.assert_close(*both)
-    found = measure(opened, iterate_rows(np.concatenate([images] * 8), range(40)), {"moments"})
-    target = metrics.Target("fd_dinov2", metrics.statistics_to_store(found), ({"name": "fd_dinov2"},))
-    assert target.score(found) == {"fd_dinov2": pytest.approx(0, abs=1e-5)}
+    features = [opened.compute_layers(batch)["features"] for batch in (grey, grey.repeat(3, axis=3))]
+    torch.testing.assert_close(*features)
+    statistics = measure(opened, iterate_rows(np.concatenate([images] * 8), range(40)), {"moments"})
+    target = metrics.Target("fd_dinov2", metrics.statistics_to_store(statistics), ({"name": "fd_dinov2"},))
+    assert target.score(statistics) == {"fd_dinov2": pytest.approx(0, abs=1e-5)}
 
 
-def test_a_missing_network_says_what_goes_where(tmp_path):
-    with pytest.raises(
-        KairosError, match=r"dinov2 needs the network .*nowhere .*evaluation\.extractor\.path"
-    ):
+def test_a_missing_or_different_network_is_reported_with_the_field_to_set(tmp_path):
+    with pytest.raises(KairosError, match=r"dinov2 needs the network .*nowhere .*evaluation\.extractor\.path"):
         extractors.build_extractor({"name": "dinov2", "path": str(tmp_path / "nowhere")}, None, tmp_path / "x")
     other = transformers.BertModel(
         transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
@@ -63,11 +62,11 @@ def test_a_missing_network_says_what_goes_where(tmp_path):
         extractors.build_extractor({"name": "dinov2", "path": str(tmp_path / "bert")}, None, tmp_path / "x")
 
 
-def test_a_missing_network_is_refused_before_any_job(tmp_path, network, monkeypatch, capsys):
+def test_check_rejects_a_network_that_is_missing_and_cannot_be_downloaded(tmp_path, network, monkeypatch, capsys):
     from kairos.cli import main
 
     file = tmp_path / "x.yaml"
-    said = {}
+    results = {}
     for path, offline in (
         (str(tmp_path / "nowhere"), "0"),
         ("facebook/dinov2-large", "1"),
@@ -79,7 +78,8 @@ def test_a_missing_network_is_refused_before_any_job(tmp_path, network, monkeypa
         file.write_text(
             f"experiment: x\nmethods: {{u: {{}}}}\nevaluation: {{extractor: {extractor}, num_samples: 1100}}\n"
         )
-        said[path, offline] = main(["check", str(file)]), "".join(capsys.readouterr())
-    (code, text), (offline, cached), (hub, warned), (here, _) = said.values()
-    assert code == offline == 2 and "the folder does not exist" in text and "HF_HUB_OFFLINE is set" in cached
-    assert hub == here == 0 and "will download facebook/dinov2-large" in warned
+        results[path, offline] = main(["check", str(file)]), "".join(capsys.readouterr())
+    (missing, missing_output), (offline, offline_output), (hub, hub_output), (local, _) = results.values()
+    assert missing == offline == 2
+    assert "the folder does not exist" in missing_output and "HF_HUB_OFFLINE is set" in offline_output
+    assert hub == local == 0 and "will download facebook/dinov2-large" in hub_output

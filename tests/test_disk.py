@@ -1,4 +1,4 @@
-"""A full disk ends a training with a clear error and the last good state in place; with room again it goes on."""
+"""A full disk ends a training run with a clear error and keeps its last checkpoint, from which it resumes."""
 
 import os
 import subprocess
@@ -23,22 +23,22 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_full_disk_loses_nothing(commands, small_disk, tmp_path):
+def test_a_run_resumes_exactly_after_a_full_disk(commands, small_disk, tmp_path):
     latents = make_latents(tmp_path / "data")
     config = write_experiment(tmp_path / "x.yaml", experiment())
-    alone = tmp_path / "alone"
+    uninterrupted = tmp_path / "alone"
     log = tmp_path / "log"
-    assert commands.run(train_command(config, "adaptive", alone, latents), log) == 0, log.read_text()
+    assert commands.run(train_command(config, "adaptive", uninterrupted, latents), log) == 0, log.read_text()
     out = small_disk / "run"
     line = train_command(config, "adaptive", out, latents)
     status, logged = commands.run(line, log), log.read_text()
     assert status == 1 and "No space left on device" in logged
     assert "Traceback" not in logged and not (out / "training.json").exists()
-    kept = sorted(path.name for path in out.glob(".state/*/checkpoints/*.ckpt"))
-    assert kept, "a checkpoint was written before the disk was full"
+    checkpoints = sorted(path.name for path in out.glob(".state/*/checkpoints/*.ckpt"))
+    assert checkpoints, "a checkpoint was written before the disk was full"
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     assert commands.run(line, log) == 0, log.read_text()
-    assert f"resumes from step {int(kept[-1].split('.')[0])}" in log.read_text()
-    assert read_json(out / "training.json") == read_json(alone / "training.json")
+    assert f"resumes from step {int(checkpoints[-1].split('.')[0])}" in log.read_text()
+    assert read_json(out / "training.json") == read_json(uninterrupted / "training.json")
     used = sum(f.stat().st_size for f in out.rglob(".tmp-*"))
-    assert used == 0 and os.path.getsize(out / "metrics.jsonl") == os.path.getsize(alone / "metrics.jsonl")
+    assert used == 0 and os.path.getsize(out / "metrics.jsonl") == os.path.getsize(uninterrupted / "metrics.jsonl")

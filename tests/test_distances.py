@@ -1,4 +1,4 @@
-"""Distances and the validation loss against values known from elsewhere, and the cache of real statistics."""
+"""Distances and the validation loss against torch-fidelity and closed forms, and the cache of real statistics."""
 
 import itertools
 import threading
@@ -17,149 +17,158 @@ from kairos_timesteps.errors import KairosError
 
 
 def gaussian_features(mean, std, count=20_000, width=4, seed=0):
+    """Return normally distributed features (count, width)."""
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * std + mean
 
 
-def measured(features: torch.Tensor, size: int = 777) -> ImageStatistics:
+def measure_features(features: torch.Tensor, size: int = 777) -> ImageStatistics:
     """Measure features in batches, as stage evaluate does."""
     spool, moments = Spool(), Moments()
-    for part in features.split(size):
-        spool.add(part)
-        moments.add(part)
+    for batch in features.split(size):
+        spool.add(batch)
+        moments.add(batch)
     return ImageStatistics(len(features), {"features": moments.mean_and_covariance}, spool.rows())
 
 
 def target_of(features: torch.Tensor, *names: str, metric: str = "frechet_x") -> Target:
-    return Target(metric, metrics.statistics_to_store(measured(features)), tuple({"name": name} for name in names))
+    """Return the target of some metrics, with features of the real images."""
+    return Target(
+        metric, metrics.statistics_to_store(measure_features(features)), tuple({"name": name} for name in names)
+    )
 
 
-def test_frechet_of_known_gaussians():
+def test_the_frechet_distance_of_gaussians_equals_the_closed_form():
     target = target_of(gaussian_features(0.0, 1.0), "frechet")
-    frechet = lambda *facts, **named: target.score(measured(gaussian_features(*facts, **named)))["frechet_x"]  # noqa: E731
+
+    def frechet(mean, std, seed=0):
+        return target.score(measure_features(gaussian_features(mean, std, seed=seed)))["frechet_x"]
+
     assert frechet(0.0, 1.0) == pytest.approx(0, abs=1e-6)
     assert 0 < frechet(0.0, 1.0, seed=1) < 0.01
     # d² = d (m² + (s - 1)²) = 4 (0.25 + 1)
     assert frechet(0.5, 2.0, seed=1) == pytest.approx(5.0, rel=0.03)
 
 
-def test_bias_of_two_equal_gaussians_is_the_published_one():
-    # 1,347 and 450 samples of 32 dimensions: 0.9 (the project's own facts)
+def test_the_bias_of_the_frechet_distance_of_equal_gaussians_is_as_expected():
+    # 1,347 and 450 samples of 32 dimensions have an expected distance of 0.9, measured beforehand
     values = []
     for seed in range(4):
         target = target_of(gaussian_features(0.0, 1.0, 1347, 32, 2 * seed), "frechet")
-        values.append(target.score(measured(gaussian_features(0.0, 1.0, 450, 32, 2 * seed + 1)))["frechet_x"])
+        values.append(target.score(measure_features(gaussian_features(0.0, 1.0, 450, 32, 2 * seed + 1)))["frechet_x"])
     assert np.mean(values) == pytest.approx(0.9, abs=0.15)
 
 
 @pytest.mark.parametrize("count,width,mean", [(3000, 64, 0.4), (500, 128, 300.0), (70, 100, 0.4)])
-def test_frechet_is_torch_fidelitys(count, width, mean):
+def test_the_frechet_distance_equals_that_of_torch_fidelity(count, width, mean):
     """Cases include features with a large mean, and covariances without full rank."""
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 
     mixing = torch.randn(width, width, generator=torch.Generator().manual_seed(9)) / width**0.5
     sets = [(gaussian_features(0.0, 1.0, count, width, seed) @ mixing + mean).float() for seed in (0, 1)]
-    theirs = [fid_features_to_statistics(features.double()) for features in sets]
-    ours = [measured(features).moments["features"] for features in sets]
-    for (mean_, covariance), their in zip(ours, theirs):
-        np.testing.assert_allclose(mean_, their["mu"], rtol=1e-12)
-        np.testing.assert_allclose(covariance, their["sigma"], rtol=1e-7, atol=1e-9)
-    value = target_of(sets[1], "frechet").score(measured(sets[0]))["frechet_x"]
-    expected = fid_statistics_to_metric(*theirs, verbose=False)["frechet_inception_distance"]
+    references = [fid_features_to_statistics(features.double()) for features in sets]
+    moments = [measure_features(features).moments["features"] for features in sets]
+    for (feature_mean, covariance), reference in zip(moments, references):
+        np.testing.assert_allclose(feature_mean, reference["mu"], rtol=1e-12)
+        np.testing.assert_allclose(covariance, reference["sigma"], rtol=1e-7, atol=1e-9)
+    value = target_of(sets[1], "frechet").score(measure_features(sets[0]))["frechet_x"]
+    expected = fid_statistics_to_metric(*references, verbose=False)["frechet_inception_distance"]
     assert value == pytest.approx(expected, rel=1e-6 if count > width else 1e-3)
 
 
-def test_inception_score_is_torch_fidelitys():
-    """The splits are those of ADM's evaluator: 5,000 images in order, and the rest as the last."""
+def test_the_inception_score_equals_that_of_torch_fidelity():
+    """The splits equal those of ADM's evaluator: 5,000 images each in order, the last one with the rest."""
     from torch_fidelity.metric_isc import isc_features_to_metric
 
     def isc(logits):
         spool = Spool()
-        for part in logits.split(997):
-            spool.add(part)
+        for batch in logits.split(997):
+            spool.add(batch)
         return metrics.isc(None, ImageStatistics(len(logits), {}, logits=spool.rows()), None)["isc"]
 
     logits = 3 * gaussian_features(0.0, 1.0, 50_000, 10).float()
-    theirs = isc_features_to_metric(logits, splits=10, shuffle=False)["inception_score_mean"]
-    assert isc(logits) == pytest.approx(theirs, rel=1e-12)
-    parts = [isc_features_to_metric(part, 1, False)["inception_score_mean"] for part in logits[:7000].split(5000)]
-    assert isc(logits[:7000]) == pytest.approx(np.mean(parts), rel=1e-12)
+    expected = isc_features_to_metric(logits, splits=10, shuffle=False)["inception_score_mean"]
+    assert isc(logits) == pytest.approx(expected, rel=1e-12)
+    splits = [isc_features_to_metric(split, 1, False)["inception_score_mean"] for split in logits[:7000].split(5000)]
+    assert isc(logits[:7000]) == pytest.approx(np.mean(splits), rel=1e-12)
 
 
-def test_precision_and_recall_are_torch_fidelitys():
-    """Test with more feature vectors than one block of the computation holds."""
+def test_precision_and_recall_equal_those_of_torch_fidelity():
+    """The number of feature vectors exceeds one block of the computation."""
     from torch_fidelity.metric_prc import prc_features_to_metric
 
     samples, real = gaussian_features(0.3, 0.8, 2500, 8).float(), gaussian_features(0.0, 1.0, 1500, 8, 1).float()
-    theirs = prc_features_to_metric(samples, real, verbose=False, save_cpu_ram=False)
-    found = target_of(real, "precision", "recall").score(measured(samples))
-    assert 0.2 < theirs["recall"] < theirs["precision"] < 1
-    assert found == {name: pytest.approx(theirs[name], abs=1e-6) for name in ("precision", "recall")}
+    expected = prc_features_to_metric(samples, real, verbose=False, save_cpu_ram=False)
+    scores = target_of(real, "precision", "recall").score(measure_features(samples))
+    assert 0.2 < expected["recall"] < expected["precision"] < 1
+    assert scores == {name: pytest.approx(expected[name], abs=1e-6) for name in ("precision", "recall")}
 
 
-def test_kid_is_torch_fidelitys_on_inceptions_features():
+def test_kid_of_inception_features_equals_that_of_torch_fidelity():
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     samples, real = gaussian_features(0.3, 0.8, 300, 8).float(), gaussian_features(0.0, 1.0, 400, 8, 1).float()
     target = Target(
-        "fid", metrics.statistics_to_store(measured(real)), ({"name": "kid", "subsets": 9, "subset_size": 100},)
+        "fid", metrics.statistics_to_store(measure_features(real)), ({"name": "kid", "subsets": 9, "subset_size": 100},)
     )
-    theirs = kid_features_to_metric(samples.double(), real.double(), kid_subsets=9, kid_subset_size=100, verbose=False)
-    assert target.score(measured(samples))["kid"] == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-12)
+    expected = kid_features_to_metric(
+        samples.double(), real.double(), kid_subsets=9, kid_subset_size=100, verbose=False
+    )
+    assert target.score(measure_features(samples))["kid"] == pytest.approx(
+        expected["kernel_inception_distance_mean"], rel=1e-12
+    )
 
 
-def test_kid_fits_the_sample_and_ignores_the_scale_of_features():
+def test_kid_is_small_for_equal_distributions_and_ignores_the_scale_of_features():
     real, near, far = (gaussian_features(m, 1.0, 60, 8, seed) for seed, m in enumerate((0.0, 0.0, 1.0)))
     values = {}
     for scale in (1, 100):
         target = target_of(real * scale, "kid")
-        values[scale] = [target.score(measured(part * scale))["kid"] for part in (near, far)]
+        values[scale] = [target.score(measure_features(samples * scale))["kid"] for samples in (near, far)]
     assert values[1] == pytest.approx(values[100], rel=1e-4)
     assert abs(values[1][0]) < 0.2 < values[1][1]
 
 
-def test_features_on_disk():
+def test_features_on_disk_are_read_back_by_index():
     features = np.arange(30, dtype=np.float32).reshape(10, 3)
-    extractor = SimpleNamespace(compute_layers=lambda part: {"features": torch.from_numpy(part)}, device="cpu")
+    extractor = SimpleNamespace(compute_layers=lambda batch: {"features": torch.from_numpy(batch)}, device="cpu")
 
-    def kept(only):
-        return measure(extractor, np.split(features, [4, 8]), {"features"}, only).features
+    def store(indices):
+        return measure(extractor, np.split(features, [4, 8]), {"features"}, indices).features
 
-    found = kept(None)
-    assert len(found) == 10 and np.array_equal(found[:], features) and np.array_equal(found[3:7], features[3:7])
-    assert np.array_equal(found[np.array([9, 0, 0])], features[[9, 0, 0]])
-    assert np.array_equal(kept(np.array([0, 3, 9]))[:], features[[0, 3, 9]])
-    assert np.array_equal(kept(np.array([5, 9]))[:], features[[5, 9]])
-    assert (
-        len(metrics.indices_to_store(10)) == 10
-        and len(metrics.indices_to_store(10**6)) == metrics.MAX_STORED
-        and metrics.indices_to_store(10**6)[-1] == 10**6 - 1
-    )
+    stored = store(None)
+    assert len(stored) == 10 and np.array_equal(stored[:], features) and np.array_equal(stored[3:7], features[3:7])
+    assert np.array_equal(stored[np.array([9, 0, 0])], features[[9, 0, 0]])
+    assert np.array_equal(store(np.array([0, 3, 9]))[:], features[[0, 3, 9]])
+    assert np.array_equal(store(np.array([5, 9]))[:], features[[5, 9]])
+    assert len(metrics.indices_to_store(10)) == 10
+    indices = metrics.indices_to_store(10**6)
+    assert len(indices) == metrics.MAX_STORED and indices[-1] == 10**6 - 1
 
 
-def test_bootstrap_is_the_spread_of_sets():
-    """Over resamples of one set about what it is over fresh sets."""
+def test_the_bootstrap_estimates_the_standard_deviation_over_sample_sets():
+    """The standard deviation over resamples of one set is close to that over independent sets."""
     real = gaussian_features(0.0, 1.0, 4000, 4, 99)
     target = target_of(real, "frechet")
-    sets = [measured(gaussian_features(0.5, 1.0, 400, 4, seed)) for seed in range(40)]
-    fresh = np.std([target.score(one)["frechet_x"] for one in sets], ddof=1)
-    estimates = [metrics.bootstrap(one, target, 20, 0) for one in sets[:8]]
-    assert np.mean(estimates) == pytest.approx(fresh, rel=0.35)
+    sets = [measure_features(gaussian_features(0.5, 1.0, 400, 4, seed)) for seed in range(40)]
+    expected = np.std([target.score(sample_set)["frechet_x"] for sample_set in sets], ddof=1)
+    estimates = [metrics.bootstrap(sample_set, target, 20, 0) for sample_set in sets[:8]]
+    assert np.mean(estimates) == pytest.approx(expected, rel=0.35)
 
 
-def test_number_of_images():
+def test_too_few_images_are_rejected_or_cause_a_warning():
     with pytest.raises(KairosError, match="got 32 images, allowed: more than 32"):
         metrics.check_image_count(32, 32, "evaluation.num_samples")
     assert "10 times" in metrics.check_image_count(33, 32, "x")[0]
     assert metrics.check_image_count(320, 32, "x") == []
 
 
-def test_statistics_are_computed_once(tmp_path, monkeypatch, capsys):
+def test_statistics_of_real_images_are_computed_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     calls = []
 
     def compute():
         calls.append(1)
-        return metrics.statistics_to_store(measured(gaussian_features(0.0, 1.0, 100)))
+        return metrics.statistics_to_store(measure_features(gaussian_features(0.0, 1.0, 100)))
 
     first = metrics.load_or_compute({"images": "a"}, compute)
     second = metrics.load_or_compute({"images": "a"}, compute)
@@ -173,14 +182,14 @@ def test_statistics_are_computed_once(tmp_path, monkeypatch, capsys):
     assert len(calls) == 3 and "damaged" in capsys.readouterr().err
 
 
-def test_two_at_once_write_whole_files(tmp_path, monkeypatch):
+def test_concurrent_computations_write_one_complete_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     barrier = threading.Barrier(4)
     results = []
 
     def compute():
         barrier.wait()
-        return metrics.statistics_to_store(measured(gaussian_features(0.0, 1.0, 2000, 32)))
+        return metrics.statistics_to_store(measure_features(gaussian_features(0.0, 1.0, 2000, 32)))
 
     threads = [threading.Thread(target=lambda: results.append(metrics.load_or_compute("x", compute))) for _ in range(4)]
     for thread in threads:
@@ -192,13 +201,13 @@ def test_two_at_once_write_whole_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("timesteps,strata", [(1000, 32), (100, 7), (10, 32), (3, 5), (2, 4)])
-def test_strata_cover_every_timestep_once(timesteps, strata):
-    process, parts = discrete(timesteps), validation.build_strata(timesteps, strata)
-    assert parts[0] == (0, 1 / timesteps) and parts[-1] == ((timesteps - 1) / timesteps, 1)
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
-    assert len(parts) == min(strata, timesteps - 2) + 2
+def test_strata_cover_every_timestep_exactly_once(timesteps, strata):
+    process, intervals = discrete(timesteps), validation.build_strata(timesteps, strata)
+    assert intervals[0] == (0, 1 / timesteps) and intervals[-1] == ((timesteps - 1) / timesteps, 1)
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(intervals))
+    assert len(intervals) == min(strata, timesteps - 2) + 2
     counts = np.zeros(timesteps)
-    for first, end in parts:
+    for first, end in intervals:
         u = validation.spread_over((first, end), 10_000)
         assert u.min() > first and u.max() < end and float(u.mean()) == pytest.approx((first + end) / 2)
         counts += (end - first) * np.bincount(process.times(u), minlength=timesteps) / 10_000
@@ -206,7 +215,7 @@ def test_strata_cover_every_timestep_once(timesteps, strata):
 
 
 class Latents:
-    """Held-out latents that are all zero: x_t is the scaled noise."""
+    """Held-out latents that are all zero, so that x_t is the scaled noise."""
 
     heldout = np.arange(64)
     shape = (1, 2, 2)
@@ -219,12 +228,14 @@ class Latents:
 
 
 def discrete(timesteps=50, schedule="linear", prediction="epsilon"):
+    """Return a process with a noise schedule of T timesteps."""
     return build_process(
         {"process": {"name": "discrete", "timesteps": timesteps, "schedule": schedule}, "prediction": prediction}
     )
 
 
 def loss_of(network, process=None, seed=0, **settings):
+    """Return a process and the validation loss of a network on it."""
     process = process or discrete()
     milestone = SimpleNamespace(
         process=process, record={"conditions": {}}, model=lambda x, t, conditions: network(process, x, t)
@@ -237,7 +248,7 @@ def noise_in(process, x, t):
     return x / process.coefficients(t)[1].view(-1, 1, 1, 1)
 
 
-def test_validation_loss_of_known_networks():
+def test_the_validation_loss_of_known_networks_equals_closed_forms():
     process, result = loss_of(lambda process, x, t: 0 * x)
     assert result["loss"] == pytest.approx(1.0, abs=0.1), "predicting nothing leaves the noise's variance"
     _, perfect = loss_of(lambda process, x, t: noise_in(process, x, t).float())
@@ -264,13 +275,13 @@ def test_vlb_of_a_stratum_is_the_mean_of_c_times_the_loss_of_each_image():
     assert abs(row["vlb"] / (c[1:9].mean() * (error(t) ** 2)[1:9].mean()) - 1) > 0.05
 
 
-@pytest.mark.parametrize("name,own", [("edm", 0.002), ("flow", 0.0005), ("vp", 0.0005)])
-def test_validation_loss_of_a_continuous_process(name, own):
+@pytest.mark.parametrize("name,first_time", [("edm", 0.002), ("flow", 0.0005), ("vp", 0.0005)])
+def test_the_validation_loss_of_a_continuous_process_covers_its_times(name, first_time):
     options = {"sigma_data": 0.5} if name == "edm" else {}
     process = build_process({"process": {"name": name, **options}, "prediction": "epsilon"})
 
     def network(process, x, t):
-        if name == "edm":  # x0 = 0 comes of an output that undoes what is passed on
+        if name == "edm":  # the prediction x0 = 0 requires an output that cancels the skip connection
             sigma = (t / process.time_scale * 4).exp().view(-1, 1, 1, 1)
             return -x * process.sigma_data / sigma
         return x if name == "vp" else x / (t / process.time_scale).view(-1, 1, 1, 1)
@@ -278,14 +289,16 @@ def test_validation_loss_of_a_continuous_process(name, own):
     _, result = loss_of(network, process)
     rows = result["per_timestep"]
     assert [row["u"] for row in rows][:1] == [[0, 0.001]] and rows[-1]["u"] == [0.999, 1] and len(rows) == 8
-    assert rows[0]["t"] == pytest.approx(own, rel=0.05) and all(a["t"] < b["t"] for a, b in itertools.pairwise(rows))
+    assert rows[0]["t"] == pytest.approx(first_time, rel=0.05) and all(
+        a["t"] < b["t"] for a, b in itertools.pairwise(rows)
+    )
     if name != "vp":
         assert result["loss"] == pytest.approx(0, abs=1e-5)
     else:
         assert 0 < rows[-1]["loss"] < 1e-4 < rows[0]["loss"], "x is the noise where no image is left"
 
 
-def test_precision_of_the_validation_loss():
+def test_the_validation_loss_is_computed_in_the_requested_precision():
     layer = torch.nn.Conv2d(1, 1, 1)
     seen = []
     network = lambda process, x, t: seen.append((x.dtype, layer(x).dtype)) or layer(x)  # noqa: E731
@@ -299,8 +312,8 @@ def test_last_timestep_dominates_the_vlb_with_the_cosine_schedule():
     assert result["vlb_without_last"] < 0.5 * result["vlb"]
 
 
-def test_validation_loss_is_of_epsilon_whatever_is_predicted():
-    """x0 = 0 is known to all three: no error; and the same noise for every network."""
+def test_the_validation_loss_is_the_error_of_epsilon_for_every_prediction():
+    """All three networks know x0 = 0 and have no error; all networks get the same noise."""
     for prediction in ("epsilon", "x0", "v"):
 
         def network(process, x, t, prediction=prediction):

@@ -1,4 +1,4 @@
-"""Several processes by torchrun, microbatches, and leaving early: nothing of it changes the result."""
+"""Several processes, micro-batches and early stops do not change the result of a training run."""
 
 import json
 import os
@@ -32,36 +32,37 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    """A folder with latents."""
     folder = tmp_path_factory.mktemp("distributed")
     make_latents(folder)
     return folder
 
 
 def line(folder: Path, method: str, out: Path, *more: object, **changes: object) -> list[str]:
-    """The command line of a training in double precision, with `changes` of its section `training`."""
+    """Return the command line of a run in double precision, with `changes` of its section `training`."""
     settings = {"precision": "fp64", "milestones": [STEPS], **changes}
     case = experiment(**{f"training__{name}": value for name, value in settings.items()})
     config = folder / f"{abs(hash(str(settings)))}.yaml"
     return train_command(write_experiment(config, case), method, out, folder / "latents", *more)
 
 
-def run(line: list[str], status: int = 0) -> str:
-    """Run it in processes of its own; returns what it said."""
+def run_in_subprocess(line: list[str], status: int = 0) -> str:
+    """Run a command line in a new process; returns its log."""
     done = subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=900, check=False)
     assert done.returncode == status, done.stderr
     return done.stderr
 
 
-def here(line: list[str]) -> None:
-    """Run it in this process."""
+def run_here(line: list[str]) -> None:
+    """Run a command line in this process."""
     assert main(line[3:]) == 0
 
 
 @pytest.fixture
 def two_ranks(commands: Commands, tmp_path: Path) -> Callable[[list[str]], str]:
-    """Run the two ranks of a training without torchrun, whose imports take seconds; returns what rank 0 wrote."""
+    """Function that trains on two ranks without torchrun, whose imports are slow, and returns the log of rank 0."""
 
-    def run(line: list[str]) -> str:
+    def run_ranks(line: list[str]) -> str:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -74,71 +75,72 @@ def two_ranks(commands: Commands, tmp_path: Path) -> Callable[[list[str]], str]:
         assert statuses == [0, 0], "\n".join(log.read_text() for log in logs)
         return logs[0].read_text()
 
-    return run
+    return run_ranks
 
 
 @pytest.fixture(scope="module")
 def alone(folder) -> Path:
-    """One process, whole batches: a folder per method."""
+    """Training runs of one process without micro-batches, a folder per method."""
     for method in ("uniform", "adaptive"):
-        here(line(folder, method, folder / "alone" / method))
+        run_here(line(folder, method, folder / "alone" / method))
     return folder / "alone"
 
 
-def same(one: Path, other: Path) -> None:
-    """Two trainings agree: weights, average, optimiser, metrics, strategy."""
+def assert_same(one: Path, other: Path) -> None:
+    """Assert that weights, average, optimiser, metrics and strategy of two runs agree."""
     states = [checkpoint.read(out / "checkpoint.pt") for out in (one, other)]
-    found = {name: difference(*(state[name] for state in states)) for name in checkpoint.COMPONENTS}
+    differences = {name: difference(*(state[name] for state in states)) for name in checkpoint.COMPONENTS}
     lines = [[json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()] for out in (one, other)]
     assert len(lines[0]) == STEPS
-    found |= {name: difference(*([row[name] for row in rows] for rows in lines)) for name in lines[0][0]}
-    print(found)
+    differences |= {name: difference(*([row[name] for row in rows] for rows in lines)) for name in lines[0][0]}
+    print(differences)
     assert states[0]["model"]["blocks.0.attn.qkv.weight"].dtype == torch.float64
-    assert max(found.values()) < TOLERANCE, found
+    assert max(differences.values()) < TOLERANCE, differences
 
 
-def check_two(out: Path, alone: Path, updates: int | None) -> None:
-    same(out, alone)
+def check_two_processes(out: Path, alone: Path, updates: int | None) -> None:
+    """Check a run of two processes against the run of one, and its number of updates of the sampler."""
+    assert_same(out, alone)
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["sampler"].get("updates") == updates
     assert read_json(out / "training.json")["identity"] == read_json(alone / "training.json")["identity"]
 
 
 @pytest.mark.long
-def test_two_processes_of_torchrun_equal_one(folder, alone, tmp_path, monkeypatch):
+def test_a_run_on_two_processes_of_torchrun_equals_that_on_one(folder, alone, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     out = tmp_path / "two"
-    said = run(line(folder, "adaptive", out, processes=2))
-    assert "2 processes" in said and said.count("steps computed") == 1
-    assert not [*tmp_path.glob("kairos-*"), *tmp_path.glob("torchelastic*")]  # logs of ranks, which are empty
-    check_two(out, alone / "adaptive", updates=10)  # 13 measurements, S selected after the third
+    log = run_in_subprocess(line(folder, "adaptive", out, processes=2))
+    assert "2 processes" in log and log.count("steps computed") == 1
+    assert not [*tmp_path.glob("kairos-*"), *tmp_path.glob("torchelastic*")]  # empty logs of ranks are deleted
+    check_two_processes(out, alone / "adaptive", updates=10)  # 13 measurements, S selected after the third
 
 
-def test_two_processes_equal_one_with_a_fixed_sampler(folder, alone, tmp_path, two_ranks):
+def test_a_run_on_two_processes_with_a_fixed_sampler_equals_that_on_one(folder, alone, tmp_path, two_ranks):
     two_ranks(line(folder, "uniform", tmp_path / "two", processes=2))
-    check_two(tmp_path / "two", alone / "uniform", updates=None)
+    check_two_processes(tmp_path / "two", alone / "uniform", updates=None)
 
 
 @pytest.mark.parametrize("method", ["uniform", "adaptive"])
-def test_microbatches_equal_the_whole_batch(method, folder, alone):
+def test_a_run_with_micro_batches_equals_that_with_whole_batches(method, folder, alone):
     out = folder / "microbatches" / method
-    here(line(folder, method, out, microbatch=3))  # of 16: the last one is smaller
-    same(out, alone / method)
+    run_here(line(folder, method, out, microbatch=3))  # of 16: the last one is smaller
+    assert_same(out, alone / method)
 
 
-def test_a_learned_weighting_takes_microbatches_too(folder, tmp_path):
+def test_a_run_with_micro_batches_and_a_learned_weighting_equals_that_with_whole_batches(folder, tmp_path):
     outs = []
     for microbatch in (None, 5):
         case = experiment({"u": {"weighting": "edm2", "sampler": "loss_rms"}}, training__precision="fp64",
                           training__milestones=[STEPS], training__microbatch=microbatch)  # fmt: skip
         outs.append(tmp_path / str(microbatch))
         train(case, "u", 0, outs[-1], folder / "latents", [0, STEPS])
-    same(*outs)
+    assert_same(*outs)
 
 
 @pytest.mark.long
-def test_coupled_noise_on_two_processes(folder, tmp_path, two_ranks):
-    """The nearest of several is that of one process; an assignment is of each process' own part: another training."""
+def test_two_processes_equal_one_with_nearest_noise_but_not_with_assigned_noise(folder, tmp_path, two_ranks):
+    """Each process assigns noise within its slice of the batch, which is another run with another identity."""
     for processes in (1, 2):
         case = experiment({"nearest": {"coupling": "nearest"}, "assignment": {"coupling": "assignment"}},
                           training__precision="fp64", training__milestones=[STEPS], training__processes=processes,
@@ -146,61 +148,61 @@ def test_coupled_noise_on_two_processes(folder, tmp_path, two_ranks):
         config = write_experiment(tmp_path / f"{processes}.yaml", case)
         for method in case["methods"]:
             command = train_command(config, method, tmp_path / f"{method} {processes}", folder / "latents")
-            here(command) if processes == 1 else two_ranks(command)
-    same(tmp_path / "nearest 1", tmp_path / "nearest 2")
+            run_here(command) if processes == 1 else two_ranks(command)
+    assert_same(tmp_path / "nearest 1", tmp_path / "nearest 2")
     identities = {
         method: {read_json(tmp_path / f"{method} {processes}" / "training.json")["identity"] for processes in (1, 2)}
         for method in ("nearest", "assignment")
     }
     assert [len(each) for each in identities.values()] == [1, 2]
     with pytest.raises(AssertionError):
-        same(tmp_path / "assignment 1", tmp_path / "assignment 2")
+        assert_same(tmp_path / "assignment 1", tmp_path / "assignment 2")
 
 
 def test_a_checkpoint_of_one_process_resumes_on_two(folder, alone, two_ranks):
     out = folder / "one_then_two"
-    here(line(folder, "adaptive", out, "--milestones", 0, 23))
-    said = two_ranks(line(folder, "adaptive", out, processes=2))
-    assert "resumes from step 23" in said and "27 steps computed" in said
-    same(out, alone / "adaptive")
+    run_here(line(folder, "adaptive", out, "--milestones", 0, 23))
+    log = two_ranks(line(folder, "adaptive", out, processes=2))
+    assert "resumes from step 23" in log and "27 steps computed" in log
+    assert_same(out, alone / "adaptive")
 
 
 @pytest.mark.long
-def test_two_processes_leave_when_asked_and_resume_as_two_or_as_one(folder, tmp_path, two_ranks):
+def test_two_processes_stop_on_a_signal_and_resume_as_two_or_as_one(folder, tmp_path, two_ranks):
     length, every = 150, 10
     two = {"processes": 2, "milestones": [length], "checkpoint_every": every}
     out, whole = tmp_path / "out", tmp_path / "whole"
     process = start_training(line(folder, "adaptive", out, **two), out)
     process.send_signal(signal.SIGTERM)  # to the launcher alone
-    said = process.communicate(timeout=600)[1]
-    assert process.returncode == 75 and said.count("run the same command again") == 1 and "SIGUSR1" in said, said
-    word = read_json(out / ".state" / "progress.json")
-    assert word["state"] == "stopped" and 0 < word["step"] < length and word["of"] == length
-    assert "Traceback" not in said
+    log = process.communicate(timeout=600)[1]
+    assert process.returncode == 75 and log.count("run the same command again") == 1 and "SIGUSR1" in log, log
+    progress = read_json(out / ".state" / "progress.json")
+    assert progress["state"] == "stopped" and 0 < progress["step"] < length and progress["of"] == length
+    assert "Traceback" not in log
     shutil.copytree(out, tmp_path / "as_one")
-    assert f"resumes from step {word['step']}" in two_ranks(line(folder, "adaptive", out, **two))
+    assert f"resumes from step {progress['step']}" in two_ranks(line(folder, "adaptive", out, **two))
     two_ranks(line(folder, "adaptive", whole, **two))
     assert hashes(out) == hashes(whole)
-    here(line(folder, "adaptive", tmp_path / "as_one", **(two | {"processes": 1})))
+    run_here(line(folder, "adaptive", tmp_path / "as_one", **(two | {"processes": 1})))
     states = [checkpoint.read(one / "checkpoint.pt")["ema"] for one in (tmp_path / "as_one", whole)]
     assert difference(*states) < TOLERANCE
 
 
-def ranks(launcher: int) -> list[int]:
-    """The processes that a launcher has started."""
+def list_ranks(launcher: int) -> list[int]:
+    """Return the processes that a launcher has started."""
     return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
 @pytest.mark.long
-def test_a_killed_process_ends_all_and_the_launcher_says_so(folder, tmp_path):
+def test_a_killed_process_ends_all_others_and_the_launcher_reports_it(folder, tmp_path):
     out = tmp_path / "out"
     process = start_training(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
-    first, second = ranks(process.pid)
+    first, second = list_ranks(process.pid)
     os.kill(second, signal.SIGKILL)
-    begun = time.monotonic()
-    said = process.communicate(timeout=600)[1]
-    assert process.returncode == 1 and time.monotonic() - begun < 60
-    assert "process 1 of the training run was killed by SIGKILL" in said and "Traceback" not in said, said
+    start = time.monotonic()
+    log = process.communicate(timeout=600)[1]
+    assert process.returncode == 1 and time.monotonic() - start < 60
+    assert "process 1 of the training run was killed by SIGKILL" in log and "Traceback" not in log, log
     assert not Path(f"/proc/{first}").exists()
 
 
@@ -208,33 +210,35 @@ def test_a_killed_process_ends_all_and_the_launcher_says_so(folder, tmp_path):
 def test_ranks_die_with_their_launcher(folder, tmp_path):
     out = tmp_path / "out"
     process = start_training(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
-    children = ranks(process.pid)
+    children = list_ranks(process.pid)
     process.kill()
     process.communicate()
     end = time.monotonic() + 60
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < end
         time.sleep(0.1)
-    with lock_run_folder(out / ".state"):  # the lock has fallen with them
+    with lock_run_folder(out / ".state"):  # their end has released the lock
         pass
 
 
 @pytest.mark.long
-def test_an_error_in_the_ranks_is_said_once_in_one_line(folder, tmp_path):
+def test_an_error_of_all_ranks_is_reported_once_in_one_line(folder, tmp_path):
     wild = {"lr": 1e30, "warmup_steps": 0, "grad_clip": None}
-    said = run(line(folder, "uniform", tmp_path / "out", processes=2, optimizer=wild, precision="fp32"), status=1)
-    assert said.count("not finite") == 1 and "Traceback" not in said and "ChildFailedError" not in said, said
-    word = read_json(tmp_path / "out" / ".state" / "progress.json")
-    assert word["state"] == "failed" and "not finite" in word["message"] and "\n" not in word["message"]
+    log = run_in_subprocess(
+        line(folder, "uniform", tmp_path / "out", processes=2, optimizer=wild, precision="fp32"), status=1
+    )
+    assert log.count("not finite") == 1 and "Traceback" not in log and "ChildFailedError" not in log, log
+    progress = read_json(tmp_path / "out" / ".state" / "progress.json")
+    assert progress["state"] == "failed" and "not finite" in progress["message"] and "\n" not in progress["message"]
 
 
-def test_micro_batches_cut_the_global_batch_alike_for_any_number_of_processes():
+def test_micro_batches_do_not_depend_on_the_number_of_processes():
     for size, microbatch, processes in ((16, 3, 1), (16, 3, 2), (16, 3, 4), (16, None, 3), (7, 1, 7), (5, 2, 3)):
         parts = [split_into_micro_batches(size, microbatch, rank, processes) for rank in range(processes)]
         assert all(parts)
         joined = [one for part in parts for one in part]
         assert [number for number, _ in joined] == list(range(len(joined)))
-        assert [k for _, place in joined for k in range(size)[place]] == list(range(size))
+        assert [k for _, rows in joined for k in range(size)[rows]] == list(range(size))
         if microbatch is not None:
             assert joined == split_into_micro_batches(size, microbatch, 0, 1)
 
@@ -250,13 +254,13 @@ def test_micro_batches_cut_the_global_batch_alike_for_any_number_of_processes():
         ({"device": "cuda:1", "processes": 2}, "training.device: got 'cuda:1' with 2 processes, allowed: auto, cpu"),
     ],
 )
-def test_settings_that_do_not_go_together(settings, message):
+def test_incompatible_settings_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         experiment(**{f"training__{name}": value for name, value in settings.items()})
 
 
 @pytest.mark.long
-def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path, two_ranks):
+def test_dropout_does_not_depend_on_the_number_of_processes(folder, tmp_path, two_ranks):
     unet = {"name": "unet", "channels": 8, "multipliers": [1], "blocks": 1, "norm_groups": 4, "dropout": 0.3}
     outs = []
     for processes in (1, 2):
@@ -265,7 +269,7 @@ def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path, two_ranks):
         config = write_experiment(tmp_path / f"{processes}.yaml", case)
         outs.append(tmp_path / str(processes))
         command = train_command(config, "uniform", outs[-1], folder / "latents")
-        if processes == 1:  # in a process of its own: other tests leave their settings of torch in this one
+        if processes == 1:  # in a new process, since other tests have changed the settings of torch in this one
             subprocess.run(command, check=True)
         else:
             two_ranks(command)
@@ -274,7 +278,7 @@ def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path, two_ranks):
     assert all(read_json(out / "training.json")["provenance"]["exact"] for out in outs)
 
 
-def test_more_processes_need_a_launcher_and_more_nodes_a_job(folder, tmp_path, monkeypatch, capsys):
+def test_several_processes_require_a_launcher_and_several_nodes_a_slurm_job(folder, tmp_path, monkeypatch, capsys):
     case = experiment({"uniform": {}}, training__processes=2)
     with pytest.raises(KairosError, match=r"training.processes: got 2, but 1 were started; use kairos train"):
         train(case, "uniform", 0, tmp_path / "out", folder / "latents", [0, 2])
