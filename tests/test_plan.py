@@ -56,7 +56,7 @@ def test_published_parameters_and_operations(
 
 @pytest.mark.parametrize("name", ["dit", "unet"])
 def test_counts_equal_those_of_the_real_network(name: str) -> None:
-    """Parameters and operations are exact, and activation memory agrees with the tensors saved for backward within 2 %."""
+    """Parameters and operations are exact; activation memory agrees with the tensors saved for backward within 2 %."""
     cost = count_network_cost(SMALL[name], (3, 16, 16), {}, 5)
     network = models.build(SMALL[name], (3, 16, 16), {}).train()
     assert cost.parameters == sum(value.numel() for value in network.parameters() if value.requires_grad)

@@ -1,4 +1,4 @@
-"""`training.deterministic: portable`: caps reach the libraries, bits are equal under other caps, conflicts are rejected."""
+"""`training.deterministic: portable`: caps reach the libraries, bits are equal under any caps, conflicts are errors."""
 
 import json
 import os

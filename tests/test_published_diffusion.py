@@ -1,4 +1,4 @@
-"""Published processes, losses and ramps against their check values; MDT's second pass in real trainings."""
+"""Published processes, losses and ramps have their check values, and training runs use MDT's second forward pass."""
 
 import json
 from pathlib import Path
@@ -33,16 +33,16 @@ def latents(tmp_path_factory) -> Path:
     return make_latents(tmp_path_factory.mktemp("data"))
 
 
-def process_of(name="discrete", prediction="epsilon", **options):
+def make_process(name="discrete", prediction="epsilon", **options):
     options = {"sigma_data": 0.5, **options} if name in ("edm", "fdm") else options
     return build_process({"process": {"name": name, **options}, "prediction": prediction})
 
 
-# Schedules and what the network is shown
+# Schedules and inputs of the network
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "expected"),
     [
         ({}, [0.9999, 0.895142, 0.0777966, 4.03583e-5]),
         (
@@ -53,22 +53,24 @@ def process_of(name="discrete", prediction="epsilon", **options):
         ({"beta_start": 1e-4, "beta_end": 0.02}, [0.9999, 0.895142, 0.0777966, 4.03583e-5]),
     ],
 )  # fmt: skip
-def test_schedules(options, wanted, recwarn):
-    schedule = process_of(**options).schedule
-    assert schedule.alphas_cumprod[[0, 100, 500, 999]] == pytest.approx(wanted, rel=2e-6)
+def test_schedules_have_the_published_values(options, expected, recwarn):
+    schedule = make_process(**options).schedule
+    assert schedule.alphas_cumprod[[0, 100, 500, 999]] == pytest.approx(expected, rel=2e-6)
     assert not recwarn
 
 
-def test_scaled_linear_is_diffusers():
+def test_scaled_linear_equals_diffusers():
     from diffusers import DDPMScheduler
 
-    theirs = DDPMScheduler(1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
-    np.testing.assert_allclose(process_of(schedule="scaled_linear").schedule.betas, theirs.betas.numpy(), rtol=1e-6)
+    reference = DDPMScheduler(1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    np.testing.assert_allclose(
+        make_process(schedule="scaled_linear").schedule.betas, reference.betas.numpy(), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_network_is_shown_the_index_from_first_index_on(first):
-    process, seen = process_of(first_index=first), []
+def test_the_network_receives_indices_from_first_index(first):
+    process, seen = make_process(first_index=first), []
     process.predict(lambda x, t: seen.append(t) or x, torch.zeros(2, 4, 2, 2), torch.tensor([0, 999]))
     assert seen[0].tolist() == [first, 999 + first] and seen[0].dtype == torch.int64
     assert (scheduler_config(process, False) is None) == bool(first)
@@ -77,7 +79,7 @@ def test_the_network_is_shown_the_index_from_first_index_on(first):
 # Learned variance
 
 
-def prediction_at(t, process, output=None):
+def make_prediction(t, process, output=None):
     x0, noise = torch.linspace(-1, 1, 16).view(1, 4, 2, 2), torch.linspace(1, -1, 16).view(1, 4, 2, 2)
     if output is None:
         output = torch.cat([torch.full_like(x0, 0.1), torch.full_like(x0, 0.2)], 1)
@@ -85,49 +87,49 @@ def prediction_at(t, process, output=None):
     return losses.Prediction(process, x0, noise, t, process.noised(x0, noise, t), output)
 
 
-@pytest.mark.parametrize(("t", "wanted"), [(0, 1.8336), (1, 0.278381), (500, 0.00308354), (999, 0.00570884)])
-def test_vb_has_the_published_values(t, wanted):
-    prediction = prediction_at(t, process_of(variance="learned_range"))
+@pytest.mark.parametrize(("t", "expected"), [(0, 1.8336), (1, 0.278381), (500, 0.00308354), (999, 0.00570884)])
+def test_vb_has_the_published_values(t, expected):
+    prediction = make_prediction(t, make_process(variance="learned_range"))
     assert losses.mse(None, prediction).item() == pytest.approx(0.387778, abs=1e-6)
-    assert losses.vb(None, prediction).item() == pytest.approx(wanted, rel=3e-5)
+    assert losses.vb(None, prediction).item() == pytest.approx(expected, rel=3e-5)
 
 
-def test_vb_is_the_same_whatever_is_predicted():
+def test_vb_does_not_depend_on_the_prediction_type():
     values = []
-    for name in ("epsilon", "x0", "v"):
-        process = process_of(prediction=name, variance="learned_range")
-        given = prediction_at(500, process)
-        epsilon = torch.full_like(given.x0, 0.1)
-        x0 = process_of().estimate(epsilon, given.x_t, given.t)
-        a, s = process._shaped(given.t, x0)
-        mean = {"epsilon": epsilon, "x0": x0, "v": a * epsilon - s * x0}[name]
-        output = torch.cat([mean, torch.full_like(mean, 0.2)], 1)
-        values.append(losses.vb(None, prediction_at(500, process, output)).item())
+    for prediction_type in ("epsilon", "x0", "v"):
+        process = make_process(prediction=prediction_type, variance="learned_range")
+        prediction = make_prediction(500, process)
+        epsilon = torch.full_like(prediction.x0, 0.1)
+        x0 = make_process().estimate(epsilon, prediction.x_t, prediction.t)
+        a, s = process._shaped(prediction.t, x0)
+        network_mean = {"epsilon": epsilon, "x0": x0, "v": a * epsilon - s * x0}[prediction_type]
+        output = torch.cat([network_mean, torch.full_like(network_mean, 0.2)], 1)
+        values.append(losses.vb(None, make_prediction(500, process, output)).item())
     assert values == pytest.approx([0.00308354] * 3, rel=1e-4)
 
 
 @pytest.mark.parametrize("t", [0, 1, 500, 999])
-def test_vb_trains_the_variance_alone(t):
+def test_vb_has_gradients_for_the_variance_only(t):
     output = torch.randn(1, 8, 2, 2, generator=torch.Generator().manual_seed(t)).requires_grad_()
-    losses.vb(None, prediction_at(t, process_of(variance="learned_range"), output)).sum().backward()
+    losses.vb(None, make_prediction(t, make_process(variance="learned_range"), output)).sum().backward()
     assert output.grad[:, :4].abs().max() == 0 < output.grad[:, 4:].abs().min()
     assert output.grad.isfinite().all()
 
 
-def test_vb_against_torchs_own_divergence():
+def test_vb_equals_torchs_kl_divergence():
     from torch.distributions import Normal, kl_divergence
 
-    process, t = process_of(variance="learned_range"), 37
-    given, schedule = prediction_at(t, process), process.schedule
+    process, t = make_process(variance="learned_range"), 37
+    prediction, schedule = make_prediction(t, process), process.schedule
     beta, bar, before = schedule.betas[t], schedule.alphas_cumprod[t], schedule.alphas_cumprod[t - 1]
     mean = lambda x0: (  # noqa: E731
-        np.sqrt(before) * beta / (1 - bar) * x0 + np.sqrt(1 - beta) * (1 - before) / (1 - bar) * given.x_t
+        np.sqrt(before) * beta / (1 - bar) * x0 + np.sqrt(1 - beta) * (1 - before) / (1 - bar) * prediction.x_t
     )
     small = np.log(schedule.posterior_variance[t])
     scale = np.exp((0.6 * np.log(beta) + 0.4 * small) / 2)
-    x0 = process.estimate(given.mean, given.x_t, given.t)
-    wanted = kl_divergence(Normal(mean(given.x0), np.exp(small / 2)), Normal(mean(x0), scale)).mean() / np.log(2)
-    assert losses.vb(None, given).item() == pytest.approx(wanted.item(), rel=1e-4)
+    x0 = process.estimate(prediction.mean, prediction.x_t, prediction.t)
+    expected = kl_divergence(Normal(mean(prediction.x0), np.exp(small / 2)), Normal(mean(x0), scale)).mean() / np.log(2)
+    assert losses.vb(None, prediction).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_vb_against_torchs_own_divergence():
         ({"process": {"name": "fdm", "multiplier": 0}}, r"multiplier: got 0, allowed: number > 0"),
     ],
 )  # fmt: skip
-def test_refusals(diffusion, message):
+def test_invalid_diffusion_settings_are_rejected(diffusion, message):
     with pytest.raises(ConfigError, match=message):
         validate({"experiment": "x", "methods": {"a": {}}, "diffusion": diffusion})
 
@@ -179,19 +181,21 @@ def test_strategies_train_a_learned_variance(method, latents, tmp_path):
     assert scheduler["variance_type"] == "learned_range"
 
 
-def test_costs_count_the_further_channels():
-    found = [
-        costs.estimate_cost(validate(experiment(diffusion=diffusion)), x0_shape=(4, 8, 8), classes=10).network.parameters
+def test_costs_count_the_channels_of_the_learned_variance():
+    parameter_counts = [
+        costs.estimate_cost(
+            validate(experiment(diffusion=diffusion)), x0_shape=(4, 8, 8), classes=10
+        ).network.parameters
         for diffusion in ({}, {"process": LEARNED, "losses": ["mse", "vb"]})
     ]
-    assert found[1] - found[0] == (16 + 1) * 2 * 2 * 4
+    assert parameter_counts[1] - parameter_counts[0] == (16 + 1) * 2 * 2 * 4
 
 
-# The masked pass
+# Masked forward pass
 
 
-class Hiding(nn.Module):
-    """A tiny backbone with a mask token and a block that the masked pass alone uses."""
+class MaskedBackbone(nn.Module):
+    """Tiny backbone with a mask token, and with a block that only the masked pass uses."""
 
     calls: list = []  # noqa: RUF012
 
@@ -214,7 +218,7 @@ class Hiding(nn.Module):
         return self.side(self.convolution(self.dropout(hidden)))[:, :, self.order]
 
     def config(self):
-        return {"_class_name": "Hiding"}
+        return {"_class_name": "MaskedBackbone"}
 
     def weights(self):
         return dict(self.state_dict())
@@ -223,97 +227,103 @@ class Hiding(nn.Module):
         self.load_state_dict(weights)
 
 
-class HidingOptions(Options):
-    width: int = option(8, "nothing", ge=1)
+class MaskedBackboneOptions(Options):
+    width: int = option(8, "without effect", ge=1)
 
 
 @pytest.fixture
-def hiding(monkeypatch):
-    monkeypatch.setitem(MODELS, "hiding", None)
-    MODELS.add("hiding", "test_published_diffusion:Hiding", HidingOptions, masks=True)
-    monkeypatch.setattr(Hiding, "calls", [])
+def make_masked_experiment(monkeypatch):
+    monkeypatch.setitem(MODELS, "masked_backbone", None)
+    MODELS.add("masked_backbone", "test_published_diffusion:MaskedBackbone", MaskedBackboneOptions, masks=True)
+    monkeypatch.setattr(MaskedBackbone, "calls", [])
 
     def case(methods=None, **changes):
-        return experiment(methods or METHODS, model={"name": "hiding"}, **{"diffusion": MASKED, **changes})
+        return experiment(methods or METHODS, model={"name": "masked_backbone"}, **{"diffusion": MASKED, **changes})
 
     return case
 
 
 @pytest.mark.parametrize("method", ["speed", "adaptive"])
-def test_a_masked_pass_is_one_further_forward_and_resumes_exactly(method, hiding, latents, tmp_path):
-    train(hiding(), method, 0, tmp_path / "whole", latents, [0, 8])
-    calls = Hiding.calls
+def test_a_masked_pass_is_one_further_forward_pass_and_resumes_exactly(
+    method, make_masked_experiment, latents, tmp_path
+):
+    train(make_masked_experiment(), method, 0, tmp_path / "whole", latents, [0, 8])
+    calls = MaskedBackbone.calls
     assert len(calls) == 2 * 8
     for (x, t, none), (masked, again, mask) in zip(calls[::2], calls[1::2]):
         assert none is None and mask.dtype == torch.float32 and torch.equal(t, again)
-        assert not torch.equal(x, masked)  # noise of its own
+        assert not torch.equal(x, masked)  # independent noise
     assert not torch.equal(calls[1][2], calls[3][2])
-    train(hiding(), method, 0, tmp_path / "parts", latents, [0, 3], milestones_only=True)
-    train(hiding(), method, 0, tmp_path / "parts", latents, [0, 8])
+    train(make_masked_experiment(), method, 0, tmp_path / "parts", latents, [0, 3], milestones_only=True)
+    train(make_masked_experiment(), method, 0, tmp_path / "parts", latents, [0, 8])
     parts = {**hashes(tmp_path / "parts"), "metrics": None}
     assert parts == {**hashes(tmp_path / "whole"), "metrics": None}
     row = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])
     assert all(np.isfinite(row[name]) for name in ("mse", "vb", "masked_mse", "masked_vb"))
 
 
-def test_the_masked_pass_asks_at_the_same_x0_with_noise_of_its_own(hiding, latents, tmp_path):
-    plain = hiding({"uniform": {}}, training__batch_size=64)
+def test_the_masked_pass_uses_the_x0_of_the_batch_with_independent_noise(make_masked_experiment, latents, tmp_path):
+    plain = make_masked_experiment({"uniform": {}}, training__batch_size=64)
     train(plain, "uniform", 0, tmp_path, latents, [0, 1])
-    (x, t, _), (masked, _, mask) = Hiding.calls
-    process = process_of(timesteps=100, variance="learned_range")
+    (x, t, _), (masked, _, mask) = MaskedBackbone.calls
+    process = make_process(timesteps=100, variance="learned_range")
     _, s = process._shaped(t, x)
     off = (x - masked) / s  # the difference of two standard normals
     assert off.std().item() == pytest.approx(2**0.5, rel=0.03)
     assert mask.mean().item() == pytest.approx(0.5, abs=0.03) and len(mask.unique()) > 0.99 * mask.numel()
 
 
-def test_weights_multiply_both_squared_errors(hiding, latents, tmp_path, monkeypatch):
+def test_weights_multiply_both_squared_errors(make_masked_experiment, latents, tmp_path, monkeypatch):
     seen = []
     original = kairos_timesteps.Strategy.loss
     monkeypatch.setattr(
         kairos_timesteps.Strategy, "loss", lambda self, draw, terms: seen.append(terms) or original(self, draw, terms)
     )
-    train(hiding({"p2": {"weighting": "p2"}}), "p2", 0, tmp_path, latents, [0, 1])
+    train(make_masked_experiment({"p2": {"weighting": "p2"}}), "p2", 0, tmp_path, latents, [0, 1])
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert seen[0].mean().item() == pytest.approx(row["mse"] + row["masked_mse"], rel=1e-5)
 
 
-def test_the_mask_token_and_side_block_learn_from_the_masked_pass_alone(hiding, latents, tmp_path):
+def test_the_mask_token_and_side_block_learn_from_the_masked_pass_alone(make_masked_experiment, latents, tmp_path):
     for name, terms in (("both", MASKED["losses"]), ("one", ["mse", "vb"])):
-        plain = hiding({"uniform": {}}, diffusion={"process": LEARNED, "losses": terms})
+        plain = make_masked_experiment({"uniform": {}}, diffusion={"process": LEARNED, "losses": terms})
         train(plain, "uniform", 0, tmp_path / name, latents, [0, 3])
     token = {n: open_milestone(tmp_path / n / "milestones/0000003", "raw").model.token for n in ("both", "one")}
     assert token["both"].abs().max() > 0 and token["one"].abs().max() == 0
 
 
-def test_microbatches_and_a_second_pass(hiding, latents, tmp_path):
-    outs = []
+def test_microbatches_equal_the_whole_batch_with_a_masked_pass(make_masked_experiment, latents, tmp_path):
+    folders = []
     for microbatch in (None, 5):
-        plain = hiding({"speed": METHODS["speed"]}, training__microbatch=microbatch, training__precision="fp64")
+        plain = make_masked_experiment(
+            {"speed": METHODS["speed"]}, training__microbatch=microbatch, training__precision="fp64"
+        )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(nn.Dropout, "forward", lambda self, x: x)  # is drawn per microbatch
+            patch.setattr(nn.Dropout, "forward", lambda self, x: x)  # dropout is drawn per micro-batch
             train(plain, "speed", 0, tmp_path / str(microbatch), latents, [0, 6])
-        outs.append(tmp_path / str(microbatch))
-    models = [open_milestone(out / "milestones/0000006", "raw").model.state_dict() for out in outs]
-    assert difference(*models) < 1e-6  # as float32 on the disk
+        folders.append(tmp_path / str(microbatch))
+    models = [open_milestone(out / "milestones/0000006", "raw").model.state_dict() for out in folders]
+    assert difference(*models) < 1e-6  # the files contain float32
 
 
 def train_rank(config: Path, out: Path, latents: Path) -> None:
     """Run one rank of a training run with the tiny backbone, without dropout, which is drawn per micro-batch."""
-    MODELS.add("hiding", "test_published_diffusion:Hiding", HidingOptions, masks=True)
+    MODELS.add("masked_backbone", "test_published_diffusion:MaskedBackbone", MaskedBackboneOptions, masks=True)
     nn.Dropout.forward = lambda self, x: x
     assert main([*train_command(config, "speed", out, latents)[3:]]) == 0
 
 
 @pytest.mark.long
-def test_two_processes_and_a_second_pass(hiding, latents, tmp_path, monkeypatch):
+def test_two_processes_equal_one_with_a_masked_pass(make_masked_experiment, latents, tmp_path, monkeypatch):
     models = []
     for processes, microbatch in ((1, None), (2, 4)):
-        plain = hiding({"speed": METHODS["speed"]}, training__precision="fp64", training__processes=processes,
-                       training__milestones=[6], training__microbatch=microbatch)  # fmt: skip
+        plain = make_masked_experiment(
+            {"speed": METHODS["speed"]}, training__precision="fp64", training__processes=processes,
+            training__milestones=[6], training__microbatch=microbatch,
+        )  # fmt: skip
         out = tmp_path / f"{processes} {microbatch}"
         if processes == 1:
-            monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)  # is drawn per microbatch
+            monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)  # dropout is drawn per micro-batch
             train(plain, "speed", 0, out, latents, [0, 6])
         else:
             config = write_experiment(tmp_path / "two.yaml", plain)
@@ -322,62 +332,64 @@ def test_two_processes_and_a_second_pass(hiding, latents, tmp_path, monkeypatch)
     assert difference(*models) < 1e-6
 
 
-def test_the_memory_guard_tries_both_passes(hiding, latents):
+def test_the_memory_guard_runs_both_passes(make_masked_experiment, latents):
     from kairos.data.latents import open_latents
     from kairos.training.memory import find_fitting_batch
     from kairos.training.state import TrainingState
 
-    training = TrainingState(hiding({"uniform": {}}), "uniform", 0, open_latents(latents), torch.device("cpu"))
+    training = TrainingState(
+        make_masked_experiment({"uniform": {}}), "uniform", 0, open_latents(latents), torch.device("cpu")
+    )
     training.model.train()
     assert find_fitting_batch(training, 16) == 16
-    assert [mask is None for _, _, mask in Hiding.calls] == [True, False] * 2
+    assert [mask is None for _, _, mask in MaskedBackbone.calls] == [True, False] * 2
 
 
 # Ramps
 
 
-def share(name, step, batch_size=512, **options):
+def compute_decay(name, step, batch_size=512, **options):
     return AVERAGES.entry(name).load()(AVERAGES.parse(name, options), step, batch_size)
 
 
-def test_edms_average():
-    for step, wanted in ((0, 0), (100, 0.87055), (1953.125, 0.992927), (19531.25, 0.9992905), (10**6, 0.9992905)):
-        assert share("half_life", step) == pytest.approx(wanted, abs=5e-6)
+def test_edms_average_has_the_published_decay():
+    for step, expected in ((0, 0), (100, 0.87055), (1953.125, 0.992927), (19531.25, 0.9992905), (10**6, 0.9992905)):
+        assert compute_decay("half_life", step) == pytest.approx(expected, abs=5e-6)
 
 
-def test_warmups_of_the_average():
-    assert [share("decay", step) for step in (0, 1, 10**7)] == pytest.approx([1 / 10, 2 / 11, 0.9999])
-    assert [share("decay", step, count_from=1) for step in (0, 1)] == pytest.approx([2 / 11, 3 / 12])
-    assert share("decay", 0, warmup=False) == 0.9999
+def test_the_decay_of_the_average_warms_up():
+    assert [compute_decay("decay", step) for step in (0, 1, 10**7)] == pytest.approx([1 / 10, 2 / 11, 0.9999])
+    assert [compute_decay("decay", step, count_from=1) for step in (0, 1)] == pytest.approx([2 / 11, 3 / 12])
+    assert compute_decay("decay", 0, warmup=False) == 0.9999
 
 
 @pytest.mark.parametrize(
-    ("from_zero", "wanted"), [(True, [0, 0.25, 0.5, 0.75, 1, 1]), (False, [0.25, 0.5, 0.75, 1, 1, 1])]
+    ("from_zero", "expected"), [(True, [0, 0.25, 0.5, 0.75, 1, 1]), (False, [0.25, 0.5, 0.75, 1, 1, 1])]
 )
-def test_the_first_step_of_the_warmup(from_zero, wanted, latents, tmp_path):
+def test_the_warmup_starts_at_zero_or_at_its_first_fraction(from_zero, expected, latents, tmp_path):
     optimizer = {"lr": 1.0e-3, "warmup_steps": 4, "warmup_from_zero": from_zero}
     train(experiment({"u": {}}, training__optimizer=optimizer), "u", 0, tmp_path, latents, [0, 6])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["lr"] for row in rows] == pytest.approx([1e-3 * factor for factor in wanted])
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3 * factor for factor in expected])
 
 
 # FDM
 
 
-def test_fdms_input_scale():
-    process, seen = process_of("fdm"), []
+def test_fdms_input_scale_has_the_published_values():
+    process, seen = make_process("fdm"), []
     sigma = torch.tensor([2.0, 5.0, 10.0, 20.0, 40.0], dtype=torch.float64)
     x = torch.ones(5, 3, 4, 4)
     denoised = process.predict(lambda x, t: seen.append((x, t)) or torch.zeros_like(x), x, sigma)
     assert seen[0][0][:, 0, 0, 0].tolist() == pytest.approx([0.99985, 0.996, 0.955, 0.629, 0.038], abs=5e-4)
-    edm = process_of("edm")
+    edm = make_process("edm")
     torch.testing.assert_close(denoised, edm.predict(lambda x, t: torch.zeros_like(x), x, sigma))
     assert seen[0][1].tolist() == pytest.approx((400 * sigma.log() / 4).tolist(), rel=1e-6)
-    assert process_of("fdm", multiplier=1.0)._input_scale(torch.tensor(20.0)) > 0.629
+    assert make_process("fdm", multiplier=1.0)._input_scale(torch.tensor(20.0)) > 0.629
 
 
-def test_the_weights_warmup():
-    weighting = make_weighting({"name": "edm", "warmup": 200, "sigma_data": 0.5}, process_of("fdm").schedule, "x0")
+def test_the_upper_bound_of_weights_warms_up():
+    weighting = make_weighting({"name": "edm", "warmup": 200, "sigma_data": 0.5}, make_process("fdm").schedule, "x0")
     snr = np.array([1e-4, 10.0, 1e5])
     for step, cap in ((0, 5), (100, 50), (199, 5 * 100 ** (199 / 200))):
         assert weighting(snr, step) == pytest.approx(np.minimum(4 + snr, cap))

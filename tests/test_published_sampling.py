@@ -1,4 +1,4 @@
-"""Published samplers: learned variance, timesteps, DPM-Solver, Heun through a schedule, and guidance that changes."""
+"""Published sampling: learned variance, timesteps, DPM-Solver, Heun through a schedule, and varying guidance."""
 
 import json
 import math
@@ -21,17 +21,17 @@ from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
 from kairos.section import build
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError
-from test_sampling import MEAN, STD, best_network, completed, process_of, run, small_dit
+from test_sampling import MEAN, STD, optimal_network, solver_settings, process_of, run, small_dit
 from training_case import experiment
 
 LEARNED = {"name": "discrete", "timesteps": 1000, "schedule": "linear", "variance": "learned_range"}
 
 
-def learned_process(**options):
+def make_learned_process(**options):
     return build_process({"process": {**LEARNED, **options}, "prediction": "epsilon"})
 
 
-def learned(options):
+def make_learned_ddpm(options):
     return {"name": "ddpm", **vars(SCHEDULERS.parse("ddpm", {"variance": "learned_range", **options}))}
 
 
@@ -40,41 +40,41 @@ def learned(options):
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("spacing", "steps"), [("linspace", 250), ("linspace", 50), ("trailing", 61)])
-def test_ddpm_with_a_learned_variance_is_diffusers_step_by_step(monkeypatch, spacing, steps, clip):
-    import diffusers.schedulers.scheduling_ddpm as theirs
+def test_ddpm_with_a_learned_variance_equals_diffusers_step_by_step(monkeypatch, spacing, steps, clip):
+    import diffusers.schedulers.scheduling_ddpm as diffusers_ddpm
 
-    process, random = learned_process(), torch.Generator().manual_seed(0)
+    process, random = make_learned_process(), torch.Generator().manual_seed(0)
     noise = torch.randn(steps + 1, 3, 2, 4, 4, generator=random, dtype=torch.float64)
-    drawn = []
-    monkeypatch.setattr(theirs, "randn_tensor", lambda *a, **k: noise[drawn[-1]])
+    step_numbers = []
+    monkeypatch.setattr(diffusers_ddpm, "randn_tensor", lambda *a, **k: noise[step_numbers[-1]])
 
     def predict(x, t):
-        """A network of no particular sense, with v beyond [-1, 1] too."""
+        """Return arbitrary smooth outputs; v is also outside of [-1, 1]."""
         return torch.cat([torch.sin(x + t.view(-1, 1, 1, 1) / 100), 1.5 * torch.cos(3 * x)], 1)
 
     visited, seen = [], []
-    scheduler = learned({"spacing": spacing, "clip": clip})
+    scheduler = make_learned_ddpm({"spacing": spacing, "clip": clip})
     estimate = generate.DataPrediction(process, lambda x, t: seen.append((x, t)) or predict(x, t), clip)
     grid = build_time_grid(process, steps, scheduler)
     x0 = build(SCHEDULERS, scheduler, process, grid, estimate, lambda k: noise[k])
     visited = [int(t[0]) for _, t in seen]
     kept = process.schedule.alphas_cumprod[visited][::-1]
-    reference = theirs.DDPMScheduler(
+    reference = diffusers_ddpm.DDPMScheduler(
         steps, trained_betas=1 - kept / np.concatenate([[1.0], kept[:-1]]), variance_type="learned_range",
         clip_sample=clip, timestep_spacing="leading",
     )  # fmt: skip
     reference.set_timesteps(steps)
     largest = 0.0
     after = [x for x, _ in seen[1:]] + [x0.float()]
-    for k, (index, (x, t), wanted) in enumerate(zip(reference.timesteps, seen, after, strict=True), 1):
-        drawn.append(k)
-        (found, *_) = reference.step(predict(x, t), index, x, return_dict=False)
-        largest = max(largest, float(((found - wanted).abs() / (1 + wanted.abs())).max()))
+    for k, (index, (x, t), expected) in enumerate(zip(reference.timesteps, seen, after, strict=True), 1):
+        step_numbers.append(k)
+        (result, *_) = reference.step(predict(x, t), index, x, return_dict=False)
+        largest = max(largest, float(((result - expected).abs() / (1 + expected.abs())).max()))
     print("largest difference of a step", largest)
     assert largest < 2e-5
 
 
-def test_a_learned_variance_is_asked_for_where_there_is_one():
+def test_sampling_options_that_the_process_lacks_are_rejected():
     for process, scheduler, word in (
         ({}, {"name": "ddpm", "variance": "learned_range"}, "variance fixed_large: fixed_large, fixed_small"),
         ({}, {"name": "ddim", "offset": 1}, "spacing auto: 0"),
@@ -91,7 +91,7 @@ def test_a_learned_variance_is_asked_for_where_there_is_one():
 # Timesteps
 
 
-def test_respacing():
+def test_respaced_timesteps_are_the_published_ones():
     visited = spaced_timesteps("linspace", 250, 1000)[::-1].tolist()
     assert visited[:6] == [0, 4, 8, 12, 16, 20] and visited[-4:] == [987, 991, 995, 999]
     fifty = spaced_timesteps("linspace", 50, 1000)[::-1].tolist()
@@ -99,7 +99,7 @@ def test_respacing():
     assert spaced_timesteps("leading", 50, 1000)[::-1].tolist() == list(range(0, 1000, 20))
 
 
-def test_latent_diffusions_ddim():
+def test_latent_diffusions_ddim_equals_diffusers():
     """Timesteps 1, 6 ... 996, ending at alpha-bar_0, as diffusers with offset 1 and set_alpha_to_one False."""
     from diffusers import DDIMScheduler
 
@@ -107,34 +107,34 @@ def test_latent_diffusions_ddim():
         "process": {"name": "discrete", "schedule": "scaled_linear", "beta_start": 0.0015, "beta_end": 0.0195},
         "prediction": "epsilon",
     })  # fmt: skip
-    scheduler = completed("ddim", {"spacing": "leading", "offset": 1, "end": "first"})
-    predict = best_network(process, 0.2, 0.5)
+    scheduler = solver_settings("ddim", {"spacing": "leading", "offset": 1, "end": "first"})
+    predict = optimal_network(process, 0.2, 0.5)
     z = torch.randn(8, 1, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     grid = build_time_grid(process, 200, scheduler)
-    assert [place.t for place in grid] == [*range(996, 0, -5), 0]
+    assert [point.t for point in grid] == [*range(996, 0, -5), 0]
     x0 = run(scheduler, process, 200, predict, noise=lambda k: z)
-    theirs = DDIMScheduler(
+    reference = DDIMScheduler(
         1000, trained_betas=process.schedule.betas, steps_offset=1, set_alpha_to_one=False,
         timestep_spacing="leading", clip_sample=False,
     )  # fmt: skip
-    theirs.set_timesteps(200)
+    reference.set_timesteps(200)
     x = grid[0].scale * grid[0].noise * z
-    for t in theirs.timesteps:
-        x = theirs.step(predict(x, t.expand(8)), t, x).prev_sample
+    for t in reference.timesteps:
+        x = reference.step(predict(x, t.expand(8)), t, x).prev_sample
     print("difference", float((x0 - x).abs().max()))
     torch.testing.assert_close(x0, x, atol=1e-4, rtol=0)
 
 
-def test_heun_through_the_cosine_schedule():
+def test_heun_uses_noise_levels_of_the_cosine_schedule():
     """MinSNR's sampling grid uses the nearest noise level of the schedule, at most 80, without churn."""
     process = build_process({"process": {"name": "discrete", "schedule": "cosine"}, "prediction": "epsilon"})
-    scheduler = completed("heun", {"spacing": "karras", "sigma_min": 0.002, "sigma_max": 80.0})
+    scheduler = solver_settings("heun", {"spacing": "karras", "sigma_min": 0.002, "sigma_max": 80.0})
     grid = build_time_grid(process, 50, scheduler)
     levels = process.schedule.snr**-0.5
     least, share = levels[0], np.linspace(0, 1, 50)
-    wanted = ((1 - share) * 80 ** (1 / 7) + share * least ** (1 / 7)) ** 7
-    nearest = [levels[np.abs(levels - sigma).argmin()] for sigma in wanted]
-    assert [place.noise for place in grid] == pytest.approx([*nearest, 0.0])
+    expected = ((1 - share) * 80 ** (1 / 7) + share * least ** (1 / 7)) ** 7
+    nearest = [levels[np.abs(levels - sigma).argmin()] for sigma in expected]
+    assert [point.noise for point in grid] == pytest.approx([*nearest, 0.0])
     assert grid[0].noise < 81 < levels.max() and grid[-2].t == 0
     assert scheduler["s_churn"] == 0 and SamplingConfig(scheduler="heun", steps=50).nfe == 99
 
@@ -143,89 +143,89 @@ def test_heun_through_the_cosine_schedule():
 
 
 @pytest.mark.parametrize(
-    ("intervals", "to_image", "wanted"),
+    ("intervals", "to_image", "expected"),
     [
         (1, True, [1]), (2, True, [1, 1]), (3, True, [2, 1]), (4, True, [3, 1]), (5, True, [3, 1, 1]),
         (5, False, [3, 2]), (6, False, [3, 2, 1]), (50, False, [3] * 16 + [2]), (50, True, [3] * 16 + [1, 1]),
     ],
 )  # fmt: skip
-def test_orders(intervals, to_image, wanted):
-    assert orders(intervals, to_image) == wanted and sum(wanted) == intervals
+def test_orders_of_dpm_solver_have_the_published_sequence(intervals, to_image, expected):
+    assert orders(intervals, to_image) == expected and sum(expected) == intervals
 
 
 @pytest.mark.parametrize("name", ["discrete", "vp", "edm", "flow"])
 def test_dpm_solver_solves_the_ode_of_a_gaussian(name):
-    """x stays at as many standard deviations from the mean; Euler's step, DDIM, is further off."""
+    """x keeps its distance from the mean in standard deviations; DDIM, an Euler step, has a larger error."""
     process = process_of(name)
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     errors = {}
-    for scheme, steps in (("dpm_solver", 50), ("ddim", 50)):
+    for solver, steps in (("dpm_solver", 50), ("ddim", 50)):
         calls = []
-        best = best_network(process)
+        best = optimal_network(process)
         predict = lambda x, t: calls.append(t) or best(x, t)  # noqa: E731, B023
-        scheduler = completed(scheme, {}, name)
+        scheduler = solver_settings(solver, {}, name)
         first = build_time_grid(process, steps, scheduler)[0]
         deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
         x0 = run(scheduler, process, steps, predict, noise=lambda k: z)
         assert len(calls) == steps
-        errors[scheme, steps] = float((x0 - MEAN - STD * deviation).abs().max())
+        errors[solver, steps] = float((x0 - MEAN - STD * deviation).abs().max())
     print(name, errors)
-    # a discrete process' last steps, even in time, are wide in noise; the other grids crowd there
+    # the last steps of a discrete process are uniform in time and wide in noise; the other grids are dense there
     assert errors["dpm_solver", 50] < errors["ddim", 50] / (2 if name == "discrete" else 10)
 
 
 def test_dpm_solver_agrees_with_many_steps_of_ddim():
-    """Both run on U-ViT's process, down to alpha-bar_0."""
+    """Both solve the process of U-ViT down to alpha-bar_0."""
     process = build_process({"process": {"name": "discrete", "schedule": "scaled_linear"}, "prediction": "epsilon"})
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
-    found = {}
-    for scheme, steps in (("dpm_solver", 50), ("dpm_solver", 200), ("ddim", 50), ("ddim", 200), ("ddim", 1000)):
-        scheduler = completed(scheme, {"spacing": "trailing", "end": "first"})
-        found[scheme, steps] = run(scheduler, process, steps, best_network(process), noise=lambda k: z)
-    off = {key: float((x0 - found["ddim", 1000]).abs().max()) for key, x0 in found.items()}
+    samples = {}
+    for solver, steps in (("dpm_solver", 50), ("dpm_solver", 200), ("ddim", 50), ("ddim", 200), ("ddim", 1000)):
+        scheduler = solver_settings(solver, {"spacing": "trailing", "end": "first"})
+        samples[solver, steps] = run(scheduler, process, steps, optimal_network(process), noise=lambda k: z)
+    off = {key: float((x0 - samples["ddim", 1000]).abs().max()) for key, x0 in samples.items()}
     print(off)
     assert off["dpm_solver", 200] < 4e-3 < 2 * off["ddim", 200] and off["dpm_solver", 50] < off["ddim", 50] / 2.5
 
 
-def test_the_error_of_dpm_solver_falls_faster_than_heuns():
+def test_the_error_of_dpm_solver_is_nearly_of_second_order():
     process = process_of("vp")
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     errors = []
     for steps in (31, 61, 121):
-        scheduler = completed("dpm_solver", {"spacing": "karras"}, "vp")
+        scheduler = solver_settings("dpm_solver", {"spacing": "karras"}, "vp")
         first = build_time_grid(process, steps, scheduler)[0]
         deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
-        x0 = run(scheduler, process, steps, best_network(process), noise=lambda k: z)
+        x0 = run(scheduler, process, steps, optimal_network(process), noise=lambda k: z)
         errors.append(float((x0 - MEAN - STD * deviation).abs().max()))
     print(errors)
     assert math.log2(errors[0] / errors[1]) > 1.8 and math.log2(errors[1] / errors[2]) > 1.8
 
 
-def test_second_order_steps_are_diffusers():
+def test_second_order_steps_equal_diffusers():
     """Compare one second-order group of two steps, whose intermediate time is on the solver time grid."""
     from diffusers import DPMSolverSinglestepScheduler
 
     process = process_of()
-    grid = build_time_grid(process, 1000, completed("dpm_solver", {}))
-    chosen = [grid[300], grid[400], grid[500]]
+    grid = build_time_grid(process, 1000, solver_settings("dpm_solver", {}))
+    points = [grid[300], grid[400], grid[500]]
     predict = lambda x, t: torch.sin(2 * x) + t.view(-1, 1, 1, 1) / 1000  # noqa: E731
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     estimate = generate.DataPrediction(process, predict, False)
-    end = chosen[-1]
-    found = build(SCHEDULERS, completed("dpm_solver", {}), process, chosen, estimate, lambda k: z) * end.scale
-    theirs = DPMSolverSinglestepScheduler(
+    end = points[-1]
+    result = build(SCHEDULERS, solver_settings("dpm_solver", {}), process, points, estimate, lambda k: z) * end.scale
+    reference = DPMSolverSinglestepScheduler(
         1000, trained_betas=process.schedule.betas.tolist(), solver_order=2, algorithm_type="dpmsolver++",
         solver_type="midpoint", lower_order_final=False,
     )  # fmt: skip
-    theirs.set_timesteps(2)
-    theirs.timesteps = torch.tensor([place.t for place in chosen[:2]])
-    theirs.sigmas = torch.tensor([place.noise for place in chosen], dtype=torch.float64)
-    theirs.order_list = [1, 2]
-    x = z * chosen[0].noise * chosen[0].scale
-    for t in theirs.timesteps:
-        x = theirs.step(predict(x, t.expand(9)), t, x).prev_sample
-    print("difference", float((found - x).abs().max()))
-    torch.testing.assert_close(found, x, atol=1e-5, rtol=0)
+    reference.set_timesteps(2)
+    reference.timesteps = torch.tensor([point.t for point in points[:2]])
+    reference.sigmas = torch.tensor([point.noise for point in points], dtype=torch.float64)
+    reference.order_list = [1, 2]
+    x = z * points[0].noise * points[0].scale
+    for t in reference.timesteps:
+        x = reference.step(predict(x, t.expand(9)), t, x).prev_sample
+    print("difference", float((result - x).abs().max()))
+    torch.testing.assert_close(result, x, atol=1e-5, rtol=0)
 
 
 # Guidance
@@ -233,17 +233,19 @@ def test_second_order_steps_are_diffusers():
 CLASSES = {"class": {"kind": "class", "num_classes": 3}}
 
 
-def both(process, model, guidance, t, x):
+def evaluate_guidance(process, model, guidance, t, x):
     """Return the guided, conditional and unconditional predictions, and the number of images evaluated for guidance."""
     labels, seen = {"class": torch.arange(len(x)) % 3}, []
-    counted = lambda x, t, c: seen.append(len(x)) or model(x, t, c)  # noqa: E731
+    count_and_predict = lambda x, t, c: seen.append(len(x)) or model(x, t, c)  # noqa: E731
     with torch.inference_mode():
-        found = generate.build_guided_predictor(process, counted, labels, CLASSES, generate.Guidance(**guidance))(x, t)
+        result = generate.build_guided_predictor(
+            process, count_and_predict, labels, CLASSES, generate.Guidance(**guidance)
+        )(x, t)
         parts = [process.predict(model, x, t, c) for c in (labels, {"class": torch.full((len(x),), 3)})]
-    return found, *parts, sum(seen)
+    return result, *parts, sum(seen)
 
 
-def learned_dit():
+def make_learned_dit():
     from kairos import models
 
     torch.manual_seed(0)
@@ -256,12 +258,12 @@ def learned_dit():
 
 
 @pytest.mark.parametrize(("channels", "guided"), [(3, 3), (None, 4), (1, 1)])
-def test_guidance_of_some_channels(channels, guided):
-    process, x, t = learned_process(), torch.randn(6, 4, 4, 4), torch.full((6,), 400)
-    found, c, u, _ = both(process, learned_dit(), {"scale": 2.5, "channels": channels}, t, x)
-    assert found.shape == (6, 8, 4, 4)
-    torch.testing.assert_close(found[:, :guided], (u + 2.5 * (c - u))[:, :guided], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found[:, guided:], c[:, guided:], atol=1e-6, rtol=1e-6)
+def test_only_the_selected_channels_are_guided(channels, guided):
+    process, x, t = make_learned_process(), torch.randn(6, 4, 4, 4), torch.full((6,), 400)
+    result, c, u, _ = evaluate_guidance(process, make_learned_dit(), {"scale": 2.5, "channels": channels}, t, x)
+    assert result.shape == (6, 8, 4, 4)
+    torch.testing.assert_close(result[:, :guided], (u + 2.5 * (c - u))[:, :guided], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result[:, guided:], c[:, guided:], atol=1e-6, rtol=1e-6)
     assert not torch.allclose(u, c)
 
 
@@ -273,8 +275,8 @@ def test_power_cosine_guidance_has_the_published_values():
     flow = generate.Guidance(3.8, power=4.0).scales(process_of("flow"), torch.tensor([0.1, 0.5], dtype=torch.float64))
     assert ((flow - 1) / 2.8).tolist() == pytest.approx([0.735491, 0.009607], abs=1e-6)
     process, x, t = process_of(), torch.randn(6, 4, 4, 4), torch.full((6,), 250)
-    found, c, u, _ = both(process, small_dit(CLASSES), {"scale": 3.8, "power": 4.0}, t, x)
-    torch.testing.assert_close(found, u + (1 + 2.8 * 0.227338) * (c - u), atol=1e-5, rtol=1e-5)
+    result, c, u, _ = evaluate_guidance(process, small_dit(CLASSES), {"scale": 3.8, "power": 4.0}, t, x)
+    torch.testing.assert_close(result, u + (1 + 2.8 * 0.227338) * (c - u), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("process_name", ["discrete", "edm", "flow"])
@@ -284,9 +286,9 @@ def test_guidance_in_an_interval_of_noise_saves_evaluations(process_name):
         t = process.times(torch.full((6,), fraction, dtype=torch.float64))
         sigma = float(process.snr(t[:1])) ** -0.5
         for low, high in ((sigma / 2, sigma * 2), (sigma * 2, sigma * 3), (0.0, sigma / 2)):
-            found, c, u, seen = both(process, model, {"scale": 2.0, "interval": [low, high]}, t, x)
+            result, c, u, seen = evaluate_guidance(process, model, {"scale": 2.0, "interval": [low, high]}, t, x)
             inside = low <= sigma <= high
-            torch.testing.assert_close(found, u + 2.0 * (c - u) if inside else c, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(result, u + 2.0 * (c - u) if inside else c, atol=1e-5, rtol=1e-5)
             assert seen == (12 if inside else 6)
 
 
@@ -302,31 +304,33 @@ def test_guidance_in_an_interval_of_noise_saves_evaluations(process_name):
         ({"guidance_scale": 2, "guidance_channels": "3"}, r"guidance_channels: got '3', allowed: a valid integer"),
     ],
 )  # fmt: skip
-def test_guidance_that_cannot_be(sampling, message):
+def test_invalid_guidance_is_rejected(sampling, message):
     values = {"experiment": "x", "methods": {"a": {}}, "sampling": sampling, "training": {"condition_dropout": 0.1}}
     with pytest.raises(ConfigError, match=message):
         validate({**values, "model": {"name": "dit", "conditions": ["class"]}})
 
 
-def test_a_workflow_passes_on_how_it_guides(monkeypatch):
+def test_the_workflow_passes_guidance_to_sampling_jobs(monkeypatch):
     """Null settings are passed too, because the milestone may contain other values."""
     seen = []
     monkeypatch.setattr("kairos.sampling.sample.run", lambda jobs, request: seen.append(request))
-    for told in (
+    for sampling in (
         {},
         {"guidance_scale": 3.8, "guidance_channels": 3, "guidance_power": 4.0, "guidance_interval": [1e-5, 5.0]},
     ):
         plain = experiment(
             model={"name": "dit", "patch": 2, "width": 16, "depth": 1, "heads": 2, "conditions": ["class"]},
-            training__condition_dropout=0.1, sampling=told,
+            training__condition_dropout=0.1, sampling=sampling,
         )  # fmt: skip
         line = shlex.split(Layout(validate(plain), Path()).sampling_options(None, None))
         assert main(["sample", "--milestone", "m", "--out", "o", "--num", "1", *line]) == 0
-        given = {**seen[-1].overrides, "seed": seen[-1].seed}
-        assert {**plain["sampling"], **given} == plain["sampling"] and set(plain["sampling"]) - set(given) == {"shards"}
+        passed = {**seen[-1].overrides, "seed": seen[-1].seed}
+        assert {**plain["sampling"], **passed} == plain["sampling"] and set(plain["sampling"]) - set(passed) == {
+            "shards"
+        }
 
 
-def test_images_of_a_learned_variance_from_the_command_line(tmp_path):
+def test_the_command_line_samples_with_a_learned_variance(tmp_path):
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
     from kairos.autoencoders.train_or_load import make_autoencoder
@@ -363,11 +367,11 @@ def test_images_of_a_learned_variance_from_the_command_line(tmp_path):
     assert main([*line, str(tmp_path / "c.npz"), "--guidance-channels", str(channels + 1)]) == 2
 
 
-def test_where_the_variance_is_not_asked_for_the_mean_alone_counts():
-    process = learned_process()
-    best = best_network(process)
+def test_solvers_without_variance_use_only_the_mean():
+    process = make_learned_process()
+    best = optimal_network(process)
     predict = lambda x, t: torch.cat([best(x, t), torch.full_like(x, 9.0).double()], 1)  # noqa: E731
     for name in ("ddim", "dpm_solver", "heun", "euler"):
-        scheduler = completed(name, {})
-        wanted = run(scheduler, process, 20, best, 8)
-        assert torch.equal(run(scheduler, process, 20, predict, 8), wanted), name
+        scheduler = solver_settings(name, {})
+        expected = run(scheduler, process, 20, best, 8)
+        assert torch.equal(run(scheduler, process, 20, predict, 8), expected), name

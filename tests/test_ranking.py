@@ -1,4 +1,4 @@
-"""The comparison's statistics: how often they name differences that are not there, and find those that are."""
+"""Statistics of the comparison: how often it reports differences that do not exist, and detects those that do."""
 
 from itertools import combinations
 
@@ -11,8 +11,8 @@ from scipy import stats
 from kairos.report import ranking
 
 
-def holm(p):
-    """The textbook's procedure, one step after the other."""
+def correct_by_holm(p):
+    """Return the p-values after Holm's correction, computed step by step as in textbooks."""
     corrected, largest = {}, 0.0
     for k, index in enumerate(sorted(range(len(p)), key=p.__getitem__)):
         largest = max(largest, min(1.0, (len(p) - k) * p[index]))
@@ -20,63 +20,63 @@ def holm(p):
     return [corrected[index] for index in range(len(p))]
 
 
-def test_paired_is_the_t_test_of_every_pair_corrected_by_holm():
+def test_pairs_are_compared_by_t_tests_with_holms_correction():
     logs = np.random.default_rng(0).normal(np.arange(5)[:, None] * 0.05, 0.05, (5, 7))
-    logs[4] = logs[3]  # two methods that are one: no difference, and no NaN
+    logs[4] = logs[3]  # two equal methods: no difference, and no NaN
     ratio, low, high, p = ranking.compare_pairs(logs)
     pairs = list(combinations(range(5), 2))
     tests = [stats.ttest_rel(logs[a], logs[b]) for a, b in pairs]
-    expected = holm([1.0 if np.isnan(test.pvalue) else test.pvalue for test in tests])
+    expected = correct_by_holm([1.0 if np.isnan(test.pvalue) else test.pvalue for test in tests])
     assert [p[a, b] for a, b in pairs] == pytest.approx(expected) == [p[b, a] for a, b in pairs]
     assert ratio[0, 1] * ratio[1, 0] == pytest.approx(1) == low[0, 1] * high[1, 0]
     assert p[3, 4] == ratio[3, 4] == 1 and 0 < sum(value < 0.05 for value in expected) < len(pairs)
 
 
-def tables(methods, seeds, noise, sets, heavy=False, effect=0.0, count=1000):
-    """Logarithms of final distances (count, methods, seeds): seeds move all methods alike, and each on its own.
+def simulate_tables(methods, seeds, noise, sets, heavy=False, effect=0.0, count=1000):
+    """Simulate logarithms of final distances (count, methods, seeds) with effects of seeds and of methods with a seed.
 
     Args:
-        noise: standard deviation of a method with a seed; that of a seed is 0.2.
-        sets: standard deviation over sets of samples relative to the distance, of which three are averaged.
+        noise: standard deviation of a method with a seed; a seed has standard deviation 0.2.
+        sets: standard deviation over sample sets relative to the distance; three sets are averaged.
         heavy: sets from Student's t with two degrees of freedom instead of normal ones.
-        effect: by how much the first method ends lower.
+        effect: decrease of the first method.
     """
     rng = np.random.default_rng([methods, seeds])
     logs = 3 + rng.normal(0, 0.2, (count, 1, seeds)) + rng.normal(0, noise, (count, methods, seeds))
     logs[:, 0] -= effect
     shape = (count, methods, seeds, 3)
-    drawn = rng.standard_t(2, shape) if heavy else rng.standard_normal(shape)
-    return logs + np.log(np.clip(1 + sets * drawn, 0.1, None).mean(axis=-1))
+    deviations = rng.standard_t(2, shape) if heavy else rng.standard_normal(shape)
+    return logs + np.log(np.clip(1 + sets * deviations, 0.1, None).mean(axis=-1))
 
 
 @pytest.mark.parametrize(("methods", "seeds"), [(2, 5), (6, 5), (6, 20), (10, 8)])
 @pytest.mark.parametrize(
     ("noise", "sets", "heavy"), [(0.02, 0.02, False), (0.1, 0.02, False), (0.01, 0.2, False), (0.01, 0.05, True)]
 )
-def test_at_most_one_table_of_equal_methods_in_twenty_names_a_difference(methods, seeds, noise, sets, heavy):
-    p = ranking.compare_pairs(tables(methods, seeds, noise, sets, heavy))[3]
-    named = int((p < ranking.SIGNIFICANCE_LEVEL).any(axis=(1, 2)).sum())
-    assert named <= stats.binom.ppf(0.999, 1000, 0.05)  # 72
+def test_at_most_one_in_twenty_tables_of_equal_methods_reports_a_difference(methods, seeds, noise, sets, heavy):
+    p = ranking.compare_pairs(simulate_tables(methods, seeds, noise, sets, heavy))[3]
+    tables_with_difference = int((p < ranking.SIGNIFICANCE_LEVEL).any(axis=(1, 2)).sum())
+    assert tables_with_difference <= stats.binom.ppf(0.999, 1000, 0.05)  # 72
 
 
-def test_real_differences_are_found():
+def test_real_differences_are_detected():
     for methods, seeds, effect, least in ((6, 5, 0.15, 0.9), (10, 8, 0.1, 0.9), (2, 5, 0.06, 0.8)):
-        p = ranking.compare_pairs(tables(methods, seeds, 0.02, 0.02, effect=effect))[3]
+        p = ranking.compare_pairs(simulate_tables(methods, seeds, 0.02, 0.02, effect=effect))[3]
         assert (p[:, 0, 1:] < ranking.SIGNIFICANCE_LEVEL).mean() > least  # the first method and each of the others
         assert (p[:, 1:, 1:] < ranking.SIGNIFICANCE_LEVEL).any(
             axis=(1, 2)
-        ).mean() <= 0.072  # and not the others among themselves
+        ).mean() <= 0.072  # but no difference among the others
 
 
 @pytest.mark.parametrize(("seeds", "first_rank", "may_be_best"), [(5, 1, True), (5, 2, False), (4, 1, False)])
-def test_a_method_is_like_the_best_if_five_seeds_find_no_method_lower(seeds, first_rank, may_be_best):
+def test_a_method_may_be_best_if_five_seeds_rank_no_method_above_it(seeds, first_rank, may_be_best):
     empty = np.zeros(1)
     curve = ranking.Curve(empty, empty, empty, empty, empty, empty, empty, empty)
     row = ranking.MethodComparison("uniform", curve, seeds, first_rank, 3, None, {}, None, None)
     assert row.may_be_best is may_be_best
 
 
-def test_crossing():
+def test_the_cost_of_reaching_a_value_is_interpolated():
     steps, values = np.array([0.0, 10, 20]), np.array([100.0, 50, 60])
     assert ranking.crossing_cost(steps, values, 75) == 5
     assert np.isnan(ranking.crossing_cost(steps, values, 49))
@@ -109,8 +109,8 @@ def test_acceleration_does_not_count_values_that_one_curve_never_reaches():
     assert ranking.highest_cost_ratio(steps, baseline, steps, method) == 1
 
 
-def dense_acceleration(baseline, method):
-    """The largest ratio of first-passage costs on a dense grid of costs and of values; milestones are 1, 2, 3, ..."""
+def compute_acceleration_on_grid(baseline, method):
+    """Return the largest ratio of the costs at which two curves first reach a value, on dense grids of both."""
     nodes = np.arange(1, len(baseline) + 1)
     costs = np.linspace(1, len(baseline), 2000 * (len(baseline) - 1) + 1)
     lowest = [np.minimum.accumulate(np.interp(costs, nodes, curve)) for curve in (baseline, method)]
@@ -125,5 +125,5 @@ def dense_acceleration(baseline, method):
 def test_acceleration_is_the_supremum_over_all_values(curves):
     baseline, method = np.array(curves, float).T
     steps = np.arange(1.0, len(curves) + 1)
-    found = ranking.highest_cost_ratio(steps, baseline, steps, method)
-    assert found == pytest.approx(dense_acceleration(baseline, method), abs=0.02)
+    acceleration = ranking.highest_cost_ratio(steps, baseline, steps, method)
+    assert acceleration == pytest.approx(compute_acceleration_on_grid(baseline, method), abs=0.02)
