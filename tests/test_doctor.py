@@ -1,4 +1,4 @@
-"""``kairos doctor`` opens the tracking store and asks DVC: it tells what can be used from what cannot."""
+"""``kairos doctor`` reports whether the tracking store, DVC's cache and remote, and SLURM can be used."""
 
 import resource
 import socket
@@ -21,7 +21,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def doctor(capsys) -> tuple[int, dict[str, tuple[str, str]]]:
-    """Exit status, and of every line its mark and what it says."""
+    """Run ``kairos doctor``; returns its exit status, and the mark and message of each line by its name."""
     status = main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     return status, {line[4:26].strip(): (line[:3].strip(), line[27:]) for line in lines}
@@ -38,68 +38,72 @@ def test_a_usable_store_and_repository_are_reported_as_ok(folder, capsys, monkey
         "[core]\n  remote = store\n['remote \"store\"']\n  url = https://me:secret@host/x\n"
     )
     subprocess.run(["git", "init", "-q"], check=True)
-    status, found = doctor(capsys)
+    status, checks = doctor(capsys)
     assert status == 0
-    assert found["mlflow store"] == ("ok", "sqlite:///mlflow.db: does not exist yet, the first import creates it")
-    assert found["dvc repository"][0] == "ok"
-    assert found["dvc cache"] == ("ok", str(folder / ".dvc/cache/files/md5"))
-    assert found["dvc remote"] == ("ok", "store, https://host/x")
+    assert checks["mlflow store"] == ("ok", "sqlite:///mlflow.db: does not exist yet, the first import creates it")
+    assert checks["dvc repository"][0] == "ok"
+    assert checks["dvc cache"] == ("ok", str(folder / ".dvc/cache/files/md5"))
+    assert checks["dvc remote"] == ("ok", "store, https://host/x")
     assert not (folder / "mlflow.db").exists()
 
-    MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()  # makes it; MLflow keeps stores by their URI
-    status, found = doctor(capsys)
-    assert status == 0 and found["mlflow store"] == ("ok", "sqlite:///mlflow.db: opened")
+    MlflowClient(
+        f"sqlite:///{folder}/mlflow.db"
+    ).search_experiments()  # creates the database; MLflow caches stores by their URI
+    status, checks = doctor(capsys)
+    assert status == 0 and checks["mlflow store"] == ("ok", "sqlite:///mlflow.db: opened")
 
 
 @pytest.mark.long
 def test_an_unusable_store_or_repository_is_reported_with_the_remedy(folder, capsys, monkeypatch):
-    (folder / "mlflow.db").write_text("no database, though it has the name of one")
-    status, found = doctor(capsys)
+    (folder / "mlflow.db").write_text("not a database")
+    status, checks = doctor(capsys)
     assert status == 1
-    mark, what = found["mlflow store"]
-    assert mark == "NO" and "file is not a database" in what and "set MLFLOW_TRACKING_URI" in what
-    mark, what = found["dvc repository"]
-    assert mark == "NO" and "not inside of a DVC repository" in what and "dvc init" in what
+    mark, message = checks["mlflow store"]
+    assert mark == "NO" and "file is not a database" in message and "set MLFLOW_TRACKING_URI" in message
+    mark, message = checks["dvc repository"]
+    assert mark == "NO" and "not inside of a DVC repository" in message and "dvc init" in message
 
-    with socket.socket() as listener:  # bound, but nobody listens
+    with socket.socket() as listener:  # bound, but not listening
         listener.bind(("127.0.0.1", 0))
         server = f"127.0.0.1:{listener.getsockname()[1]}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@{server}")
         (folder / "cache").write_text("a file where a folder should be")
         (folder / ".dvc").mkdir()
         (folder / ".dvc/config").write_text("[core]\n  no_scm = true\n[cache]\n  dir = ../cache/below\n")
-        status, found = doctor(capsys)
+        status, checks = doctor(capsys)
     assert status == 1
-    mark, what = found["mlflow store"]
-    assert mark == "NO" and what.startswith(f"http://{server}: ") and "refused" in what and "secret" not in what
-    assert found["dvc repository"][0] == "ok"
-    mark, what = found["dvc cache"]
-    assert mark == "NO" and "cannot write" in what and "dvc cache dir" in what
-    assert found["dvc remote"] == (
+    mark, message = checks["mlflow store"]
+    assert (
+        mark == "NO" and message.startswith(f"http://{server}: ") and "refused" in message and "secret" not in message
+    )
+    assert checks["dvc repository"][0] == "ok"
+    mark, message = checks["dvc cache"]
+    assert mark == "NO" and "cannot write" in message and "dvc cache dir" in message
+    assert checks["dvc remote"] == (
         "ok",
         "none: dvc remote add --local --default NAME PATH_OR_URL adds one, to share results",
     )
 
 
-def test_a_profile_that_is_not_there(capsys):
+def test_a_missing_profile_is_rejected(capsys):
     assert main(["doctor", "--profile", "profiles/none"]) == 2
-    assert "--profile: got 'profiles/none', allowed: a folder that holds a profile.yaml" in capsys.readouterr().err
+    assert "--profile: got 'profiles/none', allowed: a folder that contains" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "text",
     ["default-resources:\n  slurm_account: x\n slurm_partition: y\n", "default-resources: [no_value]\n", "- a\n"],
 )
-def test_a_profile_that_cannot_be_read(folder, monkeypatch, text):
+def test_an_invalid_profile_is_reported(folder, monkeypatch, text):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     (folder / "profile.yaml").write_text(text)
-    [(mark, what, fact)] = cluster_checks.slurm(folder)
-    assert (mark, what) == (False, "slurm profile")
-    assert fact.startswith(f"{folder}/profile.yaml: default-resources cannot be read: ")
+    [(mark, name, message)] = cluster_checks.slurm(folder)
+    assert (mark, name) == (False, "slurm profile")
+    assert message.startswith(f"{folder}/profile.yaml: default-resources cannot be read: ")
 
 
-def test_a_machine_of_a_cluster(folder, monkeypatch):
-    """Check file locks, disks and limits without SLURM; tests/cluster contains the checks that need SLURM."""
+def test_file_locks_disks_and_limits_of_a_machine_are_checked(folder, monkeypatch):
+    """These checks run without SLURM; tests/cluster contains the checks that need SLURM."""
     monkeypatch.setenv("PATH", "/nowhere")
     assert cluster_checks.slurm() == [
         (True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")
@@ -110,11 +114,12 @@ def test_a_machine_of_a_cluster(folder, monkeypatch):
     assert mount(Path("/proc/self"))[0] == "proc"
     for kind, option in (("lustre", "localflock"), ("nfs", "local_lock=all")):
         with monkeypatch.context() as patch:
-            patch.setattr("kairos.staging.mount", lambda path, found=(kind, ["rw", option, "vers=3"]): found)
-            mark, _, what = cluster_checks.locks(folder)[0]
+            mounted = (kind, ["rw", option, "vers=3"])
+            patch.setattr("kairos.staging.mount", lambda path, mounted=mounted: mounted)
+            mark, _, message = cluster_checks.locks(folder)[0]
         assert not mark
-        assert f"{kind} is mounted with {option}: locks end at this machine" in what
-    bad = cluster_checks.locks(Path("/proc/self"))  # where no file can be made
+        assert f"{kind} is mounted with {option}: locks end at this machine" in message
+    bad = cluster_checks.locks(Path("/proc/self"))  # a folder in which no file can be created
     assert [mark for mark, *_ in bad] == [False, False]
     assert "use another file system" in bad[0][2]
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -124,16 +129,16 @@ def test_a_machine_of_a_cluster(folder, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        mark, _, fact = cluster_checks.limits()[0]
+        mark, _, message = cluster_checks.limits()[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not mark
-    assert "256 open files" in fact
-    assert "ulimit -n 1024" in fact
+    assert "256 open files" in message
+    assert "ulimit -n 1024" in message
 
 
 @pytest.mark.parametrize(
-    ("given", "visible", "mark"),
+    ("variables", "visible", "expected_mark"),
     [
         ({"SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, 2, True),
         ({"SLURM_JOB_GPUS": "2"}, 0, False),
@@ -144,14 +149,14 @@ def test_a_machine_of_a_cluster(folder, monkeypatch):
         ({}, 1, False),
     ],
 )
-def test_gpus_of_a_job(given, visible, mark, monkeypatch):
-    """The check compares the GPUs that the job was given with those that torch finds."""
+def test_the_gpus_of_a_job_must_be_visible_to_torch(variables, visible, expected_mark, monkeypatch):
+    """The check compares the GPUs that SLURM allocates to the job with the GPUs that torch finds."""
     for name in cluster_checks._GPU_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert cluster_checks.job(visible)[0][2].startswith("none")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    ((found, what, fact),) = cluster_checks.job(visible)
-    assert (found, what) == (mark, "slurm job")
-    assert f"torch sees {visible}" in fact
+    ((mark, name, message),) = cluster_checks.job(visible)
+    assert (mark, name) == (expected_mark, "slurm job")
+    assert f"torch sees {visible}" in message

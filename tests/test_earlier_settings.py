@@ -1,4 +1,4 @@
-"""Results of earlier settings: the report and `kairos compare` leave them out, `kairos status` does not count them."""
+"""Results of earlier settings: report and `kairos compare` exclude them, `kairos status` counts them as outdated."""
 
 import re
 import shutil
@@ -24,12 +24,13 @@ METHODS = ("uniform", "adaptive")
 
 
 def kairos(*arguments: object) -> None:
+    """Run a kairos command in this process."""
     torch.set_num_threads(1)
     assert main([str(argument) for argument in arguments]) == 0, arguments
 
 
 def write_experiment(**autoencoder: object) -> None:
-    """Write tests/tiny.yaml, cut down to a few steps and images, with changed settings of the autoencoder."""
+    """Write tests/tiny.yaml, reduced to a few steps and images, with changed settings of the autoencoder."""
     values = yaml.safe_load(TINY.read_text())
     values["dataset"]["limit"] = 200
     values["autoencoder"] |= {"steps": 3, **autoencoder}
@@ -41,7 +42,7 @@ def write_experiment(**autoencoder: object) -> None:
 
 
 def make_shared(*stages: str) -> None:
-    """Run some of the stages that all trainings share."""
+    """Run some of the stages that all training runs share."""
     shared = ("--config", "tiny.yaml", "--dataset", f"{RESULTS}/dataset")
     latents = (*shared, "--autoencoder", f"{RESULTS}/autoencoder")
     reference = (*latents, "--latents", f"{RESULTS}/latents", "--extractor", f"{RESULTS}/extractor")
@@ -73,7 +74,7 @@ def train_and_evaluate(method: str) -> None:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the complete tiny experiment; not to be changed."""
+    """A folder with the complete tiny experiment; read-only."""
     folder = tmp_path_factory.mktemp("complete")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -95,7 +96,7 @@ def experiment(complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def interrupted(experiment: Path) -> Path:
-    """The experiment with another autoencoder, interrupted when only the method `uniform` had been trained anew."""
+    """The experiment with another autoencoder, interrupted when only the method `uniform` had been retrained."""
     write_experiment(steps=4)
     make_shared("autoencoder", "latents", "reference")
     train_and_evaluate("uniform")
@@ -103,7 +104,7 @@ def interrupted(experiment: Path) -> Path:
 
 
 @pytest.mark.long
-def test_compare_leaves_out_the_results_of_the_earlier_autoencoder(
+def test_compare_excludes_results_of_the_earlier_autoencoder(
     interrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kairos("compare", "tiny.yaml", "--format", "csv")
@@ -114,20 +115,20 @@ def test_compare_leaves_out_the_results_of_the_earlier_autoencoder(
     assert "uniform seed 0" not in note
 
 
-def test_a_changed_setting_is_named_before_its_consequences(interrupted: Path) -> None:
-    """An evaluation that is missing, or has another extractor, too, does not hide the setting that changed."""
+def test_a_changed_setting_is_reported_before_its_consequences(interrupted: Path) -> None:
+    """A missing evaluation, or one with another extractor, does not hide the setting that has changed."""
     folder = Path(RESULTS, "adaptive/seed0/evaluation")
     (folder / "0000001.json").unlink()
     record = read_json(folder / "0000002.json")
     record["protocol"]["extractor_hash"] = "0" * 64
     write_json(folder / "0000002.json", record)
-    found = collect(load("tiny.yaml"), Path(RESULTS), unfinished=True)
-    assert found.missing == (
+    collected = collect(load("tiny.yaml"), Path(RESULTS), unfinished=True)
+    assert collected.missing == (
         "adaptive seed 0: not evaluated yet; computed with other settings (autoencoder.steps: 3 → 4)",
     )
 
 
-def test_the_report_names_what_it_leaves_out(interrupted: Path) -> None:
+def test_the_report_lists_the_results_that_it_excludes(interrupted: Path) -> None:
     page = page_of(Path("tiny.yaml"), Path(RESULTS), unfinished=True)
     missing = re.findall(r"<li>(adaptive seed 0: .*?)</li>", page)
     assert len(missing) == 1 and "autoencoder.steps: 3 → 4" in missing[0]
@@ -160,23 +161,23 @@ def test_a_setting_that_changes_results_excludes_them(tmp_path: Path, section: s
 @pytest.mark.parametrize(
     ("record", "name"), [("dataset/manifest.json", "content_sha256"), ("autoencoder/manifest.json", "sha256")]
 )
-def test_other_data_exclude_results_though_no_setting_differs(tmp_path: Path, record: str, name: str) -> None:
+def test_results_of_other_data_are_excluded_even_if_no_setting_differs(tmp_path: Path, record: str, name: str) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
     write_json(results / record, read_json(results / record) | {name: "0" * 64})
     with pytest.raises(KairosError, match=f"{Path(record).parent} .*[ad]{{12}} → 0{{12}}"):
         collect(load(config), results, unfinished=True)
 
 
-def test_results_of_another_seed_do_not_count(tmp_path: Path) -> None:
+def test_results_of_another_seed_are_excluded(tmp_path: Path) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0, 1), methods=("uniform",))
     shutil.rmtree(results / "uniform/seed1")
     shutil.copytree(results / "uniform/seed0", results / "uniform/seed1")
-    found = collect(load(config), results, unfinished=True)
-    assert [training.seed for training in found.runs] == [0]
-    assert found.outdated == ("seed: 0 → 1 (uniform seed 1)",)
+    collected = collect(load(config), results, unfinished=True)
+    assert [training.seed for training in collected.runs] == [0]
+    assert collected.outdated == ("seed: 0 → 1 (uniform seed 1)",)
 
 
-def test_evaluations_with_other_sampling_do_not_mix(tmp_path: Path) -> None:
+def test_evaluations_with_other_sampling_are_not_compared(tmp_path: Path) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "min_snr"))
 
     def sample_with(steps: int, method: str) -> None:
@@ -186,23 +187,23 @@ def test_evaluations_with_other_sampling_do_not_mix(tmp_path: Path) -> None:
             write_json(path, record)
 
     sample_with(10, "min_snr")
-    found = collect(load(config), results, unfinished=True)
-    assert found.methods == ["uniform"] and found.outdated == ("sampling.steps: 10 → 20 (min_snr seed 0)",)
-    sample_with(10, "uniform")  # all alike: made so on purpose
-    found = collect(load(config), results, unfinished=True)
-    assert found.methods == ["uniform", "min_snr"]
-    assert any("sampling.steps: 10 → 20" in note for note in found.notes)
+    collected = collect(load(config), results, unfinished=True)
+    assert collected.methods == ["uniform"] and collected.outdated == ("sampling.steps: 10 → 20 (min_snr seed 0)",)
+    sample_with(10, "uniform")  # equal in all methods: the user has changed it deliberately
+    collected = collect(load(config), results, unfinished=True)
+    assert collected.methods == ["uniform", "min_snr"]
+    assert any("sampling.steps: 10 → 20" in note for note in collected.notes)
 
 
-def test_validation_losses_over_other_strata_do_not_mix(tmp_path: Path) -> None:
+def test_validation_losses_over_other_strata_are_not_compared(tmp_path: Path) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "min_snr"))
     for path in (results / "min_snr").glob("seed0/evaluation/*.json"):
         record = read_json(path)
         record["validation"]["per_timestep"].pop()
         write_json(path, record)
-    found = collect(load(config), results, unfinished=True)
-    assert found.methods == ["uniform"]
-    assert "evaluation.strata" in found.outdated[0] and "min_snr" in found.outdated[0]
+    collected = collect(load(config), results, unfinished=True)
+    assert collected.methods == ["uniform"]
+    assert "evaluation.strata" in collected.outdated[0] and "min_snr" in collected.outdated[0]
 
 
 def test_status_counts_results_of_the_earlier_autoencoder_as_outdated(
@@ -224,19 +225,20 @@ def test_the_status_page_shows_no_distance_of_the_earlier_autoencoder(interrupte
     assert "<title>50 % tiny</title>" in page and page.count("<polyline") == 1
 
 
-def test_status_does_not_take_an_earlier_training_for_the_present_one(experiment: Path) -> None:
-    """A training that has begun again with other settings is not complete by the record of the earlier one."""
+def test_status_does_not_report_a_restarted_run_as_complete(experiment: Path) -> None:
+    """The record of a run with earlier settings does not count for the run that has restarted with other settings."""
     write_experiment(steps=4)
     make_shared("autoencoder", "latents")
     folder = f"{RESULTS}/adaptive/seed0"
     options = ("--method", "adaptive", "--seed", 0, "--out", folder, "--latents", f"{RESULTS}/latents")
     kairos("train", "--config", "tiny.yaml", *options, "--milestones", 0, 1, "--part")
     assert read_json(Path(folder, "training.json"))["steps"] == 2
-    (training,) = [one for one in list_run_progress(load_outline(Path("tiny.yaml")), []) if one.method == "adaptive"]
+    progress = list_run_progress(load_outline(Path("tiny.yaml")), [])
+    (training,) = [run for run in progress if run.method == "adaptive"]
     assert (training.state, training.step, training.last_step) == ("waiting", 1, 2)
 
 
-def test_results_count_again_when_the_setting_is_back(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_count_again_when_the_setting_is_restored(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_experiment(steps=4)
     kairos("status", "tiny.yaml")
     printed = capsys.readouterr().out
@@ -276,13 +278,15 @@ def test_settings_that_change_no_result_leave_results_as_they_are(
     assert "samples 6 of 6, evaluations 6 of 6" in capsys.readouterr().out
 
 
-def test_data_that_have_moved_are_the_same_data(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Preparing the data again, with settings that give equal images, leaves trainings valid."""
+def test_data_prepared_again_with_equal_images_leave_results_valid(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The resampling filter does not change digits, because they are not resized."""
     values = yaml.safe_load(Path("tiny.yaml").read_text())
-    values["dataset"] |= {"resample": "lanczos"}  # digits are not resized
+    values["dataset"] |= {"resample": "lanczos"}
     Path("tiny.yaml").write_text(yaml.safe_dump(values))
     kairos("status", "tiny.yaml")
-    assert "samples 0 of 6 (6 outdated)" in capsys.readouterr().out  # nobody knows yet that the images are equal
+    assert "samples 0 of 6 (6 outdated)" in capsys.readouterr().out  # the images are not known to be equal yet
     make_shared("dataset")
     kairos("status", "tiny.yaml")
     assert "samples 6 of 6" in capsys.readouterr().out

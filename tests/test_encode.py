@@ -1,4 +1,4 @@
-"""Stage encode and the latents that a training reads."""
+"""Stage encode, and the latents that training runs read."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A data set and two autoencoders: none and a barely trained one."""
+    """A data set and two autoencoders: kind none, and one that was trained for five steps."""
     from kairos.compute import setup
 
     setup(1, "cpu")
@@ -41,16 +41,18 @@ def results(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def latents(results):
+    """Latents with flips."""
     encode_into(results, "latents", flips=True)
     return open_latents(results / "latents")
 
 
 def encode_into(results, name, flips=False, codec="autoencoder", batch_size=16):
+    """Encode the data set into a folder of the results; returns the manifest."""
     dataset = open_dataset(results / "dataset")
     return encode(dataset, load_codec(results / codec), results / name, flips, batch_size)
 
 
-def test_moments_are_those_of_the_codec(results, latents):
+def test_moments_equal_those_of_the_codec(results, latents):
     codec, dataset = load_codec(results / "autoencoder"), open_dataset(results / "dataset")
     assert latents.shape == (4, 4, 4) and len(latents.dataset.images) == 100 and latents.stochastic
     assert np.array_equal(latents.train, dataset.train) and np.array_equal(latents.heldout, dataset.heldout)
@@ -58,26 +60,28 @@ def test_moments_are_those_of_the_codec(results, latents):
     assert torch.allclose(latents.load_x0(range(100)), codec.to_model_space(mean), atol=1e-5)
 
 
-def test_flips_are_the_moments_of_flipped_images(results, latents):
+def test_moments_of_flips_equal_those_of_flipped_images(results, latents):
     codec, dataset = load_codec(results / "autoencoder"), open_dataset(results / "dataset")
-    for ours, theirs in zip(("mean_flipped", "logvar_flipped"), codec.encode(dataset.load_tensor(range(10)).flip(3))):
-        assert np.allclose(latents.moments[ours][:10], theirs.numpy(), atol=1e-5)
+    expected = codec.encode(dataset.load_tensor(range(10)).flip(3))
+    for name, moments in zip(("mean_flipped", "logvar_flipped"), expected):
+        assert np.allclose(latents.moments[name][:10], moments.numpy(), atol=1e-5)
     assert not np.allclose(latents.moments["mean_flipped"][:], latents.moments["mean"][:][..., ::-1])
 
 
 def means(latents, indices):
+    """Return the means of the latents of some images."""
     return torch.from_numpy(latents.moments["mean"][indices])
 
 
-def test_batch_samples_from_the_moments(results, latents):
+def test_latents_are_sampled_from_their_moments(results, latents):
     indices = np.array([7, 3, 90])
     flips = np.array([False, True, False])
     noise = torch.randn(3, 4, 4, 4, generator=torch.Generator().manual_seed(0))
     z = []
-    for index, flip, part in zip(indices, flips, noise):
+    for index, flip, noise_of_image in zip(indices, flips, noise):
         suffix = "_flipped" if flip else ""
         mean, logvar = (torch.tensor(latents.moments[name + suffix][index]) for name in ("mean", "logvar"))
-        z.append(mean + torch.exp(logvar / 2) * part)
+        z.append(mean + torch.exp(logvar / 2) * noise_of_image)
     expected = load_codec(results / "autoencoder").to_model_space(torch.stack(z))
     assert torch.allclose(latents.load_x0(indices, flips, noise), expected, atol=1e-6)
     assert torch.equal(
@@ -86,7 +90,7 @@ def test_batch_samples_from_the_moments(results, latents):
     assert latents.load_x0(indices, flips, noise).dtype == torch.float32
 
 
-def test_flips_that_were_not_encoded_are_refused(results):
+def test_flips_that_were_not_encoded_are_rejected(results):
     encode_into(results, "unflipped")
     latents = open_latents(results / "unflipped")
     assert not latents.can_flip and "mean_flipped" not in latents.moments
@@ -95,7 +99,7 @@ def test_flips_that_were_not_encoded_are_refused(results):
         latents.load_x0([0, 1], np.array([False, True]))
 
 
-def test_pixels(results):
+def test_without_an_autoencoder_latents_are_pixels(results):
     manifest = encode_into(results, "pixels", flips=True, codec="none")
     latents, dataset = open_latents(results / "pixels"), open_dataset(results / "dataset")
     assert manifest["kind"] == "pixels" and manifest["files"] == {} and not latents.stochastic
@@ -105,14 +109,14 @@ def test_pixels(results):
     assert torch.equal(flipped[1], dataset.load_tensor([2])[0])
 
 
-def test_conditions(results, latents):
+def test_conditions_of_latents_equal_those_of_the_data_set(results, latents):
     assert latents.condition_kinds["class"]["num_classes"] == 10
     classes = latents.load_conditions([5, 0])["class"]
     assert classes.dtype == torch.int64
     assert classes.tolist() == [int(open_dataset(results / "dataset").labels[index]) for index in (5, 0)]
 
 
-def test_content_hash_follows_what_training_reads(results, latents):
+def test_the_content_hash_depends_on_everything_that_training_reads(results, latents):
     again = encode_into(results, "again", flips=True)
     assert again == {**latents.manifest, "dataset": "../dataset"}
     unflipped = encode_into(results, "other")
@@ -126,7 +130,7 @@ def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds
     codec = load_codec(results / "autoencoder")
     dataset = open_dataset(results / "dataset")
 
-    class Dying:
+    class DyingCodec:
         manifest, calls = codec.manifest, 0
 
         def __init__(self):
@@ -138,10 +142,10 @@ def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds
                 os.kill(os.getpid(), signal.SIGKILL)
             return codec.encode(images)
 
-    encode(dataset, Dying(), results / name, True, batch_size)
+    encode(dataset, DyingCodec(), results / name, True, batch_size)
 
 
-def test_killed_encode_goes_on_with_the_same_bits(results, latents, capsys, monkeypatch):
+def test_a_killed_encode_resumes_with_equal_bits(results, latents, capsys):
     job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=(results, "killed"))
     job.start()
     job.join()
@@ -156,40 +160,40 @@ def test_killed_encode_goes_on_with_the_same_bits(results, latents, capsys, monk
     ]
 
 
-def test_partial_encode_of_something_else_is_not_used(results, latents, capsys):
+def test_a_partial_encode_with_other_settings_is_not_used(results, latents, capsys):
     job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=(results, "foreign"))
     job.start()
     job.join()
     assert (results / "foreign" / ".partial" / "progress.json").is_file()
     job = multiprocessing.get_context("fork").Process(
         target=_encode_until_killed, args=(results, "foreign", 8, 5, 1e9)
-    )  # another batch size: begins anew, and dies before it has recorded anything
+    )  # another batch size starts again, and dies before it has recorded anything
     job.start()
     job.join()
     assert job.exitcode == -signal.SIGKILL
     capsys.readouterr()
     assert encode_into(results, "foreign", flips=True) == latents.manifest
-    assert "goes on" not in capsys.readouterr().err
+    assert "resumes" not in capsys.readouterr().err
 
 
-def test_a_record_that_says_nothing_of_what_is_whole_is_not_used(results, latents, capsys):
+def test_a_progress_record_without_contents_is_not_used(results, latents, capsys):
     job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=(results, "odd"))
     job.start()
     job.join()
     (results / "odd" / ".partial" / "progress.json").write_text("{}")
     capsys.readouterr()
     assert encode_into(results, "odd", flips=True) == latents.manifest
-    assert "goes on" not in capsys.readouterr().err
+    assert "resumes" not in capsys.readouterr().err
 
 
-class OnDevice:
-    """A codec that computes on the CPU and reports another device, as a codec on a GPU does."""
+class CodecOnDevice:
+    """Codec that computes on the CPU and reports another device, such as a GPU."""
 
     def __init__(self, codec, device):
         self.manifest, self.encode, self.device = codec.manifest, codec.encode, torch.device(device)
 
 
-def test_an_encode_of_a_gpu_is_not_resumed_on_a_cpu(results, latents, capsys):
+def test_a_partial_encode_of_a_gpu_is_not_resumed_on_a_cpu(results, latents, capsys):
     job = multiprocessing.get_context("fork").Process(
         target=_encode_until_killed, args=(results, "gpu", 16, 9, 0.0, "cuda")
     )
@@ -198,10 +202,10 @@ def test_an_encode_of_a_gpu_is_not_resumed_on_a_cpu(results, latents, capsys):
     assert job.exitcode == -signal.SIGKILL
     capsys.readouterr()
     assert encode_into(results, "gpu", flips=True) == latents.manifest
-    assert "goes on" not in capsys.readouterr().err
+    assert "resumes" not in capsys.readouterr().err
 
 
-def test_an_encode_of_another_torch_is_not_resumed(results, latents, capsys, monkeypatch):
+def test_a_partial_encode_of_another_version_of_torch_is_not_resumed(results, latents, capsys, monkeypatch):
     job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=(results, "old-torch"))
     job.start()
     job.join()
@@ -209,67 +213,69 @@ def test_an_encode_of_another_torch_is_not_resumed(results, latents, capsys, mon
     capsys.readouterr()
     monkeypatch.setattr(torch, "__version__", "0.0.1")
     encode_into(results, "old-torch", flips=True)
-    assert "goes on" not in capsys.readouterr().err
+    assert "resumes" not in capsys.readouterr().err
 
 
-def encode_part(results, text, batch_size=16, device="cpu", **changes):
-    dataset, codec = open_dataset(results / "dataset"), OnDevice(load_codec(results / "autoencoder"), device)
+def encode_shard(results, text, batch_size=16, device="cpu", **changes):
+    """Encode one shard, such as ``1of2``, into a folder of the results; returns the folder."""
+    dataset, codec = open_dataset(results / "dataset"), CodecOnDevice(load_codec(results / "autoencoder"), device)
     options = {"flips": True, "shard": Shard.parse(text), **changes}
     folder = results / f"part{text}"
     encode(dataset, codec, folder, batch_size=batch_size, **options)
     return folder
 
 
-def join_parts(results, parts):
+def join_shards(results, parts):
+    """Join folders of shards; returns the manifest."""
     dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
     return encode(dataset, codec, results / "joined", True, 16, parts=parts)
 
 
 @pytest.mark.parametrize("count", [2, 3, 9])
-def test_joined_shards_are_the_bits_of_one_job(results, latents, count):
-    """Seven batches, the last one of 4 images; of nine parts two are empty."""
-    parts = [encode_part(results, f"{number}of{count}") for number in range(1, count + 1)]
-    assert join_parts(results, parts[::-1]) == latents.manifest
+def test_joined_shards_equal_the_bits_of_one_job(results, latents, count):
+    """There are seven batches, the last one of 4 images, so that two of nine shards are empty."""
+    parts = [encode_shard(results, f"{number}of{count}") for number in range(1, count + 1)]
+    assert join_shards(results, parts[::-1]) == latents.manifest
     for name in latents.manifest["files"]:
         assert (results / "joined" / name).read_bytes() == (results / "latents" / name).read_bytes()
 
 
-def test_parts_of_two_devices_are_not_joined(results):
-    parts = [encode_part(results, "1of2"), encode_part(results, "2of2", device="cuda")]
+def test_shards_of_two_devices_are_not_joined(results):
+    parts = [encode_shard(results, "1of2"), encode_shard(results, "2of2", device="cuda")]
     with pytest.raises(KairosError, match=r"part2of2.*device.*cuda.*cpu"):
-        join_parts(results, parts)
+        join_shards(results, parts)
 
 
-def test_parts_of_a_gpu_are_joined_on_a_cpu(results, latents):
-    parts = [encode_part(results, f"{number}of2", device="cuda") for number in (1, 2)]
-    assert join_parts(results, parts) == latents.manifest
+def test_shards_of_a_gpu_are_joined_on_a_cpu(results, latents):
+    parts = [encode_shard(results, f"{number}of2", device="cuda") for number in (1, 2)]
+    assert join_shards(results, parts) == latents.manifest
 
 
-def test_a_part_that_cannot_be_joined_is_named(results):
-    first, second = (encode_part(results, text) for text in ("1of2", "2of2"))
+def test_a_shard_that_cannot_be_joined_is_reported(results):
+    first, second = (encode_shard(results, text) for text in ("1of2", "2of2"))
     with pytest.raises(KairosError, match=r"part1of2: holds part 1 of 2, as .*part1of2 does; delete"):
-        join_parts(results, [first, first])
+        join_shards(results, [first, first])
     with pytest.raises(KairosError, match=r"part1of2: is one of 2 parts, but 1 are given"):
-        join_parts(results, [first])
+        join_shards(results, [first])
     with open(second / "logvar_flipped.npy", "r+b") as file:
         file.truncate(500)
     with pytest.raises(KairosError, match=r"part2of2/logvar_flipped\.npy: damaged.*delete this part"):
-        join_parts(results, [first, second])
+        join_shards(results, [first, second])
     (second / "logvar_flipped.npy").unlink()
     with pytest.raises(KairosError, match=r"part2of2/logvar_flipped\.npy: is missing; delete this part"):
-        join_parts(results, [first, second])
+        join_shards(results, [first, second])
     for changes, message in (({"flips": False}, "flips: got False"), ({"batch_size": 8}, "batch_size: got 8")):
-        encode_part(results, "2of2", **changes)
+        encode_shard(results, "2of2", **changes)
         with pytest.raises(KairosError, match=f"part2of2: is no part of this job: {message}"):
-            join_parts(results, [first, second])
+            join_shards(results, [first, second])
     shutil.rmtree(second)
     with pytest.raises(KairosError, match=r"part2of2: does not exist; make it with: kairos encode --shard"):
-        join_parts(results, [first, second])
+        join_shards(results, [first, second])
     with pytest.raises(KairosError, match="kind none"):
         encode(open_dataset(results / "dataset"), load_codec(results / "none"), results / "p", True, 16, Shard(1, 2))
 
 
-def test_missing_and_mismatched_folders(results, latents, tmp_path):
+def test_missing_or_incompatible_files_are_reported(results, latents, tmp_path):
     with pytest.raises(KairosError, match=r"none-here: does not exist; make it with: kairos encode"):
         open_latents(tmp_path / "none-here")
     shutil.copytree(results / "dataset", tmp_path / "dataset")
@@ -282,7 +288,7 @@ def test_missing_and_mismatched_folders(results, latents, tmp_path):
         open_latents(tmp_path / "latents")
 
 
-def test_autoencoder_for_other_images(results, tmp_path):
+def test_an_autoencoder_of_other_images_is_rejected(results, tmp_path):
     prepare(DatasetConfig(color="rgb", limit=10), tmp_path / "colour")
     with pytest.raises(KairosError, match=r"shape \[1, 8, 8\].*data set has \[3, 8, 8\]"):
         encode(open_dataset(tmp_path / "colour"), load_codec(results / "autoencoder"), tmp_path / "out", False, 8)
@@ -290,19 +296,19 @@ def test_autoencoder_for_other_images(results, tmp_path):
 
 def test_an_image_condition_flips_with_its_image(results, latents, monkeypatch):
     low = np.arange(100 * 1 * 2 * 2, dtype=np.float32).reshape(100, 1, 2, 2)
-    described = {**latents.condition_kinds, "low": {"kind": "image", "shape": [1, 2, 2]}}
-    monkeypatch.setitem(latents.manifest, "conditions", described)
+    conditions = {**latents.condition_kinds, "low": {"kind": "image", "shape": [1, 2, 2]}}
+    monkeypatch.setitem(latents.manifest, "conditions", conditions)
     monkeypatch.setitem(latents.dataset.conditions, "low", low)
-    found = latents.load_conditions([3, 4], np.array([True, False]))
-    assert torch.equal(found["low"][0], torch.from_numpy(low[3]).flip(2))
-    assert torch.equal(found["low"][1], torch.from_numpy(low[4]))
-    assert found["class"].tolist() == latents.load_conditions([3, 4])["class"].tolist()
+    loaded = latents.load_conditions([3, 4], np.array([True, False]))
+    assert torch.equal(loaded["low"][0], torch.from_numpy(low[3]).flip(2))
+    assert torch.equal(loaded["low"][1], torch.from_numpy(low[4]))
+    assert loaded["class"].tolist() == latents.load_conditions([3, 4])["class"].tolist()
 
 
-def test_sigma_data_is_the_spread_of_what_is_trained_on(results, latents):
+def test_sigma_data_is_the_standard_deviation_of_the_training_latents(results, latents):
     noise = torch.randn(len(latents.train), *latents.shape, generator=torch.Generator().manual_seed(0))
-    drawn = latents.load_x0(latents.train, noise=noise)
-    assert latents.measure_sigma_data() == pytest.approx(float(drawn.std()), rel=0.02)
+    x0 = latents.load_x0(latents.train, noise=noise)
+    assert latents.measure_sigma_data() == pytest.approx(float(x0.std()), rel=0.02)
     encode_into(results, "for_sigma", codec="none")
     pixels = open_latents(results / "for_sigma")
     assert pixels.measure_sigma_data() == pytest.approx(float(pixels.load_x0(pixels.train).std(correction=0)), rel=1e-3)

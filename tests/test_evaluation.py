@@ -1,4 +1,4 @@
-"""Evaluation as a user meets it: classifier, reference rows, samples, records, mistakes, additions by name."""
+"""Evaluation from the command line: extractor, reference rows, samples, records, validation errors, extensions."""
 
 import dataclasses
 import json
@@ -19,6 +19,7 @@ from kairos_timesteps.errors import DamagedError, KairosError
 
 
 def read_samples(path: Path) -> tuple[np.ndarray, dict]:
+    """Return the images and the protocol of a file of samples."""
     opened = open_samples(path)
     return opened.images[:], opened.protocol
 
@@ -41,6 +42,7 @@ EXPERIMENT = {
 
 
 def write_config(folder: Path, **changes) -> Path:
+    """Write the experiment with changes of its section `evaluation`; returns the path."""
     values = json.loads(json.dumps(EXPERIMENT))
     values["evaluation"].update(changes)
     path = folder / "experiment.yaml"
@@ -49,13 +51,14 @@ def write_config(folder: Path, **changes) -> Path:
 
 
 def kairos(*arguments) -> int:
+    """Run a kairos command in this process; returns its exit status."""
     torch.set_num_threads(1)
     return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    """The pipeline's stages on the digits in pixel space, as its rules call them."""
+def results(tmp_path_factory):
+    """The results of all stages up to evaluation on the digits in pixel space."""
     root = tmp_path_factory.mktemp("chain")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -70,56 +73,56 @@ def chain(tmp_path_factory):
         train = ("--method", "uniform", "--seed", 0, "--out", "r/uniform/seed0", "--latents", "r/latents")
         assert kairos("train", "--config", config, *train) == 0
         milestones = [f"r/uniform/seed0/milestones/{step:07d}" for step in (0, 2)]
-        draw, judge = ["--num", 660, "--seed", 0], ["--reference", "r/reference/reference.json"]
+        sample, evaluation = ["--num", 660, "--seed", 0], ["--reference", "r/reference/reference.json"]
         for k, milestone in enumerate(milestones):
-            draw += ["--milestone", milestone, "--out", f"r/{k}.npz", "--grid", f"r/{k}.png"]
-            judge += ["--milestone", milestone, "--samples", f"r/{k}.npz", "--out", f"r/{k}.json"]
-        assert kairos("sample", *draw, "--timing", "r/sample.json") == 0
-        assert kairos("evaluate", *judge, "--timing", "r/evaluate.json") == 0
+            sample += ["--milestone", milestone, "--out", f"r/{k}.npz", "--grid", f"r/{k}.png"]
+            evaluation += ["--milestone", milestone, "--samples", f"r/{k}.npz", "--out", f"r/{k}.json"]
+        assert kairos("sample", *sample, "--timing", "r/sample.json") == 0
+        assert kairos("evaluate", *evaluation, "--timing", "r/evaluate.json") == 0
     return root / "r"
 
 
 @pytest.mark.long
-def test_classifier(chain):
-    manifest = json.loads((chain / "extractor/manifest.json").read_text())
+def test_the_trained_classifier_is_an_accurate_extractor(results):
+    manifest = json.loads((results / "extractor/manifest.json").read_text())
     assert manifest["name"] == "classifier32" and manifest["metric"] == "frechet_classifier32"
     assert manifest["features"] == 32 and manifest["accuracy"] > 0.97
-    opened = extractors.open_extractor(chain / "extractor")
-    images = open_dataset(chain / "dataset").images
+    opened = extractors.open_extractor(results / "extractor")
+    images = open_dataset(results / "dataset").images
     features = opened.compute_layers(images[:50])["features"]
     assert features.shape == (50, 32) and features.dtype == torch.float32
     with pytest.raises(KairosError, match="allowed"):
         opened.compute_layers(np.zeros((3, 8, 8, 3), np.uint8))
 
 
-def test_classifier_serves_torch_fidelity_itself(chain):
+def test_torch_fidelity_computes_the_same_distance_with_the_classifier(results):
     import torch_fidelity
 
     from kairos.evaluation.classifier import NAME
 
-    dataset = open_dataset(chain / "dataset")
-    parts = (torch.from_numpy(np.array(dataset.images[part])) for part in (dataset.train, dataset.heldout[:330]))
-    real, held = (torch.utils.data.Subset(part.permute(0, 3, 1, 2), range(len(part))) for part in parts)
+    dataset = open_dataset(results / "dataset")
+    images = (torch.from_numpy(np.array(dataset.images[rows])) for rows in (dataset.train, dataset.heldout[:330]))
+    real, held_out = (torch.utils.data.Subset(each.permute(0, 3, 1, 2), range(len(each))) for each in images)
     metrics = torch_fidelity.calculate_metrics(
-        input1=held, input2=real, fid=True, cuda=False, cache=False, verbose=False, save_cpu_ram=True,
-        feature_extractor=NAME, feature_extractor_weights_path=str(chain / "extractor"),
+        input1=held_out, input2=real, fid=True, cuda=False, cache=False, verbose=False, save_cpu_ram=True,
+        feature_extractor=NAME, feature_extractor_weights_path=str(results / "extractor"),
     )  # fmt: skip
-    row = json.loads((chain / "reference/reference.json").read_text())["rows"]["floor"]
+    row = json.loads((results / "reference/reference.json").read_text())["rows"]["floor"]
     assert row["frechet_classifier32"] == pytest.approx(metrics["frechet_inception_distance"], rel=1e-3)
 
 
-def test_classifier_is_deterministic(chain, tmp_path):
+def test_the_training_of_the_classifier_is_deterministic(results, tmp_path):
     torch.set_num_threads(1)
-    options = json.loads((chain / "extractor/manifest.json").read_text())["options"]
-    dataset = open_dataset(chain / "dataset")
+    options = json.loads((results / "extractor/manifest.json").read_text())["options"]
+    dataset = open_dataset(results / "dataset")
     hashes = [
         extractors.build_extractor({**options, "steps": 5}, dataset, tmp_path / str(k))["sha256"] for k in range(2)
     ]
     assert hashes[0] == hashes[1]
 
 
-def test_damaged_extractor(chain, tmp_path):
-    folder = shutil.copytree(chain / "extractor", tmp_path / "extractor")
+def test_a_damaged_extractor_is_reported(results, tmp_path):
+    folder = shutil.copytree(results / "extractor", tmp_path / "extractor")
     with open(folder / "model.safetensors", "r+b") as file:
         file.seek(500)
         file.write(b"\0\1\2\3")
@@ -127,30 +130,30 @@ def test_damaged_extractor(chain, tmp_path):
         extractors.open_extractor(folder)
 
 
-def test_classifier_needs_classes(chain, tmp_path):
-    dataset = dataclasses.replace(open_dataset(chain / "dataset"), conditions={})
-    options = json.loads((chain / "extractor/manifest.json").read_text())["options"]
+def test_a_classifier_requires_classes(results, tmp_path):
+    dataset = dataclasses.replace(open_dataset(results / "dataset"), conditions={})
+    options = json.loads((results / "extractor/manifest.json").read_text())["options"]
     with pytest.raises(KairosError, match="no classes"):
         extractors.build_extractor(options, dataset, tmp_path / "x")
     assert not (tmp_path / "x/manifest.json").exists()
 
 
-def test_reference_rows(chain):
-    record = json.loads((chain / "reference/reference.json").read_text())
+def test_reference_rows_have_the_expected_order(results):
+    record = json.loads((results / "reference/reference.json").read_text())
     rows = {name: row["frechet_classifier32"] for name, row in record["rows"].items()}
     assert rows["floor"] < 10 and 3 * rows["floor"] < rows["gaussian"] and 5 * rows["gaussian"] < rows["noise"]
-    assert rows["reconstruction"] == rows["floor"], "without an autoencoder the images are themselves"
+    assert rows["reconstruction"] == rows["floor"], "without an autoencoder the reconstructions are the images"
     assert all(row["frechet_classifier32_spread"] > 0 and "kid" in row for row in record["rows"].values())
     assert set(record["spread_of"]) == set(rows)
     assert record["accuracy"] > 0.97 and record["num_samples"] == 330
     assert record["metric"] == "frechet_classifier32"
 
 
-def test_samples_and_records(chain):
-    images, protocol = read_samples(chain / "1.npz")
+def test_samples_and_records_contain_their_protocol_and_metrics(results):
+    images, protocol = read_samples(results / "1.npz")
     assert images.shape == (660, 8, 8, 1) and protocol["step"] == 2 and protocol["scheduler"]["name"] == "ddim"
-    assert (chain / "0.png").stat().st_size > 100
-    records = [json.loads((chain / f"{k}.json").read_text()) for k in (0, 1)]
+    assert (results / "0.png").stat().st_size > 100
+    records = [json.loads((results / f"{k}.json").read_text()) for k in (0, 1)]
     for step, record in zip((0, 2), records):
         metrics, protocol = record["metrics"], record["protocol"]
         assert record["step"] == step
@@ -165,43 +168,45 @@ def test_samples_and_records(chain):
         for name in ("extractor_hash", "reference_hash", "spacing", "clip", "sample_seed", "eval_seed", "scheduler"):
             assert protocol[name] is not None, name
         assert record["warnings"] == []
-        # a DiT starts at zero: untrained it predicts no noise at all
+        # the output of an untrained DiT is zero
         assert record["validation"]["loss"] == pytest.approx(1.0, abs=0.1)
         assert protocol["sample_precision"] == protocol["eval_precision"] == "fp32"
     assert records[0]["validation"]["per_timestep"][0]["u"] == [0, 0.001]
 
 
-def test_samples_do_not_depend_on_the_batch_size_or_number(chain, tmp_path):
-    milestone = chain / "uniform/seed0/milestones/0000002"
+def test_samples_do_not_depend_on_the_batch_size_or_number(results, tmp_path):
+    milestone = results / "uniform/seed0/milestones/0000002"
     arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--seed", 0, "--num", 40, "--batch-size", 17)
     assert kairos("sample", *arguments) == 0
-    assert np.array_equal(read_samples(tmp_path / "x.npz")[0], read_samples(chain / "1.npz")[0][:40])
+    assert np.array_equal(read_samples(tmp_path / "x.npz")[0], read_samples(results / "1.npz")[0][:40])
     assert kairos("sample", *arguments, "--scheduler", "{name: ddpm, clip: true}", "--weights", "raw") == 0
     images, protocol = read_samples(tmp_path / "x.npz")
     assert protocol["scheduler"]["clip"] is True and protocol["weights"] == "raw"
     assert set(protocol["model_files"]) == {"raw/config.json", "raw/diffusion_pytorch_model.safetensors"}
-    assert not np.array_equal(images, read_samples(chain / "1.npz")[0][:40])
+    assert not np.array_equal(images, read_samples(results / "1.npz")[0][:40])
 
 
-@pytest.mark.parametrize("process,own", [("edm", "sigma"), ("flow", "t")])
-def test_a_continuous_process_in_half_precision(chain, tmp_path, monkeypatch, process, own):
-    """Heun's method on an EDM and a flow milestone, both stages in bf16."""
+@pytest.mark.parametrize("process,noise_level", [("edm", "sigma"), ("flow", "t")])
+def test_a_continuous_process_is_sampled_and_evaluated_in_half_precision(
+    results, tmp_path, monkeypatch, process, noise_level
+):
+    """Sampling with Heun's method and evaluation of snapshots of EDM and flow matching run in bf16."""
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path, precision="bf16", loss_images=16)
     values = {**yaml.safe_load(config.read_text()), "diffusion": {"process": process}}
     values["sampling"] |= {"scheduler": "heun", "precision": "bf16", "steps": 4}
     config.write_text(yaml.safe_dump(values))
-    folders = {part: chain / part for part in ("dataset", "autoencoder", "latents", "extractor")}
-    named = [value for part, folder in folders.items() for value in (f"--{part}", folder)]
-    assert kairos("reference", "--config", config, *named, "--out", "reference") == 0
-    train = ("--method", "uniform", "--seed", 0, "--out", "u/seed0", "--latents", chain / "latents")
+    folders = {part: results / part for part in ("dataset", "autoencoder", "latents", "extractor")}
+    options = [value for part, folder in folders.items() for value in (f"--{part}", folder)]
+    assert kairos("reference", "--config", config, *options, "--out", "reference") == 0
+    train = ("--method", "uniform", "--seed", 0, "--out", "u/seed0", "--latents", results / "latents")
     assert kairos("train", "--config", config, *train) == 0
     milestone = ("--milestone", "u/seed0/milestones/0000002")
-    draw = ("--num", 330, "--autoencoder", chain / "autoencoder", "--out")
-    assert kairos("sample", *milestone, *draw, "x.npz") == 0
-    assert kairos("sample", *milestone, *draw, "y.npz", "--precision", "fp32") == 0
+    sample = ("--num", 330, "--autoencoder", results / "autoencoder", "--out")
+    assert kairos("sample", *milestone, *sample, "x.npz") == 0
+    assert kairos("sample", *milestone, *sample, "y.npz", "--precision", "fp32") == 0
     assert not np.array_equal(read_samples(Path("x.npz"))[0], read_samples(Path("y.npz"))[0])
-    latents = ("--latents", chain / "latents", "--extractor", chain / "extractor")
+    latents = ("--latents", results / "latents", "--extractor", results / "extractor")
     assert kairos("evaluate", "--samples", "x.npz", *milestone, *latents, "--reference", "reference", "--out", "x") == 0
     record = json.loads(Path("x").read_text())
     protocol = record["protocol"]
@@ -209,12 +214,12 @@ def test_a_continuous_process_in_half_precision(chain, tmp_path, monkeypatch, pr
     assert protocol["spacing"] == {"edm": "karras", "flow": "uniform"}[process]
     assert protocol["sample_precision"] == protocol["eval_precision"] == "bf16"
     times = [row["t"] for row in record["validation"]["per_timestep"]]
-    assert times == sorted(times) and times[0] > 0 and (times[-1] > 70) == (own == "sigma")
+    assert times == sorted(times) and times[0] > 0 and (times[-1] > 70) == (noise_level == "sigma")
     assert record["metrics"]["frechet_classifier32"] > 0 and record["validation"]["loss"] > 0
 
 
-def test_mistakes_of_sample(chain, tmp_path, capsys):
-    milestone = chain / "uniform/seed0/milestones/0000002"
+def test_bad_arguments_of_sample_are_rejected(results, tmp_path, capsys):
+    milestone = results / "uniform/seed0/milestones/0000002"
     arguments = ("sample", "--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 4)
     for extra, status, message in (
         (("--steps", 1001), 2, "sampling.steps"),
@@ -228,41 +233,41 @@ def test_mistakes_of_sample(chain, tmp_path, capsys):
     assert not (tmp_path / "x.npz").exists()
 
 
-def test_images_from_outside(chain, tmp_path, monkeypatch, capsys):
-    """Any npz of images against the experiment's reference, and against another npz."""
+def test_images_of_other_programs_can_be_evaluated(results, tmp_path, monkeypatch, capsys):
+    """An npz of images is evaluated against the experiment's reference, and against another npz."""
     monkeypatch.chdir(tmp_path)
-    dataset = open_dataset(chain / "dataset")
+    dataset = open_dataset(results / "dataset")
     np.savez(tmp_path / "own.npz", images=dataset.images[dataset.heldout[:340]])
     np.savez(tmp_path / "real.npz", images=dataset.images[dataset.train])
     arguments = ("evaluate", "--samples", "own.npz", "--out", "a.json")
-    assert kairos(*arguments, "--reference", chain / "reference") == 0
+    assert kairos(*arguments, "--reference", results / "reference") == 0
     record = json.loads((tmp_path / "a.json").read_text())
-    floor = json.loads((chain / "reference/reference.json").read_text())["rows"]["floor"]["frechet_classifier32"]
+    floor = json.loads((results / "reference/reference.json").read_text())["rows"]["floor"]["frechet_classifier32"]
     assert record["metrics"]["frechet_classifier32"] == pytest.approx(floor, rel=1e-6)
     assert record["metrics"]["frechet_classifier32_spread"] is None and "last 10 images" in record["warnings"][0]
     assert record["protocol"]["scheduler"] is None and record["step"] is None
     assert "validation" not in record
 
-    assert kairos(*arguments, "--reference", "real.npz", "--extractor", chain / "extractor", "--sets", 2) == 0
+    assert kairos(*arguments, "--reference", "real.npz", "--extractor", results / "extractor", "--sets", 2) == 0
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["protocol"]["n_samples"] == 170 and record["protocol"]["sets"] == 2
     assert any("10 times" in warning for warning in record["warnings"])
     assert "10 times" in capsys.readouterr().err
 
     np.savez(tmp_path / "own.npz", images=dataset.images[:20])
-    assert kairos(*arguments, "--reference", chain / "reference") == 1
+    assert kairos(*arguments, "--reference", results / "reference") == 1
     assert "allowed: at least 330" in capsys.readouterr().err
-    assert kairos(*arguments, "--reference", "real.npz", "--extractor", chain / "extractor") == 1
+    assert kairos(*arguments, "--reference", "real.npz", "--extractor", results / "extractor") == 1
     assert "allowed: more than 32" in capsys.readouterr().err
     assert kairos(*arguments, "--reference", "real.npz") == 2
     assert "--extractor" in capsys.readouterr().err
 
 
-def reference_of(chain, folder, **changes) -> dict:
-    """The record of a reference with another section `evaluation`."""
+def make_reference(results, folder, **changes) -> dict:
+    """Run stage reference with changes of the section `evaluation`; returns its record."""
     arguments = ["reference", "--config", write_config(folder, **changes), "--out", folder / "reference"]
     for part in ("dataset", "autoencoder", "latents", "extractor"):
-        arguments += [f"--{part}", chain / part]
+        arguments += [f"--{part}", results / part]
     assert kairos(*arguments) == 0
     return json.loads((folder / "reference/reference.json").read_text())
 
@@ -270,48 +275,48 @@ def reference_of(chain, folder, **changes) -> dict:
 BIAS = "10 times the 32 features"
 
 
-def test_the_bias_of_few_samples_is_reported_by_the_stage_reference_alone(chain, tmp_path, capsys):
+def test_the_bias_of_few_samples_is_reported_by_the_stage_reference_alone(results, tmp_path, capsys):
     """Evaluations keep the warning in their records, for the report."""
-    record = reference_of(chain, tmp_path, num_samples=200, sets=1)
+    record = make_reference(results, tmp_path, num_samples=200, sets=1)
     assert capsys.readouterr().err.count(BIAS) == 1 and BIAS in record["warnings"][0]
-    jobs = [evaluate.EvaluationJob(chain / f"{k}.npz", tmp_path / f"{k}.json") for k in (0, 1)]
-    evaluate.run(jobs, tmp_path / "reference", chain / "extractor")
+    jobs = [evaluate.EvaluationJob(results / f"{k}.npz", tmp_path / f"{k}.json") for k in (0, 1)]
+    evaluate.run(jobs, tmp_path / "reference", results / "extractor")
     assert BIAS not in capsys.readouterr().err
     for job in jobs:
         assert any(BIAS in warning for warning in json.loads(job.out.read_text())["warnings"])
 
 
-def test_the_bias_of_several_files_is_reported_once(chain, tmp_path, capsys):
-    images = open_dataset(chain / "dataset").images
+def test_the_bias_of_several_files_is_reported_once(results, tmp_path, capsys):
+    images = open_dataset(results / "dataset").images
     np.savez(tmp_path / "real.npz", images=images)
     jobs = []
     for k in range(3):
         np.savez(tmp_path / f"{k}.npz", images=images[200 * k : 200 * (k + 1)])
         jobs.append(evaluate.EvaluationJob(tmp_path / f"{k}.npz", tmp_path / f"{k}.json"))
-    evaluate.run(jobs, tmp_path / "real.npz", chain / "extractor")
+    evaluate.run(jobs, tmp_path / "real.npz", results / "extractor")
     warnings = [line for line in capsys.readouterr().err.splitlines() if BIAS in line]
     assert len(warnings) == 1 and "0.npz" in warnings[0] and "2 other" in warnings[0]
 
 
-def test_more_samples_than_held_out_images(chain, tmp_path, capsys):
-    """The rows of held-out images are of as many as there are."""
-    record = reference_of(chain, tmp_path, num_samples=600, sets=1)
+def test_reference_rows_use_at_most_all_held_out_images(results, tmp_path, capsys):
+    """The rows floor and reconstruction use all held-out images if fewer images than samples are held out."""
+    record = make_reference(results, tmp_path, num_samples=600, sets=1)
     assert "rows floor and reconstruction are of 449 images, all that are held out" in capsys.readouterr().err
     assert {name: row["n_samples"] for name, row in record["rows"].items()} == {
         "floor": 449, "reconstruction": 449, "gaussian": 600, "noise": 600,
     }  # fmt: skip
     evaluate.run(
-        [evaluate.EvaluationJob(chain / "1.npz", tmp_path / "x.json")], tmp_path / "reference", chain / "extractor"
+        [evaluate.EvaluationJob(results / "1.npz", tmp_path / "x.json")], tmp_path / "reference", results / "extractor"
     )
     assert json.loads((tmp_path / "x.json").read_text())["protocol"]["n_samples"] == 600
 
 
-def test_the_reference_is_a_choice(chain, tmp_path, monkeypatch):
-    """The training images, all, or a file of images or of moments: each as the same images measured otherwise."""
+def test_the_reference_can_be_a_split_or_a_file(results, tmp_path, monkeypatch):
+    """References from training images, all images, and files of images or of moments have consistent distances."""
     monkeypatch.chdir(tmp_path)
-    records = {which: reference_of(chain, tmp_path, reference=which, sets=1) for which in ("train", "all")}
+    records = {which: make_reference(results, tmp_path, reference=which, sets=1) for which in ("train", "all")}
     assert [records[which]["real_images"] for which in ("train", "all")] == [1348, 1797]
-    images = open_dataset(chain / "dataset").images
+    images = open_dataset(results / "dataset").images
     np.savez(tmp_path / "adm.npz", arr_0=np.array(images))
     np.savez_compressed(tmp_path / "own.npz", images=np.array(images))
     with np.load(tmp_path / "reference/statistics.npz") as file:
@@ -319,14 +324,14 @@ def test_the_reference_is_a_choice(chain, tmp_path, monkeypatch):
     metric = "frechet_classifier32"
     floor = records["all"]["rows"]["floor"][metric]
     assert floor != records["train"]["rows"]["floor"][metric]
-    for name, kept in (("adm", {}), ("own", {}), ("edm", {"metrics": ["frechet", "validation"]})):
-        record = reference_of(chain, tmp_path, reference=f"{name}.npz", sets=1, **kept)
+    for name, changes in (("adm", {}), ("own", {}), ("edm", {"metrics": ["frechet", "validation"]})):
+        record = make_reference(results, tmp_path, reference=f"{name}.npz", sets=1, **changes)
         assert record["rows"]["floor"][metric] == pytest.approx(floor, rel=1e-9), name
         assert record["reference"] == f"{name}.npz" and record["real_images"] == (0 if name == "edm" else 1797)
-        same = record["reference_hash"] == records["all"]["reference_hash"]
-        assert same == (name != "edm"), "what decides the distance: moments and the number of images, where it is known"
-    half = reference_of(chain, tmp_path, reference="adm.npz", sets=1, precision="bf16")
-    assert half["reference_hash"] != records["all"]["reference_hash"], "statistics in another precision are others"
+        has_hash_of_all_images = record["reference_hash"] == records["all"]["reference_hash"]
+        assert has_hash_of_all_images == (name != "edm"), "the hash covers the moments and the number of images"
+    half = make_reference(results, tmp_path, reference="adm.npz", sets=1, precision="bf16")
+    assert half["reference_hash"] != records["all"]["reference_hash"], "the hash covers the precision"
 
 
 @pytest.mark.parametrize(
@@ -341,32 +346,33 @@ def test_the_reference_is_a_choice(chain, tmp_path, monkeypatch):
         ({"arr_0": np.zeros((20, 8, 8, 1), np.uint8)}, r"x\.npz: got 20 images, allowed: more than 32"),
     ],
 )
-def test_references_from_outside_that_do_not_fit(chain, tmp_path, monkeypatch, arrays, message):
+def test_incompatible_reference_files_are_rejected(results, tmp_path, monkeypatch, arrays, message):
     monkeypatch.chdir(tmp_path)
     np.savez("x.npz", **arrays)
-    job = evaluate.EvaluationJob(chain / "1.npz", Path("x.json"))
+    job = evaluate.EvaluationJob(results / "1.npz", Path("x.json"))
     with pytest.raises(KairosError, match=message):
-        evaluate.run([job], Path("x.npz"), chain / "extractor")
+        evaluate.run([job], Path("x.npz"), results / "extractor")
     Path("x.npz").write_bytes(b"no zip")
     with pytest.raises(KairosError, match=r"x\.npz: cannot be read as npz"):
-        evaluate.run([job], Path("x.npz"), chain / "extractor")
+        evaluate.run([job], Path("x.npz"), results / "extractor")
 
 
-def test_only_the_metrics_that_are_asked_for(chain, tmp_path):
-    named = ["frechet", {"name": "kid", "subsets": 5}, "precision", {"name": "recall", "neighbours": 5}, "mlperf8"]
-    record = reference_of(chain, tmp_path, metrics=named, sets=1)
+def test_only_the_selected_metrics_are_computed(results, tmp_path):
+    selected = ["frechet", {"name": "kid", "subsets": 5}, "precision", {"name": "recall", "neighbours": 5}, "mlperf8"]
+    record = make_reference(results, tmp_path, metrics=selected, sets=1)
     columns, kinds = ("frechet_classifier32", "kid", "precision", "recall"), ("", "_spread", "_sets")
     assert {*record["rows"]["gaussian"]} - {"n_samples"} == {name + kind for name in columns for kind in kinds}
     assert record["rows"]["floor"]["precision"] > 0.7 > 0.1 > record["rows"]["noise"]["precision"]
-    milestone = chain / "uniform/seed0/milestones/0000002"
-    job = evaluate.EvaluationJob(chain / "1.npz", tmp_path / "x.json", milestone)
-    evaluate.run([job], tmp_path / "reference", chain / "extractor")
-    found = json.loads((tmp_path / "x.json").read_text())
-    assert set(found["validation"]) == {"mlperf8"} and found["validation"]["mlperf8"] == pytest.approx(1, abs=0.2)
-    own = ("--reference", tmp_path / "reference", "--metrics", "frechet")
-    assert kairos("evaluate", "--samples", chain / "1.npz", "--out", tmp_path / "y.json", *own) == 2
-    outside = ("--reference", chain / "0.npz", "--extractor", chain / "extractor", "--metrics", "frechet,recall")
-    assert kairos("evaluate", "--samples", chain / "1.npz", "--out", tmp_path / "y.json", *outside) == 0
+    milestone = results / "uniform/seed0/milestones/0000002"
+    job = evaluate.EvaluationJob(results / "1.npz", tmp_path / "x.json", milestone)
+    evaluate.run([job], tmp_path / "reference", results / "extractor")
+    evaluation = json.loads((tmp_path / "x.json").read_text())
+    assert set(evaluation["validation"]) == {"mlperf8"}
+    assert evaluation["validation"]["mlperf8"] == pytest.approx(1, abs=0.2)
+    kairos_reference = ("--reference", tmp_path / "reference", "--metrics", "frechet")
+    assert kairos("evaluate", "--samples", results / "1.npz", "--out", tmp_path / "y.json", *kairos_reference) == 2
+    outside = ("--reference", results / "0.npz", "--extractor", results / "extractor", "--metrics", "frechet,recall")
+    assert kairos("evaluate", "--samples", results / "1.npz", "--out", tmp_path / "y.json", *outside) == 0
     assert {"frechet_classifier32", "recall"} <= set(json.loads((tmp_path / "y.json").read_text())["metrics"])
 
 
@@ -382,49 +388,49 @@ def test_only_the_metrics_that_are_asked_for(chain, tmp_path):
         ({"reference": "test"}, "evaluation.reference: got 'test', allowed: train, all or the path of an npz"),
     ],
 )
-def test_metrics_without_what_they_need_are_refused_early(tmp_path, capsys, changes, message):
+def test_check_rejects_metrics_that_lack_their_requirements(tmp_path, capsys, changes, message):
     assert kairos("check", write_config(tmp_path, **changes)) == 2
     assert message in capsys.readouterr().err
 
 
-def test_samples_of_another_milestone_are_refused(chain, tmp_path):
-    record = json.loads((chain / "uniform/seed0/milestones/0000002/milestone.json").read_text())
-    images, protocol = read_samples(chain / "0.npz")
+def test_samples_of_another_snapshot_are_rejected(results, tmp_path):
+    record = json.loads((results / "uniform/seed0/milestones/0000002/milestone.json").read_text())
+    images, protocol = read_samples(results / "0.npz")
     write_samples(tmp_path / "x.npz", images, {**protocol, "identity": record["identity"], "step": 0})
-    job = evaluate.EvaluationJob(tmp_path / "x.npz", tmp_path / "x.json", chain / "uniform/seed0/milestones/0000002")
+    job = evaluate.EvaluationJob(tmp_path / "x.npz", tmp_path / "x.json", results / "uniform/seed0/milestones/0000002")
     with pytest.raises(KairosError, match="another snapshot"):
-        evaluate.run([job], chain / "reference")
+        evaluate.run([job], results / "reference")
 
 
 def brightness(options, measured, target):
-    """A metric that a later issue might add."""
+    """Compute a metric of an extension."""
     return {"mean_feature": float(measured.features[:].mean())}
 
 
-def test_a_metric_is_added_by_name(chain, tmp_path, monkeypatch):
+def test_a_metric_is_added_by_name(results, tmp_path, monkeypatch):
     METRICS.add("mean_feature", f"{__name__}:brightness", needs=["features"], extractor="")
-    reference = shutil.copytree(chain / "reference", tmp_path / "reference")
+    reference = shutil.copytree(results / "reference", tmp_path / "reference")
     record = json.loads((reference / "reference.json").read_text())
     (reference / "reference.json").write_text(
         json.dumps({**record, "metrics": [{"name": "mean_feature"}, *record["metrics"]]})
     )
-    job = evaluate.EvaluationJob(chain / "1.npz", tmp_path / "x.json")
-    evaluate.run([job], reference, chain / "extractor")
+    job = evaluate.EvaluationJob(results / "1.npz", tmp_path / "x.json")
+    evaluate.run([job], reference, results / "extractor")
     metrics = json.loads((tmp_path / "x.json").read_text())["metrics"]
     del METRICS["mean_feature"]
     assert metrics["mean_feature"] > 0 and len(metrics["mean_feature_sets"]) == 2
 
 
 def blank(options, process, grid, estimate, noise):
-    """A sampling scheme that a later issue might add: any function from noise to x0."""
+    """Return black images, as the solver of an extension."""
     return estimate(noise(0), grid[0]) * 0 - 1
 
 
-def test_a_sampling_scheme_is_added_by_name(chain, tmp_path, monkeypatch):
+def test_a_solver_is_added_by_name(results, tmp_path, monkeypatch):
     from kairos.sampling.registries import SCHEDULERS
 
     monkeypatch.setitem(SCHEDULERS, "blank", dataclasses.replace(METRICS["isc"], code=f"{__name__}:blank", facts={}))
-    milestone = chain / "uniform/seed0/milestones/0000002"
+    milestone = results / "uniform/seed0/milestones/0000002"
     arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 3, "--scheduler", "blank")
     assert kairos("sample", *arguments) == 0
     images, protocol = read_samples(tmp_path / "x.npz")
@@ -432,7 +438,7 @@ def test_a_sampling_scheme_is_added_by_name(chain, tmp_path, monkeypatch):
 
 
 def make_pixels(options, dataset, folder):
-    """An extractor that a later issue might add: the mean and spread of an image's pixels."""
+    """Return the manifest of an extractor of an extension: mean and standard deviation of the pixels of an image."""
     facts = {"name": "pixels2", "metric": "frechet_pixels2", "features": 2, "accuracy": None, "shape": None}
     return {**facts, "sha256": "pixels", "dataset_sha256": None, "files": {}}
 
@@ -452,15 +458,15 @@ def load(folder, manifest):
     return extractors.Extractor(manifest, Pixels("pixels", ["pixels"]), ("features",))
 
 
-def test_an_extractor_is_added_by_name(chain, tmp_path, monkeypatch):
+def test_an_extractor_is_added_by_name(results, tmp_path, monkeypatch):
     from kairos.evaluation.registries import EXTRACTORS
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(EXTRACTORS, "pixels", dataclasses.replace(METRICS["isc"], code=f"{__name__}:make_pixels"))
     config = write_config(tmp_path, extractor="pixels")
-    shared = ("--config", config, "--dataset", chain / "dataset")
+    shared = ("--config", config, "--dataset", results / "dataset")
     assert kairos("extractor", *shared, "--out", "extractor") == 0
-    folders = ("--autoencoder", chain / "autoencoder", "--latents", chain / "latents", "--extractor", "extractor")
+    folders = ("--autoencoder", results / "autoencoder", "--latents", results / "latents", "--extractor", "extractor")
     assert kairos("reference", *shared, *folders, "--out", "reference") == 0
-    assert kairos("evaluate", "--samples", chain / "1.npz", "--reference", "reference", "--out", "x.json") == 0
+    assert kairos("evaluate", "--samples", results / "1.npz", "--reference", "reference", "--out", "x.json") == 0
     assert json.loads(Path("x.json").read_text())["metrics"]["frechet_pixels2"] > 0

@@ -1,4 +1,4 @@
-"""The executor plugin without a SLURM: its record of earlier jobs, what it rejects, and what it does not try again."""
+"""The executor plugin without SLURM: its record of earlier jobs, and the jobs that it rejects or does not retry."""
 
 import os
 import threading
@@ -56,7 +56,7 @@ def test_threads_that_submit_jobs_share_one_record_of_earlier_jobs(executor, tmp
 
 
 def job(training: str = "", rule: str = "train_1", **resources: str) -> SimpleNamespace:
-    """A job of Snakemake that may be tried twice again."""
+    """Return a job of Snakemake that may be retried twice."""
     return SimpleNamespace(
         name=rule,
         rule=SimpleNamespace(name=rule),
@@ -69,10 +69,11 @@ def job(training: str = "", rule: str = "train_1", **resources: str) -> SimpleNa
 
 
 def group(*jobs: SimpleNamespace) -> SimpleNamespace:
+    """Return a group of jobs that may be retried twice."""
     return SimpleNamespace(name="trainings_0", jobs=jobs, restart_times=2, _attempt=1, is_group=lambda: True)
 
 
-def test_the_plugin_s_own_executor_is_rejected(tmp_path, monkeypatch, capsys):
+def test_the_executor_slurm_is_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     workflow = SimpleNamespace(executor_plugin=SimpleNamespace(name="slurm"))
     layout = SimpleNamespace(results="results/demo")
@@ -83,32 +84,32 @@ def test_the_plugin_s_own_executor_is_rejected(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def sent(executor, monkeypatch):
-    """Jobs that the executor hands to the SLURM plugin."""
+def submitted_jobs(executor, monkeypatch):
+    """Jobs that the executor has passed to the SLURM plugin."""
     jobs = []
     executor.workflow = SimpleNamespace(executor_settings=SimpleNamespace(array_jobs=None))
-    monkeypatch.setattr(plugin.Executor, "run_jobs", lambda self, its_jobs: jobs.extend(its_jobs))
+    monkeypatch.setattr(plugin.Executor, "run_jobs", lambda self, submitted: jobs.extend(submitted))
     return jobs
 
 
 @pytest.mark.parametrize("resource", ["cluster", "clusters", "slurm_cluster"])
-def test_other_clusters_are_rejected(executor, sent, resource):
+def test_jobs_for_other_clusters_are_rejected(executor, submitted_jobs, resource):
     with pytest.raises(WorkflowError, match=f"^{resource}: not possible here"):
         executor.run_jobs([job(), job(**{resource: "elsewhere"})])
-    assert sent == []
+    assert submitted_jobs == []
 
 
-def test_job_arrays_are_rejected(executor, sent):
+def test_job_arrays_are_rejected(executor, submitted_jobs):
     executor.workflow.executor_settings.array_jobs = "train_1"
     with pytest.raises(WorkflowError, match=r"^kairos-array-jobs: not possible here"):
         executor.run_jobs([job()])
-    assert sent == []
+    assert submitted_jobs == []
 
 
-def test_other_jobs_are_sent(executor, sent):
+def test_other_jobs_are_passed_to_the_slurm_plugin(executor, submitted_jobs):
     jobs = [job(), job(slurm_partition="gpu")]
     executor.run_jobs(jobs)
-    assert sent == jobs
+    assert submitted_jobs == jobs
 
 
 FAILED_IN_THIS_JOB = {"state": "failed", "again": True, "job": "7"}
@@ -118,7 +119,7 @@ COMPLETE = {"state": "complete", "again": True, "job": "7"}
 
 
 @pytest.mark.parametrize(
-    ("last_words", "exact", "tried_again"),
+    ("progress_records", "exact", "retried"),
     [
         ([DIVERGED_IN_THIS_JOB], True, False),
         ([DIVERGED_IN_THIS_JOB, COMPLETE], True, False),
@@ -128,16 +129,16 @@ COMPLETE = {"state": "complete", "again": True, "job": "7"}
         ([FAILED_IN_THIS_JOB], True, True),
     ],
 )
-def test_a_training_that_diverged_is_not_tried_again(executor, monkeypatch, last_words, exact, tried_again):
+def test_a_run_that_diverged_is_not_retried(executor, monkeypatch, progress_records, exact, retried):
     reported = []
     monkeypatch.setattr(plugin.Executor, "report_job_error", lambda self, info, **_: reported.append(info.job))
     executor._exact, executor._earlier_jobs = exact, {}
     jobs = []
-    for number, word in enumerate(last_words):
+    for number, record in enumerate(progress_records):
         training = Path("results/demo/method") / f"seed{number}"
-        write_json(training / ".state/progress.json", word)
+        write_json(training / ".state/progress.json", record)
         jobs.append(job(str(training)))
     failed = jobs[0] if len(jobs) == 1 else group(*jobs)
     executor.report_job_error(SubmittedJobInfo(failed, external_jobid="7"))
     assert reported == [failed]
-    assert (failed._attempt <= failed.restart_times) is tried_again
+    assert (failed._attempt <= failed.restart_times) is retried

@@ -1,4 +1,4 @@
-"""`kairos export`: what other tools read of it is what was measured, and what cannot be written is refused."""
+"""`kairos export`: other tools read the measured values, and results that cannot be exported are rejected."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def milestone(tmp_path_factory):
-    """A milestone of a U-Net trained on digits, where an experiment has it, with an evaluation."""
+    """A milestone, with an evaluation, of a U-Net trained on digits, in the folders of an experiment."""
     root = tmp_path_factory.mktemp("hub")
     latents = training_case.make_latents(root / "results" / "case")
     unet = {"name": "unet", "channels": 8, "multipliers": [1, 1], "blocks": 1, "attention": [], "norm_groups": 4}
@@ -43,7 +43,8 @@ def milestone(tmp_path_factory):
     return folder
 
 
-def refused(capsys, *arguments):
+def rejection(capsys, *arguments):
+    """Run `kairos export` with arguments that it rejects; returns its message of one line."""
     assert cli.main(["export", *map(str, arguments)]) != 0
     (line,) = capsys.readouterr().err.splitlines()
     return line
@@ -59,8 +60,8 @@ def test_tensorboard_reads_the_curves_at_their_times_and_the_grids(tree, tmp_pat
         events = EventAccumulator(str(tmp_path / "events" / training.method / "seed0")).Reload()
         distances = events.Scalars(results.metric)
         assert [event.step for event in distances] == [0, 100, 200, 400]
-        wanted = [one.measured_values[results.metric] for one in training.snapshots]
-        assert [event.value for event in distances] == pytest.approx(wanted, rel=1e-6)
+        expected = [snapshot.measured_values[results.metric] for snapshot in training.snapshots]
+        assert [event.value for event in distances] == pytest.approx(expected, rel=1e-6)
         assert distances[-1].wall_time - distances[0].wall_time == pytest.approx(
             training.seconds_by_step[400], abs=0.01
         )
@@ -68,22 +69,22 @@ def test_tensorboard_reads_the_curves_at_their_times_and_the_grids(tree, tmp_pat
 
 
 @pytest.mark.long
-def test_wandb_gets_an_offline_run_per_training(tree, tmp_path):
+def test_wandb_gets_an_offline_run_per_training_run(tree, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     folder, results = tree
     out = tmp_path / "runs"
     subprocess.run([sys.executable, "-m", "kairos", "export", "wandb", str(folder), "--out", str(out)], check=True)
-    found = {path: path.read_bytes() for path in out.glob("wandb/offline-run-*/*.wandb")}
-    assert len(found) == len(results.runs)
-    for content in found.values():
+    files = {path: path.read_bytes() for path in out.glob("wandb/offline-run-*/*.wandb")}
+    assert len(files) == len(results.runs)
+    for content in files.values():
         assert results.metric.encode() in content and b"sampler.name" in content
 
 
-def test_a_tool_that_is_missing_is_named_with_its_extra(tree, tmp_path, monkeypatch, capsys):
+def test_a_missing_tool_is_reported_with_the_extra_that_installs_it(tree, tmp_path, monkeypatch, capsys):
     folder, _ = tree
     for name, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
         monkeypatch.setitem(sys.modules, module, None)
-        assert f"install kairos[{name}]" in refused(capsys, name, folder, "--out", tmp_path / "new")
+        assert f"install kairos[{name}]" in rejection(capsys, name, folder, "--out", tmp_path / "new")
     assert not list(tmp_path.iterdir())
 
 
@@ -99,8 +100,8 @@ def test_a_milestone_with_its_card_opens_in_diffusers_and_samples(milestone, tmp
     front = yaml.safe_load(card.split("---")[1])
     assert front["library_name"] == "diffusers" and front["tags"] == ["diffusion", "kairos"]
     record = read_json(milestone / "milestone.json")
-    for told in ("# case: adaptive, seed 0, 40 steps", "| fid | 12.34 | 0.50 |", "scheduler: ddim", record["identity"]):
-        assert told in card
+    for text in ("# case: adaptive, seed 0, 40 steps", "| fid | 12.34 | 0.50 |", "scheduler: ddim", record["identity"]):
+        assert text in card
     model = next(yaml.safe_load(block)["model"] for block in re.findall("```yaml\n(.*?)```", card, re.DOTALL))
     assert model["channels"] == 8 and "size" not in model  # the published size has 128 channels
     assert record["dataset_sha256"] in card and "frequency: 4" in card and "None" not in card
@@ -108,13 +109,13 @@ def test_a_milestone_with_its_card_opens_in_diffusers_and_samples(milestone, tmp
         assert isinstance(yaml.safe_load(block), dict)
     (code,) = [block for block in re.findall("```python\n(.*?)```", card, re.DOTALL) if "UNet2DModel" in block]
     scope = {"folder": str(out)}
-    exec(code, scope)  # what the card tells to do
+    exec(code, scope)  # the example of the card
     assert isinstance(scope["model"], UNet2DModel)
     assert DDPMScheduler.from_pretrained(out, subfolder="scheduler").config.num_train_timesteps == 100
     assert open_milestone(out).record["files"] == record["files"]
 
 
-def test_an_evaluation_of_another_training_is_no_part_of_the_card(milestone, tmp_path):
+def test_the_card_excludes_evaluations_of_another_training_run(milestone, tmp_path):
     path = milestone.parents[1] / "evaluation" / "0000040.json"
     before = path.read_text()
     path.write_text(before.replace(read_json(milestone / "milestone.json")["identity"], "0" * 64))
@@ -138,12 +139,12 @@ def test_published_weights_have_a_card_too(milestone, tmp_path):
     assert "draws images of shape 4×4×4" in card and not (tmp_path / "model" / "autoencoder").exists()
 
 
-def test_hub_lists_the_milestones_of_results(tree, monkeypatch, capsys):
+def test_hub_lists_the_milestones_in_a_folder_of_results(tree, monkeypatch, capsys):
     results, collected = tree
     expected = sorted(
-        str(results / run.method / f"seed{run.seed}" / "milestones" / f"{one.step:07}")
+        str(results / run.method / f"seed{run.seed}" / "milestones" / f"{snapshot.step:07}")
         for run in collected.runs
-        for one in run.snapshots
+        for snapshot in run.snapshots
     )
     for path in (results, results.parent):
         assert cli.main(["export", "hub", str(path)]) == 0
@@ -157,35 +158,35 @@ def test_hub_lists_the_milestones_of_results(tree, monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(expected)
 
 
-def test_hub_with_a_folder_to_write_lists_the_milestones_and_exports_nothing(tree, tmp_path, capsys):
+def test_hub_with_out_and_several_milestones_lists_them_and_exports_nothing(tree, tmp_path, capsys):
     results, _ = tree
     out = tmp_path / "new"
     assert cli.main(["export", "hub", str(results), "--out", str(out)]) == 2
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == 8 and all("/milestones/" in line for line in said.out.splitlines())
-    assert "PATH" in said.err and str(results) in said.err and said.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 8 and all("/milestones/" in line for line in printed.out.splitlines())
+    assert "PATH" in printed.err and str(results) in printed.err and printed.err.count("\n") == 1
     assert not out.exists()
 
 
-def test_out_is_needed_where_something_is_exported(tree, milestone, capsys):
+def test_an_export_requires_out(tree, milestone, capsys):
     for words in (("hub", milestone), ("tensorboard", tree[0])):
-        assert "--out" in refused(capsys, *words)
+        assert "--out" in rejection(capsys, *words)
 
 
-def test_what_cannot_be_exported_is_refused_in_one_line(tree, milestone, tmp_path, capsys):
+def test_what_cannot_be_exported_is_rejected_in_one_line(tree, milestone, tmp_path, capsys):
     folder, _ = tree
-    new, there = tmp_path / "new", tmp_path / "there"
-    there.mkdir()
-    assert f"--out: got {there}, which exists" in refused(capsys, "hub", milestone, "--out", there)
+    new, existing = tmp_path / "new", tmp_path / "existing"
+    existing.mkdir()
+    assert f"--out: got {existing}, which exists" in rejection(capsys, "hub", milestone, "--out", existing)
     for path in (folder, folder / "uniform" / "seed0", Path("nowhere")):
-        assert f"PATH: got {path}, allowed: a snapshot's folder" in refused(capsys, "hub", path, "--out", new)
-    assert "nowhere" in refused(capsys, "wandb", "nowhere", "--out", new)
-    assert "no training run there" in refused(capsys, "tensorboard", there, "--out", new)
+        assert f"PATH: got {path}, allowed: a snapshot's folder" in rejection(capsys, "hub", path, "--out", new)
+    assert "nowhere" in rejection(capsys, "wandb", "nowhere", "--out", new)
+    assert "no training run there" in rejection(capsys, "tensorboard", existing, "--out", new)
     weights = milestone / "ema" / "diffusion_pytorch_model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + b"x")
     try:
-        assert "diffusion_pytorch_model.safetensors" in refused(capsys, "hub", milestone, "--out", new)
+        assert "diffusion_pytorch_model.safetensors" in rejection(capsys, "hub", milestone, "--out", new)
     finally:
         weights.write_bytes(before)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert [path.name for path in tmp_path.iterdir()] == ["existing"]
