@@ -1,4 +1,4 @@
-"""Sampling: schemes against exact solutions, closed formulas and diffusers; noise per image, guidance, the grid."""
+"""Tests of sampling: solvers against exact solutions, closed formulas and diffusers; noise, guidance, image grids."""
 
 import math
 
@@ -31,8 +31,8 @@ def process_of(name="discrete", prediction="epsilon"):
     return build_process({"process": PROCESSES[name], "prediction": prediction})
 
 
-def best_network(process, mean=MEAN, std=STD):
-    """The best network for x0 ~ N(mean, std²), whatever it predicts and however the process calls it."""
+def optimal_network(process, mean=MEAN, std=STD):
+    """Return the optimal network for x0 ~ N(mean, std²) and the prediction of a process."""
 
     def predict(x, t):
         a, s = (c.view(-1, 1, 1, 1) for c in process.coefficients(t))
@@ -44,13 +44,13 @@ def best_network(process, mean=MEAN, std=STD):
     return predict
 
 
-def completed(name, options, process_name="discrete"):
-    """A scheme as an experiment on the process stores it."""
+def solver_settings(name, options, process_name="discrete"):
+    """Return the settings of a solver as an experiment on the process stores them."""
     return resolve_solver({"name": name, **vars(SCHEDULERS.parse(name, options))}, PROCESSES[process_name])
 
 
 def run(scheduler, process, steps, predict, count=64, seed=0, noise=None):
-    """x0 of images 0 ... count - 1 of one value each, (count, 1, 1, 1)."""
+    """Sample images 0 ... count - 1 of one pixel each; return x0, shape (count, 1, 1, 1)."""
     estimate = generate.DataPrediction(process, predict, scheduler["clip"])
     noise = noise or generate.make_noise_source(seed, range(count), (1, 1, 1), "cpu")
     return build(SCHEDULERS, scheduler, process, build_time_grid(process, steps, scheduler), estimate, noise)
@@ -64,33 +64,33 @@ def run(scheduler, process, steps, predict, count=64, seed=0, noise=None):
     [
         ("edm", "karras", 1.9), ("edm", "uniform", 1.9), ("vp", "karras", 1.9), ("flow", "uniform", 1.9),
         ("shifted", "uniform", 1.8), ("discrete", "linspace", 1.9),
-        # the last interval, which is Euler's, begins at a level that falls with the root of the number of steps only
+        # the last interval is an Euler step, and its noise level falls only with the root of the number of steps
         ("discrete", "trailing", 1.5), ("vp", "uniform", 1.5),
     ],
 )  # fmt: skip
-def test_the_error_falls_with_the_order_of_the_scheme(name, spacing, least):
-    """The ODE of Gaussian data is solved exactly: x stays at as many standard deviations from the mean."""
+def test_the_error_falls_with_the_order_of_the_solver(name, spacing, least):
+    """The exact solution for Gaussian data keeps the distance of x from the mean, in standard deviations, constant."""
     process = process_of(name)
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     errors = {}
-    for scheme in ("euler", "heun"):
+    for solver in ("euler", "heun"):
         for steps in (28, 56):
-            scheduler = completed(scheme, {"spacing": spacing}, name)
+            scheduler = solver_settings(solver, {"spacing": spacing}, name)
             first = build_time_grid(process, steps, scheduler)[0]
             deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
-            x0 = run(scheduler, process, steps, best_network(process), noise=lambda k: z)
-            errors[scheme, steps] = float((x0 - MEAN - STD * deviation).abs().max())
-    euler, heun = (math.log2(errors[scheme, 28] / errors[scheme, 56]) for scheme in ("euler", "heun"))
+            x0 = run(scheduler, process, steps, optimal_network(process), noise=lambda k: z)
+            errors[solver, steps] = float((x0 - MEAN - STD * deviation).abs().max())
+    euler, heun = (math.log2(errors[solver, 28] / errors[solver, 56]) for solver in ("euler", "heun"))
     assert 0.85 < euler < 1.1 and least < heun < 2.6, (euler, heun)
     assert errors["heun", 56] < errors["euler", 56] / 2
 
 
-def test_karras_through_a_discrete_process_is_of_second_order_too():
+def test_karras_spacing_on_a_discrete_process_is_of_second_order():
     process, z = process_of(), torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     errors = []
     for steps in (20, 40):
-        scheduler = completed("heun", {"spacing": "karras", "sigma_max": 80.0})
-        x0 = run(scheduler, process, steps, best_network(process), noise=lambda k: z)
+        scheduler = solver_settings("heun", {"spacing": "karras", "sigma_max": 80.0})
+        x0 = run(scheduler, process, steps, optimal_network(process), noise=lambda k: z)
         sigma = build_time_grid(process, steps, scheduler)[0].noise
         assert 79 < sigma < 81
         errors.append(float((x0 - MEAN - STD * (sigma * z - MEAN) / math.hypot(STD, sigma)).abs().max()))
@@ -99,9 +99,9 @@ def test_karras_through_a_discrete_process_is_of_second_order_too():
 
 @pytest.mark.parametrize("prediction", ["epsilon", "x0", "v"])
 @pytest.mark.parametrize("name,options", [("ddim", {}), ("ddim", {"eta": 1.0}), ("ddpm", {}), ("heun", {})])
-def test_recovers_a_gaussian(name, options, prediction):
+def test_a_gaussian_is_recovered(name, options, prediction):
     process = process_of(prediction=prediction)
-    x0 = run(completed(name, options), process, 400, best_network(process), 2000)
+    x0 = run(solver_settings(name, options), process, 400, optimal_network(process), 2000)
     assert abs(float(x0.mean()) - MEAN) < 0.02
     assert abs(float(x0.std()) - STD) < 0.02
 
@@ -111,107 +111,110 @@ def test_recovers_a_gaussian(name, options, prediction):
     "name,options",
     [("ddim", {}), ("ddim", {"eta": 1.0}), ("ddpm", {}), ("ddpm", {"variance": "fixed_small"}), ("euler", {})],
 )
-def test_every_scheme_serves_every_process(name, options, process_name):
+def test_every_solver_samples_from_every_process(name, options, process_name):
     process = process_of(process_name)
-    x0 = run(completed(name, options, process_name), process, 400, best_network(process), 4000)
+    x0 = run(solver_settings(name, options, process_name), process, 400, optimal_network(process), 4000)
     assert abs(float(x0.mean()) - MEAN) < 0.02
     assert abs(float(x0.std()) - STD) < 0.02
 
 
-@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("solver", ["euler", "heun"])
 @pytest.mark.parametrize("process_name", ["edm", "vp"])
-def test_churn_keeps_the_distribution_and_changes_the_images(process_name, scheme):
+def test_churn_keeps_the_distribution_and_changes_the_images(process_name, solver):
     process, images = process_of(process_name), []
     for churn in (0.0, 40.0):
         options = {"s_churn": churn, "s_min": 0.05, "s_max": 50.0, "s_noise": 1.0}
-        scheduler = completed(scheme, options, process_name)
-        images.append(run(scheduler, process, 200, best_network(process), 4000))
+        scheduler = solver_settings(solver, options, process_name)
+        images.append(run(scheduler, process, 200, optimal_network(process), 4000))
         assert abs(float(images[-1].mean()) - MEAN) < 0.02
         assert abs(float(images[-1].std()) - STD) < 0.02
     correlation = np.corrcoef(*(x0.flatten().numpy() for x0 in images))[0, 1]
-    assert abs(correlation) < 0.5, "most of the noise was drawn on the way"
+    assert abs(correlation) < 0.5, "most of the noise comes from churn, not from the start"
 
 
-def test_one_churned_step_by_hand():
+def test_one_churned_step_equals_the_formula():
     process, z = process_of("edm"), [torch.full((1, 1, 1, 1), v, dtype=torch.float64) for v in (1.0, -0.5)]
-    scheduler = completed("euler", {"s_churn": 0.3, "s_noise": 1.003}, "edm")
+    scheduler = solver_settings("euler", {"s_churn": 0.3, "s_noise": 1.003}, "edm")
     x0 = run(scheduler, process, 1, lambda x, t: 0.1 * x + t.view(-1, 1, 1, 1), noise=lambda k: z[k])
     hat = 80 * 1.3
     x = 80 + math.sqrt(hat**2 - 80**2) * 1.003 * -0.5
     assert float(x0) == pytest.approx(0.1 * x + hat, rel=1e-6)
 
 
-def test_edms_grid():
+def test_the_time_grid_of_edm_is_the_published_one():
     published = [80, 57.586, 40.786, 28.375, 19.352, 12.910, 8.4009, 5.3152, 3.2568, 1.9233, 1.0882, 0.58535, 0.29644]
     published += [0.13952, 0.05995, 0.02293, 0.00753, 0.002]
-    grid = build_time_grid(process_of("edm"), 18, completed("heun", {}, "edm"))
-    assert [place.noise for place in grid] == pytest.approx([*published, 0], rel=4e-4)
-    assert [place.t for place in grid[:-1]] == pytest.approx([place.noise for place in grid[:-1]], rel=1e-12)
+    grid = build_time_grid(process_of("edm"), 18, solver_settings("heun", {}, "edm"))
+    assert [level.noise for level in grid] == pytest.approx([*published, 0], rel=4e-4)
+    assert [level.t for level in grid[:-1]] == pytest.approx([level.noise for level in grid[:-1]], rel=1e-12)
 
 
 @pytest.mark.parametrize("process_name", PROCESSES)
-@pytest.mark.parametrize("scheme", SCHEDULERS)
-def test_number_of_network_evaluations(scheme, process_name):
+@pytest.mark.parametrize("solver", SCHEDULERS)
+def test_number_of_network_evaluations(solver, process_name):
     from kairos.sampling.settings import SamplingConfig
 
     process, calls = process_of(process_name), []
-    best = best_network(process)
-    predict = lambda x, t: calls.append(t) or best(x, t)  # noqa: E731
-    x0 = run(completed(scheme, {}, process_name), process, 18, predict, count=3)
-    assert x0.isfinite().all() and len(calls) == SamplingConfig(scheduler=scheme, steps=18).nfe
-    assert len(calls) == {"heun": 35}.get(scheme, 18)
+    network = optimal_network(process)
+    predict = lambda x, t: calls.append(t) or network(x, t)  # noqa: E731
+    x0 = run(solver_settings(solver, {}, process_name), process, 18, predict, count=3)
+    assert x0.isfinite().all() and len(calls) == SamplingConfig(scheduler=solver, steps=18).nfe
+    assert len(calls) == {"heun": 35}.get(solver, 18)
     assert all(
         t.shape == (3,) and t.dtype == (torch.int64 if process_name == "discrete" else torch.float64) for t in calls
     )
 
 
-def test_ddim_is_the_closed_formula_of_a_point():
+def test_ddim_equals_its_closed_formula_for_a_single_image():
     # x0 = 0.5 always: eps is known exactly, and DDIM's x_t stays on the line through x0 and eps until it ends in x0
     process = process_of()
-    x0 = run(completed("ddim", {"spacing": "linspace"}), process, 13, best_network(process, 0.5, 0.0), count=16)
+    scheduler = solver_settings("ddim", {"spacing": "linspace"})
+    x0 = run(scheduler, process, 13, optimal_network(process, 0.5, 0.0), count=16)
     torch.testing.assert_close(x0, torch.full_like(x0, 0.5), atol=1e-4, rtol=0)
 
 
-def second_step(variance, process, z):
-    """x_{t-1} of DDPM's step from t = 400, seen in the call that follows, for x_t = 0.8 and a prediction of -0.3."""
-    seen = []
+def step_deviation(variance, process, z):
+    """Return the factor of the noise `z` in DDPM's step from t = 400, for x_t = 0.8 and a prediction of -0.3."""
+    network_inputs = []
     schedule, t = process.schedule, 400
-    scheduler = completed("ddpm", {"variance": variance})
-    steps = [place for place in build_time_grid(process, 1000, scheduler) if place.t in (t, t - 1)]
+    scheduler = solver_settings("ddpm", {"variance": variance})
+    steps = [level for level in build_time_grid(process, 1000, scheduler) if level.t in (t, t - 1)]
     first = 0.8 / (steps[0].scale * steps[0].noise)
-    estimate = generate.DataPrediction(process, lambda x, t: seen.append(x) or torch.full_like(x, -0.3), False)
+    estimate = generate.DataPrediction(
+        process, lambda x, t: network_inputs.append(x) or torch.full_like(x, -0.3), False
+    )
     build(SCHEDULERS, scheduler, process, [*steps, build_time_grid(process, 1, scheduler)[-1]], estimate,
           lambda k: torch.full((1, 1, 1, 1), (first, z)[min(k, 1)], dtype=torch.float64))  # fmt: skip
-    assert float(seen[0]) == pytest.approx(0.8)
+    assert float(network_inputs[0]) == pytest.approx(0.8)  # the next input is x_{t-1}
     beta, alpha_bar = schedule.betas[t], schedule.alphas_cumprod[t]
     mean = (0.8 - beta / math.sqrt(1 - alpha_bar) * -0.3) / math.sqrt(1 - beta)
-    return (float(seen[1]) - mean) / z
+    return (float(network_inputs[1]) - mean) / z
 
 
-def test_ddpm_step_is_algorithm_2():
+def test_a_ddpm_step_equals_algorithm_2():
     process = process_of()
-    assert second_step("fixed_large", process, 0.7) ** 2 == pytest.approx(process.schedule.betas[400], rel=1e-5)
-    assert second_step("fixed_small", process, 0.7) ** 2 == pytest.approx(
+    assert step_deviation("fixed_large", process, 0.7) ** 2 == pytest.approx(process.schedule.betas[400], rel=1e-5)
+    assert step_deviation("fixed_small", process, 0.7) ** 2 == pytest.approx(
         process.schedule.posterior_variance[400], rel=1e-5
     )
 
 
-# Diffusers' schedulers
+# Comparison with the schedulers of diffusers
 
 NOISE = torch.randn(6, 8, 1, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
 
-def theirs(scheduler, predict, visited, x, timesteps=None, **options):
-    """x0 by a scheduler of diffusers, asked at its own timesteps, while the network is shown those of `visited`."""
-    for index, t in zip(timesteps or scheduler.timesteps, visited, strict=True):
+def sample_with_diffusers(scheduler, predict, network_times, x, timesteps=None, **options):
+    """Return x0 of a scheduler of diffusers, which steps over its timesteps; the network receives `network_times`."""
+    for index, t in zip(timesteps or scheduler.timesteps, network_times, strict=True):
         x_t = scheduler.scale_model_input(x, index) if hasattr(scheduler, "scale_model_input") else x
         output = predict(x_t, torch.as_tensor(t).expand(len(x)))
         (x, *_) = scheduler.step(output, index, x, return_dict=False, **options)
     return x
 
 
-def ours(name, options, process_name, steps, predict):
-    process, scheduler = process_of(process_name), completed(name, options, process_name)
+def sample_with_kairos(name, options, process_name, steps, predict):
+    process, scheduler = process_of(process_name), solver_settings(name, options, process_name)
     x0 = run(scheduler, process, steps, predict, noise=lambda k: NOISE[k % 6])
     return x0, build_time_grid(process, steps, scheduler)[:-1]
 
@@ -229,31 +232,32 @@ def ours(name, options, process_name, steps, predict):
     ],
 )
 def test_equals_diffusers_on_the_respaced_process(monkeypatch, name, options, spacing):
-    """diffusers' schedulers run over the visited timesteps alone; over all timesteps their spacing differs."""
-    import diffusers.schedulers.scheduling_ddim as theirs_ddim
-    import diffusers.schedulers.scheduling_ddpm as theirs_ddpm
+    """The schedulers of diffusers run over the visited timesteps alone; over all timesteps their spacing differs."""
+    import diffusers.schedulers.scheduling_ddim as diffusers_ddim
+    import diffusers.schedulers.scheduling_ddpm as diffusers_ddpm
 
-    drawn = iter(range(1, 100))
-    for module in (theirs_ddim, theirs_ddpm):
-        monkeypatch.setattr(module, "randn_tensor", lambda *a, **k: NOISE[next(drawn) % 6])
+    noise_indices = iter(range(1, 100))
+    for module in (diffusers_ddim, diffusers_ddpm):
+        monkeypatch.setattr(module, "randn_tensor", lambda *a, **k: NOISE[next(noise_indices) % 6])
     process = process_of()
-    predict = best_network(process, 0.9, 0.5)
-    x0, visited = ours(name, {**options, "spacing": spacing}, "discrete", 61, predict)
-    kept = process.schedule.alphas_cumprod[[place.t for place in visited]][::-1]
+    predict = optimal_network(process, 0.9, 0.5)
+    x0, visited = sample_with_kairos(name, {**options, "spacing": spacing}, "discrete", 61, predict)
+    alphas = process.schedule.alphas_cumprod[[level.t for level in visited]][::-1]
     shared = {
-        "num_train_timesteps": 61, "trained_betas": 1 - kept / np.concatenate([[1.0], kept[:-1]]),
+        "num_train_timesteps": 61, "trained_betas": 1 - alphas / np.concatenate([[1.0], alphas[:-1]]),
         "clip_sample": options.get("clip", False), "timestep_spacing": "leading", "steps_offset": 0,
     }  # fmt: skip
     if name == "ddpm":
-        scheduler, step = theirs_ddpm.DDPMScheduler(**shared, variance_type=options.get("variance", "fixed_large")), {}
+        variance = options.get("variance", "fixed_large")
+        scheduler, step = diffusers_ddpm.DDPMScheduler(**shared, variance_type=variance), {}
     else:
-        scheduler = theirs_ddim.DDIMScheduler(**shared, set_alpha_to_one=True)
+        scheduler = diffusers_ddim.DDIMScheduler(**shared, set_alpha_to_one=True)
         step = {"eta": options.get("eta", 0.0), "use_clipped_model_output": options.get("clip", False)}
     scheduler.set_timesteps(61)
     start = visited[0].scale * visited[0].noise * NOISE[0]
-    wanted = theirs(scheduler, predict, [place.t for place in visited], start, **step)
-    print("difference", name, options, spacing, float((x0 - wanted).abs().max()))
-    torch.testing.assert_close(x0, wanted, atol=2e-4, rtol=0)
+    expected = sample_with_diffusers(scheduler, predict, [level.t for level in visited], start, **step)
+    print("difference", name, options, spacing, float((x0 - expected).abs().max()))
+    torch.testing.assert_close(x0, expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing"])
@@ -261,32 +265,32 @@ def test_equals_diffusers_where_steps_divide_timesteps(spacing):
     from diffusers import DDIMScheduler
 
     process = process_of()
-    predict = best_network(process, 0.2, 0.5)
-    x0, visited = ours("ddim", {"spacing": spacing}, "discrete", 25, predict)
+    predict = optimal_network(process, 0.2, 0.5)
+    x0, visited = sample_with_kairos("ddim", {"spacing": spacing}, "discrete", 25, predict)
     scheduler = DDIMScheduler(1000, timestep_spacing=spacing, clip_sample=False, trained_betas=process.schedule.betas)
     scheduler.set_timesteps(25)
     timesteps = scheduler.timesteps.tolist()
-    assert [place.t for place in visited] == timesteps
+    assert [level.t for level in visited] == timesteps
     start = visited[0].scale * visited[0].noise * NOISE[0]
-    torch.testing.assert_close(x0, theirs(scheduler, predict, timesteps, start), atol=2e-4, rtol=0)
+    torch.testing.assert_close(x0, sample_with_diffusers(scheduler, predict, timesteps, start), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("scheme", ["euler", "heun"])
-def test_equals_diffusers_euler_and_heun_on_a_discrete_process(scheme):
+@pytest.mark.parametrize("solver", ["euler", "heun"])
+def test_equals_diffusers_euler_and_heun_on_a_discrete_process(solver):
     """With 28 steps, linspace's timesteps are integers, so Heun of diffusers does not interpolate."""
     from diffusers import EulerDiscreteScheduler, HeunDiscreteScheduler
 
     process = process_of()
-    predict = best_network(process, 0.2, 0.5)
-    x0, visited = ours(scheme, {"spacing": "linspace"}, "discrete", 28, predict)
-    made = {"euler": EulerDiscreteScheduler, "heun": HeunDiscreteScheduler}[scheme]
-    scheduler = made(1000, timestep_spacing="linspace", trained_betas=process.schedule.betas)
+    predict = optimal_network(process, 0.2, 0.5)
+    x0, visited = sample_with_kairos(solver, {"spacing": "linspace"}, "discrete", 28, predict)
+    scheduler_class = {"euler": EulerDiscreteScheduler, "heun": HeunDiscreteScheduler}[solver]
+    scheduler = scheduler_class(1000, timestep_spacing="linspace", trained_betas=process.schedule.betas)
     scheduler.set_timesteps(28)
     timesteps = scheduler.timesteps.long().tolist()
-    assert sorted(set(timesteps)) == sorted(place.t for place in visited)
-    wanted = theirs(scheduler, predict, timesteps, visited[0].noise * NOISE[0])
-    print("difference", scheme, float((x0 - wanted).abs().max()))
-    torch.testing.assert_close(x0, wanted.double(), atol=1e-4, rtol=0)
+    assert sorted(set(timesteps)) == sorted(level.t for level in visited)
+    expected = sample_with_diffusers(scheduler, predict, timesteps, visited[0].noise * NOISE[0])
+    print("difference", solver, float((x0 - expected).abs().max()))
+    torch.testing.assert_close(x0, expected.double(), atol=1e-4, rtol=0)
 
 
 def test_equals_diffusers_edm_euler():
@@ -295,13 +299,13 @@ def test_equals_diffusers_edm_euler():
     process = process_of("edm")
     network = lambda x, t: torch.tanh(x + t.view(-1, 1, 1, 1)) - 0.2 * x  # noqa: E731
     predict = lambda x, t: process.predict(network, x, t)  # noqa: E731
-    x0, visited = ours("euler", {}, "edm", 18, predict)
+    x0, visited = sample_with_kairos("euler", {}, "edm", 18, predict)
     scheduler = EDMEulerScheduler()
     scheduler.set_timesteps(18)
-    c_noise = [math.log(place.noise) / 4 for place in visited]
-    wanted = theirs(scheduler, network, c_noise, 80 * NOISE[0], list(scheduler.timesteps))
-    print("difference edm", float((x0 - wanted).abs().max()))
-    torch.testing.assert_close(x0, wanted.double(), atol=1e-4, rtol=0)
+    c_noise = [math.log(level.noise) / 4 for level in visited]
+    expected = sample_with_diffusers(scheduler, network, c_noise, 80 * NOISE[0], list(scheduler.timesteps))
+    print("difference edm", float((x0 - expected).abs().max()))
+    torch.testing.assert_close(x0, expected.double(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["flow", "shifted"])
@@ -309,16 +313,16 @@ def test_equals_diffusers_flow_match_euler(name):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     process = process_of(name)
-    predict = best_network(process, 0.2, 0.5)
-    x0, visited = ours("euler", {}, name, 28, predict)
+    predict = optimal_network(process, 0.2, 0.5)
+    x0, visited = sample_with_kairos("euler", {}, name, 28, predict)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=process.options.shift)
     scheduler.set_timesteps(sigmas=(np.arange(28, 0, -1) / 28).tolist())
-    wanted = theirs(scheduler, predict, [place.t for place in visited], NOISE[0])
-    print("difference flow", float((x0 - wanted).abs().max()))
-    torch.testing.assert_close(x0, wanted.double(), atol=1e-4, rtol=0)
+    expected = sample_with_diffusers(scheduler, predict, [level.t for level in visited], NOISE[0])
+    print("difference flow", float((x0 - expected).abs().max()))
+    torch.testing.assert_close(x0, expected.double(), atol=1e-4, rtol=0)
 
 
-def test_spacings_by_hand():
+def test_spacings_equal_hand_computed_timesteps():
     assert spaced_timesteps("leading", 4, 1000).tolist() == [750, 500, 250, 0]
     assert spaced_timesteps("trailing", 4, 1000).tolist() == [999, 749, 499, 249]
     assert spaced_timesteps("linspace", 4, 1000).tolist() == [999, 666, 333, 0]
@@ -326,7 +330,7 @@ def test_spacings_by_hand():
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 @pytest.mark.parametrize("timesteps", [7, 61, 1000])
-def test_spacing_visits_as_many_timesteps_as_asked(spacing, timesteps):
+def test_a_spacing_visits_each_timestep_once_for_every_number_of_steps(spacing, timesteps):
     for steps in range(1, timesteps + 1):
         visited = spaced_timesteps(spacing, steps, timesteps)
         assert len(set(visited.tolist())) == steps
@@ -336,10 +340,10 @@ def test_spacing_visits_as_many_timesteps_as_asked(spacing, timesteps):
 
 @pytest.mark.parametrize("name", ["ddim", "ddpm", "euler", "heun"])
 @pytest.mark.parametrize("process_name", ["discrete", "edm", "flow"])
-def test_clipping_is_off_unless_asked(name, process_name):
+def test_images_are_clipped_only_if_the_solver_clips(name, process_name):
     process = process_of(process_name)
-    predict = best_network(process, 3.0, 0.1)
-    plain, clipped = (completed(name, {"clip": clip}, process_name) for clip in (False, True))
+    predict = optimal_network(process, 3.0, 0.1)
+    plain, clipped = (solver_settings(name, {"clip": clip}, process_name) for clip in (False, True))
     assert float(run(plain, process, 50, predict, 16).mean()) == pytest.approx(3.0, abs=0.2)
     assert float(run(clipped, process, 50, predict, 16).max()) <= 1.0 + 1e-6
 
@@ -350,21 +354,21 @@ def small_dit(conditions=None):
     model = models.build(options, (4, 4, 4), conditions or {}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # adaLN-zero starts at zero: no network yet
+            parameter.add_(0.05 * torch.randn_like(parameter))  # with the zeros of adaLN-zero the output would be zero
     return model
 
 
-def draw_all(model, batch_size, num, scheduler="ddpm", process_name="discrete", seed=3, precision="fp32", **options):
-    process, scheduler = process_of(process_name), completed(scheduler, options, process_name)
-    parts = []
+def sample_all(model, batch_size, num, scheduler="ddpm", process_name="discrete", seed=3, precision="fp32", **options):
+    process, scheduler = process_of(process_name), solver_settings(scheduler, options, process_name)
+    batches = []
     with torch.inference_mode():
         for indices, kept in generate.iterate_batches(range(num), batch_size):
             predict = generate.build_guided_predictor(process, model, {}, {}, generate.Guidance())
             estimate = generate.DataPrediction(process, predict, False, precision)
             noise = generate.make_noise_source(seed, indices, (4, 4, 4), "cpu")
             grid = build_time_grid(process, 5, scheduler)
-            parts.append(build(SCHEDULERS, scheduler, process, grid, estimate, noise)[:kept])
-    return torch.cat(parts)
+            batches.append(build(SCHEDULERS, scheduler, process, grid, estimate, noise)[:kept])
+    return torch.cat(batches)
 
 
 @pytest.mark.parametrize(
@@ -374,22 +378,22 @@ def draw_all(model, batch_size, num, scheduler="ddpm", process_name="discrete", 
 def test_images_do_not_depend_on_the_batch_size(scheduler, process_name, options):
     torch.set_num_threads(1)
     model, shared = small_dit(), (scheduler, process_name)
-    images = {size: draw_all(model, size, 70, *shared, **options) for size in (16, 33, 70, 128)}
+    images = {size: sample_all(model, size, 70, *shared, **options) for size in (16, 33, 70, 128)}
     for size, result in images.items():
         assert torch.equal(result, images[70]), size
-    # below SMALLEST_BATCH the arithmetic of the network may differ in the last bits, no more
-    torch.testing.assert_close(draw_all(model, 3, 70, *shared, **options), images[70], atol=1e-4, rtol=1e-5)
-    fewer = draw_all(model, 128, 5, *shared, **options)
-    assert torch.equal(fewer, images[70][:5]), "an image depends on its index, not on the number"
-    assert not torch.equal(draw_all(model, 70, 70, *shared, seed=4, **options), images[70])
-    assert len({row.numpy().tobytes() for row in images[70]}) == 70, "every image has noise of its own"
+    # below SMALLEST_BATCH the network's results may differ in the last bits
+    torch.testing.assert_close(sample_all(model, 3, 70, *shared, **options), images[70], atol=1e-4, rtol=1e-5)
+    fewer = sample_all(model, 128, 5, *shared, **options)
+    assert torch.equal(fewer, images[70][:5]), "an image depends on its index, not on the number of images"
+    assert not torch.equal(sample_all(model, 70, 70, *shared, seed=4, **options), images[70])
+    assert len({row.numpy().tobytes() for row in images[70]}) == 70, "every image has its noise"
 
 
 @pytest.mark.parametrize("process_name", ["discrete", "edm", "flow"])
-def test_precision_is_the_networks_alone(process_name):
+def test_the_precision_applies_to_the_network_alone(process_name):
     model = small_dit()
     single, tensor, half = (
-        draw_all(model, 16, 16, "heun", process_name, precision=precision) for precision in ("fp32", "tf32", "bf16")
+        sample_all(model, 16, 16, "heun", process_name, precision=precision) for precision in ("fp32", "tf32", "bf16")
     )
     assert torch.equal(single, tensor), "on a CPU there is no tf32"
     assert half.dtype == single.dtype == torch.float64 and not torch.equal(single, half)
@@ -398,7 +402,7 @@ def test_precision_is_the_networks_alone(process_name):
 
 
 @pytest.mark.parametrize("process_name", ["discrete", "edm", "flow"])
-def test_guidance(process_name):
+def test_guidance_extrapolates_from_the_null_condition(process_name):
     description = {"class": {"kind": "class", "num_classes": 3}}
     model, process = small_dit(description), process_of(process_name)
     x = torch.randn(6, 4, 4, 4)
@@ -415,12 +419,12 @@ def test_guidance(process_name):
     assert not torch.allclose(conditional, null)
 
 
-def test_classes_go_round():
+def test_balanced_classes_repeat_in_order():
     description = {"class": {"kind": "class", "num_classes": 3}}
     assert load_conditions(["class"], description, None)(range(4, 9))["class"].tolist() == [1, 2, 0, 1, 2]
 
 
-def test_grid_is_large_enough_to_see(tmp_path):
+def test_small_images_are_enlarged_in_the_image_grid(tmp_path):
     images = np.zeros((10, 8, 8, 1), np.uint8)
     images[1] = 200
     image_grid.write_image_grid(tmp_path / "grid.png", images)
@@ -430,7 +434,7 @@ def test_grid_is_large_enough_to_see(tmp_path):
     assert image_grid.tile_images(np.zeros((4, 64, 64, 3), np.uint8)).shape == (130, 130, 3)
 
 
-def test_samples_file(tmp_path):
+def test_a_samples_file_is_reproducible_and_damaged_files_are_rejected(tmp_path):
     images = np.arange(2 * 4 * 4 * 1, dtype=np.uint8).reshape(2, 4, 4, 1)
     sample.write_samples(tmp_path / "a.npz", images, {"seed": 1})
     first = (tmp_path / "a.npz").read_bytes()
@@ -445,7 +449,7 @@ def test_samples_file(tmp_path):
             sample.open_samples(tmp_path / name)
 
 
-def test_no_milestone(tmp_path, capsys):
+def test_sampling_without_a_milestone_or_with_two_outputs_is_rejected(tmp_path, capsys):
     from kairos.cli import main
 
     arguments = ["sample", "--milestone", str(tmp_path), "--out", str(tmp_path / "x.npz"), "--num", "4"]

@@ -1,4 +1,4 @@
-"""Tests of the jobs that a scheduler receives: their resources, grouped jobs, and the SLURM profile."""
+"""Tests of the jobs that a cluster's scheduler receives: their resources, grouped jobs, and the SLURM profile."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from workflow_copy import Copy
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A copy in which only dry runs make sense."""
-    return Copy(tmp_path_factory.mktemp("done"))
+def copy(tmp_path_factory):
+    """Copy of the repository for dry runs."""
+    return Copy(tmp_path_factory.mktemp("copy"))
 
 
 GROUPS = """
@@ -38,11 +38,11 @@ def write_jobs(name):
         workflow.dag().execute_workflow(executor="dryrun")
         dag = workflow._workflow.dag
         jobs = {dag.get_job_group(job) or job for job in dag.jobs}  # all are needed
-        rules = [sorted(one.rule.name for one in (job if job.is_group() else [job])) for job in jobs]
-        asked = [dict(job.resources.items()) for job in jobs]
-    Path(f"{name}.json").write_text(json.dumps(list(zip(rules, asked))))
+        rules = [sorted(single.rule.name for single in (job if job.is_group() else [job])) for job in jobs]
+        resources = [dict(job.resources.items()) for job in jobs]
+    Path(f"{name}.json").write_text(json.dumps(list(zip(rules, resources))))
 
-fingerprint(["kairos.cli"])  # hashes the modules once for all forks
+fingerprint(["kairos.cli"])  # hash the modules once for all forks
 for name in sys.argv[1:]:  # each in a fork: a process has one experiment
     child = os.fork()
     if child == 0:
@@ -50,11 +50,11 @@ for name in sys.argv[1:]:  # each in a fork: a process has one experiment
         sys.exit()
     assert os.waitpid(child, 0)[1] == 0, name
 """
-Jobs = list[tuple[list[str], dict]]  # jobs that a scheduler gets: their rules and resources
+Jobs = list[tuple[list[str], dict]]  # rules and resources of each job
 
 
-def write(copy: Copy, name: str, shards: int = 1, **training: str) -> None:
-    """Write tests/tiny.yaml with other fields of the section `training` as experiment `name`."""
+def write_experiment(copy: Copy, name: str, shards: int = 1, **training: str) -> None:
+    """Write an experiment `name`: tests/tiny.yaml with other shards and fields of the section `training`."""
     lines = "".join(f"\n  {field}: {value}" for field, value in training.items())
     text = (copy.folder / "tests/tiny.yaml").read_text().replace("\n  segments: 2", lines)
     text = text.replace("sampling:\n", f"sampling:\n  batch_size: 50\n  shards: {shards}\n")
@@ -63,55 +63,55 @@ def write(copy: Copy, name: str, shards: int = 1, **training: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def jobs(done) -> dict[str, Jobs]:
-    """The jobs of four experiments."""
-    write(done, "plain")
-    write(done, "sharded", shards=3)
-    write(done, "shared", trainings_per_gpu="3")
-    write(done, "diverged", trainings_per_gpu="3")
-    state = done.folder / "results/diverged/uniform/seed0/.state/progress.json"
+def jobs(copy) -> dict[str, Jobs]:
+    """Jobs of four experiments."""
+    write_experiment(copy, "plain")
+    write_experiment(copy, "sharded", shards=3)
+    write_experiment(copy, "shared", trainings_per_gpu="3")
+    write_experiment(copy, "diverged", trainings_per_gpu="3")
+    state = copy.folder / "results/diverged/uniform/seed0/.state/progress.json"
     state.parent.mkdir(parents=True)
     state.write_text(json.dumps({"state": "failed", "again": False}))
     names = ("plain", "sharded", "shared", "diverged")
-    ended = done.run_forked("python", "-c", GROUPS, *names)
-    assert ended.returncode == 0, ended.stderr
-    return {name: json.loads((done.folder / f"{name}.json").read_text()) for name in names}
+    result = copy.run_forked("python", "-c", GROUPS, *names)
+    assert result.returncode == 0, result.stderr
+    return {name: json.loads((copy.folder / f"{name}.json").read_text()) for name in names}
 
 
-def on_gpu(jobs: Jobs) -> set[str]:
-    """Rules of the jobs that request a GPU."""
+def gpu_rules(jobs: Jobs) -> set[str]:
+    """Return the rules of the jobs that request a GPU."""
     return {rule for rules, resources in jobs if resources.get("gpu") for rule in rules}
 
 
-def test_jobs_as_a_scheduler_gets_them(jobs):
+def test_sampling_and_evaluation_share_a_job_and_every_job_has_memory_and_time(jobs):
     plain = jobs["plain"]
     assert sorted(rules for rules, _ in plain if "sample" in rules) == [["evaluate", "sample"]] * 2
-    assert on_gpu(plain) == {"autoencoder", "encode", "reference", "train", "sample", "evaluate"}
+    assert gpu_rules(plain) == {"autoencoder", "encode", "reference", "train", "sample", "evaluate"}
     assert all(resources["mem_mb"] and resources["runtime"] for rules, resources in plain if rules != ["all"])
 
 
-def test_shards_are_jobs_of_their_own_and_what_joins_images_evaluates_them(jobs):
+def test_each_shard_is_a_job_and_the_job_that_joins_images_evaluates_them(jobs):
     sharded = jobs["sharded"]
     assert sorted(rules for rules, _ in sharded if "sample" in rules) == [["evaluate", "sample"]] * 2
     assert [rules for rules, _ in sharded if "sample_parts" in rules] == [["sample_parts"]] * 6
     assert [rules for rules, _ in sharded if "encode_parts" in rules] == [["encode_parts"]] * 3
-    wanted = {"autoencoder", "encode_parts", "reference", "train", "sample", "sample_parts", "evaluate"}
-    assert on_gpu(sharded) == wanted
+    expected = {"autoencoder", "encode_parts", "reference", "train", "sample", "sample_parts", "evaluate"}
+    assert gpu_rules(sharded) == expected
 
 
-def test_trainings_that_share_a_gpu_are_one_job_that_asks_for_one(jobs):
+def test_training_runs_that_share_a_gpu_are_one_job_that_requests_one_gpu(jobs):
     [(rules, resources)] = [job for job in jobs["shared"] if "train" in job[0]]
     assert rules == ["train", "train"]
-    asked = {name: resources.get(name) for name in ("gpu", "gres", "_cores", "mem_mb", "runtime")}
-    assert asked == {"gpu": None, "gres": "gpu:1", "_cores": 2, "mem_mb": 12000, "runtime": 1440}
+    requested = {name: resources.get(name) for name in ("gpu", "gres", "_cores", "mem_mb", "runtime")}
+    assert requested == {"gpu": None, "gres": "gpu:1", "_cores": 2, "mem_mb": 12000, "runtime": 1440}
 
 
-def test_a_training_that_has_diverged_takes_no_others_down(jobs):
+def test_a_training_run_that_has_diverged_shares_no_job(jobs):
     assert [rules for rules, _ in jobs["diverged"] if "train" in rules] == [["train"], ["train"]]
 
 
 @pytest.mark.parametrize(
-    ("fields", "asked"),
+    ("fields", "expected"),
     [
         ({}, {"gpu": 1}),
         ({"device": "cpu"}, {}),
@@ -121,16 +121,16 @@ def test_a_training_that_has_diverged_takes_no_others_down(jobs):
         ({"trainings_per_gpu": 3}, {"gres": "gpu:1"}),
     ],
 )
-def test_what_a_training_asks_for(fields, asked):
+def test_the_resources_of_a_training_run_follow_its_settings(fields, expected):
     experiment = validate({"experiment": "x", "methods": {"a": {}}, "training": fields}, "x.yaml")
-    found = training_resources(experiment)
+    resources = training_resources(experiment)
     per_node = fields.get("processes", 1) // fields.get("nodes", 1)
-    assert [found["mem_mb"]({}, attempt) for attempt in (1, 2, 6)] == [6000 * per_node * k for k in (1, 2, 3)]
-    assert {name: value for name, value in found.items() if name not in ("mem_mb", "runtime")} == asked
+    assert [resources["mem_mb"]({}, attempt) for attempt in (1, 2, 6)] == [6000 * per_node * k for k in (1, 2, 3)]
+    assert {name: value for name, value in resources.items() if name not in ("mem_mb", "runtime")} == expected
 
 
 @pytest.mark.parametrize(
-    ("said", "later"),
+    ("error", "is_temporary"),
     [
         ("Unable to contact slurm controller (connect failure)", True),
         ("Socket timed out on send/recv operation", True),
@@ -142,17 +142,18 @@ def test_what_a_training_asks_for(fields, asked):
         ("Memory specification can not be satisfied", False),
     ],
 )
-def test_which_words_of_sbatch_a_job_waits_for(said, later):
-    assert bool(LATER.search(f"SLURM sbatch failed. The error message was 'sbatch: error: {said}'.")) is later
+def test_a_job_is_submitted_again_only_after_temporary_errors_of_sbatch(error, is_temporary):
+    message = f"SLURM sbatch failed. The error message was 'sbatch: error: {error}'."
+    assert bool(LATER.search(message)) is is_temporary
 
 
-@pytest.mark.parametrize(("status", "noted"), [(0, ["7.done"]), (3, [])])
-def test_a_job_says_that_it_has_ended_well(tmp_path, status, noted):
-    line = [sys.executable, "-m", batch_script.__name__, "books", sys.executable, "-c", f"raise SystemExit({status})"]
-    (tmp_path / "books").mkdir()
+@pytest.mark.parametrize(("status", "files"), [(0, ["7.done"]), (3, [])])
+def test_a_job_records_its_success(tmp_path, status, files):
+    line = [sys.executable, "-m", batch_script.__name__, "records", sys.executable, "-c", f"raise SystemExit({status})"]
+    (tmp_path / "records").mkdir()
     environment = {**os.environ, "SLURM_JOB_ID": "7"}
     assert subprocess.run(line, cwd=tmp_path, env=environment).returncode == status
-    assert [path.name for path in (tmp_path / "books").iterdir()] == noted
+    assert [path.name for path in (tmp_path / "records").iterdir()] == files
 
 
 EDITED = {"default-resources", "slurm_account", "slurm_partition", "slurm_extra", "kairos-partition-config"}
@@ -160,19 +161,18 @@ EDITED |= {"set-resources", "train", "sample", "evaluate"}
 
 
 @pytest.mark.long
-def test_profile_of_slurm_is_read_with_every_line_that_can_be_edited(done):
-    lines = (done.folder / "profiles/slurm/profile.yaml").read_text().splitlines()
-    examples = {
-        line: found for line in lines if (found := re.match(r"# ( *([a-z_-]+):.*)", line)) and found[2] in EDITED
-    }
-    assert {found[2] for found in examples.values()} == EDITED
-    (done.folder / "profiles/edited").mkdir()
+def test_every_editable_line_of_the_slurm_profile_is_valid(copy):
+    lines = (copy.folder / "profiles/slurm/profile.yaml").read_text().splitlines()
+    matches = {line: re.match(r"# ( *([a-z_-]+):.*)", line) for line in lines}
+    examples = {line: match for line, match in matches.items() if match and match[2] in EDITED}
+    assert {match[2] for match in examples.values()} == EDITED
+    (copy.folder / "profiles/edited").mkdir()
     edited = "\n".join(examples[line][1] if line in examples else line for line in lines)
-    (done.folder / "profiles/edited/profile.yaml").write_text(edited)
-    ended = done.snakemake(
-        "--dry-run", "--workflow-profile", "profiles/edited"
-    )  # tests/cluster runs the profile itself
-    assert ended.returncode == 0, ended.stderr
-    assert "profile profiles/edited" in ended.stderr
-    path = done.folder / "profiles/slurm/partitions.yaml"
-    assert [part.name for part in read_partition_file(path)] == [*yaml.safe_load(path.read_text())["partitions"]]
+    (copy.folder / "profiles/edited/profile.yaml").write_text(edited)
+    result = copy.snakemake("--dry-run", "--workflow-profile", "profiles/edited")  # tests/cluster runs jobs with it
+    assert result.returncode == 0, result.stderr
+    assert "profile profiles/edited" in result.stderr
+    path = copy.folder / "profiles/slurm/partitions.yaml"
+    assert [partition.name for partition in read_partition_file(path)] == [
+        *yaml.safe_load(path.read_text())["partitions"]
+    ]

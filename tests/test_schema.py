@@ -20,12 +20,12 @@ CHECK = jsonschema.Draft202012Validator(SCHEMA)
 
 def test_the_committed_schema_is_current(capsys):
     assert main(["schema"]) == 0
-    same = capsys.readouterr().out == (ROOT / "experiments/schema.json").read_text()
-    assert same, "kairos schema > experiments/schema.json"
+    is_current = capsys.readouterr().out == (ROOT / "experiments/schema.json").read_text()
+    assert is_current, "run: kairos schema > experiments/schema.json"
     CHECK.check_schema(SCHEMA)
 
 
-def test_every_experiment_file_names_the_schema_in_its_first_line_and_keeps_to_it():
+def test_every_experiment_file_links_the_schema_in_its_first_line_and_conforms_to_it():
     assert len(FILES) > 50
     problems = {}
     for name in FILES:
@@ -60,19 +60,19 @@ def test_every_experiment_file_names_the_schema_in_its_first_line_and_keeps_to_i
         ("diffusion.losses", []),
     ],
 )
-def test_values_that_kairos_rejects_do_not_keep_to_the_schema(path, value):
+def test_the_schema_rejects_values_that_kairos_rejects(path, value):
     values = yaml.safe_load((ROOT / "params.yaml").read_text())
     *sections, last = path.split(".")
-    place = values
-    for part in sections:
-        place = place[part]
-    place[last] = value
+    section = values
+    for name in sections:
+        section = section[name]
+    section[last] = value
     assert not CHECK.is_valid(values)
     with pytest.raises(ConfigError):
         validate(copy.deepcopy(values))
 
 
-def test_values_that_kairos_accepts_keep_to_the_schema():
+def test_the_schema_accepts_values_that_kairos_accepts():
     grid = {"sampler": "speed", "grid": {"sampler.k": [1, 2.5], "weighting": ["none", "p2"]}}
     for values in ({"methods": {"a": grid}}, {"model": {"name": "adm", "size": 64}, "methods": {"a": {}}}):
         values = {"experiment": "x", "training": {"optimizer": {"lr": 1}, "milestones": [1, "2k images"]}, **values}
@@ -80,9 +80,9 @@ def test_values_that_kairos_accepts_keep_to_the_schema():
         CHECK.validate(values)
 
 
-def test_options_are_described_with_bounds_and_defaults():
+def test_the_schema_contains_the_bounds_and_defaults_of_options():
     samplers = [
-        each.get("properties", {}) for each in SCHEMA["$defs"]["MethodConfig"]["properties"]["sampler"]["anyOf"]
+        variant.get("properties", {}) for variant in SCHEMA["$defs"]["MethodConfig"]["properties"]["sampler"]["anyOf"]
     ]
     speed = next(options for options in samplers if options.get("name", {}).get("const") == "speed")
     k = {"type": "number", "exclusiveMinimum": 0, "default": 5.0}

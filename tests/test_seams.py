@@ -1,4 +1,4 @@
-"""Seams: one small addition of each kind, registered here and used through the whole way without a change elsewhere."""
+"""Tests of the extension points: a component of each kind, registered here, works without a change elsewhere."""
 
 import json
 from dataclasses import replace
@@ -40,8 +40,8 @@ def latents(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """Register a component for the length of a test."""
+def register_component(monkeypatch):
+    """Function that registers a component for the duration of a test."""
 
     def register(registry, name, attribute, options=None):
         monkeypatch.setitem(registry, name, None)
@@ -50,12 +50,13 @@ def registered(monkeypatch):
     return register
 
 
-def lines(out: Path) -> list[dict]:
+def read_metrics(out: Path) -> list[dict]:
+    """Return the metrics of each logged step of a training run."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 class Edges(Sampler):
-    """Only the two ends of the process, half and half."""
+    """Draws the two ends of the process with probability 1/2 each."""
 
     def cdf(self, u, **context):
         return 0.5 * (u > 0) + 0.5 * (u >= 1)
@@ -69,26 +70,26 @@ class Ramp(Weighting):
         return np.linspace(0, 2, self.schedule.timesteps)
 
 
-def test_a_sampler_and_a_weighting(registered, latents, tmp_path):
-    registered(SAMPLERS, "edges", "Edges")
-    registered(WEIGHTINGS, "ramp", "Ramp")
+def test_a_registered_sampler_and_weighting_are_used(register_component, latents, tmp_path):
+    register_component(SAMPLERS, "edges", "Edges")
+    register_component(WEIGHTINGS, "ramp", "Ramp")
     train(experiment({"new": {"sampler": "edges", "weighting": "ramp"}}), "new", 0, tmp_path, latents, [0, 2])
     table = (tmp_path / "milestones" / "0000002" / "strategy.csv").read_text().splitlines()
     assert table[-1].split(",")[2:] == ["2", repr(2 * float(table[-1].split(",")[1])).removesuffix(".0")]
 
 
 class Mirrored(Coupling):
-    """Noise that is turned round."""
+    """Negates the noise."""
 
     def __call__(self, x0, noise, fractions, coordinates):
         return -noise
 
 
-def test_a_coupling(registered, latents, tmp_path):
-    registered(COUPLINGS, "mirrored", "Mirrored")
+def test_a_registered_coupling_changes_loss_and_identity(register_component, latents, tmp_path):
+    register_component(COUPLINGS, "mirrored", "Mirrored")
     plain = experiment({"new": {"coupling": "mirrored"}, "uniform": {}})
     identities = {train(plain, name, 0, tmp_path / name, latents, [0, 3])["identity"] for name in ("new", "uniform")}
-    first, second = (lines(tmp_path / name)[-1]["mse"] for name in ("new", "uniform"))
+    first, second = (read_metrics(tmp_path / name)[-1]["mse"] for name in ("new", "uniform"))
     assert first != second and len(identities) == 2
 
 
@@ -114,25 +115,25 @@ class Angle(Process):
 
 
 @pytest.mark.parametrize("method", ["uniform", "adaptive"])
-def test_a_continuous_process(registered, latents, tmp_path, method):
-    registered(PROCESSES, "angle", "Angle")
+def test_a_run_trains_on_a_registered_continuous_process(register_component, latents, tmp_path, method):
+    register_component(PROCESSES, "angle", "Angle")
     plain = experiment(
         {"uniform": {}, "adaptive": {"sampler": {"name": "adaptive", "frequency": 1}}}, diffusion={"process": "angle"}
     )
     train(plain, method, 0, tmp_path, latents, [0, 5])
     milestone = open_milestone(tmp_path / "milestones" / "0000005")
     assert isinstance(milestone.process, Angle)
-    assert lines(tmp_path)[-1]["mse"] < 3
+    assert read_metrics(tmp_path)[-1]["mse"] < 3
     table = (tmp_path / "milestones" / "0000005" / "strategy.csv").read_text().splitlines()
     assert float(table[-1].split(",")[0]) == pytest.approx(np.pi / 2 * 0.9995)
 
 
-def test_a_loss_term_that_the_strategy_does_not_weight(registered, latents, tmp_path):
-    registered(LOSSES, "magnitude", "magnitude", LossOptions)
+def test_a_registered_loss_term_without_weighting_is_logged(register_component, latents, tmp_path):
+    register_component(LOSSES, "magnitude", "magnitude", LossOptions)
     losses = ["mse", {"name": "magnitude", "scale": 0.5, "weighted": False}]
     plain = experiment({"p2": {"weighting": "p2"}}, diffusion={"process": {"name": "discrete"}, "losses": losses})
     train(plain, "p2", 0, tmp_path, latents, [0, 3])
-    assert lines(tmp_path)[-1]["magnitude"] > 0
+    assert read_metrics(tmp_path)[-1]["magnitude"] > 0
 
 
 def magnitude(options, prediction):
@@ -163,22 +164,22 @@ class LinearOptions(Options):
     start: float = option(0.5, "initial factor", gt=0)
 
 
-def test_a_backbone(registered, latents, tmp_path):
-    registered(MODELS, "linear", "Linear", LinearOptions)
+def test_a_registered_backbone_is_trained(register_component, latents, tmp_path):
+    register_component(MODELS, "linear", "Linear", LinearOptions)
     train(experiment({"uniform": {}}, model={"name": "linear", "start": 0.25}), "uniform", 0, tmp_path, latents, [0, 3])
     raw = open_milestone(tmp_path / "milestones" / "0000003", "raw").model
     assert raw.factor.item() != 0.25
 
 
 class TextUNet(Linear):
-    """A backbone that takes a sequence per image."""
+    """A backbone that is conditioned on a sequence per image."""
 
     def forward(self, x, t, conditions):
         assert conditions["sequence"].shape[1:] == (3, 2)
         return self.factor * x + 0 * conditions["sequence"].mean()
 
 
-def no_sequence(values, description):
+def null_sequence(values, description):
     return torch.full_like(values, -1)
 
 
@@ -186,15 +187,19 @@ class TextOptions(LinearOptions):
     conditions: list[str] = option(["sequence"], "conditions")
 
 
-def test_a_condition_that_is_a_sequence_per_image(registered, monkeypatch, tmp_path):
-    monkeypatch.setitem(CONDITIONS, "sequence", no_sequence)
-    registered(MODELS, "text_unet", "TextUNet", TextOptions)
+def test_a_registered_condition_with_a_sequence_per_image_reaches_training_and_sampling(
+    register_component, monkeypatch, tmp_path
+):
+    monkeypatch.setitem(CONDITIONS, "sequence", null_sequence)
+    register_component(MODELS, "text_unet", "TextUNet", TextOptions)
     plain = experiment({"uniform": {}}, model={"name": "text_unet"}, training__condition_dropout=0.5)
     config = validate(plain)
     digits = open_source(config.dataset)
     tokens = np.zeros((digits.count, 3, 2), np.float32)
     folders = dataset, autoencoder, latents = [tmp_path / name for name in ("dataset", "autoencoder", "latents")]
-    write_dataset(config.dataset, replace(digits, further={"sequence": ({"kind": "sequence"}, tokens)}), dataset)
+    write_dataset(
+        config.dataset, replace(digits, other_conditions={"sequence": ({"kind": "sequence"}, tokens)}), dataset
+    )
     make_autoencoder(config.autoencoder, open_dataset(dataset), autoencoder, torch.device("cpu"), False)
     encode(open_dataset(dataset), load_codec(autoencoder, "cpu"), latents, False, 64)
     run = tmp_path / "text" / "seed0"
@@ -208,12 +213,12 @@ def test_a_condition_that_is_a_sequence_per_image(registered, monkeypatch, tmp_p
     assert read_json(milestone / "milestone.json")["conditions"] == {"sequence": description}
 
 
-def test_a_probe_changes_nothing_but_the_log(registered, latents, tmp_path):
-    registered(PROBES, "gradient_size", "gradient_size")
+def test_a_probe_changes_nothing_but_the_log(register_component, latents, tmp_path):
+    register_component(PROBES, "gradient_size", "gradient_size")
     probed = experiment({"uniform": {}}, training__probes=["gradient_size"])
     first = train(probed, "uniform", 0, tmp_path / "a", latents, [0, 4])
     second = train(experiment({"uniform": {}}), "uniform", 0, tmp_path / "b", latents, [0, 4])
-    assert all(line["gradient_size"]["largest"] > 0 for line in lines(tmp_path / "a"))
+    assert all(line["gradient_size"]["largest"] > 0 for line in read_metrics(tmp_path / "a"))
     weights = [tmp_path / run / "milestones" / "0000004" / "raw" for run in "ab"]
     name = "diffusion_pytorch_model.safetensors"
     assert (weights[0] / name).read_bytes() == (weights[1] / name).read_bytes()

@@ -1,4 +1,4 @@
-"""Samples and latents in parts: the bytes of one job, every fault of a part named, conditions, memory, the DAG."""
+"""Tests of sampling and encoding in shards: bytes of one job, damaged shards, conditions, memory, the workflow."""
 
 import hashlib
 import json
@@ -38,12 +38,13 @@ NUM = 150  # four batches of 32 and a ragged fifth
 
 
 def kairos(*arguments) -> int:
+    """Run a kairos command in this process; return its exit status."""
     torch.set_num_threads(1)
     return main([str(argument) for argument in arguments])
 
 
-def chain(root: Path, **changes) -> Path:
-    """Milestones in pixel space as the workflow's rules make them; the folder of the milestones."""
+def train_milestones(root: Path, **changes) -> Path:
+    """Run the commands of the workflow up to a training run in pixel space; return the folder of its snapshots."""
     values = json.loads(json.dumps(EXPERIMENT))
     for section, fields in changes.items():
         values[section].update(fields)
@@ -61,30 +62,31 @@ def chain(root: Path, **changes) -> Path:
 
 @pytest.fixture(scope="module")
 def milestones(tmp_path_factory) -> Path:
-    return chain(tmp_path_factory.mktemp("chain"))
+    return train_milestones(tmp_path_factory.mktemp("experiment"))
 
 
-def draw(milestones: Path, out: Path, *options, step: int = 2, num: int = NUM) -> int:
+def run_sample(milestones: Path, out: Path, *options, step: int = 2, num: int = NUM) -> int:
     return kairos("sample", "--milestone", milestones / f"{step:07d}", "--out", out, "--num", num, *options)
 
 
-def parts_of(milestones: Path, folder: Path, count: int, *options) -> list[Path]:
+def sample_shards(milestones: Path, folder: Path, count: int, *options) -> list[Path]:
+    """Sample all shards, each in one call; return their files."""
     paths = [folder / f"{number}of{count}.npz" for number in range(1, count + 1)]
     for path in paths:
-        assert draw(milestones, path, "--shard", path.stem, *options) == 0
+        assert run_sample(milestones, path, "--shard", path.stem, *options) == 0
     return paths
 
 
 def join(milestones: Path, out: Path, parts: list[Path], *options) -> int:
-    return draw(milestones, out, *(word for path in parts for word in ("--part", path)), *options)
+    return run_sample(milestones, out, *(word for path in parts for word in ("--part", path)), *options)
 
 
 @pytest.mark.parametrize("labels", ["balanced", "data"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_joined_shards_are_the_bytes_of_one_job(milestones, tmp_path, count, labels):
     options = ("--labels", labels)
-    assert draw(milestones, tmp_path / "whole.npz", "--grid", tmp_path / "whole.png", *options) == 0
-    parts = parts_of(milestones, tmp_path, count, *options)
+    assert run_sample(milestones, tmp_path / "whole.npz", "--grid", tmp_path / "whole.png", *options) == 0
+    parts = sample_shards(milestones, tmp_path, count, *options)
     assert sum(len(open_samples(path).images) for path in parts) == NUM
     assert join(milestones, tmp_path / "joined.npz", parts[::-1], "--grid", tmp_path / "joined.png", *options) == 0
     for suffix in (".npz", ".png"):
@@ -100,12 +102,13 @@ def test_several_milestones_are_joined_in_one_call(milestones, tmp_path):
     outs = [word for step in (0, 2) for word in ("--out", tmp_path / f"{step}.npz")]
     assert kairos("sample", *both, *outs, "--num", NUM, *parts) == 0
     for step in (0, 2):
-        assert draw(milestones, tmp_path / "whole.npz", step=step) == 0
+        assert run_sample(milestones, tmp_path / "whole.npz", step=step) == 0
         assert (tmp_path / f"{step}.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
     assert kairos("sample", *both, *outs, "--num", NUM, *parts[:-2]) == 2
 
 
-def spoiled(path: Path, how: str, milestones: Path, parts: list[Path]) -> None:
+def replace_part(path: Path, how: str, milestones: Path, parts: list[Path]) -> None:
+    """Replace the file of a part by one that cannot be joined."""
     path.unlink()
     if how == "truncated":
         path.write_bytes(parts[0].read_bytes()[:3000])
@@ -116,12 +119,12 @@ def spoiled(path: Path, how: str, milestones: Path, parts: list[Path]) -> None:
     elif how == "twice":
         shutil.copy(parts[0], path)
     elif how == "whole":
-        assert draw(milestones, path) == 0
+        assert run_sample(milestones, path) == 0
     elif how != "missing":
         options = {"seed": ("--seed", 7), "batch size": ("--batch-size", 50), "sampling": ("--steps", 2)}.get(how, ())
         shard = "2of3" if how == "other number" else "2of2"
         num, step = 200 if how == "number of images" else NUM, 0 if how == "milestone" else 2
-        assert draw(milestones, path, "--shard", shard, *options, step=step, num=num) == 0
+        assert run_sample(milestones, path, "--shard", shard, *options, step=step, num=num) == 0
 
 
 @pytest.mark.parametrize(
@@ -140,31 +143,31 @@ def spoiled(path: Path, how: str, milestones: Path, parts: list[Path]) -> None:
         ("other number", "is one of 3 parts, but 2 are given"),
     ],
 )
-def test_a_part_that_cannot_be_joined_is_named(milestones, tmp_path, capsys, how, message):
-    parts = parts_of(milestones, tmp_path, 2)
-    spoiled(parts[1], how, milestones, [parts[0], shutil.copy(parts[1], tmp_path / "copy.npz")])
+def test_a_part_that_cannot_be_joined_is_reported(milestones, tmp_path, capsys, how, message):
+    parts = sample_shards(milestones, tmp_path, 2)
+    replace_part(parts[1], how, milestones, [parts[0], shutil.copy(parts[1], tmp_path / "copy.npz")])
     capsys.readouterr()
     assert join(milestones, tmp_path / "joined.npz", parts) == 1
-    said = capsys.readouterr().err
-    assert re.search(rf"2of2\.npz: .*{message}.*(delete this part|give all of them)", said, re.S), said
+    error = capsys.readouterr().err
+    assert re.search(rf"2of2\.npz: .*{message}.*(delete this part|give all of them)", error, re.S), error
     assert not (tmp_path / "joined.npz").exists() and not list(tmp_path.glob(".tmp-*"))
 
 
 @pytest.mark.parametrize("text", ["0of2", "3of2", "1/2", "of", "2"])
-def test_a_shard_that_is_none(milestones, tmp_path, text, capsys):
-    assert draw(milestones, tmp_path / "x.npz", "--shard", text) == 2
+def test_a_malformed_shard_is_rejected(milestones, tmp_path, text, capsys):
+    assert run_sample(milestones, tmp_path / "x.npz", "--shard", text) == 2
     assert "allowed: KofN" in capsys.readouterr().err
 
 
-def test_more_shards_than_batches(milestones, tmp_path, capsys):
-    assert draw(milestones, tmp_path / "x.npz", "--shard", "1of6") == 2
+def test_more_shards_than_batches_are_rejected(milestones, tmp_path, capsys):
+    assert run_sample(milestones, tmp_path / "x.npz", "--shard", "1of6") == 2
     assert "the number of batches" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"sampling.shards: got 6, allowed: at most 5, the number of batches"):
         validate({**EXPERIMENT, "sampling": {"batch_size": 32, "shards": 6}})
 
 
 @pytest.mark.parametrize(("count", "size", "of"), [(150, 32, 2), (150, 32, 3), (150, 32, 5), (64, 32, 5), (7, 100, 3)])
-def test_shards_are_whole_batches_and_all_images(count, size, of):
+def test_shards_consist_of_whole_batches_and_cover_all_images(count, size, of):
     rows = [Shard(number, of).rows(count, size) for number in range(1, of + 1)]
     assert [index for part in rows for index in part] == list(range(count))
     assert all(part.start % size == 0 for part in rows if part)
@@ -173,20 +176,21 @@ def test_shards_are_whole_batches_and_all_images(count, size, of):
 # Conditions
 
 
-def test_samples_carry_their_conditions(milestones, tmp_path):
+def test_a_samples_file_contains_the_conditions_of_its_images(milestones, tmp_path):
     latents = open_latents(milestones / "../../../latents")
-    known = latents.load_conditions(latents.train)["class"].numpy()
+    train_labels = latents.load_conditions(latents.train)["class"].numpy()
     for labels in ("balanced", "data"):
-        assert draw(milestones, tmp_path / labels, "--labels", labels, num=400) == 0
+        assert run_sample(milestones, tmp_path / labels, "--labels", labels, num=400) == 0
     balanced, data = (open_samples(tmp_path / labels) for labels in ("balanced", "data"))
     assert (balanced.conditions["class"][:] == np.arange(400) % 10).all()
     assert data.conditions["class"].dtype == np.int64 and data.conditions["class"].shape == (400,)
-    share, drawn = (np.bincount(values, minlength=10) / len(values) for values in (known, data.conditions["class"][:]))
-    assert np.abs(share - drawn).max() < 4 * (0.1 * 0.9 / 400) ** 0.5 and len(set(drawn)) > 1
+    labels = (train_labels, data.conditions["class"][:])
+    expected, shares = (np.bincount(values, minlength=10) / len(values) for values in labels)
+    assert np.abs(shares - expected).max() < 4 * (0.1 * 0.9 / 400) ** 0.5 and len(set(shares)) > 1
     assert (balanced.protocol["labels"], data.protocol["labels"]) == ("balanced", "data")
-    assert draw(milestones, tmp_path / "fewer", "--labels", "data", "--batch-size", 17, num=70) == 0
+    assert run_sample(milestones, tmp_path / "fewer", "--labels", "data", "--batch-size", 17, num=70) == 0
     assert (open_samples(tmp_path / "fewer").conditions["class"][:] == data.conditions["class"][:70]).all()
-    assert draw(milestones, tmp_path / "other", "--labels", "data", "--seed", 1, num=70) == 0
+    assert run_sample(milestones, tmp_path / "other", "--labels", "data", "--seed", 1, num=70) == 0
     assert (open_samples(tmp_path / "other").conditions["class"][:] != data.conditions["class"][:70]).any()
 
 
@@ -194,11 +198,11 @@ def test_samples_carry_their_conditions(milestones, tmp_path):
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_files_as_adm_writes_them(tmp_path, save):
+def test_files_in_the_format_of_adm_are_read(tmp_path, save):
     images = np.random.default_rng(0).integers(0, 256, (20, 4, 6, 3), dtype=np.uint8)
     save(tmp_path / "x.npz", images, np.arange(20) % 3)
-    opened = open_samples(tmp_path / "x.npz")
-    assert opened.protocol == {} and (opened.conditions["class"][:] == np.arange(20) % 3).all()
+    samples = open_samples(tmp_path / "x.npz")
+    assert samples.protocol == {} and (samples.conditions["class"][:] == np.arange(20) % 3).all()
     for which in (
         slice(3, 9),
         slice(None, None, -2),
@@ -208,21 +212,21 @@ def test_files_as_adm_writes_them(tmp_path, save):
         4,
         images[:, 0, 0, 0] > 99,
     ):
-        assert np.array_equal(opened.images[which], images[which])
-    assert (opened.images.shape, opened.images.dtype, len(opened.images)) == ((20, 4, 6, 3), np.uint8, 20)
+        assert np.array_equal(samples.images[which], images[which])
+    assert (samples.images.shape, samples.images.dtype, len(samples.images)) == ((20, 4, 6, 3), np.uint8, 20)
     with pytest.raises(IndexError):
-        opened.images[np.array([20])]
+        samples.images[np.array([20])]
 
 
-def test_files_that_hold_no_images(tmp_path):
+def test_files_without_readable_images_are_rejected(tmp_path):
     np.savez(tmp_path / "none.npz", mu=np.zeros(3))
-    np.savez(tmp_path / "turned.npz", images=np.asfortranarray(np.zeros((5, 4, 4, 3), np.uint8)))
-    for name, message in (("none.npz", "`images` or `arr_0` .*no item"), ("turned.npz", "Fortran")):
+    np.savez(tmp_path / "fortran.npz", images=np.asfortranarray(np.zeros((5, 4, 4, 3), np.uint8)))
+    for name, message in (("none.npz", "`images` or `arr_0` .*no item"), ("fortran.npz", "Fortran")):
         with pytest.raises(KairosError, match=f"{name}: .*{message}"):
             open_samples(tmp_path / name)
 
 
-def test_a_file_is_numpys_own_and_too_few_images_leave_none(tmp_path):
+def test_a_file_has_the_bytes_of_numpy_and_too_few_images_leave_no_file(tmp_path):
     images = np.arange(2 * 4 * 4, dtype=np.uint8).reshape(2, 4, 4, 1)
     write_samples(tmp_path / "a.npz", (images[n : n + 1] for n in range(2)), {"seed": 1}, num=2)
     np.savez(tmp_path / "b.npz", images=images, protocol=np.array(json.dumps({"seed": 1})))
@@ -232,7 +236,7 @@ def test_a_file_is_numpys_own_and_too_few_images_leave_none(tmp_path):
     assert not (tmp_path / "c.npz").exists()
 
 
-MEASURED = """
+PEAK_MEMORY_CODE = """
 import re, sys
 from pathlib import Path
 from kairos.cli import main
@@ -242,27 +246,30 @@ sys.exit(status)
 """
 
 
-def peak(*arguments) -> int:
-    """Peak memory of a call of kairos in a process of its own, bytes; ru_maxrss would begin with this process' own."""
-    command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    return 1024 * int(ended.stdout.split("peak")[1])
+def peak_memory(*arguments) -> int:
+    """Run a kairos command in a new process; return its peak memory in bytes.
+
+    VmHWM is used because ru_maxrss would start at the memory of this process.
+    """
+    command = [sys.executable, "-c", PEAK_MEMORY_CODE, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return 1024 * int(result.stdout.split("peak")[1])
 
 
 @pytest.mark.long
-def test_memory_does_not_grow_with_the_images(tmp_path):
-    """Images of 12 KB: 8,000 more of them are 98 MB."""
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
+    """An image has 12 KB, so 8,000 more images in memory would be 98 MB."""
     model = {"name": "dit", "patch": 32, "width": 16, "depth": 1, "heads": 1, "conditions": []}
-    milestones = chain(tmp_path, model=model, dataset={"color": "rgb", "resolution": 64, "limit": 100})
+    milestones = train_milestones(tmp_path, model=model, dataset={"color": "rgb", "resolution": 64, "limit": 100})
     call = ("sample", "--milestone", milestones / "0000000", "--steps", 1, "--batch-size", 128)
     peaks = {}
     for num in (2000, 10000):
-        peaks[num] = peak(*call, "--num", num, "--out", tmp_path / f"{num}.npz")
-    part = peak(*call, "--num", 10000, "--shard", "1of2", "--out", tmp_path / "1.npz")
-    peak(*call, "--num", 10000, "--shard", "2of2", "--out", tmp_path / "2.npz")
+        peaks[num] = peak_memory(*call, "--num", num, "--out", tmp_path / f"{num}.npz")
+    part = peak_memory(*call, "--num", 10000, "--shard", "1of2", "--out", tmp_path / "1.npz")
+    peak_memory(*call, "--num", 10000, "--shard", "2of2", "--out", tmp_path / "2.npz")
     joined = ("--part", tmp_path / "1.npz", "--part", tmp_path / "2.npz", "--out", tmp_path / "joined.npz")
-    peaks["joined"] = peak(*call, "--num", 10000, *joined)
+    peaks["joined"] = peak_memory(*call, "--num", 10000, *joined)
     print({name: f"{value / 2**20:.0f} MiB" for name, value in (peaks | {"part": part}).items()})
     assert peaks[10000] == pytest.approx(peaks[2000], rel=0.1)
     assert peaks["joined"] < 1.1 * peaks[2000]
@@ -272,12 +279,14 @@ def test_memory_does_not_grow_with_the_images(tmp_path):
 # The workflow
 
 
-def layout(**changes) -> Layout:
+def create_layout(**changes) -> Layout:
     return Layout(validate({**EXPERIMENT, **changes}), Path("x.yaml"))
 
 
 def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
-    sharded = layout(sampling={"shards": 2, "batch_size": 32}, autoencoder={"kind": "train", "shards": 3}, seeds=[0, 1])
+    sharded = create_layout(
+        sampling={"shards": 2, "batch_size": 32}, autoencoder={"kind": "train", "shards": 3}, seeds=[0, 1]
+    )
     jobs = sharded.count_jobs()
     assert {name: jobs[name] for name in ("encode", "encode_parts", "sample", "sample_parts", "evaluate")} == {
         "encode": 1, "encode_parts": 3, "sample": 2, "sample_parts": 4, "evaluate": 2,
@@ -287,44 +296,44 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
     assert select_jobs(sharded, "train", "uniform", 0)[0] == ["train"]
     with pytest.raises(ConfigError, match="ledger run: got stage 'text', allowed: prepare, autoencoder, encode"):
         select_jobs(sharded, "text", None, None)
-    pixels = layout(autoencoder={"shards": 3})
+    pixels = create_layout(autoencoder={"shards": 3})
     assert "encode_parts" not in pixels.count_jobs() and "sample_parts" not in pixels.count_jobs()
-    one = layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])
-    for stage in ("autoencoder", "encode", "sample"):  # what is complete is not made again for a number of shards
+    one = create_layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])
+    for stage in ("autoencoder", "encode", "sample"):  # another number of shards reruns no complete stage
         method = "uniform" if stage == "sample" else None
         assert collect_params(stage, one.plain, method) == collect_params(stage, sharded.plain, method)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_pipeline_in_shards_makes_the_same(tmp_path_factory):
+def test_a_pipeline_in_shards_gives_the_same_files(tmp_path_factory):
     copy = copy_finished_run(tmp_path_factory)
     results, file = copy.folder / "results/tiny", copy.folder / "params.yaml"
-    made = ("sums/*/*/*.txt", "latents/*", "*/seed*/samples/*", "*/seed*/evaluation/*")
+    patterns = ("sums/*/*/*.txt", "latents/*", "*/seed*/samples/*", "*/seed*/evaluation/*")
 
     def hashes() -> dict[str, str]:
-        found = sorted(path for pattern in made for path in results.glob(pattern))
-        return {str(path.relative_to(results)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+        paths = sorted(path for pattern in patterns for path in results.glob(pattern))
+        return {str(path.relative_to(results)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
     before, text = hashes(), file.read_text()
     text = text.replace("steps: 30}\n\nmodel", "steps: 30, shards: 2}\n\nmodel")
     file.write_text(text.replace("sampling:\n", "sampling:\n  shards: 2\n  batch_size: 64\n"))
     assert load(file).autoencoder.shards == load(file).sampling.shards == 2
-    assert copy.to_do(config="params.yaml") == {"report": 1, "track": 1}  # its settings are shown there
+    assert copy.to_do(config="params.yaml") == {"report": 1, "track": 1}  # both show the settings
     shutil.rmtree(results / "latents")
     for folder in (*results.glob("*/seed*/samples"), *results.glob("*/seed*/evaluation")):
         shutil.rmtree(folder)
     to_do = copy.to_do(config="params.yaml")
     assert to_do["encode_parts"] == 2 and to_do["encode"] == 1
     assert to_do["sample_parts_1"] == to_do["sample_parts_2"] == 2
-    said = ""
-    for stage in ("encode", "sample --method adaptive --seed 0"):  # as DVC runs its stages
-        ended = copy.run("kairos", "ledger", "run", *stage.split())
-        said += ended.stdout + ended.stderr
-        assert ended.returncode == 0, said
-    assert said.count("part 2 of 2") == 7  # of the latents, twice of each of three milestones
-    ended = copy.snakemake(config="params.yaml")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    output = ""
+    for stage in ("encode", "sample --method adaptive --seed 0"):  # the commands of DVC's stages
+        result = copy.run("kairos", "ledger", "run", *stage.split())
+        output += result.stdout + result.stderr
+        assert result.returncode == 0, output
+    assert output.count("part 2 of 2") == 7  # once for the latents, twice for each of three snapshots
+    result = copy.snakemake(config="params.yaml")
+    assert result.returncode == 0, result.stdout + result.stderr
     assert hashes() == before and len(before) > 12
     assert copy.to_do(config="params.yaml") == {} and not list(results.glob("**/.parts/**/*.np?"))
     assert read_json(results / "timing/.parts/encode.1of2.json")["stage"] == "encode"

@@ -1,4 +1,4 @@
-"""Data on a node's own disk: copied once, whole or not at all, and the same for a training."""
+"""Tests of node-local copies of latents: copied once, atomically, and equal to the original."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from training_case import make_latents
 
 @pytest.fixture
 def latents(tmp_path, monkeypatch):
-    """Latents with their data set, whose records hold the hashes of their files."""
+    """Latents with their data set, whose records contain the hashes of their files."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.delenv("KAIROS_LOCAL", raising=False)
     folder = make_latents(tmp_path / "shared", count=40)
@@ -32,7 +32,7 @@ def latents(tmp_path, monkeypatch):
 
 @pytest.fixture
 def local(latents, tmp_path, monkeypatch):
-    """A node's own disk."""
+    """Folder that stands for a node's local disk."""
     monkeypatch.setenv("KAIROS_LOCAL", str(tmp_path / "local"))
     return tmp_path / "local"
 
@@ -55,28 +55,28 @@ with staged(Path(sys.argv[1])) as folder:
 """
 
 
-def job(latents) -> subprocess.Popen:
-    """A job that reads its data until it is told to end."""
+def start_job(latents) -> subprocess.Popen:
+    """Start a job that uses a copy of the latents until its standard input is closed."""
     line = [sys.executable, "-c", JOB, latents]
     return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_outside_of_a_scheduler_nothing_is_copied(stage, latents):
+def test_outside_of_a_slurm_job_nothing_is_copied(stage, latents):
     assert stage(latents) == latents
 
 
-def test_copy_is_read_like_the_original(stage, latents, local):
+def test_a_copy_has_the_content_of_the_original(stage, latents, local):
     copy = stage(latents)
     assert copy.is_relative_to(local)
-    original, opened = open_latents(latents), open_latents(copy)
-    assert opened.manifest == original.manifest
-    assert (opened.load_x0(np.arange(40)) == original.load_x0(np.arange(40))).all()
-    assert (opened.load_conditions(np.arange(40))["class"] == original.load_conditions(np.arange(40))["class"]).all()
+    original, copied = open_latents(latents), open_latents(copy)
+    assert copied.manifest == original.manifest
+    assert (copied.load_x0(np.arange(40)) == original.load_x0(np.arange(40))).all()
+    assert (copied.load_conditions(np.arange(40))["class"] == original.load_conditions(np.arange(40))["class"]).all()
     assert not (copy / "mean.npy").is_symlink()
-    assert (copy / "../dataset/images.npy").is_symlink()  # not read by a training on latents
+    assert (copy / "../dataset/images.npy").is_symlink()  # a training run on latents does not read the images
 
 
-def test_pixels_are_copied_with_their_data_set(stage, latents, local):
+def test_for_training_on_pixels_the_data_set_is_copied(stage, latents, local):
     manifest = read_json(latents / "manifest.json")
     write_json(latents / "manifest.json", {**manifest, "kind": "pixels", "files": {}})
     copy = stage(latents)
@@ -84,21 +84,21 @@ def test_pixels_are_copied_with_their_data_set(stage, latents, local):
     assert (open_latents(copy).dataset.images[:] == open_latents(latents).dataset.images[:]).all()
 
 
-def test_many_jobs_at_once_make_one_copy_and_a_killed_one_s_rest_is_removed(stage, latents, local):
+def test_concurrent_jobs_share_one_copy_and_remove_the_rest_of_a_killed_copy(stage, latents, local):
     first = stage(latents)
     home = first.parent.parent
-    (first.parent).rename(home / ".tmp-killed")  # as a copier leaves it that was killed
-    jobs = [job(latents) for _ in range(4)]
-    assert {one.communicate("")[0] for one in jobs} == {f"{first}\n"}
+    (first.parent).rename(home / ".tmp-killed")  # the name of a copy whose process was killed
+    jobs = [start_job(latents) for _ in range(4)]
+    assert {job.communicate("")[0] for job in jobs} == {f"{first}\n"}
     assert sorted(path.name for path in home.iterdir()) == ["copy", "lock", "used"]
     before = os.stat(first / "mean.npy")
     assert stage(latents) == first
     assert os.stat(first / "mean.npy").st_ino == before.st_ino
 
 
-def test_a_copy_whose_files_were_deleted_is_made_again(stage, latents, local, capsys):
+def test_a_copy_with_missing_or_truncated_files_is_replaced(stage, latents, local, capsys):
     first = stage(latents)
-    (first / "mean.npy").unlink()  # as machines do with old files of /tmp
+    (first / "mean.npy").unlink()  # some machines delete old files of /tmp
     assert stage(latents) == first
     assert (first / "mean.npy").read_bytes() == (latents / "mean.npy").read_bytes()
     os.truncate(first / "mean.npy", 100)
@@ -107,7 +107,7 @@ def test_a_copy_whose_files_were_deleted_is_made_again(stage, latents, local, ca
     assert (open_latents(first).load_x0(np.arange(40)) == open_latents(latents).load_x0(np.arange(40))).all()
 
 
-def test_other_content_is_another_copy(stage, latents, local):
+def test_latents_with_other_content_get_another_copy(stage, latents, local):
     first = stage(latents)
     mean = np.load(latents / "mean.npy")
     np.save(latents / "mean.npy", mean + 1)
@@ -119,13 +119,13 @@ def test_other_content_is_another_copy(stage, latents, local):
     assert (np.load(second / "mean.npy") == mean + 1).all()
 
 
-def test_what_does_not_fit_twice_is_read_where_it_is(stage, latents, local, capsys):
-    os.truncate(latents / "mean.npy", shutil.disk_usage(local).free * 3 // 4)  # of nothing
+def test_latents_are_not_copied_without_space_for_two_copies(stage, latents, local, capsys):
+    os.truncate(latents / "mean.npy", shutil.disk_usage(local).free * 3 // 4)  # a sparse file
     assert stage(latents) == latents
     assert "GB are free, twice" in capsys.readouterr().err
 
 
-def test_a_damaged_original_is_refused(stage, latents, local):
+def test_a_damaged_original_is_rejected(stage, latents, local):
     with open(latents / "mean.npy", "r+b") as file:
         file.seek(200)
         file.write(b"damage")
@@ -134,7 +134,7 @@ def test_a_damaged_original_is_refused(stage, latents, local):
     assert not list(local.rglob("mean.npy"))
 
 
-def test_in_a_job_the_same_file_system_is_not_copied_to_itself(stage, latents, tmp_path, monkeypatch, capsys):
+def test_nothing_is_copied_within_one_file_system(stage, latents, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "local"))
@@ -142,24 +142,23 @@ def test_in_a_job_the_same_file_system_is_not_copied_to_itself(stage, latents, t
     assert "the same file system" in capsys.readouterr().err
 
 
-def test_the_last_job_to_end_deletes_the_copy_also_when_it_fails(latents, local):
+def test_the_last_job_to_end_deletes_the_copy_even_if_it_fails(latents, local):
     with pytest.raises(ValueError, match="failed"), staged(latents) as copy:
-        others = [job(latents) for _ in range(2)]
+        others = [start_job(latents) for _ in range(2)]
         assert {other.stdout.readline() for other in others} == {f"{copy}\n"}
         assert others[0].communicate("")[0] == "" and (copy / "mean.npy").is_file()
         raise ValueError("failed")
-    assert (copy / "mean.npy").is_file()  # one still reads it
+    assert (copy / "mean.npy").is_file()  # another job still reads the copy
     others[1].communicate("")
     assert not list(local.rglob("*.npy")) and (latents / "mean.npy").is_file()
-    with staged(latents) as again:
-        assert (
-            again == copy
-            and (open_latents(again).load_x0(np.arange(40)) == open_latents(latents).load_x0(np.arange(40))).all()
-        )
+    with staged(latents) as second_copy:
+        assert second_copy == copy
+        copied, original = open_latents(second_copy), open_latents(latents)
+        assert (copied.load_x0(np.arange(40)) == original.load_x0(np.arange(40))).all()
 
 
-def test_what_a_killed_job_has_left_is_deleted_by_the_next_one_to_end(latents, local):
-    killed = job(latents)
+def test_the_next_job_to_end_deletes_the_copy_of_a_killed_job(latents, local):
+    killed = start_job(latents)
     assert killed.stdout.readline()
     killed.kill()
     killed.communicate()

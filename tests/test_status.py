@@ -1,4 +1,4 @@
-"""``kairos status``: what is said of trainings in every state, and how quickly it is said of a thousand."""
+"""Tests of ``kairos status``: training runs in every state, and the CPU time for a thousand runs."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from training_case import write_experiment as write_case
 
 RESULTS = Path("results/many")
 METHODS = ("uniform", "p2", "min_snr", "speed", "adaptive", "log_normal", "beta", "mode")
-_HOLD = """
+_HOLD_LOCK = """
 import fcntl, sys
 with open(sys.argv[1], "a+") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -40,29 +40,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_experiment(methods: list[str], milestones: str = "[100, 200]", seeds: str = "[0]") -> None:
+    """Write many.yaml with the given methods."""
     lines = [f"  {method}: {{}}" for method in methods]
     text = f"experiment: many\nseeds: {seeds}\ntraining: {{milestones: {milestones}}}\nmethods:\n"
     Path("many.yaml").write_text(text + "\n".join(lines) + "\n")
 
 
 @contextmanager
-def held(lock: Path) -> Iterator[None]:
-    """Another process holds a training's lock."""
-    with subprocess.Popen([sys.executable, "-c", _HOLD, lock], stdin=-1, stdout=-1, text=True) as process:
+def locked(lock: Path) -> Iterator[None]:
+    """Let another process hold the lock of a training run."""
+    with subprocess.Popen([sys.executable, "-c", _HOLD_LOCK, lock], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield
         process.communicate("")
 
 
-def progress(method: str, step: int, of: int = 200) -> ProgressFile:
-    """The word of a training that is at `step`."""
+def write_progress(method: str, step: int, last_step: int = 200) -> ProgressFile:
+    """Write the progress file of a training run that is at `step`."""
     state = RESULTS / method / "seed0/.state"
     state.mkdir(parents=True)
     (state / "lock").touch()
-    said = ProgressFile(state, of)
-    said.update(step, step / 10)
-    return said
+    progress = ProgressFile(state, last_step)
+    progress.update(step, step / 10)
+    return progress
 
 
 def write_log(name: str, text: str) -> None:
@@ -70,27 +71,28 @@ def write_log(name: str, text: str) -> None:
     (RESULTS / "logs" / name).write_text(text)
 
 
-def look() -> dict[str, RunProgress]:
+def progress_by_method() -> dict[str, RunProgress]:
+    """Return the progress of each method's training run, without SLURM jobs."""
     return {training.method: training for training in list_run_progress(load_outline(Path("many.yaml")), [])}
 
 
-def test_every_state_of_a_training_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    progress("uniform", 120)
-    progress("p2", 60)
-    progress("min_snr", 80).write_end("failed", "step 80: loss nan, gradient norm nan: not finite\nand more")
+def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    write_progress("uniform", 120)
+    write_progress("p2", 60)
+    write_progress("min_snr", 80).write_end("failed", "step 80: loss nan, gradient norm nan: not finite\nand more")
     write_log("train_min_snr_seed0_1.log", "start\n")
-    progress("speed", 150).write_end("stopped", "SIGTERM: state written after step 150")
-    progress("adaptive", 200).write_end("complete")
+    write_progress("speed", 150).write_end("stopped", "SIGTERM: state written after step 150")
+    write_progress("adaptive", 200).write_end("complete")
     write_json(RESULTS / "adaptive/seed0/training.json", {"steps": 200})
-    progress("log_normal", 100, of=100).write_end("complete")  # the first of two segments
+    write_progress("log_normal", 100, last_step=100).write_end("complete")  # the first of two segments
     write_log("train_beta_seed0.log", "kairos: latents/manifest.json is missing\n\n")
-    write_log("train_mode_seed0.log", "")  # Snakemake makes the log, and folders of outputs, before the job
+    write_log("train_mode_seed0.log", "")  # Snakemake creates the log and the folders of outputs before the job
     (RESULTS / "mode/seed0/milestones/0000200").mkdir(parents=True)
 
-    with held(RESULTS / "uniform/seed0/.state/lock"):
-        found = look()
+    with locked(RESULTS / "uniform/seed0/.state/lock"):
+        runs = progress_by_method()
         assert main(["status", "many.yaml"]) == 0
-    assert {name: (training.state, training.step, training.last_step) for name, training in found.items()} == {
+    assert {name: (run.state, run.step, run.last_step) for name, run in runs.items()} == {
         "uniform": ("running", 120, 200),
         "p2": ("dead", 60, 200),
         "min_snr": ("failed", 80, 200),
@@ -100,9 +102,9 @@ def test_every_state_of_a_training_is_shown(capsys: pytest.CaptureFixture[str]) 
         "beta": ("failed", 0, 200),
         "mode": ("starting", 0, 200),
     }
-    assert found["min_snr"].logs == ("results/many/logs/train_min_snr_seed0_1.log",)
-    assert found["beta"].note == "kairos: latents/manifest.json is missing"
-    assert "no process holds its lock" in found["p2"].note
+    assert runs["min_snr"].logs == ("results/many/logs/train_min_snr_seed0_1.log",)
+    assert runs["beta"].note == "kairos: latents/manifest.json is missing"
+    assert "no process holds its lock" in runs["p2"].note
 
     text = capsys.readouterr().out
     assert "1 running, 1 starting, 2 failed, 1 dead, 1 stopped, 1 waiting, 1 complete" in text
@@ -111,24 +113,24 @@ def test_every_state_of_a_training_is_shown(capsys: pytest.CaptureFixture[str]) 
     assert "step 80: loss nan" in text
     assert "log: results/many/logs/train_beta_seed0.log" in text
     assert max(map(len, text.splitlines())) <= 120
-    assert look()["uniform"].state == "dead"  # whoever held the lock has gone
+    assert progress_by_method()["uniform"].state == "dead"  # the process that held the lock has ended
     os.utime(RESULTS / "logs/train_mode_seed0.log", (0, 0))
-    assert look()["mode"].state == "failed"  # it never said a word
+    assert progress_by_method()["mode"].state == "failed"  # an old empty log: the job ended without a message
 
 
-def test_rate_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_and_remaining_time_of_a_running_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kairos.training.job._WRITE_INTERVAL", 0.0)
-    said = progress("uniform", 100)
-    said.update(110, 11.0)
-    with held(RESULTS / "uniform/seed0/.state/lock"):
-        training = look()["uniform"]
+    progress = write_progress("uniform", 100)
+    progress.update(110, 11.0)
+    with locked(RESULTS / "uniform/seed0/.state/lock"):
+        training = progress_by_method()["uniform"]
     assert training.rate is not None
     assert training.seconds_left == pytest.approx(90 / training.rate)
     assert training.location
 
 
-def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
-    progress("uniform", 50)  # died, and was put into the queue again
+def test_a_job_in_the_queue_takes_precedence_over_the_progress_file() -> None:
+    write_progress("uniform", 50)  # its process ended, and SLURM queued the job again
     write_json(".kairos/jobs/many/18.json", {"outputs": ["results/many/p2/seed0/milestones/0000100/milestone.json"]})
     write_json(".kairos/jobs/many/19.json", {"outputs": ["results/many/p2/seed0/samples/0000100.npz"]})
     lines = (
@@ -138,10 +140,8 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
         "20|PENDING|Resources|2026-02-01T12:00:00|rule_train_wildcards_log_normal_0",
     )
     jobs = [slurm._parse_job(RESULTS, line) for line in lines]
-    found = {training.method: training for training in list_run_progress(load_outline(Path("many.yaml")), jobs)}
-    states = {
-        name: (training.state, training.step, training.location, training.note) for name, training in found.items()
-    }
+    runs = list_run_progress(load_outline(Path("many.yaml")), jobs)
+    states = {run.method: (run.state, run.step, run.location, run.note) for run in runs}
     assert states["uniform"] == ("queued", 50, "job 17", "Priority")
     assert states["p2"] == ("starting", 0, "job 18", "")
     assert states["log_normal"] == ("queued", 0, "job 20", "Resources")
@@ -153,17 +153,17 @@ def test_methods_seeds_and_milestones_come_from_the_file_or_the_folder(capsys: p
     write_experiment(["uniform"], "['12800 images', 400]", "[0, 3]")
     assert load_outline(Path("many.yaml")).milestones == (0, 100, 400)
     assert load_outline(Path("many.yaml")).trainings == [("uniform", 0), ("uniform", 3)]
-    progress("p2", 5)
+    write_progress("p2", 5)
     assert load_outline(RESULTS).trainings == [("p2", 0)]
-    for given, said in (("nowhere.yaml", "cannot be read"), ("many.yaml", "unknown field")):
+    for file, error in (("nowhere.yaml", "cannot be read"), ("many.yaml", "unknown field")):
         Path("many.yaml").write_text("experiment: many\nmethod: {}\n")
-        assert main(["status", given]) == 2
-        assert said in capsys.readouterr().err
+        assert main(["status", file]) == 2
+        assert error in capsys.readouterr().err
     assert main(["status", "."]) == 1
     assert "no training run there" in capsys.readouterr().err
 
 
-def test_a_thousand_trainings_in_a_moment() -> None:
+def test_a_thousand_training_runs_take_little_cpu_time() -> None:
     write_experiment([f"method_{number}" for number in range(200)], seeds="[0, 1, 2, 3, 4]")
     for number in range(200):
         for seed in range(5):
@@ -175,13 +175,13 @@ def test_a_thousand_trainings_in_a_moment() -> None:
                 (training / "milestones" / step).mkdir(parents=True)
     code = "import sys; from kairos.cli import main; main(['status', 'many.yaml']); print(sorted(sys.modules))"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "1000 trainings: 1000 dead" in done.stdout
-    assert "'torch'" not in done.stdout.splitlines()[-1].strip("[]").split(", ")
-    taken = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert taken < 1.5, f"{taken:.2f} s of CPU time; a third of that on an idle processor"
-    print(f"{taken:.2f} s")
+    assert "1000 trainings: 1000 dead" in result.stdout
+    assert "'torch'" not in result.stdout.splitlines()[-1].strip("[]").split(", ")
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_seconds < 1.5, f"{cpu_seconds:.2f} s of CPU time; an idle machine needs a third of that"
+    print(f"{cpu_seconds:.2f} s")
 
 
 def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,22 +198,21 @@ def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: py
     states = set(Path("results/case").glob("*/seed?/.state/" + "?" * 16))
     outputs = hash_folder(Path("results/case/uniform/seed0/milestones"))
     assert len(states) == 4
-    (Path("results/case/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no identity
+    (Path("results/case/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no state: an identity has 16 digits
 
     (Path("results/case/latents/manifest.json")).rename("manifest.json")
-    assert "earlier settings" not in told(capsys, file)  # what is trained on is not known
+    assert "earlier settings" not in show_status(capsys, file)  # the data of the experiment are unknown
     Path("manifest.json").rename("results/case/latents/manifest.json")
-    with held(Path("results/case/p2/seed0/.state/lock")):
-        said = told(capsys, file)
-        assert re.search(r"\n2 states of earlier settings, [\d.]+ MB: kairos status case.yaml --remove-uncl", said), (
-            said
-        )
-        assert "2 states of earlier settings, " in told(capsys, file, "--remove-unclaimed")
+    with locked(Path("results/case/p2/seed0/.state/lock")):
+        output = show_status(capsys, file)
+        pattern = r"\n2 states of earlier settings, [\d.]+ MB: kairos status case.yaml --remove-uncl"
+        assert re.search(pattern, output), output
+        assert "2 states of earlier settings, " in show_status(capsys, file, "--remove-unclaimed")
         left = set(Path("results/case").glob("*/seed?/.state/" + "?" * 16))
         assert {path.parts[2:4] for path in left} == {("uniform", "seed0"), ("p2", "seed0")} and len(left) == 2
-    assert "\n1 state of earlier settings, " in told(capsys, file, "--remove-unclaimed")
+    assert "\n1 state of earlier settings, " in show_status(capsys, file, "--remove-unclaimed")
     assert [path.name for path in Path("results/case").glob("*/seed?/.state/" + "?" * 16)] == [kept]
-    assert "earlier settings" not in told(capsys, file)
+    assert "earlier settings" not in show_status(capsys, file)
     assert hash_folder(Path("results/case/uniform/seed0/milestones")) == outputs
     assert train(now, "uniform", 0, Path("results/case/uniform/seed0"), latents, [0, 2])["steps_run"] == 0
 
@@ -222,6 +221,7 @@ def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: py
     assert "training.batch_size" in capsys.readouterr().err
 
 
-def told(capsys: pytest.CaptureFixture[str], file: Path, *more: str) -> str:
+def show_status(capsys: pytest.CaptureFixture[str], file: Path, *more: str) -> str:
+    """Run ``kairos status``; return its output."""
     assert main(["status", str(file), *more]) == 0
     return capsys.readouterr().out

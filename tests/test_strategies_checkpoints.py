@@ -1,4 +1,4 @@
-"""``kairos strategies show --checkpoint``: milestones, checkpoints between them, those of someone's own loop."""
+"""Tests of ``kairos strategies show --checkpoint``: snapshots, checkpoints between them, and other training loops."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ from training_case import experiment, make_latents
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, Path]:
-    """Trainings of T = 100: ``adaptive+min_snr``, and ``loss_rms+edm2`` with a checkpoint between milestones."""
+    """Folders of two runs with T = 100: ``adaptive+min_snr``, and ``loss_rms+edm2`` with a checkpoint at step 30."""
     from kairos.training.run import train
 
     latents = make_latents(tmp_path_factory.mktemp("data"))
@@ -29,19 +29,19 @@ def trained(tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-def between(folder: Path) -> Path:
-    """The checkpoint at step 30, which is no milestone."""
+def checkpoint_at_30(folder: Path) -> Path:
+    """Return the checkpoint at step 30, where the run has no snapshot."""
     (path,) = folder.glob(".state/*/checkpoints/0000030.ckpt")
     return path
 
 
 @pytest.mark.parametrize("method", ["adaptive", "smoothed"])
-def test_a_milestone_s_own_table_is_shown(kairos_strategies, trained, method):
+def test_the_recorded_table_of_a_snapshot_is_shown(kairos_strategies, trained, method):
     folder = trained[method]
     last = folder / "milestones" / "0000040"
     written = (last / "strategy.csv").read_text()
-    for place in (folder, last, folder / "checkpoint.pt"):
-        assert kairos_strategies("show", "--checkpoint", place, "--format", "csv") == (0, written, "")
+    for path in (folder, last, folder / "checkpoint.pt"):
+        assert kairos_strategies("show", "--checkpoint", path, "--format", "csv") == (0, written, "")
     first = kairos_strategies("show", "--checkpoint", folder / "milestones" / "0000000", "--format", "csv")[1]
     before, after = parse_strategy_csv(first), parse_strategy_csv(written)
     assert abs(before["p"] - after["p"]).sum() > 0.01
@@ -50,24 +50,24 @@ def test_a_milestone_s_own_table_is_shown(kairos_strategies, trained, method):
     assert ("differs between images" in out) == (method == "adaptive")
 
 
-def test_a_checkpoint_between_milestones_is_loaded(kairos_strategies, trained):
+def test_a_checkpoint_between_snapshots_is_loaded(kairos_strategies, trained):
     from kairos.training import checkpoint
     from kairos_timesteps import Strategy
 
-    path = between(trained["smoothed"])
+    path = checkpoint_at_30(trained["smoothed"])
     status, out, err = kairos_strategies("show", "loss_rms+edm2", "--checkpoint", path, "--format", "csv")
     assert (status, err) == (0, "")
-    found = parse_strategy_csv(out)
+    columns = parse_strategy_csv(out)
     strategy = Strategy(
         "loss_rms+edm2", "cosine", timesteps=100, sampler={"start": 5, "frequency": 5}, weighting={"lr": 0.1}
     )
     strategy.load_state_dict(checkpoint.read(path)["strategy"])
-    assert all(np.array_equal(found[name], column) for name, column in strategy.table().items())
+    assert all(np.array_equal(columns[name], column) for name, column in strategy.table().items())
     at_end = parse_strategy_csv((trained["smoothed"] / "milestones" / "0000040" / "strategy.csv").read_text())
-    assert (found["p"] != at_end["p"]).any() and (found["w"] != at_end["w"]).any()
-    assert np.ptp(found["p"]) > 0
+    assert (columns["p"] != at_end["p"]).any() and (columns["w"] != at_end["w"]).any()
+    assert np.ptp(columns["p"]) > 0
 
-    status, _, err = kairos_strategies("show", "--checkpoint", between(trained["adaptive"]))
+    status, _, err = kairos_strategies("show", "--checkpoint", checkpoint_at_30(trained["adaptive"]))
     assert status == 1 and "differs between images" in err and "snapshot" in err
 
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_between_milestones_is_loaded(kairos_strategies, trained):
         (["--schedule", "cosine", "--set", "k=5"], ["--schedule, --set", "omit it"]),
     ],
 )
-def test_arguments_that_contradict_a_checkpoint_are_refused(kairos_strategies, trained, arguments, words):
+def test_arguments_that_contradict_a_checkpoint_are_rejected(kairos_strategies, trained, arguments, words):
     status, _, err = kairos_strategies("show", *arguments, "--checkpoint", trained["adaptive"])
     assert status == 2 and all(word in err for word in words), err
     assert kairos_strategies("show", "adaptive", "--checkpoint", trained["adaptive"])[0] == 0
@@ -89,7 +89,7 @@ def test_arguments_that_contradict_a_checkpoint_are_refused(kairos_strategies, t
 @pytest.mark.parametrize(
     ("process", "words"), [("edm", "sigma_max=80"), ("flow", "shift=1"), ("vp", "prediction epsilon")]
 )
-def test_milestones_and_checkpoints_of_any_process(kairos_strategies, capsys, tmp_path, process, words):
+def test_snapshots_and_checkpoints_of_any_process_are_shown(kairos_strategies, capsys, tmp_path, process, words):
     from kairos.training.run import train
 
     methods = {"method": {"sampler": {"name": "loss_rms", "start": 5}, "weighting": "edm2"}}
@@ -99,28 +99,28 @@ def test_milestones_and_checkpoints_of_any_process(kairos_strategies, capsys, tm
     capsys.readouterr()
     written = (tmp_path / "trained" / "milestones" / "0000040" / "strategy.csv").read_text()
     assert kairos_strategies("show", "--checkpoint", tmp_path / "trained", "--format", "csv") == (0, written, "")
-    status, out, err = kairos_strategies("show", "--checkpoint", between(tmp_path / "trained"))
+    status, out, err = kairos_strategies("show", "--checkpoint", checkpoint_at_30(tmp_path / "trained"))
     assert (status, err) == (0, "") and "after 30 steps" in out and f"process    {process}: " in out and words in out
     assert "null" not in out.split("process ")[1]
     status, _, err = kairos_strategies("show", "--process", process, "--checkpoint", tmp_path / "trained")
     assert status == 2 and "--process: not allowed with --checkpoint" in err
 
 
-def test_damaged_and_missing_checkpoints(kairos_strategies, trained, tmp_path):
+def test_damaged_and_missing_checkpoints_are_rejected(kairos_strategies, trained, tmp_path):
     copy = shutil.copytree(trained["adaptive"] / "milestones" / "0000040", tmp_path / "copy")
     table_file = copy / "strategy.csv"
     table_file.write_text(table_file.read_text().replace("\n1,", "\n1,1"))
     (tmp_path / "text.pt").write_text("no checkpoint")
     (tmp_path / "empty").mkdir()
-    cut = tmp_path / "cut.pt"
-    cut.write_bytes(between(trained["smoothed"]).read_bytes()[:-10])
-    for place, word in ((copy, "damaged"), (tmp_path / "text.pt", "not a checkpoint"), (cut, "damaged"),
+    truncated = tmp_path / "truncated.pt"
+    truncated.write_bytes(checkpoint_at_30(trained["smoothed"]).read_bytes()[:-10])
+    for path, word in ((copy, "damaged"), (tmp_path / "text.pt", "not a checkpoint"), (truncated, "damaged"),
                         (tmp_path / "empty", "no checkpoint"), (tmp_path / "none", "no checkpoint")):  # fmt: skip
-        status, out, err = kairos_strategies("show", "--checkpoint", place)
-        assert status == 1 and not out and word in err and str(place) in err, err
+        status, out, err = kairos_strategies("show", "--checkpoint", path)
+        assert status == 1 and not out and word in err and str(path) in err, err
 
 
-def test_a_checkpoint_of_someone_s_own_loop(kairos_strategies, tmp_path):
+def test_a_checkpoint_of_another_training_loop_is_loaded(kairos_strategies, tmp_path):
     import torch
 
     from kairos_timesteps import Strategy
@@ -139,9 +139,9 @@ def test_a_checkpoint_of_someone_s_own_loop(kairos_strategies, tmp_path):
     for file in ("whole.pt", "alone.pt"):
         status, out, err = kairos_strategies("show", *names, "--checkpoint", tmp_path / file, "--format", "csv")
         assert (status, err) == (0, "")
-        found = parse_strategy_csv(out)
-        assert all(np.array_equal(found[name], column) for name, column in strategy.table().items())
-        assert (np.diff(found["p"]) > 0).all()
+        columns = parse_strategy_csv(out)
+        assert all(np.array_equal(columns[name], column) for name, column in strategy.table().items())
+        assert (np.diff(columns["p"]) > 0).all()
     assert "after 20 steps" in kairos_strategies("show", *names, "--checkpoint", tmp_path / "alone.pt")[1]
     for arguments, file, word in (
         (["gradient_norm", "--timesteps", 10], "whole.pt", "does not contain the state of gradient_norm"),

@@ -1,4 +1,4 @@
-"""``kairos strategies list`` and ``show``: every name, every schedule and prediction, what is refused."""
+"""Tests of ``kairos strategies list`` and ``show``: every name, schedule and prediction, and rejected arguments."""
 
 import itertools
 import math
@@ -22,34 +22,37 @@ from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, make_sch
 from kairos_timesteps.lookup import parse_name, table
 from kairos_timesteps.registry import Entry, NoOptions
 
-EVERYWHERE = [name for name in SAMPLERS if name not in ("listed", "cosine_interpolated")]  # have mass at all timesteps
+# samplers with mass at all timesteps
+POSITIVE_SAMPLERS = [name for name in SAMPLERS if name not in ("listed", "cosine_interpolated")]
 NEED_NO_TORCH = [name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity)]
-NEED_NO_TORCH += [f"uniform+{name}" for name in WEIGHTINGS if name not in ("edm2", "coarse_to_fine")]  # they learn
+NEED_NO_TORCH += [
+    f"uniform+{name}" for name in WEIGHTINGS if name not in ("edm2", "coarse_to_fine")
+]  # networks learn these two
 
 
 @pytest.fixture
 def columns(kairos_strategies):
-    """The csv of a strategy, checked for what every csv must hold."""
+    """Function that returns the CSV columns of a strategy and checks properties of every table."""
 
     def run(*arguments) -> dict[str, np.ndarray]:
         status, out, err = kairos_strategies("show", *arguments, "--format", "csv")
         assert (status, err) == (0, "")
-        found = parse_strategy_csv(out)
-        assert found["p"].sum() == pytest.approx(1, abs=1e-12) and (found["p"] >= 0).all()
-        assert np.array_equal(found["effective"], found["p"] * found["w"])
+        shown = parse_strategy_csv(out)
+        assert shown["p"].sum() == pytest.approx(1, abs=1e-12) and (shown["p"] >= 0).all()
+        assert np.array_equal(shown["effective"], shown["p"] * shown["w"])
         if "--process" not in arguments:
-            assert np.array_equal(found["t"], np.arange(len(found["t"])))
-        return found
+            assert np.array_equal(shown["t"], np.arange(len(shown["t"])))
+        return shown
 
     return run
 
 
-def test_list_names_everything_with_its_options(kairos_strategies):
+def test_list_contains_every_strategy_with_its_options(kairos_strategies):
     status, out, err = kairos_strategies("list")
     assert status == 0 and not err
     lines = [line.split() for line in out.splitlines()]
-    named = {line[0] for line in lines if line}
-    assert {*SAMPLERS, *WEIGHTINGS, *COMBINATIONS, "bs"} <= named
+    listed = {line[0] for line in lines if line}
+    assert {*SAMPLERS, *WEIGHTINGS, *COMBINATIONS, "bs"} <= listed
     assert {"speed+change_aware", "adaptive+min_snr"} <= set(COMBINATIONS)
     for entry in (*SAMPLERS.values(), *WEIGHTINGS.values()):
         assert " ".join(entry.help.split()) in " ".join(out.split())
@@ -61,29 +64,31 @@ def test_list_names_everything_with_its_options(kairos_strategies):
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_every_strategy_shows_without_a_warning(columns, schedule, prediction):
     noise = make_schedule(schedule)
-    names = (*WEIGHTINGS, *COMBINATIONS) if prediction != "epsilon" else (*EVERYWHERE, *WEIGHTINGS, *COMBINATIONS)
+    names = (
+        (*WEIGHTINGS, *COMBINATIONS) if prediction != "epsilon" else (*POSITIVE_SAMPLERS, *WEIGHTINGS, *COMBINATIONS)
+    )
     for name in names:  # samplers do not depend on the prediction
         sampler, weighting = parse_name(name)
-        found = columns(name, "--schedule", schedule, "--timesteps", 1000, "--prediction", prediction)
+        shown = columns(name, "--schedule", schedule, "--timesteps", 1000, "--prediction", prediction)
         expected = table(make_sampler({"name": sampler}, noise), make_weighting({"name": weighting}, noise, prediction))
-        for column in expected:  # 17 digits give back every bit
-            assert np.array_equal(found[column], expected[column]), (name, column)
-        assert (found["w"] > 0).all()
+        for column in expected:  # 17 digits restore every bit
+            assert np.array_equal(shown[column], expected[column]), (name, column)
+        assert (shown["w"] > 0).all()
 
 
 def test_every_sampler_with_some_weighting_and_few_timesteps(columns):
-    for sampler, weighting in zip(EVERYWHERE, itertools.cycle(WEIGHTINGS)):
-        given = ("--set", "feature_timesteps=10") if sampler == "adaptive" else ()
-        assert len(columns(f"{sampler}+{weighting}", "--timesteps", 10, "--schedule", "cosine", *given)["t"]) == 10
-    assert len(EVERYWHERE) >= len(WEIGHTINGS)
+    for sampler, weighting in zip(POSITIVE_SAMPLERS, itertools.cycle(WEIGHTINGS)):
+        options = ("--set", "feature_timesteps=10") if sampler == "adaptive" else ()
+        assert len(columns(f"{sampler}+{weighting}", "--timesteps", 10, "--schedule", "cosine", *options)["t"]) == 10
+    assert len(POSITIVE_SAMPLERS) >= len(WEIGHTINGS)
 
 
-def test_options_of_either_part_and_their_short_form(columns):
-    found = columns("speed+change_aware", "--set", "sampler.k=3", "--set", "weighting.lambda=0.8", "--set", "tau=600")
-    assert found["p"][599] / found["p"][600] == pytest.approx(3)
-    assert found["w"].min() == pytest.approx(0.2) and found["w"].max() == pytest.approx(0.8)
+def test_options_of_sampler_and_weighting_have_a_short_form(columns):
+    full = columns("speed+change_aware", "--set", "sampler.k=3", "--set", "weighting.lambda=0.8", "--set", "tau=600")
+    assert full["p"][599] / full["p"][600] == pytest.approx(3)
+    assert full["w"].min() == pytest.approx(0.2) and full["w"].max() == pytest.approx(0.8)
     short = columns("speed+change_aware", "--set", "k=3", "--set", "lambda=0.8", "--set", "tau=600")
-    assert all(np.array_equal(found[name], short[name]) for name in found)
+    assert all(np.array_equal(full[name], short[name]) for name in full)
     assert columns("speed")["p"][0] == pytest.approx(5 / (1000 + 700 * 4))  # Wang et al. 2025, eq. 2
     assert columns("speed", "--set", "r=5")["p"][398] / columns("speed")["p"][398] > 1  # tau = 398.18
     assert columns("min_snr", "--set", "gamma=1")["w"][100] == pytest.approx((1 - 0.895142) / 0.895142, rel=1e-5)
@@ -94,47 +99,49 @@ def test_options_of_either_part_and_their_short_form(columns):
 @pytest.mark.parametrize(
     ("text", "k"), [("1e-3", 1e-3), ("2E1", 20), ("1.5e+0", 1.5), (".5e1", 5), ("7", 7), ("1.0e-3", 1e-3)]
 )
-def test_numbers_as_people_write_them(columns, text, k):
-    found = columns("p2", "--set", f"k={text}")
-    assert found["w"][500] == pytest.approx(1 / (k + make_schedule().snr[500]))
+def test_numbers_may_have_any_usual_notation(columns, text, k):
+    weights = columns("p2", "--set", f"k={text}")["w"]
+    assert weights[500] == pytest.approx(1 / (k + make_schedule().snr[500]))
 
 
 @pytest.mark.parametrize("process", ["edm", "flow", "vp"])
-def test_every_strategy_on_a_continuous_process(columns, kairos_strategies, process):
-    for name in (*EVERYWHERE, *WEIGHTINGS, *COMBINATIONS):
+def test_every_strategy_is_shown_on_a_continuous_process(columns, kairos_strategies, process):
+    for name in (*POSITIVE_SAMPLERS, *WEIGHTINGS, *COMBINATIONS):
         if ("official" in name and not name.startswith("adaptive")) or name.startswith("speed_v1"):
             status, out, err = kairos_strategies("show", name, "--process", process)
             assert status == 2 and not out and f"process: got {process}" in err
             continue
-        found = columns(name, "--process", process)
-        assert len(found["p"]) == 1000 and abs(found["p"].sum() - 1) < 1e-9 and np.isfinite(found["effective"]).all()
-        assert (np.diff(found["t"]) > 0).all() and (found["w"] > 0).all()
+        shown = columns(name, "--process", process)
+        assert len(shown["p"]) == 1000 and abs(shown["p"].sum() - 1) < 1e-9 and np.isfinite(shown["effective"]).all()
+        assert (np.diff(shown["t"]) > 0).all() and (shown["w"] > 0).all()
     for prediction in PREDICTIONS if process == "vp" else ():
         assert np.isfinite(columns("min_snr", "--process", "vp", "--prediction", prediction)["w"]).all()
 
 
-def normal(x) -> np.ndarray:
+def normal_cdf(x) -> np.ndarray:
     return np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in x])
 
 
-def test_densities_and_weights_in_a_process_own_time(columns):
+def test_densities_and_weights_in_the_time_of_the_process(columns):
     edges = np.arange(1001) / 1000
-    found = columns("edm_log_normal+edm", "--process", "edm")
+    edm = columns("edm_log_normal+edm", "--process", "edm")
     sigma = 0.002 * 40_000 ** ((edges[1:] + edges[:-1]) / 2)
-    assert found["t"] == pytest.approx(sigma, rel=1e-12)
-    below = normal((np.log(0.002) + np.log(40_000) * edges + 1.2) / 1.2)
-    assert found["p"][1:-1] == pytest.approx(np.diff(below)[1:-1], rel=1e-6, abs=1e-14)
-    assert found["p"][-1] == pytest.approx(1 - below[-2], abs=1e-12)
-    assert found["w"] == pytest.approx((sigma**2 + 0.25) / (0.5 * sigma) ** 2, rel=1e-6)
-    for given in ("process.sigma_data=2", "weighting.sigma_data=2"):
-        w = columns("edm", "--process", "edm", "--set", given)["w"]
+    assert edm["t"] == pytest.approx(sigma, rel=1e-12)
+    below = normal_cdf((np.log(0.002) + np.log(40_000) * edges + 1.2) / 1.2)
+    assert edm["p"][1:-1] == pytest.approx(np.diff(below)[1:-1], rel=1e-6, abs=1e-14)
+    assert edm["p"][-1] == pytest.approx(1 - below[-2], abs=1e-12)
+    assert edm["w"] == pytest.approx((sigma**2 + 0.25) / (0.5 * sigma) ** 2, rel=1e-6)
+    for setting in ("process.sigma_data=2", "weighting.sigma_data=2"):
+        w = columns("edm", "--process", "edm", "--set", setting)["w"]
         assert w == pytest.approx((sigma**2 + 4) / (2 * sigma) ** 2, rel=1e-6)
 
     with np.errstate(divide="ignore"):
-        masses = np.diff(normal(np.log(edges) - np.log1p(-edges)))
+        masses = np.diff(normal_cdf(np.log(edges) - np.log1p(-edges)))
     plain, shifted = (columns("log_normal", "--process", "flow", "--set", f"shift={shift}") for shift in (1, 3))
     assert plain["t"] == pytest.approx((edges[1:] + edges[:-1]) / 2) and plain["p"] == pytest.approx(masses, abs=1e-13)
-    assert np.array_equal(shifted["p"], plain["p"])  # of fractions; what is shifted is the time they stand for
+    assert np.array_equal(
+        shifted["p"], plain["p"]
+    )  # p is per interval of fractions; the shift applies to the times of these fractions
     assert shifted["t"] == pytest.approx(3 * plain["t"] / (1 + 2 * plain["t"]))
     density = shifted["p"] / np.gradient(shifted["t"])  # of t: logit t ~ N(ln 3, 1)
     expected = np.exp(-((np.log(shifted["t"] / (1 - shifted["t"])) - np.log(3)) ** 2) / 2) / math.sqrt(2 * math.pi)
@@ -142,7 +149,7 @@ def test_densities_and_weights_in_a_process_own_time(columns):
     assert density[20:-20] == pytest.approx(expected[20:-20], rel=1e-2)
 
 
-def test_pictures_and_tables_in_a_process_own_time(kairos_strategies, tmp_path):
+def test_figures_and_tables_in_the_time_of_the_process(kairos_strategies, tmp_path):
     from kairos.report import strategy_figures
 
     for process, label, scale in (
@@ -151,22 +158,22 @@ def test_pictures_and_tables_in_a_process_own_time(kairos_strategies, tmp_path):
         ("discrete", "timestep t", "linear"),
     ):
         status, out, err = kairos_strategies("show", "edm_log_normal+edm", "--process", process)
-        head = {"edm": "sigma", "flow": "t", "discrete": "timesteps"}[process]
-        assert (status, err) == (0, "") and f"\n{head} " in out
+        header = {"edm": "sigma", "flow": "t", "discrete": "timesteps"}[process]
+        assert (status, err) == (0, "") and f"\n{header} " in out
         path = tmp_path / f"{process}.csv"
         assert kairos_strategies("show", "edm_log_normal+edm", "--process", process, "--out", path) == (0, "", "")
-        drawing = strategy_figures.draw_strategy(parse_strategy_csv(path.read_text()), "name", [], process)
-        assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in drawing.axes)
+        figure = strategy_figures.draw_strategy(parse_strategy_csv(path.read_text()), "name", [], process)
+        assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in figure.axes)
 
 
-def test_table_says_what_it_shows(kairos_strategies):
+def test_the_table_begins_with_strategy_and_process(kairos_strategies):
     status, out, err = kairos_strategies(
         "show", "speed+change_aware", "--set", "k=4", "--schedule", "cosine", "--prediction", "v"
     )
     assert status == 0 and not err
-    head, body = out.split("\n\n")
-    assert "speed+change_aware" in head and "k=4, tau=null" in head and "lambda=0.6" in head
-    assert "cosine schedule, T = 1000, prediction v" in head
+    header, body = out.split("\n\n")
+    assert "speed+change_aware" in header and "k=4, tau=null" in header and "lambda=0.6" in header
+    assert "cosine schedule, T = 1000, prediction v" in header
     rows = [line for line in body.splitlines() if "%" in line]
     shares = [[float(part.strip().split()[-1]) for part in row.split("%")[:2]] for row in rows]
     assert len(rows) == 20 and np.sum(shares, axis=0) == pytest.approx([100, 100], abs=0.2)
@@ -217,14 +224,14 @@ def test_table_says_what_it_shows(kairos_strategies):
         (["shew"], ["shew", "increments"]),
     ],
 )
-def test_bad_arguments_are_rejected_with_the_names_that_exist(kairos_strategies, arguments, words):
+def test_bad_arguments_are_rejected_with_the_allowed_values(kairos_strategies, arguments, words):
     status, out, err = kairos_strategies(*arguments)
     assert status == 2 and not out and "Traceback" not in err
     assert all(word in err for word in words), err
 
 
 class Negative(Weighting):
-    """Falls under 0."""
+    """Weighting that falls below 0."""
 
     def weights(self, step=0):
         return np.linspace(1, -1, self.schedule.timesteps)
@@ -239,7 +246,7 @@ class Negative(Weighting):
     ],
 )
 @pytest.mark.parametrize("format", ["table", "csv", "png"])
-def test_weights_and_densities_that_are_zero_negative_or_infinite_are_warned_of(
+def test_faulty_weights_and_densities_give_a_warning(
     kairos_strategies, tmp_path, monkeypatch, arguments, warning, format
 ):
     monkeypatch.setitem(WEIGHTINGS, "negative", Entry(NoOptions, "test_strategies_cli:Negative"))
@@ -248,7 +255,7 @@ def test_weights_and_densities_that_are_zero_negative_or_infinite_are_warned_of(
     assert err.count("\n") == 1 and err.startswith("kairos: warning: ") and warning in err
 
 
-def test_curricula_along_their_way(columns, kairos_strategies):
+def test_curricula_are_shown_at_any_progress(columns, kairos_strategies):
     start, middle, end = (columns("clts", "--progress", share)["p"] for share in (0, 0.5, 1))
     assert start == pytest.approx(np.full(1000, 1e-3)) and np.array_equal(start, columns("clts")["p"])
     assert middle == pytest.approx((start + end) / 2)
@@ -257,7 +264,7 @@ def test_curricula_along_their_way(columns, kairos_strategies):
     assert "step 25 of 100" in out
 
 
-def test_files_and_pictures(kairos_strategies, tmp_path, monkeypatch):
+def test_tables_and_figures_are_written_to_files(kairos_strategies, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert kairos_strategies("show", "mode", "--out", "a.csv") == (0, "", "")
     assert len(parse_strategy_csv(Path("a.csv").read_text())["p"]) == 1000
@@ -292,11 +299,11 @@ assert not heavy, heavy
     line = [sys.executable, "-m", "kairos", "strategies", "show", "speed+change_aware"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # processor time: other work on the machine does not count
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time does not depend on other work of the machine
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_initial_densities_are_called_that(kairos_strategies):
+def test_initial_densities_and_weights_are_marked(kairos_strategies):
     for name in ("adaptive", "loss_second_moment", "gradient_norm"):
         assert "initial density" in kairos_strategies("show", name)[1]
     assert "initial" not in kairos_strategies("show", "speed")[1]
@@ -304,8 +311,8 @@ def test_initial_densities_are_called_that(kairos_strategies):
     assert "importance weight" in kairos_strategies("show", "loss_rms")[1]
 
 
-def test_options_as_an_experiment_file_has_them_are_the_same(columns):
-    named = yaml.safe_load("{name: beta, a: 2, b: 3, points: sobol}")
-    expected = make_sampler(named, make_schedule("quadratic", 50)).probabilities()
-    settings = [part for key in ("a", "b", "points") for part in ("--set", f"{key}={named[key]}")]
+def test_options_equal_those_of_an_experiment_file(columns):
+    options = yaml.safe_load("{name: beta, a: 2, b: 3, points: sobol}")
+    expected = make_sampler(options, make_schedule("quadratic", 50)).probabilities()
+    settings = [part for key in ("a", "b", "points") for part in ("--set", f"{key}={options[key]}")]
     assert np.array_equal(columns("beta", "--schedule", "quadratic", "--timesteps", 50, *settings)["p"], expected)

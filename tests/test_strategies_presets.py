@@ -1,4 +1,4 @@
-"""``kairos strategies show`` of other trainers' options: their densities and weights, with another strategy."""
+"""Tests of ``kairos strategies show`` for presets of other trainers: densities, weights, comparison."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from kairos_timesteps.preset_table import CONVENTIONS, TABLE
 
 @pytest.fixture
 def columns(kairos_strategies):
-    """Columns of the csv of a strategy or preset."""
+    """Function that returns the CSV columns of a strategy or preset."""
 
     def run(*arguments) -> dict[str, np.ndarray]:
         status, out, err = kairos_strategies("show", *arguments, "--format", "csv")
@@ -22,16 +22,16 @@ def columns(kairos_strategies):
     return run
 
 
-def both(kairos_strategies, *arguments) -> dict[str, np.ndarray]:
-    """Columns of a csv with ``--compare``."""
+def compared_columns(kairos_strategies, *arguments) -> dict[str, np.ndarray]:
+    """Return the CSV columns of a call with ``--compare``."""
     status, out, err = kairos_strategies("show", *arguments, "--format", "csv")
     assert (status, err) == (0, "")
-    head, *lines = out.splitlines()
+    header, *lines = out.splitlines()
     rows = np.array([[float(value) for value in line.split(",")] for line in lines])
-    return dict(zip(head.split(","), rows.T, strict=True))
+    return dict(zip(header.split(","), rows.T, strict=True))
 
 
-# A preset and the strategy of kairos that has its density and weights on the process of its time
+# presets, and strategies of kairos with equal densities and weights on the process of the preset's time
 EQUAL = [
     (["kohya:shift", "--set", "shift=2"], ["shift", "--set", "alpha=2", "--set", "density=log_normal"], ["flow"]),
     (["kohya:sigmoid"], ["log_normal"], ["flow"]),
@@ -55,8 +55,8 @@ def test_a_preset_has_the_density_and_the_weights_of_its_strategy(
     np.testing.assert_allclose(shown["p"], expected["p"], rtol=1e-6, atol=1e-12)
 
 
-def test_a_preset_is_shown_in_the_trainers_time(columns):
-    """Masses of intervals of t are shares of the preset's own draws."""
+def test_a_preset_is_shown_in_the_time_of_its_trainer(columns):
+    """The masses of intervals of t equal the shares of the preset's draws."""
     for name, context, count in (
         ("musubi:flux_shift", {"tokens": 4096}, 100_000),
         ("musubi:qinglong_qwen", {"tokens": 1024}, 100_000),
@@ -67,35 +67,39 @@ def test_a_preset_is_shown_in_the_trainers_time(columns):
         np.testing.assert_allclose(shown["p"].reshape(10, 100).sum(1), shares, atol=5 * (0.25 / count) ** 0.5)
 
 
-def test_times_that_a_list_contains_have_all_the_mass(kairos_strategies):
+def test_listed_times_have_all_the_mass(kairos_strategies):
     status, out, err = kairos_strategies("show", "simpletuner:fast_schedule", "--format", "csv")
     assert status == 0 and "never drawn (p = 0) at 996 of 1000" in err
     p = parse_strategy_csv(out)["p"]
     assert p[[250, 500, 750, 999]] == pytest.approx([0.1, 0.1, 0.1, 0.7], abs=1e-12)
 
 
-def test_another_strategy_is_compared_in_the_same_time(kairos_strategies, columns):
-    shown = both(kairos_strategies, "kohya:shift", "--compare", "log_normal+bell", "--compare-set", "m=0.5")
+def test_strategies_are_compared_in_one_time(kairos_strategies, columns):
+    shown = compared_columns(kairos_strategies, "kohya:shift", "--compare", "log_normal+bell", "--compare-set", "m=0.5")
     expected = columns("log_normal+bell", "--process", "flow", "--set", "m=0.5")
     assert list(shown) == ["t", "p", "w", "effective", "p_compared", "w_compared", "effective_compared"]
     for key in ("p", "w", "effective"):
         assert np.array_equal(shown[f"{key}_compared"], expected[key])
-    swapped = both(kairos_strategies, "log_normal+bell", "--set", "m=0.5", "--compare", "kohya:shift")
+    swapped = compared_columns(kairos_strategies, "log_normal+bell", "--set", "m=0.5", "--compare", "kohya:shift")
     assert np.array_equal(swapped["p"], shown["p_compared"]) and np.array_equal(swapped["p_compared"], shown["p"])
-    two = both(kairos_strategies, "speed", "--compare", "p2", "--schedule", "cosine", "--compare-set", "gamma=2")
+    two = compared_columns(
+        kairos_strategies, "speed", "--compare", "p2", "--schedule", "cosine", "--compare-set", "gamma=2"
+    )
     assert np.array_equal(two["w_compared"], columns("p2", "--schedule", "cosine", "--set", "gamma=2")["w"])
-    same_preset = both(kairos_strategies, "kohya:shift", "--compare", "kohya:shift", "--compare-set", "shift=1")
+    same_preset = compared_columns(
+        kairos_strategies, "kohya:shift", "--compare", "kohya:shift", "--compare-set", "shift=1"
+    )
     assert np.array_equal(same_preset["p"], shown["p"])
     assert abs(same_preset["p_compared"] - shown["p"]).sum() > 0.1
     status, out, err = kairos_strategies("show", "kohya:shift", "--compare", "nemo:linear")
     assert status == 0 and not err
     rows = [line for line in out.splitlines() if "%" in line]
-    shares = [[float(part.split()[-1]) for part in row.split("%")[:2]] for row in rows]  # masses of both
+    shares = [[float(part.split()[-1]) for part in row.split("%")[:2]] for row in rows]  # masses of both strategies
     assert len(rows) == 20 and np.sum(shares, axis=0) == pytest.approx([100, 100], abs=0.2)
     assert "shift=3" in out and "sum of p*w = 2.5" in out  # the mean of 1 + 3t
 
 
-def test_context_reaches_strategies_too(columns):
+def test_the_context_is_passed_to_strategies(columns):
     shifted = ("shift", "--process", "flow", "--set", "law=exponential", "--set", "density=log_normal")
     shown = columns(*shifted, "--context", "tokens=4096")
     expected = columns("musubi:flux_shift", "--context", "tokens=4096")
@@ -103,24 +107,24 @@ def test_context_reaches_strategies_too(columns):
 
 
 @pytest.mark.long
-def test_pictures_of_two_strategies(kairos_strategies, tmp_path):
+def test_the_figure_of_a_comparison_shows_both_strategies(kairos_strategies, tmp_path):
     from kairos.report.strategy_figures import ComparedStrategy, draw_strategy
 
-    path = tmp_path / "picture.png"
+    path = tmp_path / "figure.png"
     assert kairos_strategies("show", "edm:log_normal", "--compare", "edm_log_normal+edm2", "--out", path)[0] == 0
     assert Image.open(path).width > 1000
     t = np.linspace(0, 1, 100)
     one = {"t": t, "p": np.full(100, 0.01), "w": np.full(100, 1.0), "effective": np.full(100, 0.01)}
     two = {**one, "p": 2 * t / 99, "w": np.full(100, 5.0), "effective": 10 * t / 99}
-    drawing = draw_strategy(one, "one", [], "flow", ComparedStrategy(two, "two", []))
-    for axes, key, scale in zip(drawing.axes, ("p", "w", "effective"), (100, 1, 100)):
+    figure = draw_strategy(one, "one", [], "flow", ComparedStrategy(two, "two", []))
+    for axes, key, scale in zip(figure.axes, ("p", "w", "effective"), (100, 1, 100)):
         curves = [line.get_ydata() for line in axes.lines]
         for columns in (one, two):
             assert any(len(y) == 100 and np.allclose(y, columns[key] * scale) for y in curves)
         assert axes.get_ylim()[1] > (two[key] * scale).max()
 
 
-def test_list_names_every_preset(kairos_strategies):
+def test_list_contains_every_preset(kairos_strategies):
     status, out, err = kairos_strategies("list")
     assert status == 0 and not err
     listed = {line.split()[0] for line in out.splitlines() if line.strip()}

@@ -1,4 +1,4 @@
-"""Super-resolution: images in low resolution as a condition, in pixels and in latents, and PSNR on pairs."""
+"""Tests of super-resolution: low-resolution images as a condition, in pixels and latents, and PSNR on pairs."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ from kairos.sampling.conditions import load_conditions, select_condition_sources
 from kairos.sampling.samples_file import SamplesFile, open_samples, write_samples
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError, KairosError
-from test_data import folder_config, write_pictures
+from test_data import folder_config, write_images
 from training_case import write_experiment
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -40,7 +40,7 @@ STRATEGIES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def exact():
+def deterministic_setup():
     from kairos.compute import setup
 
     setup(1, "cpu")
@@ -48,9 +48,9 @@ def exact():
 
 @pytest.fixture(scope="module")
 def encoded(tmp_path_factory):
-    """Random pictures of side 16, in pixels and through a small autoencoder, with low resolutions of factor 4."""
+    """Folder of random images of side 16, as pixels and latents, with low-resolution images of factor 4."""
     root = tmp_path_factory.mktemp("encoded")
-    write_pictures(root / "in", 20, height=16, width=16)
+    write_images(root / "in", 20, height=16, width=16)
     prepare(folder_config(root / "in", heldout=0.25), root / "dataset")
     dataset = open_dataset(root / "dataset")
     for name, kind in (("pixels", "none"), ("latents", "train")):
@@ -59,20 +59,22 @@ def encoded(tmp_path_factory):
     return root
 
 
-def test_it_is_area_then_bilinear():
+def test_the_resolution_is_reduced_by_area_and_restored_bilinearly():
     images = torch.rand(2, 3, 8, 8)
     small = torch.stack([images[..., i::4, j::4] for i in range(4) for j in range(4)]).mean(0)
-    found = reduce_resolution(images, 4)
-    weights = torch.tensor([1, 1, 0.875, 0.625, 0.375, 0.125, 0, 0])  # of the first of two pixels, half-pixel centres
+    reduced = reduce_resolution(images, 4)
+    weights = torch.tensor(
+        [1, 1, 0.875, 0.625, 0.375, 0.125, 0, 0]
+    )  # weight of the first of two pixels, with half-pixel centres
     across = small[..., :1] * weights + small[..., 1:] * (1 - weights)
     torch.testing.assert_close(
-        found, across[..., :1, :] * weights[:, None] + across[..., 1:, :] * (1 - weights)[:, None]
+        reduced, across[..., :1, :] * weights[:, None] + across[..., 1:, :] * (1 - weights)[:, None]
     )
-    torch.testing.assert_close(reduce_resolution(images.flip(3), 4), found.flip(3))
+    torch.testing.assert_close(reduce_resolution(images.flip(3), 4), reduced.flip(3))
     torch.testing.assert_close(reduce_resolution(torch.full((1, 1, 8, 8), 0.3), 2), torch.full((1, 1, 8, 8), 0.3))
 
 
-def test_in_pixels(encoded):
+def test_low_resolution_images_in_pixels_are_reduced_flipped_images(encoded):
     latents = open_latents(encoded / "pixels")
     assert latents.condition_kinds["low_resolution"] == {"kind": "image", "shape": [3, 16, 16], "factor": 4}
     flips = np.array([True, False])
@@ -82,26 +84,28 @@ def test_in_pixels(encoded):
     assert "low_resolution" not in latents.load_stored_conditions([3])
 
 
-def test_in_latents(encoded):
+def test_low_resolution_images_in_latents_are_encoded_reduced_images(encoded):
     latents, codec = open_latents(encoded / "latents"), load_codec(encoded / "latents-ae")
     assert latents.condition_kinds["low_resolution"]["shape"] == list(latents.shape) == [4, 8, 8]
     assert {"low_mean.npy", "low_mean_flipped.npy"} <= set(latents.manifest["files"])
     images = latents.dataset.load_tensor([3, 4])
     images[0] = images[0].flip(2)
     expected = codec.to_model_space(codec.encode(reduce_resolution(images, 4))[0])
-    found = latents.load_conditions([3, 4], np.array([True, False]))["low_resolution"]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # encoded in batches of another size
+    low = latents.load_conditions([3, 4], np.array([True, False]))["low_resolution"]
+    torch.testing.assert_close(
+        low, expected, atol=1e-5, rtol=1e-5
+    )  # the latents were encoded in batches of another size
 
 
-def test_other_factors_are_other_latents(encoded, tmp_path):
+def test_latents_of_different_factors_differ(encoded, tmp_path):
     dataset, codec = open_dataset(encoded / "dataset"), load_codec(encoded / "pixels-ae")
-    found = [encode(dataset, codec, tmp_path / str(k), False, 4, factor=k)["content_sha256"] for k in (None, 2, 4)]
-    assert len(set(found)) == 3
+    hashes = [encode(dataset, codec, tmp_path / str(k), False, 4, factor=k)["content_sha256"] for k in (None, 2, 4)]
+    assert len(set(hashes)) == 3
     with pytest.raises(ConfigError, match=r"dataset\.low_resolution: got 5, allowed: a divisor of both sides.*16×16"):
         encode(dataset, codec, tmp_path / "5", False, 4, factor=5)
 
 
-def test_parts_are_joined_to_the_same(encoded, tmp_path):
+def test_joined_shards_equal_the_whole(encoded, tmp_path):
     dataset, codec = open_dataset(encoded / "dataset"), load_codec(encoded / "latents-ae")
     parts = [tmp_path / f"part{k}" for k in (1, 2)]
     for k, part in enumerate(parts, 1):
@@ -113,33 +117,31 @@ def test_parts_are_joined_to_the_same(encoded, tmp_path):
 
 
 @pytest.mark.parametrize("space", ["pixels", "latents"])
-def test_batches_have_it_of_their_own_flips(encoded, space):
+def test_batches_contain_the_low_resolution_of_their_flipped_images(encoded, space):
     latents = open_latents(encoded / space)
     batches = Batches(latents, 0, 8, range(8), ("low_resolution",), 0.5)
-    dropped = 0
+    dropped_count = 0
     for batch in batches.steps(0, 3):
         low = batch.conditions["low_resolution"]
         assert low.shape == batch.x0.shape and low.dtype == torch.float32
-        none = low.flatten(1).abs().sum(1) == 0
-        dropped += int(none.sum())
+        dropped = low.flatten(1).abs().sum(1) == 0
+        dropped_count += int(dropped.sum())
         if space == "pixels":
-            torch.testing.assert_close(low[~none], reduce_resolution(batch.x0, 4)[~none])
-    assert 4 <= dropped <= 20
+            torch.testing.assert_close(low[~dropped], reduce_resolution(batch.x0, 4)[~dropped])
+    assert 4 <= dropped_count <= 20
     assert not nulls({"low_resolution": low}, latents.condition_kinds)["low_resolution"].any()
 
 
-def test_conditions_come_from_heldout_images(encoded, tmp_path):
+def test_sampling_is_conditioned_on_heldout_images(encoded, tmp_path):
     latents = open_latents(encoded / "pixels")
     kinds = {"low_resolution": latents.condition_kinds["low_resolution"]}
-    held = latents.heldout
-    assert select_condition_sources(latents, range(2, 7), kinds).tolist() == held[[2, 3, 4, 0, 1]].tolist()
-    drawn = select_condition_sources(latents, range(40), kinds, "data", 3)
-    assert (
-        set(drawn) == set(held)
-        and select_condition_sources(latents, range(5, 9), kinds, "data", 3).tolist() == drawn[5:9].tolist()
-    )
-    told = load_conditions(["low_resolution"], kinds, encoded / "pixels")(range(2, 4))["low_resolution"]
-    assert torch.equal(told, reduce_resolution(latents.dataset.load_tensor(held[[2, 3]]), 4))
+    heldout = latents.heldout
+    assert select_condition_sources(latents, range(2, 7), kinds).tolist() == heldout[[2, 3, 4, 0, 1]].tolist()
+    sources = select_condition_sources(latents, range(40), kinds, "data", 3)
+    assert set(sources) == set(heldout)
+    assert select_condition_sources(latents, range(5, 9), kinds, "data", 3).tolist() == sources[5:9].tolist()
+    low = load_conditions(["low_resolution"], kinds, encoded / "pixels")(range(2, 4))["low_resolution"]
+    assert torch.equal(low, reduce_resolution(latents.dataset.load_tensor(heldout[[2, 3]]), 4))
     assert set(select_condition_sources(latents, range(40), {"class": {"kind": "class"}}, "data")) <= set(latents.train)
     with pytest.raises(KairosError, match=r"'low_resolution' is taken from real images.*--latents"):
         load_conditions(["low_resolution"], kinds, tmp_path / "absent")
@@ -154,43 +156,44 @@ def test_conditions_come_from_heldout_images(encoded, tmp_path):
     assert select_condition_sources(open_latents(tmp_path / "latents"), range(18, 22), kinds).tolist() == [18, 19, 0, 1]
 
 
-def test_a_class_beside_other_conditions_is_that_of_their_image(tmp_path):
+def test_a_class_with_image_conditions_is_the_class_of_their_image(tmp_path):
     for number in range(3):
-        write_pictures(tmp_path / "in" / str(number), 8, height=8, width=8)
+        write_images(tmp_path / "in" / str(number), 8, height=8, width=8)
     prepare(folder_config(tmp_path / "in", heldout=0.5), tmp_path / "dataset")
     dataset = open_dataset(tmp_path / "dataset")
     make_autoencoder(AutoencoderConfig(), dataset, tmp_path / "ae", CPU)
     encode(dataset, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4, factor=2)
     kinds = open_latents(tmp_path / "latents").condition_kinds
-    told = load_conditions(["class", "low_resolution"], kinds, tmp_path / "latents")(range(9))
-    assert told["class"].tolist() == dataset.labels[dataset.heldout[:9]].tolist()
+    conditions = load_conditions(["class", "low_resolution"], kinds, tmp_path / "latents")(range(9))
+    assert conditions["class"].tolist() == dataset.labels[dataset.heldout[:9]].tolist()
     alone = load_conditions(["class"], kinds, tmp_path / "absent")(range(9))
     assert alone["class"].tolist() == [0, 1, 2] * 3
 
 
-def test_psnr(encoded):
+def test_psnr_compares_samples_with_the_images_of_their_conditions(encoded):
     latents = open_latents(encoded / "pixels")
     kinds = {"low_resolution": latents.condition_kinds["low_resolution"]}
     true = latents.dataset.images[select_condition_sources(latents, range(100), kinds)]
-    off = true.astype(int)
-    off[::2] = np.where(off[::2] < 128, off[::2] + 3, off[::2] - 3)
-    off[1::2] = np.where(off[1::2] < 128, off[1::2] + 9, off[1::2] - 9)
-    each = [10 * np.log10(255**2 / 9), 10 * np.log10(255**2 / 81)]
+    inexact = true.astype(int)
+    inexact[::2] = np.where(inexact[::2] < 128, inexact[::2] + 3, inexact[::2] - 3)
+    inexact[1::2] = np.where(inexact[1::2] < 128, inexact[1::2] + 9, inexact[1::2] - 9)
+    expected = [10 * np.log10(255**2 / 9), 10 * np.log10(255**2 / 81)]
 
-    def found(images, part, protocol):
-        pairs = pair_with_real_images(SamplesFile(images, protocol, {}), part, latents, kinds)
-        return psnr(None, ImageStatistics(len(part), {}, pairs=pairs), None)["psnr"]
+    def compute_psnr(images, indices, protocol):
+        pairs = pair_with_real_images(SamplesFile(images, protocol, {}), indices, latents, kinds)
+        return psnr(None, ImageStatistics(len(indices), {}, pairs=pairs), None)["psnr"]
 
-    images, stated = off.astype(np.uint8), {"labels": "balanced", "seed": 0}
-    assert found(images, range(100), stated) == pytest.approx(np.mean(each))
-    assert found(images, range(70, 80), stated) == pytest.approx(np.mean(each))
-    assert found(images, range(1, 2), stated) == pytest.approx(each[1])
-    assert found(true, range(100), stated) > 150
-    with pytest.raises(KairosError, match="psnr needs samples .* kairos sample"):
-        found(true, range(100), {})
+    images, protocol = inexact.astype(np.uint8), {"labels": "balanced", "seed": 0}
+    assert compute_psnr(images, range(100), protocol) == pytest.approx(np.mean(expected))
+    assert compute_psnr(images, range(70, 80), protocol) == pytest.approx(np.mean(expected))
+    assert compute_psnr(images, range(1, 2), protocol) == pytest.approx(expected[1])
+    assert compute_psnr(true, range(100), protocol) > 150
+    with pytest.raises(KairosError, match=r"psnr needs samples .* kairos sample"):
+        compute_psnr(true, range(100), {})
 
 
-def sections(**changes):
+def experiment_values(**changes):
+    """Return the values of an experiment; `changes` replace fields of its sections."""
     values = {
         "experiment": "sr",
         "dataset": {"source": "folder", "path": "in", "resolution": 32, "low_resolution": 4, "flips": True},
@@ -230,23 +233,23 @@ def sections(**changes):
     ],
     ids=str,
 )  # fmt: skip
-def test_refusals(changes, message):
+def test_invalid_settings_are_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
-        validate(sections(**changes))
+        validate(experiment_values(**changes))
 
 
-def test_what_it_costs_is_known_beforehand(tmp_path):
-    values = {**sections(), "autoencoder": {"kind": "train", "channels": [8, 8]}}
-    known = find_dataset_size(validate(values), tmp_path, None, None)
-    assert known.conditions == {"low_resolution": {"kind": "image", "shape": [4, 16, 16]}} and known.latent_arrays == 6
+def test_the_dataset_size_includes_low_resolution_images(tmp_path):
+    values = {**experiment_values(), "autoencoder": {"kind": "train", "channels": [8, 8]}}
+    size = find_dataset_size(validate(values), tmp_path, None, None)
+    assert size.conditions == {"low_resolution": {"kind": "image", "shape": [4, 16, 16]}} and size.latent_arrays == 6
 
 
 def kairos(*arguments) -> None:
     assert main([str(argument) for argument in arguments]) == 0
 
 
-def run_chain(root: Path, values: dict, report: bool = False, steps=("0000000", "0000020")) -> dict[str, dict]:
-    """The pipeline's stages as its rules call them; the record of every method's last milestone."""
+def run_pipeline(root: Path, values: dict, report: bool = False, steps=("0000000", "0000020")) -> dict[str, dict]:
+    """Run the commands of all stages; return the metrics of each method's snapshots."""
     path, r = write_experiment(root / "sr.yaml", values), root / "results" / "sr"
     shared = ("--config", path, "--dataset", r / "dataset")
     kairos("prepare", "--config", path, "--out", r / "dataset")
@@ -255,7 +258,7 @@ def run_chain(root: Path, values: dict, report: bool = False, steps=("0000000", 
     kairos("extractor", *shared, "--out", r / "extractor")
     folders = ("--autoencoder", r / "autoencoder", "--latents", r / "latents", "--extractor", r / "extractor")
     kairos("reference", *shared, *folders, "--out", r / "reference")
-    found = {}
+    metrics = {}
     for method in values["methods"]:
         run = r / method / "seed0"
         out = ("--out", run, "--latents", r / "latents")
@@ -265,41 +268,41 @@ def run_chain(root: Path, values: dict, report: bool = False, steps=("0000000", 
             grid = ("--grid", samples.with_suffix(".png"))
             kairos("sample", "--milestone", milestone, "--out", samples, "--num", 40, "--seed", 0, *grid)
             record = run / "evaluation" / f"{step}.json"
-            judge = ("--milestone", milestone, "--samples", samples, "--out", record)
-            kairos("evaluate", *judge, "--reference", r / "reference")
-            found[method, step] = json.loads(record.read_text())["metrics"]
+            evaluated = ("--milestone", milestone, "--samples", samples, "--out", record)
+            kairos("evaluate", *evaluated, "--reference", r / "reference")
+            metrics[method, step] = json.loads(record.read_text())["metrics"]
     if report:
         (root / "Snakefile").touch()
         kairos("report", "--config", path, "--results", r)
-    return found
+    return metrics
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
 @pytest.mark.timeout(300)
-def test_cifar_in_pixels(tmp_path, monkeypatch):
+def test_super_resolution_of_cifar10_in_pixels(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     source = {"source": "parquet", "path": str(SHARED / "cifar10" / "*.parquet"), "limit": 100, "heldout": 0.4}
-    found = run_chain(tmp_path, sections(dataset=source), report=True)
-    for metrics in found.values():
-        assert 0 < metrics["psnr"] < 40 and len(metrics["psnr_sets"]) == 2
+    metrics = run_pipeline(tmp_path, experiment_values(dataset=source), report=True)
+    for values in metrics.values():
+        assert 0 < values["psnr"] < 40 and len(values["psnr_sets"]) == 2
     run = tmp_path / "results" / "sr" / "uniform" / "seed0"
     samples = open_samples(run / "samples" / "0000020.npz")
     assert samples.images.shape == (40, 32, 32, 3) and samples.conditions == {}
     latents = open_latents(tmp_path / "results" / "sr" / "latents")
-    true = latents.dataset.images[latents.heldout]  # 40 are held out, in their order
+    true = latents.dataset.images[latents.heldout]  # 40 images are held out
     error = ((true.astype(float) - samples.images[:]) ** 2).mean((1, 2, 3))
-    assert found["uniform", "0000020"]["psnr"] == pytest.approx(float(np.mean(10 * np.log10(255**2 / error))))
+    assert metrics["uniform", "0000020"]["psnr"] == pytest.approx(float(np.mean(10 * np.log10(255**2 / error))))
     assert "psnr" in (tmp_path / "results" / "sr" / "summary.csv").read_text().splitlines()[0]
-    print({key: round(metrics["psnr"], 2) for key, metrics in found.items()})
+    print({key: round(values["psnr"], 2) for key, values in metrics.items()})
 
-    other = run / "other.npz"  # drawn from another milestone
+    other = run / "other.npz"  # the samples of another snapshot
     write_samples(other, samples.images[:], {**samples.protocol, "step": 0})
-    judge = ["--milestone", run / "milestones" / "0000020", "--samples", other, "--out", tmp_path / "x.json"]
-    arguments = ["evaluate", *judge, "--reference", tmp_path / "results" / "sr" / "reference"]
+    evaluated = ["--milestone", run / "milestones" / "0000020", "--samples", other, "--out", tmp_path / "x.json"]
+    arguments = ["evaluate", *evaluated, "--reference", tmp_path / "results" / "sr" / "reference"]
     assert main([str(argument) for argument in arguments]) != 0
 
 
@@ -307,16 +310,16 @@ def test_cifar_in_pixels(tmp_path, monkeypatch):
 @pytest.mark.skipif(not (SHARED / "coco_mini").is_dir(), reason="coco_mini is not in ../shared/data")
 @pytest.mark.skipif(not (SHARED / "taesd").is_dir(), reason="taesd is not in ../shared/data")
 @pytest.mark.timeout(300)
-def test_coco_in_latents(tmp_path, monkeypatch):
-    """Images of side 32 through taesd, with COCO's own held-out images."""
+def test_super_resolution_of_coco_in_latents(tmp_path, monkeypatch):
+    """Images of side 32 are encoded by taesd; the held-out images are those of COCO."""
     monkeypatch.chdir(tmp_path)
     coco = SHARED / "coco_mini"
     source = {"path": str(coco / "train2017"), "heldout": str(coco / "val2017"), "resolution": 32, "crop": "adm"}
-    values = sections(dataset=source, model={"patch": 2})
+    values = experiment_values(dataset=source, model={"patch": 2})
     values["autoencoder"] = {"kind": "pretrained", "path": str(SHARED / "taesd")}
     values["methods"] = {"uniform": {}}
-    found = run_chain(tmp_path, values, steps=("0000020",))
-    assert all(0 < metrics["psnr"] < 40 for metrics in found.values())
+    metrics = run_pipeline(tmp_path, values, steps=("0000020",))
+    assert all(0 < measured["psnr"] < 40 for measured in metrics.values())
     latents = open_latents(tmp_path / "results" / "sr" / "latents")
     assert set(latents.moments) == {"mean", "low_mean", "mean_flipped", "low_mean_flipped"}
     record = read_json(tmp_path / "results" / "sr" / "uniform" / "seed0" / "milestones" / "0000020" / "milestone.json")

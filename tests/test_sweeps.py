@@ -1,4 +1,4 @@
-"""Sweeps: a grid beside a method is methods of their own for everything that reads an experiment."""
+"""Tests of sweeps: the grid of a method becomes one method for each combination of values."""
 
 import json
 import subprocess
@@ -18,27 +18,28 @@ from workflow_copy import Copy
 SPEED = {"sampler": "speed", "grid": {"sampler.k": [1, 2.5, 5.0]}}
 
 
-def methods(**given) -> dict:
-    return validate({"experiment": "x", "methods": given}, "x.yaml").methods
+def expand_methods(**values) -> dict:
+    """Return the methods of an experiment, with those of grids."""
+    return validate({"experiment": "x", "methods": values}, "x.yaml").methods
 
 
-def test_a_grid_is_a_method_for_each_value():
-    found = methods(uniform={}, speed=SPEED)
-    assert list(found) == ["uniform", "speed-k=1", "speed-k=2.5", "speed-k=5"]
-    assert [its.sampler.get("k") for its in found.values()] == [None, 1.0, 2.5, 5.0]
-    by_hand = methods(**{"speed-k=2.5": {"sampler": {"name": "speed", "k": 2.5}}})
-    assert by_hand["speed-k=2.5"] == found["speed-k=2.5"]
+def test_a_grid_becomes_a_method_for_each_value():
+    expanded = expand_methods(uniform={}, speed=SPEED)
+    assert list(expanded) == ["uniform", "speed-k=1", "speed-k=2.5", "speed-k=5"]
+    assert [method.sampler.get("k") for method in expanded.values()] == [None, 1.0, 2.5, 5.0]
+    explicit = expand_methods(**{"speed-k=2.5": {"sampler": {"name": "speed", "k": 2.5}}})
+    assert explicit["speed-k=2.5"] == expanded["speed-k=2.5"]
 
 
-def test_several_keys_are_their_product():
+def test_a_grid_of_several_keys_becomes_their_product():
     grid = {"sampler.gamma": [0.5], "sampler": ["speed"], "weighting.gamma": [0, 1], "sampler.tau": [None, 500]}
     del grid["sampler.gamma"]
-    found = methods(a={"weighting": {"name": "p2", "k": 2.0}, "grid": grid})
-    assert list(found)[:2] == ["a-sampler=speed-gamma=0-tau=null", "a-sampler=speed-gamma=0-tau=500"]
-    assert len(found) == 4
-    assert found["a-sampler=speed-gamma=1-tau=500"].weighting == {"name": "p2", "k": 2.0, "gamma": 1.0}
-    two = {"sampler": "edm_log_normal", "weighting": "p2", "grid": {"sampler.floor": [0.1], "weighting.k": [1, 2]}}
-    assert list(methods(a=two)) == ["a-floor=0.1-k=1", "a-floor=0.1-k=2"]
+    expanded = expand_methods(a={"weighting": {"name": "p2", "k": 2.0}, "grid": grid})
+    assert list(expanded)[:2] == ["a-sampler=speed-gamma=0-tau=null", "a-sampler=speed-gamma=0-tau=500"]
+    assert len(expanded) == 4
+    assert expanded["a-sampler=speed-gamma=1-tau=500"].weighting == {"name": "p2", "k": 2.0, "gamma": 1.0}
+    two_keys = {"sampler": "edm_log_normal", "weighting": "p2", "grid": {"sampler.floor": [0.1], "weighting.k": [1, 2]}}
+    assert list(expand_methods(a=two_keys)) == ["a-floor=0.1-k=1", "a-floor=0.1-k=2"]
     assert parse_sweep_name("my-own-m=-1-s=2e-05") == [("m", "-1"), ("s", "2e-05")]
     assert parse_sweep_name("speed_v1") == []
 
@@ -66,10 +67,10 @@ def test_several_keys_are_their_product():
         ({"sampler.k": [7]}, r"methods.a-k=7: got a second a-k=7, allowed: each name once"),
     ],
 )
-def test_refusals_are_one_line(grid, message):
-    with pytest.raises(ConfigError, match=f"^x.yaml: {message}") as refused:
-        methods(a={"sampler": "speed", "grid": grid}, **{"a-k=7": {}})
-    assert "\n" not in str(refused.value)
+def test_an_invalid_grid_is_rejected_in_one_line(grid, message):
+    with pytest.raises(ConfigError, match=f"^x.yaml: {message}") as caught:
+        expand_methods(a={"sampler": "speed", "grid": grid}, **{"a-k=7": {}})
+    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def copy(tmp_path_factory):
     return copy
 
 
-def test_snakemake_and_the_command_line_see_the_methods(copy, monkeypatch, capsys):
+def test_snakemake_and_kairos_commands_list_the_methods_of_a_sweep(copy, monkeypatch, capsys):
     assert copy.to_do(config="params.yaml")["train"] == 4
     assert copy.to_do("results/demo/speed-k=2.5/seed0/training.json", config="params.yaml")["train"] == 1
     monkeypatch.chdir(copy.folder)
@@ -96,35 +97,35 @@ def test_snakemake_and_the_command_line_see_the_methods(copy, monkeypatch, capsy
 
 
 @pytest.mark.long
-def test_dvc_follows_and_goes_back(copy):
+def test_dvc_stages_follow_the_methods_of_a_sweep(copy):
     table = copy.folder / "table.yaml"
     before = (copy.folder / "dvc.yaml").read_text()
     fingerprints = ("kairos", "ledger", "fingerprints", "--out", str(table))
-    ended = copy.run_forked(*fingerprints)
-    assert ended.returncode == 1 and "dvc.yaml now names the methods of params.yaml" in ended.stderr
+    result = copy.run_forked(*fingerprints)
+    assert result.returncode == 1 and "dvc.yaml now names the methods of params.yaml" in result.stderr
     assert copy.run_forked(*fingerprints).returncode == 0
     listed = json.loads(copy.run_forked("python", "-c", LIST_STAGES).stdout)["stages"]
     stage = listed["train@speed-k=2.5-0"]
     assert stage["cmd"] == "kairos ledger run train --method speed-k=2.5 --seed 0"
     (key,) = stage["params"]["results/demo/dependencies.yaml"]
     assert [name for name in listed if name.startswith("train@")][:2] == ["train@uniform-0", "train@speed-k=1-0"]
-    asks = "from dvc.repo import Repo; from dvc.dependency.param import read_param_file as read; "
-    asks += f"print(read(Repo('.').fs, {str(table)!r}, [{key!r}], flatten=True))"
-    assert "'k': 2.5" in copy.run_forked("python", "-c", asks).stdout
+    code = "from dvc.repo import Repo; from dvc.dependency.param import read_param_file as read; "
+    code += f"print(read(Repo('.').fs, {str(table)!r}, [{key!r}], flatten=True))"
+    assert "'k': 2.5" in copy.run_forked("python", "-c", code).stdout
     with copy.edited("params.yaml", "    grid:\n      sampler.k:\n      - 1\n      - 2.5\n      - 5.0\n", ""):
         assert copy.run_forked(*fingerprints).returncode == 1
         assert (copy.folder / "dvc.yaml").read_text() == before
 
 
 @pytest.mark.long
-def test_the_report_draws_the_distance_against_the_option(tmp_path, monkeypatch):
+def test_the_report_plots_the_distance_against_the_swept_option(tmp_path, monkeypatch):
     for k, distance in ((1, 25.0), (2.5, 20.0), (10, 22.0)):
-        made = {"sampler": {"name": "speed", "k": float(k)}}, distance, 1.4
-        monkeypatch.setitem(results_tree.METHODS, f"speed-k={k}", made)
+        method = {"sampler": {"name": "speed", "k": float(k)}}, distance, 1.4
+        monkeypatch.setitem(results_tree.METHODS, f"speed-k={k}", method)
     names = tuple(name for name in results_tree.METHODS if "=" in name)
     config, results = results_tree.write(tmp_path, (0,), ("uniform", *names))
     assert main(["report", "--config", str(config), "--results", str(results)]) == 0
     assert "Distance against swept options" in (results / "report.html").read_text()
-    drawing = (results / "figures/metric_vs_option.svg").read_text()
-    assert all(f"<!-- {word} -->" in drawing for word in ("k", "1", "2.5", "10", "speed", "uniform"))
+    figure = (results / "figures/metric_vs_option.svg").read_text()
+    assert all(f"<!-- {word} -->" in figure for word in ("k", "1", "2.5", "10", "speed", "uniform"))
     assert group_swept_methods(list(load(config).methods)) == {"k": {"speed": dict(zip(("1", "2.5", "10"), names))}}

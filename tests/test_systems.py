@@ -1,4 +1,4 @@
-"""The systems of both papers: their files, their published sizes, and small forms of them that learn."""
+"""Tests of the systems of both papers: their files, published sizes, and training of small versions."""
 
 import csv
 import os
@@ -23,7 +23,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from papers import FILES, SYSTEMS  # noqa: E402
 
 
-def test_every_file_is_a_system_and_the_reverse():
+def test_every_system_has_an_experiment_file_and_every_file_a_system():
     assert {file.stem for file in FILES.glob("*.yaml")} == set(SYSTEMS)
 
 
@@ -34,45 +34,45 @@ def test_a_system_has_its_published_size(name):
     assert experiment.experiment == name and {"speed", "adaptive"} < set(experiment.methods)
     plain = experiment.plain()
     outputs = build_process(plain["diffusion"], 0.5).channels(system.shape[0])
-    MODELS.entry(plain["model"]["name"]).load()  # imports must find torch as it is
-    with FakeTensorMode():  # shapes without content
+    MODELS.entry(plain["model"]["name"]).load()  # import before FakeTensorMode changes torch
+    with FakeTensorMode():  # tensors with shapes and without content
         network = models.build(plain["model"], system.shape, system.conditions, outputs)
     assert sum(parameter.numel() for parameter in network.parameters()) == system.parameters
 
 
-def of(name):
+def load_plain(name):
+    """Return the experiment of a system as plain values."""
     return load(FILES / f"{name}.yaml").plain()
 
 
-def grid_of(name):
-    plain = of(name)
+def grid_times(name):
+    """Return the times of a system's solver time grid."""
+    plain = load_plain(name)
     sampling, process = plain["sampling"], plain["diffusion"]["process"]
-    found = build_time_grid(
-        build_process(plain["diffusion"]), sampling["steps"], resolve_solver(sampling["scheduler"], process)
-    )
-    return [place.t for place in found]
+    solver = resolve_solver(sampling["scheduler"], process)
+    return [level.t for level in build_time_grid(build_process(plain["diffusion"]), sampling["steps"], solver)]
 
 
-def test_settings_that_no_default_gives():
-    ldm, fdm, uvit = of("ldm_celebahq"), of("fdm_cifar10"), of("uvit_cifar10")
+def test_systems_have_the_settings_that_differ_from_the_defaults():
+    ldm, fdm, uvit = load_plain("ldm_celebahq"), load_plain("fdm_cifar10"), load_plain("uvit_cifar10")
     assert ldm["training"]["ema"]["count_from"] == 1 and ldm["dataset"]["images"] == 25_000
     assert {method["weighting"]["warmup"] for method in fdm["methods"].values()} == {200}
-    assert uvit["sampling"]["scheduler"]["spacing"] == "uniform"  # auto is EDM's grid
-    assert len(set(grid_of("uvit_coco"))) == 51 and grid_of("uvit_coco")[-2:] == [0, 0]
+    assert uvit["sampling"]["scheduler"]["spacing"] == "uniform"  # auto selects EDM's grid
+    assert len(set(grid_times("uvit_coco"))) == 51 and grid_times("uvit_coco")[-2:] == [0, 0]
     for name in ("ldm_celebahq", "uvit_imagenet256"):
-        assert of(name)["methods"]["adaptive"]["sampler"]["width"] == 256
+        assert load_plain(name)["methods"]["adaptive"]["sampler"]["width"] == 256
 
 
 @pytest.mark.parametrize("size", [64, "64"])
-def test_sizes_that_yaml_takes_for_numbers(size):
+def test_a_model_size_may_be_a_number(size):
     values = {"experiment": "x", "methods": {"a": {}}, "model": {"name": "adm", "size": size}}
     assert validate(values).plain()["model"]["size"] == "64"
 
 
-def test_what_texts_take_on_the_disk(tmp_path):
+def test_the_size_of_encoded_texts_on_disk_is_known(tmp_path):
     from clip_case import write_text_encoder
 
-    plain = of("uvit_coco")
+    plain = load_plain("uvit_coco")
     plain["text_encoder"]["path"] = str(write_text_encoder(tmp_path / "clip"))
     for dtype, size in (("float16", 2), ("float32", 4)):
         plain["text_encoder"]["dtype"] = dtype
@@ -81,7 +81,7 @@ def test_what_texts_take_on_the_disk(tmp_path):
 
 
 @pytest.mark.long
-def test_the_plan_says_the_published_size(capsys):
+def test_kairos_plan_prints_the_published_size(capsys):
     from kairos.cli import main
 
     file = str(FILES / "dit_imagenet256.yaml")
@@ -90,13 +90,13 @@ def test_the_plan_says_the_published_size(capsys):
 
 
 @pytest.mark.long
-def test_small_forms_learn(tmp_path):
-    """A system through the pipeline's own commands, on digits; `make systems` runs all, on CIFAR-10 and COCO."""
+def test_a_small_system_learns(tmp_path):
+    """The benchmark trains a small system on digits; `make systems` runs all systems, on CIFAR-10 and COCO."""
     benchmark, arguments = str(ROOT / "benchmarks" / "systems.py"), ["edm_cifar10", "--methods", "adaptive"]
     command = [sys.executable, benchmark, *arguments, "--steps", "40", "--out", str(tmp_path)]
     environment = os.environ | {"DATA": str(tmp_path / "none"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     with open(tmp_path / "systems.csv", newline="") as file:
         (row,) = csv.DictReader(file)
     assert int(row["small_parameters"]) < 1e6

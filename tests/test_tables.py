@@ -1,4 +1,4 @@
-"""Parquet files and hub data sets as sources."""
+"""Tests of Parquet files and data sets of the Hugging Face hub as sources."""
 
 import io
 from pathlib import Path
@@ -16,7 +16,7 @@ from kairos_timesteps.errors import ConfigError, KairosError
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
-def picture(seed: int) -> Image.Image:
+def random_image(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8))
 
 
@@ -26,13 +26,14 @@ def config(**fields) -> DatasetConfig:
 
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
-    """Keep what `datasets` copies out of the user's home."""
+    """Cache of `datasets` in the test's folder instead of the user's home."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def write_parquet(path: Path, count: int, broken: int | None = None, column: str = "image", label="label") -> Path:
+    """Write a Parquet file of images and labels; the row `broken` has a truncated image."""
     import datasets
 
     rows = [{"bytes": _png(index), "path": None} for index in range(count)]
@@ -48,7 +49,7 @@ def write_parquet(path: Path, count: int, broken: int | None = None, column: str
 
 def _png(seed: int) -> bytes:
     buffer = io.BytesIO()
-    picture(seed).save(buffer, format="png")
+    random_image(seed).save(buffer, format="png")
     return buffer.getvalue()
 
 
@@ -60,18 +61,18 @@ def test_images_and_labels_of_parquet_files_are_read_in_order(tmp_path, hub_cach
     assert manifest["classes"] == ["no", "yes"]
     assert list(dataset.labels) == [0, 1, 0, 1, 0, 0, 1, 0]
     for row, seed in enumerate([0, 1, 2, 3, 4, 0, 1, 2]):
-        assert np.array_equal(dataset.images[row], np.asarray(picture(seed)))
+        assert np.array_equal(dataset.images[row], np.asarray(random_image(seed)))
 
 
-def test_a_table_is_opened_anew_now_and_then(tmp_path, hub_cache, monkeypatch):
+def test_a_table_is_reopened_after_a_number_of_reads(tmp_path, hub_cache, monkeypatch):
     monkeypatch.setattr("kairos.data.sources._READS_BEFORE_REOPENING", 3)
     path = write_parquet(tmp_path / "one.parquet", 10)
     source = open_source(config(source="parquet", path=str(path)))
     for seed in (*range(10), 4, 0):
-        assert np.array_equal(np.asarray(source.read(seed)), np.asarray(picture(seed)))
+        assert np.array_equal(np.asarray(source.read(seed)), np.asarray(random_image(seed)))
 
 
-def test_parquet_names_the_broken_row(tmp_path, hub_cache):
+def test_a_broken_row_of_a_parquet_file_is_reported_or_skipped(tmp_path, hub_cache):
     write_parquet(tmp_path / "one.parquet", 5)
     write_parquet(tmp_path / "two.parquet", 4, broken=2)
     both = config(source="parquet", path=str(tmp_path / "*.parquet"))
@@ -96,7 +97,7 @@ def test_parquet_files_and_columns_that_cannot_be_used_are_rejected(tmp_path, hu
         open_source(config(source="parquet", path=path, label_column="tag"))
 
 
-def test_table_without_images(tmp_path, hub_cache):
+def test_a_table_without_images_is_rejected(tmp_path, hub_cache):
     import datasets
 
     datasets.Dataset.from_dict({"x": [1, 2]}).to_parquet(str(tmp_path / "x.parquet"))
@@ -104,7 +105,7 @@ def test_table_without_images(tmp_path, hub_cache):
         open_source(config(source="parquet", path=str(tmp_path / "x.parquet")))
 
 
-def test_text_labels(tmp_path, hub_cache):
+def test_text_labels_become_sorted_classes(tmp_path, hub_cache):
     import datasets
 
     rows = {"data": [_png(0), _png(1), _png(2)], "label": ["b", "a", "b"]}
@@ -116,7 +117,7 @@ def test_text_labels(tmp_path, hub_cache):
     assert source.read(1).size == (8, 8)
 
 
-def test_hub_without_network_says_what_to_do(tmp_path, hub_cache, monkeypatch):
+def test_the_hub_without_network_gives_an_error_with_advice(tmp_path, hub_cache, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -126,7 +127,7 @@ def test_hub_without_network_says_what_to_do(tmp_path, hub_cache, monkeypatch):
 
 
 @pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
-def test_cifar10(tmp_path, hub_cache):
+def test_cifar10_is_prepared_with_its_classes_and_channel_means(tmp_path, hub_cache):
     path = str(SHARED / "cifar10" / "*.parquet")
     manifest = prepare(config(source="parquet", path=path, limit=500), tmp_path)
     assert (manifest["count"], manifest["height"], manifest["channels"]) == (500, 32, 3)
@@ -135,7 +136,7 @@ def test_cifar10(tmp_path, hub_cache):
 
 
 @pytest.mark.skipif(not (SHARED / "fashion_mnist").is_dir(), reason="Fashion-MNIST is not in ../shared/data")
-def test_fashion_mnist(tmp_path, hub_cache):
+def test_fashion_mnist_is_prepared_at_another_resolution(tmp_path, hub_cache):
     path = str(SHARED / "fashion_mnist" / "test-*.parquet")
     manifest = prepare(config(source="parquet", path=path, limit=500, color="grey", resolution=32), tmp_path)
     assert (manifest["count"], manifest["height"], manifest["channels"]) == (500, 32, 1)

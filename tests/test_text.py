@@ -1,4 +1,4 @@
-"""Captions, stage text and what is told of them: sources, encoders, trainings, samples and the CLIP score."""
+"""Tests of text conditions: captions, text encoders, training, sampling and the CLIP score."""
 
 import json
 import multiprocessing
@@ -44,7 +44,7 @@ needs_coco = pytest.mark.skipif(not COCO.is_dir(), reason="COCO-mini is not in .
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def deterministic_setup():
     setup(1, "cpu")
 
 
@@ -61,23 +61,23 @@ def write_images(folder: Path, names: list[str]) -> Path:
 
 
 def write_captions(path: Path, captions: dict[str, list[str]]) -> str:
-    """A file in COCO's form; ids are numbers in no order."""
+    """Write captions in COCO's format, with ids that are not sorted; return the path."""
     ids = {name: 1000 - number for number, name in enumerate(captions)}
-    pairs = [(ids[name], text) for name, own in captions.items() for text in own]
+    pairs = [(ids[name], text) for name, texts in captions.items() for text in texts]
     images = [{"id": ids[name], "file_name": name} for name in captions]
-    annotations = [{"image_id": image, "id": place, "caption": text} for place, (image, text) in enumerate(pairs)]
+    annotations = [{"image_id": image, "id": index, "caption": text} for index, (image, text) in enumerate(pairs)]
     path.write_text(json.dumps({"images": images, "annotations": annotations}))
     return str(path)
 
 
-def of(dataset, images) -> list[list[str]]:
-    """All captions of some images of a prepared data set."""
+def captions_of(dataset, images) -> list[list[str]]:
+    """Return all captions of some images of a prepared data set."""
     captions = dataset.captions
     return [captions.texts(range(captions.firsts[image], captions.firsts[image + 1])) for image in images]
 
 
 @pytest.mark.parametrize("store", ["copy", "refer"])
-def test_coco_captions(tmp_path, capsys, store):
+def test_coco_captions_are_matched_by_file_name(tmp_path, capsys, store):
     images = write_images(tmp_path / "images", ["a.png", "b.png", "c.png", "in/d.png"])
     captions = {"a.png": ["One.", " zwei ü "], "d.png": ["three"], "b.png": ["", "four"], "x.png": ["gone", "too"]}
     file = write_captions(tmp_path / "captions.json", captions)
@@ -89,28 +89,28 @@ def test_coco_captions(tmp_path, capsys, store):
         in capsys.readouterr().err
     )
     dataset = open_dataset(tmp_path / "out")
-    assert of(dataset, range(3)) == [["One.", "zwei ü"], ["four"], ["three"]]
+    assert captions_of(dataset, range(3)) == [["One.", "zwei ü"], ["four"], ["three"]]
     assert dataset.captions.caption_indices(np.array([2, 0, 0]), np.array([7, 1, 2**31])).tolist() == [3, 1, 0]
     assert dataset.captions.longest_bytes == len("zwei ü".encode())
-    assert dataset.images[[0, 2]].shape == (2, 8, 8, 3)  # a source that is referred to opens without its captions
+    assert dataset.images[[0, 2]].shape == (2, 8, 8, 3)  # images can be read without their captions
     with pytest.raises(
         KairosError, match=r"dataset.unmatched: got refuse.*the first: c.png.*2 captions no image; allowed: count"
     ):
         prepare(DatasetConfig(**settings, unmatched="refuse"), tmp_path / "refused")
 
 
-def test_heldout_images_with_captions_of_their_own_or_in_one_file(tmp_path):
-    ours, theirs = (write_images(tmp_path / name, [f"{name}{n}.png" for n in range(3)]) for name in "ab")
+def test_captions_of_heldout_images_are_in_a_second_file_or_in_the_same_one(tmp_path):
+    training, heldout = (write_images(tmp_path / name, [f"{name}{n}.png" for n in range(3)]) for name in "ab")
     captions = {f"{name}{n}.png": [f"{name} {n}"] for name in "ab" for n in range(3)}
     both = write_captions(tmp_path / "both.json", captions)
-    own = write_captions(tmp_path / "own.json", {"b1.png": ["mine"], "q.png": ["nothing"]})
-    settings = {"source": "folder", "path": str(ours), "heldout": str(theirs), "captions": both}
+    second_file = write_captions(tmp_path / "second.json", {"b1.png": ["mine"], "q.png": ["nothing"]})
+    settings = {"source": "folder", "path": str(training), "heldout": str(heldout), "captions": both}
     one = prepare(DatasetConfig(**settings), tmp_path / "one")
     assert one["captions"] == {"count": 6, "images_without": 0, "captions_without": 0}
-    two = prepare(DatasetConfig(**settings, heldout_captions=own), tmp_path / "two")
+    two = prepare(DatasetConfig(**settings, heldout_captions=second_file), tmp_path / "two")
     assert two["captions"] == {"count": 4, "images_without": 2, "captions_without": 4}
     dataset = open_dataset(tmp_path / "two")
-    assert of(dataset, dataset.heldout) == [["mine"]]
+    assert captions_of(dataset, dataset.heldout) == [["mine"]]
     with pytest.raises(ConfigError, match=r"dataset.heldout_captions: .*cannot be read"):
         prepare(DatasetConfig(**settings, heldout_captions="none.json"), tmp_path / "three")
     other = write_captions(tmp_path / "other.json", {"a1.png": ["of a training image"]})
@@ -118,15 +118,15 @@ def test_heldout_images_with_captions_of_their_own_or_in_one_file(tmp_path):
         prepare(DatasetConfig(**settings, heldout_captions=other), tmp_path / "four")
 
 
-def test_captions_beside_the_images_and_in_a_column(tmp_path):
+def test_captions_are_read_from_sidecar_files_and_from_a_column(tmp_path):
     from datasets import Dataset, Features, List, Value
     from datasets import Image as ImageFeature
 
     images = write_images(tmp_path / "images", ["a.png", "b.png"])
     (images / "a.txt").write_text("first\n\n second \n")
     (images / "b.txt").write_text("third")
-    prepare(DatasetConfig(source="folder", path=str(images), captions="sidecar"), tmp_path / "beside")
-    assert of(open_dataset(tmp_path / "beside"), range(2)) == [["first", "second"], ["third"]]
+    prepare(DatasetConfig(source="folder", path=str(images), captions="sidecar"), tmp_path / "sidecar")
+    assert captions_of(open_dataset(tmp_path / "sidecar"), range(2)) == [["first", "second"], ["third"]]
 
     cells = [{"bytes": (images / name).read_bytes(), "path": None} for name in ("a.png", "b.png")]
     rows = {"image": cells, "text": ["one", " two"], "texts": [["p", "q"], ["r", None]], "n": [1, 2]}
@@ -137,20 +137,20 @@ def test_captions_beside_the_images_and_in_a_column(tmp_path):
     settings = {"source": "parquet", "path": str(tmp_path / "t.parquet")}
     for column, expected in (("text", [["one"], ["two"]]), ("texts", [["p", "q"], ["r"]])):
         prepare(DatasetConfig(**settings, captions=column), tmp_path / column)
-        assert of(open_dataset(tmp_path / column), range(2)) == expected
+        assert captions_of(open_dataset(tmp_path / column), range(2)) == expected
     for column, message in (("gone", "allowed: one of image, text, texts, n"), ("n", "holds 1, allowed: texts")):
         with pytest.raises(ConfigError, match=f"dataset.captions: .*{message}"):
             prepare(DatasetConfig(**settings, captions=column), tmp_path / "bad")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"images": []}', '{"images": [3], "annotations": []}', "\xff"])
-def test_what_is_no_coco_file_is_refused(tmp_path, content):
+def test_a_file_that_is_not_in_the_coco_format_is_rejected(tmp_path, content):
     (tmp_path / "c.json").write_bytes(content.encode("latin1"))
     with pytest.raises(ConfigError, match=r"dataset.captions: .*cannot be read .*, allowed: JSON"):
         read_coco_captions(str(tmp_path / "c.json"), ["a.png"])
 
 
-def test_captions_of_no_image_or_of_two_are_refused(tmp_path):
+def test_captions_that_match_no_image_or_two_images_are_rejected(tmp_path):
     images = write_images(tmp_path / "images", ["x/a.png", "y/a.png"])
     for captions, message in (
         ({"a.png": ["which?"]}, "2 images"),
@@ -186,7 +186,7 @@ def test_captions_of_no_image_or_of_two_are_refused(tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_runs(changes, message):
+def test_incompatible_text_settings_are_rejected_by_validation(changes, message):
     plain = {
         "experiment": "e",
         "methods": {"a": {}},
@@ -194,16 +194,16 @@ def test_what_does_not_fit_is_refused_before_anything_runs(changes, message):
         "dataset": {"source": "parquet", "path": "x", "captions": "text"},
         "text_encoder": {"path": "x"},
     }
-    settled = validate(plain).text_encoder
-    assert (settled.output, settled.dropped) == ("tokens", "empty")
-    with pytest.raises(ConfigError) as refused:
+    resolved = validate(plain).text_encoder
+    assert (resolved.output, resolved.dropped) == ("tokens", "empty")
+    with pytest.raises(ConfigError) as caught:
         validate(plain | changes)
-    assert message in str(refused.value)
+    assert message in str(caught.value)
 
 
 @pytest.fixture(scope="module")
 def captioned(tmp_path_factory) -> Path:
-    """A data set of 40 images with 60 captions, one of them too long."""
+    """Data set of 40 images with 60 captions, of which one is too long."""
     root = tmp_path_factory.mktemp("captioned")
     names = [f"{number:02}.png" for number in range(40)]
     captions = {name: [f"a photo of {n}", f"the {n}"][: 1 + n % 2] for n, name in enumerate(names)}
@@ -213,7 +213,7 @@ def captioned(tmp_path_factory) -> Path:
     return root / "d"
 
 
-def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
+def test_encoded_captions_equal_those_of_transformers(encoder, captioned, tmp_path, capsys):
     from transformers import CLIPTextModel, CLIPTokenizer
 
     dataset = open_dataset(captioned)
@@ -224,20 +224,20 @@ def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
     manifest = encode_captions(
         TextEncoderConfig(path=str(encoder)).resolve_auto("tokens"), dataset, tmp_path / "tokens", CPU
     )
-    form = {"kind": "text", "shape": [77, 32], "null": "empty", "encoder": manifest["condition"]["encoder"]}
-    assert manifest["condition"] == form and len(form["encoder"]) == 64
+    description = {"kind": "text", "shape": [77, 32], "null": "empty", "encoder": manifest["condition"]["encoder"]}
+    assert manifest["condition"] == description and len(description["encoder"]) == 64
     assert (manifest["count"], manifest["truncated"], manifest["longest"]) == (60, 1, 102)
     assert "1 of 60 captions have more than 77 tokens and are cut off" in capsys.readouterr().err
     text = open_encoded_captions(tmp_path / "tokens", dataset)
     for number in (0, 1, 9, 59):
-        told = tokenizer(dataset.captions.texts([number]), padding="max_length", truncation=True, return_tensors="pt")
-        assert told["input_ids"].shape == (1, 77)
+        tokens = tokenizer(dataset.captions.texts([number]), padding="max_length", truncation=True, return_tensors="pt")
+        assert tokens["input_ids"].shape == (1, 77)
         with torch.no_grad():
-            expected = model(input_ids=told["input_ids"])
+            expected = model(input_ids=tokens["input_ids"])
         assert torch.allclose(torch.from_numpy(text.states[number]), expected.last_hidden_state[0], atol=1e-5)
     pooled = TextEncoderConfig(path=str(encoder), dtype="float16").resolve_auto("pooled")
     manifest = encode_captions(pooled, dataset, tmp_path / "pooled", CPU)
-    assert manifest["condition"] == {**form, "shape": [32], "null": "random"}
+    assert manifest["condition"] == {**description, "shape": [32], "null": "random"}
     text = open_encoded_captions(tmp_path / "pooled", dataset)
     assert text.states.dtype == np.float16
     assert np.allclose(text.states[59], expected.pooler_output[0], atol=2e-3)
@@ -245,8 +245,8 @@ def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
         encode_captions(pooled.model_copy(update={"too_long": "refuse"}), dataset, tmp_path / "refused", CPU)
 
 
-def test_an_encoder_with_a_mask(captioned, tmp_path):
-    """T5: the states of the tokens do not depend on the padding, and the pooled state is their mean."""
+def test_states_of_t5_do_not_depend_on_the_padding(captioned, tmp_path):
+    """The attention mask excludes the padding, and the pooled state is the mean of the tokens' states."""
     from transformers import T5Config, T5EncoderModel
 
     size = write_tokenizer(tmp_path, 10**30)
@@ -255,80 +255,85 @@ def test_an_encoder_with_a_mask(captioned, tmp_path):
     T5EncoderModel(T5Config(vocab_size=size, **shape)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"text_encoder.length: got null, allowed with .*: a number"):
         encoders.load_encoder(TextEncoderConfig(path=str(tmp_path), output="tokens"), CPU)
-    found = {}
+    states = {}
     for output in ("tokens", "pooled"):
         for length in (8, 12):
             config = TextEncoderConfig(path=str(tmp_path), output=output, length=length)
-            found[output, length] = encoders.load_encoder(config, CPU)(["a photo", "cat"])
-    assert torch.allclose(found["tokens", 8][:, :3], found["tokens", 12][:, :3], atol=1e-5)
-    assert torch.allclose(found["pooled", 8], found["pooled", 12], atol=1e-5)
-    assert torch.allclose(found["pooled", 8][1], found["tokens", 8][1, :3].mean(0), atol=1e-5)
+            states[output, length] = encoders.load_encoder(config, CPU)(["a photo", "cat"])
+    assert torch.allclose(states["tokens", 8][:, :3], states["tokens", 12][:, :3], atol=1e-5)
+    assert torch.allclose(states["pooled", 8], states["pooled", 12], atol=1e-5)
+    assert torch.allclose(states["pooled", 8][1], states["tokens", 8][1, :3].mean(0), atol=1e-5)
 
 
-def test_encoders_that_cannot_be_used(tmp_path, encoder, monkeypatch):
-    def refusal(folder, **more):
-        with pytest.raises(KairosError) as refused:
+def test_unusable_encoders_are_rejected(tmp_path, encoder, monkeypatch):
+    def error_of(folder, **more):
+        with pytest.raises(KairosError) as caught:
             encoders.load_encoder(TextEncoderConfig(path=str(folder), output="tokens", **more), CPU)
-        return str(refused.value)
+        return str(caught.value)
 
-    assert "text_encoder.path: got './gone', allowed: a folder that exists, or a hub id" in refusal("./gone")
+    assert "text_encoder.path: got './gone', allowed: a folder that exists, or a hub id" in error_of("./gone")
     (tmp_path / "none").mkdir()
-    assert "lacks config.json and model.safetensors and a tokenizer; allowed: a folder with" in refusal(
+    assert "lacks config.json and model.safetensors and a tokenizer; allowed: a folder with" in error_of(
         tmp_path / "none"
     )
     write_text_encoder(tmp_path / "damaged")
     (tmp_path / "damaged/model.safetensors").write_bytes(b"12")
-    assert "damaged cannot be opened" in refusal(tmp_path / "damaged")
+    assert "damaged cannot be opened" in error_of(tmp_path / "damaged")
     write_text_encoder(tmp_path / "alone")
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / "alone" / name).unlink()
-    assert "lacks a tokenizer" in refusal(tmp_path / "alone")
-    assert "text_encoder.length: got 78, allowed with" in refusal(encoder, length=78)
+    assert "lacks a tokenizer" in error_of(tmp_path / "alone")
+    assert "text_encoder.length: got 78, allowed with" in error_of(encoder, length=78)
     config, states = TextEncoderConfig(path=str(encoder), output="tokens"), load_file(encoder / "model.safetensors")
-    told, old, lacking = encoders.load_encoder(config, CPU)(["a cat"]), tmp_path / "old", tmp_path / "lacking"
+    expected, old, lacking = encoders.load_encoder(config, CPU)(["a cat"]), tmp_path / "old", tmp_path / "lacking"
     for folder in (old, lacking):
         write_text_encoder(folder)
     save_file(dict(sorted(states.items())[5:]), lacking / "model.safetensors", {"format": "pt"})
-    assert "lacks weights: embeddings." in refusal(lacking)
-    (old / "model.safetensors").unlink()  # as OpenAI's files are
+    assert "lacks weights: embeddings." in error_of(lacking)
+    (old / "model.safetensors").unlink()  # OpenAI's files have this format
     torch.save({f"text_model.{name}": values for name, values in states.items()}, old / "pytorch_model.bin")
-    assert torch.equal(encoders.load_encoder(config.model_copy(update={"path": str(old)}), CPU)(["a cat"]), told)
+    assert torch.equal(encoders.load_encoder(config.model_copy(update={"path": str(old)}), CPU)(["a cat"]), expected)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "`kairos fetch` brings it" in refusal("kairos/no-such-encoder")
-    for length, positions in ((100, 20), (20, 100)):  # of the tokenizer and of the network: the shorter one counts
+    assert "`kairos fetch` brings it" in error_of("kairos/no-such-encoder")
+    for length, positions in ((100, 20), (20, 100)):  # limits of tokenizer and network: the shorter one counts
         folder = write_text_encoder(tmp_path / str(length), length=length, positions=positions)
-        opened = encoders.load_encoder(TextEncoderConfig(path=str(folder), output="tokens"), CPU)
-        assert opened(["a cat", "dog " * 50]).shape == (2, 20, 32)
+        text_encoder = encoders.load_encoder(TextEncoderConfig(path=str(folder), output="tokens"), CPU)
+        assert text_encoder(["a cat", "dog " * 50]).shape == (2, 20, 32)
     assert encoders.load_encoder(TextEncoderConfig(path=str(folder), output="pooled", length=5), CPU)([""]).shape == (
         1,
         32,
     )
 
 
-def _die_at(call, encoder, dataset, out):
+def _encode_until_killed(call, encoder, dataset, out):
+    """Encode captions, and kill this process at a call of the encoder."""
     resumable_arrays._SAVE_SECONDS = 0.0
-    one, calls = encoders.TextEncoder.__call__, [0]
+    encode, calls = encoders.TextEncoder.__call__, [0]
 
     def counted(self, texts):
         calls[0] += 1
         if calls[0] == call:
             os.kill(os.getpid(), signal.SIGKILL)
-        return one(self, texts)
+        return encode(self, texts)
 
     encoders.TextEncoder.__call__ = counted
     encode_captions(TextEncoderConfig(path=str(encoder), batch_size=16).resolve_auto("tokens"), dataset, out, CPU)
 
 
-def test_killed_and_resumed_gives_the_same_bits(encoder, captioned, tmp_path, capsys):
-    dataset, config = (
-        open_dataset(captioned),
-        TextEncoderConfig(path=str(encoder), batch_size=16).resolve_auto("tokens"),
-    )
-    whole = encode_captions(config, dataset, tmp_path / "whole", CPU)
-    job = multiprocessing.get_context("fork").Process(target=_die_at, args=(4, encoder, dataset, tmp_path / "killed"))
+def kill_encoding(encoder, dataset, out):
+    """Encode captions in a process that is killed at the fourth call of the encoder."""
+    arguments = (4, encoder, dataset, out)
+    job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=arguments)
     job.start()
     job.join()
     assert job.exitcode == -signal.SIGKILL
+
+
+def test_killed_and_resumed_encoding_gives_equal_bits(encoder, captioned, tmp_path, capsys):
+    dataset = open_dataset(captioned)
+    config = TextEncoderConfig(path=str(encoder), batch_size=16).resolve_auto("tokens")
+    whole = encode_captions(config, dataset, tmp_path / "whole", CPU)
+    kill_encoding(encoder, dataset, tmp_path / "killed")
     with pytest.raises(KairosError, match=r"is not complete.*kairos text"):
         open_encoded_captions(tmp_path / "killed", dataset)
     assert encode_captions(config, dataset, tmp_path / "killed", CPU) == whole
@@ -339,18 +344,13 @@ def test_killed_and_resumed_gives_the_same_bits(encoder, captioned, tmp_path, ca
 
 
 def test_text_states_of_another_torch_are_not_resumed(encoder, captioned, tmp_path, capsys, monkeypatch):
-    dataset, config = (
-        open_dataset(captioned),
-        TextEncoderConfig(path=str(encoder), batch_size=16).resolve_auto("tokens"),
-    )
-    job = multiprocessing.get_context("fork").Process(target=_die_at, args=(4, encoder, dataset, tmp_path / "killed"))
-    job.start()
-    job.join()
-    assert job.exitcode == -signal.SIGKILL
+    dataset = open_dataset(captioned)
+    config = TextEncoderConfig(path=str(encoder), batch_size=16).resolve_auto("tokens")
+    kill_encoding(encoder, dataset, tmp_path / "killed")
     capsys.readouterr()
     monkeypatch.setattr(torch, "__version__", "0.0.1")
     encode_captions(config, dataset, tmp_path / "killed", CPU)
-    assert "goes on" not in capsys.readouterr().err
+    assert "resumes" not in capsys.readouterr().err
 
 
 METHODS = {
@@ -361,6 +361,7 @@ METHODS = {
 
 
 def experiment(model: str, encoder: Path, clip_folder: Path) -> dict:
+    """Return the values of an experiment on COCO with captions."""
     return {
         "experiment": "coco",
         "methods": METHODS,
@@ -395,7 +396,7 @@ def clip_folder(tmp_path_factory) -> Path:
 @pytest.mark.long
 @needs_coco
 @pytest.mark.parametrize(("model", "shape"), [("uvit", [77, 32]), ("dit", [32])])
-def test_from_photographs_with_captions_to_a_clip_score(
+def test_the_pipeline_leads_from_captioned_images_to_a_clip_score(
     model, shape, encoder, clip_folder, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -430,27 +431,27 @@ def test_from_photographs_with_captions_to_a_clip_score(
 
     milestone = results / "speed/seed0/milestones/0000020"
     assert read_json(milestone / "milestone.json")["conditions"]["text"] == manifest["conditions"]["text"]
-    drawn = Path("drawn.npz")
-    run("sample", "--milestone", milestone, "--out", drawn, "--num", 30, "--seed", 1)
-    samples, dataset = open_samples(drawn), latents.dataset
+    whole_file = Path("whole.npz")
+    run("sample", "--milestone", milestone, "--out", whole_file, "--num", 30, "--seed", 1)
+    samples, dataset = open_samples(whole_file), latents.dataset
     texts = [text.decode() for text in samples.conditions["text"][:].tolist()]
-    held = of(dataset, dataset.heldout)
-    assert texts == [*(own[0] for own in held), *(own[1] for own in held[:5])]
+    heldout = captions_of(dataset, dataset.heldout)
+    assert texts == [*(captions[0] for captions in heldout), *(captions[1] for captions in heldout[:5])]
     parts = [Path(f"part{number}.npz") for number in (1, 2)]
     for number, part in enumerate(parts, 1):
         run("sample", "--milestone", milestone, "--out", part, "--num", 30, "--seed", 1, "--shard", f"{number}of2")
     joined = [argument for part in parts for argument in ("--part", part)]
     run("sample", "--milestone", milestone, "--out", "joined.npz", "--num", 30, "--seed", 1, *joined)
-    assert Path("joined.npz").read_bytes() == drawn.read_bytes()
+    assert Path("joined.npz").read_bytes() == whole_file.read_bytes()
 
     folders = [argument for name in ("autoencoder", "latents") for argument in (f"--{name}", results / name)]
-    of_data = ("--config", "e.yaml", "--dataset", results / "dataset")
-    run("extractor", *of_data, "--out", results / "extractor")
-    run("reference", *of_data, *folders, "--extractor", results / "extractor", "--out", results / "reference")
+    data = ("--config", "e.yaml", "--dataset", results / "dataset")
+    run("extractor", *data, "--out", results / "extractor")
+    run("reference", *data, *folders, "--extractor", results / "extractor", "--out", results / "reference")
     run(
         "evaluate",
         "--samples",
-        drawn,
+        whole_file,
         "--milestone",
         milestone,
         "--reference",
@@ -458,17 +459,17 @@ def test_from_photographs_with_captions_to_a_clip_score(
         "--out",
         "s.json",
     )
-    found = read_json(Path("s.json"))
+    evaluation = read_json(Path("s.json"))
     rows = read_json(results / "reference/reference.json")["rows"]
-    assert -100 <= found["metrics"]["clip_score"] <= 100
+    assert -100 <= evaluation["metrics"]["clip_score"] <= 100
     assert [name for name in rows if "clip_score" in rows[name]] == ["floor", "reconstruction"]
-    assert np.isfinite(found["validation"]["loss"])
+    assert np.isfinite(evaluation["validation"]["loss"])
     np.savez("foreign.npz", arr_0=samples.images[:])
     assert main(["evaluate", "--samples", "foreign.npz", "--reference", str(results / "reference"), "--out", "f"]) == 1
     assert "foreign.npz: contains no captions, which metric clip needs" in capsys.readouterr().err
 
 
-def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path, monkeypatch):
+def test_the_seed_determines_the_caption_of_each_visit(encoder, captioned, tmp_path, monkeypatch):
     from kairos.autoencoders.codec import Codec
     from kairos.autoencoders.encode import encode
     from kairos.data.batches import Batches
@@ -480,21 +481,21 @@ def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path, 
     encode(dataset, codec, tmp_path / "latents", False, 16, text=tmp_path / "text")
     latents = open_latents(tmp_path / "latents")
 
-    def batch(index, seed=0, dropout=0.0):
+    def load_texts(index, seed=0, dropout=0.0):
         return next(Batches(latents, seed, 32, index, ("text",), dropout).steps(5, 6)).conditions["text"]
 
-    whole = batch(range(32))
-    assert torch.equal(whole, torch.cat([batch(range(10)), batch(range(10, 32))]))
-    assert not torch.equal(whole, batch(range(32), seed=1))
+    whole = load_texts(range(32))
+    assert torch.equal(whole, torch.cat([load_texts(range(10)), load_texts(range(10, 32))]))
+    assert not torch.equal(whole, load_texts(range(32), seed=1))
     first = latents.load_conditions(latents.train)["text"]
-    known = {row.numpy().tobytes() for row in first}
-    others = [row for row in whole if row.numpy().tobytes() not in known]
-    assert 3 <= len(others) <= 15  # about half of those images that have a second caption, which are half of 32
-    dropped = batch(range(32), dropout=0.5).isnan()
+    first_captions = {row.numpy().tobytes() for row in first}
+    others = [row for row in whole if row.numpy().tobytes() not in first_captions]
+    assert 3 <= len(others) <= 15  # of 32 images half have a second caption, and half of these draw it
+    dropped = load_texts(range(32), dropout=0.5).isnan()
     assert 8 <= dropped.all(1).sum() == dropped.any(1).sum() <= 24
     monkeypatch.setenv("KAIROS_LOCAL", str(tmp_path / "local"))
     (tmp_path / "local").mkdir()
-    with staged(tmp_path / "latents") as local:  # a node's own disk
+    with staged(tmp_path / "latents") as local:  # a node-local copy
         assert local.is_relative_to(tmp_path / "local") and (local / "../text/states.npy").is_file()
         copied = next(Batches(open_latents(local), 0, 32, range(32), ("text",)).steps(5, 6))
     assert torch.equal(copied.conditions["text"], whole)
@@ -505,8 +506,8 @@ def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path, 
         open_latents(tmp_path / "latents")
 
 
-def test_clip_score_is_the_mean_cosine_and_captions_matter(tmp_path):
-    """A contrastive pair trained for seconds on coloured squares: a shuffled caption fits worse than the own one."""
+def test_the_clip_score_is_the_mean_cosine_and_falls_for_wrong_captions(tmp_path):
+    """A CLIP model is trained for seconds on coloured squares, so that wrong captions have a lower score."""
     model = make_clip(tmp_path)
     texts = [f"a photo of {name}" for name in ("cat", "dog", "man", "the")]
     colours = torch.tensor([[220, 30, 30], [30, 220, 30], [30, 30, 220], [200, 200, 30]], dtype=torch.uint8)
@@ -524,17 +525,17 @@ def test_clip_score_is_the_mean_cosine_and_captions_matter(tmp_path):
     model.eval().save_pretrained(tmp_path)
     images = colours[:, None, None].expand(-1, 32, 32, -1).repeat(5, 1, 1, 1).numpy()
 
-    def score(told):
-        pairs = zip(np.split(images, 4), (told[start : start + 5] for start in range(0, 20, 5)))
+    def score(captions):
+        pairs = zip(np.split(images, 4), (captions[start : start + 5] for start in range(0, 20, 5)))
         return clip.clip(ClipOptions(str(tmp_path)), ImageStatistics(20, {}, captioned=pairs), None)["clip_score"]
 
-    own, shuffled = score(texts * 5), score([*texts[1:], texts[0]] * 5)
-    assert own > shuffled + 20
+    correct, shuffled = score(texts * 5), score([*texts[1:], texts[0]] * 5)
+    assert correct > shuffled + 20
     with torch.no_grad():
         pixels = ((torch.from_numpy(images) / 255 - mean) / std).permute(0, 3, 1, 2)
         one = model.vision_model(pixel_values=pixels).pooler_output @ model.visual_projection.weight.T
         other = model.text_model(input_ids=ids.repeat(5, 1)).pooler_output @ model.text_projection.weight.T
-    assert own == pytest.approx(100 * float(torch.cosine_similarity(one, other).mean()), abs=1e-3)
+    assert correct == pytest.approx(100 * float(torch.cosine_similarity(one, other).mean()), abs=1e-3)
     assert clip.clip(ClipOptions(str(tmp_path)), ImageStatistics(20, {}), None) == {}
 
 
@@ -544,10 +545,10 @@ def clip_tokenizer(folder: Path):
     return CLIPTokenizer.from_pretrained(folder)
 
 
-def test_a_clip_that_is_none_is_refused(encoder):
+def test_a_model_that_is_not_clip_is_rejected(encoder):
     options = ClipOptions(str(encoder))
-    told = [(np.zeros((1, 8, 8, 1), np.uint8), ["a"])]
+    captioned = [(np.zeros((1, 8, 8, 1), np.uint8), ["a"])]
     with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got a clip_text_model .*allowed: a clip"):
-        clip.clip(options, ImageStatistics(1, {}, captioned=told), None)
+        clip.clip(options, ImageStatistics(1, {}, captioned=captioned), None)
     with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got '/gone', allowed: a folder"):
-        clip.clip(replace(options, path="/gone"), ImageStatistics(1, {}, captioned=told), None)
+        clip.clip(replace(options, path="/gone"), ImageStatistics(1, {}, captioned=captioned), None)

@@ -1,4 +1,4 @@
-"""Import into MLflow: complete, idempotent, and never in the way."""
+"""Tests of the import into MLflow: complete, idempotent, and without effect on the pipeline if it fails."""
 
 import json
 import socket
@@ -24,13 +24,14 @@ METRIC = results_tree.METRIC
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A results tree of two methods and one seed, in a working folder of its own without any tracking set up."""
+    """Experiment file and results of two methods and one seed, in a working folder without tracking settings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "adaptive"))
 
 
-def counts(database="mlflow.db"):
+def count_rows(database="mlflow.db"):
+    """Return the number of rows of each table of an MLflow database."""
     with sqlite3.connect(database) as connection:
         names = ("runs", "metrics", "params", "tags", "experiments")
         return {name: connection.execute(f"select count(*) from {name}").fetchone()[0] for name in names}
@@ -52,7 +53,7 @@ def test_import_is_complete_and_importing_again_adds_nothing(tree):
     (results / "figures" / "density.svg").write_text("<svg/>")
     (results / "report.html").write_text("<html/>")
     track(load(config), results, out)
-    record, first = read_json(out), counts()
+    record, first = read_json(out), count_rows()
     assert record["imported"] and record["uri"] == "sqlite:///mlflow.db"
     assert set(record["runs"]) == {"uniform/seed0", "adaptive/seed0"} and first["runs"] == 3
 
@@ -79,9 +80,9 @@ def test_import_is_complete_and_importing_again_adds_nothing(tree):
     assert {item.path for item in client.list_artifacts(record["parent"])} == {"figures", "report.html"}
 
     track(load(config), results, out)
-    assert counts() == first and read_json(out) == record
+    assert count_rows() == first and read_json(out) == record
 
-    # another clock (a training computed again) adds nothing; a corrected value becomes the latest one
+    # other clock times (of a run computed again) add nothing; a corrected value becomes the latest one
     timing = results / "uniform/seed0/timing.jsonl"
     timing.write_text(timing.read_text().replace("2026-01-02", "2026-03-04"))
     path = results / "uniform/seed0/evaluation/0000400.json"
@@ -89,30 +90,30 @@ def test_import_is_complete_and_importing_again_adds_nothing(tree):
     evaluation["metrics"][METRIC] = 5.0
     write_json(path, evaluation)
     track(load(config), results, out)
-    assert counts() == {**first, "metrics": first["metrics"] + 1}
+    assert count_rows() == {**first, "metrics": first["metrics"] + 1}
     assert client.get_run(record["runs"]["uniform/seed0"]).data.metrics[METRIC] == 5.0
 
-    # a deleted experiment is a failure that is said, not one that stops anything
+    # a deleted experiment is reported and does not fail the command
     client.delete_experiment(client.get_experiment_by_name("kairos/tiny").experiment_id)
     track(load(config), results, out)
     assert read_json(out)["imported"] is False and "was deleted; restore it" in read_json(out)["error"]
 
 
-def test_an_unreachable_server_is_said_quickly_and_stops_nothing(tree, monkeypatch, capfd):
+def test_an_unreachable_server_is_reported_quickly_and_does_not_fail_the_command(tree, monkeypatch, capfd):
     config, results = tree
     uri = f"http://someone:secret@127.0.0.1:{free_port()}"
     out = results / "tracking.json"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    began = time.monotonic()
+    start = time.monotonic()
     assert main(["track", "--config", str(config), "--results", str(results), "--out", str(out)]) == 0
-    assert time.monotonic() - began < 45  # imports of MLflow on a busy machine included
+    assert time.monotonic() - start < 45  # with the imports of MLflow on a busy machine
     record, printed = read_json(out), "".join(capfd.readouterr())
     assert record["imported"] is False and record["uri"].startswith("http://127.0.0.1:")
     assert "import into MLflow failed" in printed and "Traceback" not in printed
     assert "secret" not in printed + out.read_text()
 
 
-def test_nothing_is_imported_where_tracking_is_switched_off(tree):
+def test_nothing_is_imported_if_tracking_is_disabled(tree):
     config, results = tree
     config.write_text(config.read_text() + "tracking: {enabled: false}\n")
     track(load(config), results, results / "tracking.json")
@@ -120,7 +121,7 @@ def test_nothing_is_imported_where_tracking_is_switched_off(tree):
     assert not Path("mlflow.db").exists()
 
 
-def test_missing_mlflow_is_said(tree, monkeypatch, capsys):
+def test_missing_mlflow_is_reported(tree, monkeypatch, capsys):
     config, results = tree
     monkeypatch.setitem(sys.modules, "mlflow", None)
     track(load(config), results, results / "tracking.json")
@@ -139,18 +140,18 @@ def test_long_curves_are_thinned_and_an_extension_keeps_their_points(tree):
     config, results = tree
     path = results / "uniform/seed0/metrics.jsonl"
 
-    def steps_with(lines):
+    def imported_steps(lines):
         path.write_text("".join(json.dumps({"step": k + 1, "loss": 1.0}) + "\n" for k in range(lines)))
         training = collect(load(config), results).runs_of("uniform")[0]
         return {point.step for point in run_content.collect_points(training) if point.key == "loss"}
 
-    short, medium, long = steps_with(500), steps_with(750), steps_with(2250)
+    short, medium, long = imported_steps(500), imported_steps(750), imported_steps(2250)
     assert len(short) == 500 and len(medium) == 375 and 250 <= len(long) <= 500
     assert medium - short == {step for step in medium if step > 500}
     assert {step for step in long if step <= 750} <= medium
 
 
-def test_uri_precedence_and_credentials(monkeypatch):
+def test_the_file_takes_precedence_over_the_environment_and_credentials_are_removed(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert mlflow_store.tracking_uri(None) == "sqlite:///mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
@@ -161,11 +162,14 @@ def test_uri_precedence_and_credentials(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("uri", "shown"),
+    ("uri", "expected"),
     [
         ("postgresql://db/mlflow?user=me&password=hush", "postgresql://db/mlflow"),
         ("postgresql://me:hush@db/mlflow?password=hush", "postgresql://db/mlflow"),
-        ("postgresql://me:h/u?s#hush@db/mlflow", "postgresql://db/mlflow"),  # SQLAlchemy allows these in a password
+        (
+            "postgresql://me:h/u?s#hush@db/mlflow",
+            "postgresql://db/mlflow",
+        ),  # SQLAlchemy allows these characters in a password
         ("mssql+pyodbc:///?odbc_connect=PWD%3Dhush", "mssql+pyodbc:///"),
         ("https://host/a?token=hush#hush", "https://host/a"),
         ("sqlite:////folder/mlflow.db?timeout=5", "sqlite:////folder/mlflow.db"),
@@ -174,8 +178,8 @@ def test_uri_precedence_and_credentials(monkeypatch):
         ("/folder/what?", "/folder/what?"),
     ],
 )
-def test_a_shown_address_has_no_credentials(uri, shown):
-    assert mlflow_store.without_credentials(uri) == shown
+def test_credentials_are_removed_from_an_address(uri, expected):
+    assert mlflow_store.without_credentials(uri) == expected
 
 
 @pytest.mark.parametrize(
@@ -195,7 +199,7 @@ def test_a_failed_import_does_not_record_a_password(tree, uri, monkeypatch, capf
     assert "hush" not in str(record) + "".join(capfd.readouterr())
 
 
-def test_a_quoted_password_is_taken_out_of_a_text():
+def test_a_quoted_password_is_removed_from_a_text():
     uri = "postgresql://db/mlflow?user=me&password=h%20ush"
     for quoted in (uri, "password=h%20ush&user=me", "password='h ush'", "password=h ush"):
         text = mlflow_store.redact_credentials(f"some failure: {quoted}", uri)
@@ -211,4 +215,4 @@ def test_two_imports_at_once_into_a_fresh_database(tree):
     for job in jobs:
         assert job.wait(timeout=240) == 0
     first, second = map(read_json, outs)
-    assert first["imported"] and first == second and counts()["runs"] == 3
+    assert first["imported"] and first == second and count_rows()["runs"] == 3

@@ -1,4 +1,4 @@
-"""Trainings that report to an MLflow server while they run: many at once, the server slow, killed, gone; the import."""
+"""Tests of live reports to an MLflow server that is shared, slow, killed or absent, and of the later import."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ from tracking_server import PATIENCE, POINTS, RUNS, Job, Proxy, Server, free_por
 from training_case import experiment, make_latents, train_command, write_experiment
 
 METHODS = ("uniform", "speed", "adaptive")
-OF_TRAINING = ("loss", "mse", "lr", "grad_norm", "sampler.a", "sampler.b")
+TRAINING_METRICS = ("loss", "mse", "lr", "grad_norm", "sampler.a", "sampler.b")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def imported(tree, tmp_path_factory):
-    """Points that the import writes into an otherwise empty database."""
+    """Points that the import writes into an empty database."""
     folder = tmp_path_factory.mktemp("imported")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -54,34 +54,34 @@ def server(tmp_path_factory):
         yield server
 
 
-def named(config: Path, name: str, folder: Path) -> Path:
-    """The experiment file with an MLflow experiment of its own."""
-    path = folder / "named.yaml"
+def write_config(config: Path, name: str, folder: Path) -> Path:
+    """Write the experiment file with the name of an MLflow experiment; return its path."""
+    path = folder / "experiment.yaml"
     path.write_text(config.read_text() + f"tracking: {{experiment: {name}, flush_seconds: 300}}\n")
     return path
 
 
 def import_into(uri: str, config: Path, results: Path, out: Path, monkeypatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # it shares its processors with other tests
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # other tests use the same CPUs
     track(load(config), results, out)
     assert read_json(out)["imported"], read_json(out)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_many_trainings_report_at_once_and_the_import_adds_only_what_is_new(
+def test_many_runs_report_at_once_and_the_import_adds_only_missing_points(
     tree, imported, server, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    config, results = named(tree[0], "many", tmp_path), tree[1]
+    config, results = write_config(tree[0], "many", tmp_path), tree[1]
     trainings = [(method, seed) for method in METHODS for seed in (0, 1)]
     jobs = [Job(config, results, *item, tmp_path / "out" / "-".join(map(str, item)), server.uri) for item in trainings]
     jobs += [Job(config, results, "uniform", 0, tmp_path / "double" / str(k), server.uri) for k in range(2)]
     for steps in (100, 200, 400):
         for job in jobs:
             job.advance(steps)
-    expected = [row for row in imported if row[2] in OF_TRAINING]
+    expected = [row for row in imported if row[2] in TRAINING_METRICS]
     wait_for(lambda: server.points("many") == expected, "points of all trainings")
     for job in jobs:
         job.end()
@@ -96,14 +96,14 @@ def test_many_trainings_report_at_once_and_the_import_adds_only_what_is_new(
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_server_killed_in_the_middle_and_started_again_misses_nothing(tree, imported, server, tmp_path, monkeypatch):
-    config, results = named(tree[0], "killed", tmp_path), tree[1]
+def test_a_server_that_is_killed_and_restarted_receives_all_points(tree, imported, server, tmp_path, monkeypatch):
+    config, results = write_config(tree[0], "killed", tmp_path), tree[1]
     job = Job(config, results, "adaptive", 0, tmp_path / "run", server.uri)
     job.advance(100)
     wait_for(server.reached("killed", 100), "points up to step 100")
     server.kill()
     assert job.advance(200) < 8
-    wait_for(lambda: "training continues" in job.log.read_text(), "word of the server's end")
+    wait_for(lambda: "training continues" in job.log.read_text(), "the message about the server's end")
     server.start()
     wait_for(server.reached("killed", 200), "points up to step 200")
     assert server.runs("killed") == [("adaptive", "0", "RUNNING")]
@@ -117,8 +117,8 @@ def test_a_server_killed_in_the_middle_and_started_again_misses_nothing(tree, im
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_slow_server_delays_no_training_and_a_resumed_one_goes_on_in_its_run(tree, imported, server, tmp_path):
-    config, results = named(tree[0], "slow", tmp_path), tree[1]
+def test_a_slow_server_delays_no_training_and_a_resumed_training_keeps_its_mlflow_run(tree, imported, server, tmp_path):
+    config, results = write_config(tree[0], "slow", tmp_path), tree[1]
     config.write_text(config.read_text().replace("flush_seconds: 300", "flush_seconds: 1"))
     proxy = Proxy(server.port)
     proxy.delay = None
@@ -126,7 +126,7 @@ def test_a_slow_server_delays_no_training_and_a_resumed_one_goes_on_in_its_run(t
     slowest = job.advance(50)
     wait_for(lambda: proxy.connections > 0, "connection")
     slowest = max(slowest, job.advance(100, 150, 200))
-    assert slowest < 8 and job.end() < 8  # a request is given up after 15 s
+    assert slowest < 8 and job.end() < 8  # a request times out after 15 s
     assert server.points("slow") == []
     assert job.log.read_text().count("\n") == 1
 
@@ -141,13 +141,15 @@ def test_a_slow_server_delays_no_training_and_a_resumed_one_goes_on_in_its_run(t
     job.advance(400)
     job.end()
     assert server.runs("slow") == [("speed", "1", "FINISHED")]
-    expected = [row for row in imported if row[:2] == ("speed", "1") and row[2] in OF_TRAINING]
+    expected = [row for row in imported if row[:2] == ("speed", "1") and row[2] in TRAINING_METRICS]
     assert server.points("slow") == expected
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_training_reports_is_resumed_in_its_run_and_computes_what_it_does_alone(server, commands, tmp_path):
+def test_a_reporting_training_keeps_its_mlflow_run_and_has_the_weights_of_one_without_reports(
+    server, commands, tmp_path
+):
     latents, log = make_latents(tmp_path / "data"), tmp_path / "log"
     plain = experiment({"uniform": {}}, tracking={"experiment": "real", "flush_seconds": 300})
     config, out = write_experiment(tmp_path / "x.yaml", plain), tmp_path / "run"
@@ -157,31 +159,32 @@ def test_a_training_reports_is_resumed_in_its_run_and_computes_what_it_does_alon
         assert server.runs("real") == [("uniform", "0", "FINISHED")], log.read_text()
         steps = sorted(row[3] for row in server.points("real") if row[2] == "loss")
         assert steps == list(range(1, milestones[-1] + 1))
-    alone = train_command(config, "uniform", tmp_path / "alone", latents, "--milestones", "0", "20", "40")
-    assert commands.run(alone, log, MLFLOW_TRACKING_URI="") == 0, log.read_text()
-    weights = [read_json(folder / "training.json")["components"]["ema"] for folder in (out, tmp_path / "alone")]
-    assert weights[0] == weights[1]  # MLflow's client in the process changes no draw
+    unreported = tmp_path / "unreported"
+    line = train_command(config, "uniform", unreported, latents, "--milestones", "0", "20", "40")
+    assert commands.run(line, log, MLFLOW_TRACKING_URI="") == 0, log.read_text()
+    weights = [read_json(folder / "training.json")["components"]["ema"] for folder in (out, unreported)]
+    assert weights[0] == weights[1]  # MLflow's client changes no random number
 
 
 @pytest.fixture
 def postgres(tmp_path):
     """A PostgreSQL server, from Debian's packages."""
     pytest.importorskip("psycopg2", reason="no psycopg2; the development dependencies bring psycopg2-binary")
-    found = [shutil.which("initdb"), *map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb")))]
-    tools = [Path(path).resolve().parent for path in found if path]
+    paths = [shutil.which("initdb"), *map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb")))]
+    tools = [Path(path).resolve().parent for path in paths if path]
     if not tools:
         pytest.skip("no PostgreSQL here; apt-get install postgresql")
     folder, port, user = Path("/tmp") / f"kairos-postgres-{os.getpid()}", free_port(), {}
     folder.mkdir()
-    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+    if os.geteuid() == 0:  # PostgreSQL does not run as root
         account = pwd.getpwnam("postgres")
         os.chown(folder, account.pw_uid, account.pw_gid)
         user = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": [], "cwd": folder}
-    made = [tools[-1] / "initdb", "--pgdata", folder / "data", "--username", "kairos", "--auth", "trust", "--no-sync"]
-    done = subprocess.run(made, capture_output=True, text=True, **user)
-    if done.returncode:
+    initdb = [tools[-1] / "initdb", "--pgdata", folder / "data", "--username", "kairos", "--auth", "trust", "--no-sync"]
+    result = subprocess.run(initdb, capture_output=True, text=True, **user)
+    if result.returncode:
         shutil.rmtree(folder)
-        pytest.skip(f"PostgreSQL cannot make a database here: {done.stderr.strip()}")
+        pytest.skip(f"PostgreSQL cannot make a database here: {result.stderr.strip()}")
     command = [tools[-1] / "postgres", "-D", folder / "data", "-p", str(port), "-k", folder, "-h", "127.0.0.1"]
     with open(tmp_path / "postgres.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, **user)
@@ -196,10 +199,10 @@ def postgres(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_server_on_postgresql(postgres, tree, imported, tmp_path, monkeypatch):
+def test_reports_and_import_agree_on_postgresql(postgres, tree, imported, tmp_path, monkeypatch):
     import psycopg2
 
-    config, results = named(tree[0], "postgres", tmp_path), tree[1]
+    config, results = write_config(tree[0], "postgres", tmp_path), tree[1]
     with Server(tmp_path, postgres) as server:
         seeds = (0, 1, 1)
         jobs = [Job(config, results, "speed", seed, tmp_path / f"run{k}", server.uri) for k, seed in enumerate(seeds)]
@@ -214,15 +217,15 @@ def test_a_server_on_postgresql(postgres, tree, imported, tmp_path, monkeypatch)
                 assert sorted(cursor.fetchall()) == imported
 
 
-def test_without_a_server_a_training_ends_as_always_and_says_one_line(tree, tmp_path):
+def test_without_a_server_a_training_ends_normally_and_logs_one_line(tree, tmp_path):
     uri = f"http://someone:secret@127.0.0.1:{free_port()}"
     job = Job(*tree, "uniform", 0, tmp_path / "run", uri)
     job.advance(100, 400)
-    wait_for(lambda: "training continues" in job.log.read_text(), "word of the server")
+    wait_for(lambda: "training continues" in job.log.read_text(), "the message about the server")
     assert job.end() < 5
-    said = job.log.read_text()
-    assert said.count("\n") == 1 and "`kairos track` imports what is missing" in said and "refused" in said
-    assert "secret" not in said and "someone" not in said
+    log = job.log.read_text()
+    assert log.count("\n") == 1 and "`kairos track` imports what is missing" in log and "refused" in log
+    assert "secret" not in log and "someone" not in log
 
 
 @pytest.mark.parametrize(
@@ -235,31 +238,31 @@ def test_without_a_server_a_training_ends_as_always_and_says_one_line(tree, tmp_
     ],
 )
 def test_credentials_are_sent_and_never_logged(tree, tmp_path, monkeypatch, capfd, environment, login, header, status):
-    seen = []
+    headers = []
 
-    class Refusing(BaseHTTPRequestHandler):
+    class Rejecting(BaseHTTPRequestHandler):
         def do_GET(self):
-            seen.append(self.headers["Authorization"])
+            headers.append(self.headers["Authorization"])
             self.send_error(status)
 
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Rejecting) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        config, uri = named(tree[0], "refused", tmp_path), f"http://{login}127.0.0.1:{server.server_port}"
+        config, uri = write_config(tree[0], "rejected", tmp_path), f"http://{login}127.0.0.1:{server.server_port}"
         for name, value in {"MLFLOW_TRACKING_URI": uri, **environment}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("sys.stdin", io.StringIO("400\n"))
         tracking_job.main(str(config), "uniform", "0", tree[1] / "uniform/seed0", tmp_path / "run")
         server.shutdown()
     logged = capfd.readouterr().err
-    assert seen == [header]
+    assert headers == [header]
     assert f"HTTP {status}" in logged and logged.count("\n") == 1 and not re.search("hush|h%20ush|me:", logged)
 
 
 @pytest.mark.parametrize("uri", ["https://me:hush@host/a", "postgresql://db/mlflow?user=me&password=hush"])
-def test_an_experiment_file_must_not_hold_credentials(tree, tmp_path, uri):
+def test_an_experiment_file_with_credentials_is_rejected(tree, tmp_path, uri):
     values = yaml.safe_load(tree[0].read_text()) | {"tracking": {"uri": uri}}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=r"tracking.uri: got an address with credentials") as caught:
@@ -267,14 +270,14 @@ def test_an_experiment_file_must_not_hold_credentials(tree, tmp_path, uri):
     assert "hush" not in str(caught.value)
 
 
-def test_an_experiment_file_may_hold_other_options_of_a_database(tree, tmp_path):
+def test_an_experiment_file_may_contain_other_options_of_a_database(tree, tmp_path):
     uri = "postgresql://db/mlflow?sslmode=require"
     values = yaml.safe_load(tree[0].read_text()) | {"tracking": {"uri": uri}}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
     assert load(tmp_path / "x.yaml").tracking.uri == uri
 
 
-def test_a_database_of_this_folder_needs_no_reports(tree, tmp_path, monkeypatch):
+def test_nothing_is_reported_to_a_database_in_the_working_folder(tree, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
     before = threading.active_count()
     with reporting(load(tree[0]), "uniform", 0, tmp_path):

@@ -1,4 +1,4 @@
-"""Training: exact resume, identity, milestones, damage, locks; every claim with the number of steps computed."""
+"""Tests of training: exact resume, identity, snapshots, damaged files, locks, and the number of computed steps."""
 
 import json
 import os
@@ -34,31 +34,33 @@ def latents(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(latents, tmp_path_factory) -> Path:
-    """An uninterrupted training of adaptive with Min-SNR."""
+    """Folder of an uninterrupted run with the methods adaptive and Min-SNR, 40 steps."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    done = train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
-    assert done["steps_run"] == 40
+    record = train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
+    assert record["steps_run"] == 40
     return out
 
 
 @pytest.fixture(scope="module")
 def half(latents, tmp_path_factory) -> Path:
-    """The first half of that training."""
+    """Folder of the first 20 steps of the run `finished`."""
     out = tmp_path_factory.mktemp("half") / "run"
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20])["steps_run"] == 20
     return out
 
 
 def components(out: Path) -> dict[str, str]:
+    """Return the hashes of the components of a finished run."""
     return read_json(out / "training.json")["components"]
 
 
 def mark_to_start_over(out: Path) -> None:
+    """Mark a run to start over, as the controller does for a forced run."""
     for path in out.glob(".state/*/complete/*.json"):
         path.with_suffix(".start_over").touch()
 
 
-def test_outputs_of_a_training(finished):
+def test_outputs_of_a_training_run_are_complete(finished):
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 41))
     assert lines[-1]["images"] == 640 and lines[-1]["sampler"]["updates"] == 7
@@ -71,14 +73,14 @@ def test_outputs_of_a_training(finished):
     assert read_json(finished / "milestones" / "0000040" / "milestone.json")["strategy"]["tv_from_start"] > 0
 
 
-def test_two_trainings_are_equal_to_the_last_byte(finished, latents, tmp_path):
+def test_two_training_runs_are_equal_to_the_last_byte(finished, latents, tmp_path):
     train(experiment(), "adaptive", 0, tmp_path / "run", latents, [0, 20, 40])
     assert components(tmp_path / "run") == components(finished)
     for name in ("checkpoint.pt", "metrics.jsonl", "training.json", "milestones/0000040/milestone.json"):
         assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes(), name
 
 
-def test_segments_equal_one_training(half, finished, latents, tmp_path):
+def test_segments_equal_one_training_run(half, finished, latents, tmp_path):
     out = shutil.copytree(half, tmp_path / "run")
     assert train(experiment(), "adaptive", 0, out, latents, [40])["steps_run"] == 20
     assert components(out) == components(finished)
@@ -89,15 +91,15 @@ def test_segments_equal_one_training(half, finished, latents, tmp_path):
 def test_raising_the_last_milestone_computes_only_the_new_steps(half, finished, latents, tmp_path):
     out = shutil.copytree(half, tmp_path / "run")
     mark_to_start_over(out)
-    shutil.rmtree(out / "milestones")  # as dvc and snakemake do before they run a job again
+    shutil.rmtree(out / "milestones")  # DVC and Snakemake do so before they rerun a job
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 20
     assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000020")
 
 
-def test_a_first_segment_is_given_out_again_though_its_checkpoint_is_gone(finished, latents, tmp_path):
+def test_a_first_segment_is_published_again_without_its_checkpoint(finished, latents, tmp_path):
     out = tmp_path / "run"
     train(experiment(), "adaptive", 0, out, latents, [0, 10], milestones_only=True)
-    train(experiment(), "adaptive", 0, out, latents, [30])  # two checkpoints are kept: 20 and 30
+    train(experiment(), "adaptive", 0, out, latents, [30])  # keeps two checkpoints: 20 and 30
     shutil.rmtree(out / "milestones")
     assert train(experiment(), "adaptive", 0, out, latents, [0, 10], milestones_only=True)["steps_run"] == 0
     assert check_milestone(out / "milestones" / "0000010")
@@ -105,7 +107,7 @@ def test_a_first_segment_is_given_out_again_though_its_checkpoint_is_gone(finish
     assert components(out) == components(finished)
 
 
-def test_a_finished_training_whose_books_were_not_written_computes_nothing_again(finished, latents, tmp_path):
+def test_a_finished_run_without_a_published_record_computes_nothing_again(finished, latents, tmp_path):
     out = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(out / "milestones")
     (out / "training.json").unlink()
@@ -114,8 +116,8 @@ def test_a_finished_training_whose_books_were_not_written_computes_nothing_again
 
 
 @pytest.mark.parametrize("length", [30, 10])
-def test_lowering_the_last_milestone_gives_the_shorter_training(finished, latents, tmp_path, length):
-    """The checkpoint at step 30 is kept, the one at step 10 is not."""
+def test_lowering_the_last_milestone_gives_the_shorter_run(finished, latents, tmp_path, length):
+    """The run has a checkpoint at step 30 and none at step 10."""
     shorter, longer = tmp_path / "shorter", tmp_path / "longer"
     train(experiment(), "adaptive", 0, shorter, latents, [0, length])
     shutil.copytree(finished, longer)
@@ -124,7 +126,7 @@ def test_lowering_the_last_milestone_gives_the_shorter_training(finished, latent
         assert (longer / name).read_bytes() == (shorter / name).read_bytes()
 
 
-def test_a_marked_training_asked_for_again_starts_over(finished, latents, tmp_path):
+def test_a_marked_run_starts_over(finished, latents, tmp_path):
     out = shutil.copytree(finished, tmp_path / "run")
     mark_to_start_over(out)
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 40
@@ -153,24 +155,24 @@ def test_changed_parameters_never_resume_old_weights(latents, tmp_path, change):
     assert second["steps_run"] == 2 and second["identity"] != first["identity"]
 
 
-def test_lengths_logging_and_names_are_no_part_of_the_identity(latents, tmp_path):
+def test_lengths_logging_and_names_do_not_change_the_identity(latents, tmp_path):
     plain = experiment({"uniform": {}})
-    same = experiment(
+    renamed = experiment(
         {"other": {}}, training__milestones=[3, 9], training__log_every=2, training__segments=2,
         training__checkpoint_every=7,
     )  # fmt: skip
     first = train(plain, "uniform", 0, tmp_path / "a", latents, [0, 1])
-    second = train(same, "other", 0, tmp_path / "b", latents, [0, 1])
+    second = train(renamed, "other", 0, tmp_path / "b", latents, [0, 1])
     assert first["identity"] == second["identity"]
 
 
-def test_methods_of_a_seed_see_the_same_images_and_noise(latents, tmp_path):
-    outs = []
+def test_methods_of_a_seed_use_the_same_images_and_noise(latents, tmp_path):
+    first_lines = []
     for method in ("uniform", "p2"):
         plain = experiment({"uniform": {}, "p2": {"weighting": "p2"}})
         train(plain, method, 3, tmp_path / method, latents, [0, 1])
-        outs.append(json.loads((tmp_path / method / "metrics.jsonl").read_text().splitlines()[0]))
-    assert outs[0]["mse"] == outs[1]["mse"] and outs[0]["loss"] != outs[1]["loss"]
+        first_lines.append(json.loads((tmp_path / method / "metrics.jsonl").read_text().splitlines()[0]))
+    assert first_lines[0]["mse"] == first_lines[1]["mse"] and first_lines[0]["loss"] != first_lines[1]["loss"]
 
 
 def test_batches_visit_every_image_once_an_epoch_on_any_number_of_ranks(latents):
@@ -181,17 +183,17 @@ def test_batches_visit_every_image_once_an_epoch_on_any_number_of_ranks(latents)
     for batch, *parts in zip(whole, *halves):
         assert torch.equal(batch.x0, torch.cat([part.x0 for part in parts]))
         assert torch.equal(batch.conditions["class"], torch.cat([part.conditions["class"] for part in parts]))
-    seen = torch.cat([batch.conditions["class"] for batch in whole])
-    wanted = opened.load_conditions(opened.train)["class"].sort().values
-    assert torch.equal(seen[:count].sort().values, wanted) and torch.equal(seen[count:].sort().values, wanted)
-    assert not torch.equal(seen[:count], seen[count:])
+    labels = torch.cat([batch.conditions["class"] for batch in whole])
+    expected = opened.load_conditions(opened.train)["class"].sort().values
+    assert torch.equal(labels[:count].sort().values, expected) and torch.equal(labels[count:].sort().values, expected)
+    assert not torch.equal(labels[:count], labels[count:])
     later = next(Batches(opened, 1, 60, range(60), ("class",)).steps(3, 5))
     assert later.step == 3 and torch.equal(later.x0, whole[3].x0)
 
 
-def test_batches_drop_conditions_at_their_rate_and_draw_latents_anew_on_any_number_of_ranks(latents):
+def test_batches_drop_conditions_at_their_rate_and_resample_latents_on_any_number_of_ranks(latents):
     opened = open_latents(latents)
-    assert opened.stochastic  # its latents are drawn from moments
+    assert opened.stochastic  # latents are sampled from their moments
 
     def batches(index: range, dropout: float = 0.3) -> list[Batch]:
         return list(Batches(opened, 1, 60, index, ("class",), dropout).steps(0, 20))
@@ -213,24 +215,22 @@ def test_batches_drop_conditions_at_their_rate_and_draw_latents_anew_on_any_numb
     assert all(not torch.equal(visits[0], visits[1]) for visits in by_item.values())
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "head"])
-def test_a_damaged_checkpoint_is_recognised_and_the_one_before_it_used(
-    half, finished, latents, tmp_path, damage, capsys
-):
+@pytest.mark.parametrize("damage", ["flip", "truncated", "empty", "header"])
+def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(half, finished, latents, tmp_path, damage, capsys):
     out = shutil.copytree(half, tmp_path / "run")
     last = max(out.glob(".state/*/checkpoints/*.ckpt"))
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 1
-    head = content.replace(b"\n", b"x\n", 1)  # the length is no number any more
+    header = content.replace(b"\n", b"x\n", 1)  # the length in the header is not a number
     last.unlink()
-    last.write_bytes({"flip": bytes(content), "cut": content[:-100], "empty": b"", "head": head}[damage])
-    done = train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
-    assert done["steps_run"] == 30  # from the checkpoint at step 10
+    last.write_bytes({"flip": bytes(content), "truncated": content[:-100], "empty": b"", "header": header}[damage])
+    record = train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
+    assert record["steps_run"] == 30  # from the checkpoint at step 10
     assert "the one before it is used" in capsys.readouterr().err
     assert components(out) == components(finished)
 
 
-def test_metrics_that_do_not_belong_to_the_checkpoint_are_not_trusted(half, finished, latents, tmp_path):
+def test_a_run_whose_metrics_differ_from_the_checkpoint_starts_over(half, finished, latents, tmp_path):
     out = shutil.copytree(half, tmp_path / "run")
     metrics = next(out.glob(".state/*/metrics.jsonl"))
     write_text(metrics, metrics.read_text().replace('"loss": 0', '"loss": 9', 1))
@@ -248,12 +248,12 @@ def test_a_non_finite_loss_stops_at_once_and_keeps_the_last_good_state(latents, 
     assert check_milestone(out / "milestones" / "0000020")
 
 
-def test_a_milestone_opens_and_a_damaged_one_does_not(finished, tmp_path):
+def test_a_snapshot_opens_and_a_damaged_one_is_rejected(finished, tmp_path):
     folder = tmp_path / "0000040"
     shutil.copytree(finished / "milestones" / "0000040", folder)
-    opened = {weights: open_milestone(folder, weights).model for weights in ("ema", "raw")}
+    models = {weights: open_milestone(folder, weights).model for weights in ("ema", "raw")}
     x, t = torch.randn(2, 4, 4, 4), torch.tensor([3, 50])
-    assert not torch.equal(opened["ema"](x, t, {}), opened["raw"](x, t, {}))
+    assert not torch.equal(models["ema"](x, t, {}), models["raw"](x, t, {}))
     path = folder / "ema" / "diffusion_pytorch_model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -278,7 +278,7 @@ def test_verify_prints_components_and_finds_damage(finished, tmp_path, capsys):
         shutil.rmtree(copy)
 
 
-def test_two_processes_cannot_train_at_once_and_a_kill_frees_the_lock(latents, tmp_path, commands, capsys):
+def test_two_processes_cannot_train_at_once_and_a_kill_releases_the_lock(latents, tmp_path, commands, capsys):
     plain = experiment({"uniform": {}}, training__milestones=[100_000])
     line = train_command(write_experiment(tmp_path / "x.yaml", plain), "uniform", tmp_path / "run", latents)
     first = commands.start(line, tmp_path / "log")
@@ -287,23 +287,23 @@ def test_two_processes_cannot_train_at_once_and_a_kill_frees_the_lock(latents, t
         assert psutil.Process(first).status() != psutil.STATUS_ZOMBIE, (tmp_path / "log").read_text()
         time.sleep(0.05)
     assert main(line[3:]) == 1
-    rejected = capsys.readouterr().err
-    assert "another process" in rejected and f"pid {first}" in rejected
+    error = capsys.readouterr().err
+    assert "another process" in error and f"pid {first}" in error
     os.kill(first, signal.SIGKILL)
     assert commands.wait(first) == -signal.SIGKILL
     assert train(plain, "uniform", 0, tmp_path / "run", latents, [0, 2])["step"] == 2
 
 
-def test_other_versions_resume_a_training_only_if_they_are_accepted(latents, tmp_path, monkeypatch):
+def test_a_run_resumes_under_other_versions_only_if_they_are_accepted(latents, tmp_path, monkeypatch):
     out, plain, here = tmp_path / "run", experiment({"uniform": {}}), torch.__version__
     monkeypatch.setattr(torch, "__version__", "2.0.1")
     train(plain, "uniform", 0, out, latents, [0, 20])
     monkeypatch.undo()
     before = {path: path.read_bytes() for path in out.rglob("*.*") if path.name != "progress.json" and path.is_file()}
-    with pytest.raises(KairosError) as rejected:
+    with pytest.raises(KairosError) as caught:
         train(plain, "uniform", 0, out, latents, [0, 20, 40])
-    for named in ("0000020.ckpt", "torch 2.0.1", f"torch {here}", "--accept-versions", "--restart"):
-        assert named in str(rejected.value), named
+    for words in ("0000020.ckpt", "torch 2.0.1", f"torch {here}", "--accept-versions", "--restart"):
+        assert words in str(caught.value), words
     assert all(path.read_bytes() == content for path, content in before.items())
 
     assert train(plain, "uniform", 0, out, latents, [0, 20])["steps_run"] == 0  # published again, nothing computed
@@ -317,20 +317,20 @@ def test_other_versions_resume_a_training_only_if_they_are_accepted(latents, tmp
         assert not provenance["exact"] and "torch 2.0.1" in provenance["inexact_because"][0]
     assert read_json(out / "milestones/0000020/milestone.json")["provenance"]["resumed_under"] == []
     raised = experiment({"uniform": {}}, training__milestones=[20, 40, 41])
-    train(raised, "uniform", 0, out, latents, [0, 20, 40, 41])  # of the same versions by now
+    train(raised, "uniform", 0, out, latents, [0, 20, 40, 41])  # the checkpoint now has the present versions
     assert len(read_json(out / "training.json")["provenance"]["resumed_under"]) == 1
     assert train(plain, "uniform", 0, out, latents, [0, 20, 40], restart=True)["steps_run"] == 40
     assert read_json(out / "training.json")["provenance"]["resumed_under"] == []
 
 
-def test_a_checkpoint_reads_only_the_metrics_that_are_new(tmp_path):
+def test_a_checkpoint_hashes_only_new_metrics(tmp_path):
     store = RunFolder(tmp_path, "identity")
     store.state.mkdir(parents=True)
     for step, line in enumerate(("one\n", "two\n"), start=1):
         with open(store.metrics, "a") as metrics:
             metrics.write(line)
         store.save_checkpoint(step, {})
-        store.metrics.write_text("_" * store.metrics.stat().st_size)  # what was hashed before is not looked at
+        store.metrics.write_text("_" * store.metrics.stat().st_size)  # earlier bytes are not read again
     whole = b"one\ntwo\n"
     assert store.read_checkpoint(2, "cpu")["metrics"] == {"bytes": len(whole), "sha256": sha256_bytes(b"one\ntwo\n")}
     store.metrics.write_bytes(whole)
@@ -339,7 +339,7 @@ def test_a_checkpoint_reads_only_the_metrics_that_are_new(tmp_path):
     assert store.read_checkpoint(3, "cpu")["metrics"] == store.read_checkpoint(2, "cpu")["metrics"]
 
 
-def test_bf16_conditions_and_dropout_of_labels_resume_exactly(latents, tmp_path):
+def test_bf16_and_condition_dropout_resume_exactly(latents, tmp_path):
     plain = experiment(
         {"uniform": {}},
         model={"name": "dit", "patch": 2, "width": 16, "depth": 1, "heads": 2, "conditions": ["class"]},
@@ -352,8 +352,8 @@ def test_bf16_conditions_and_dropout_of_labels_resume_exactly(latents, tmp_path)
     assert components(tmp_path / "a") == components(tmp_path / "b")
 
 
-class LeaveAfter(StopRequest):
-    """Asks the training to leave after some steps, as a signal does."""
+class StopAfter(StopRequest):
+    """Stop request after a number of steps, in place of a signal."""
 
     def __init__(self, steps: int):
         super().__init__()
@@ -361,29 +361,29 @@ class LeaveAfter(StopRequest):
 
     def reason_to_stop(self, saving: float) -> str:
         self.steps -= 1
-        return "" if self.steps else "asked to leave"
+        return "" if self.steps else "test"
 
 
 def check_interrupted(specification: Specification, interrupted: int, microbatch: int | None, latents, folder) -> None:
-    """A training that leaves after some steps and is started again ends in the bits of an uninterrupted one."""
+    """Check that a run that stops after some steps and resumes ends with the bits of an uninterrupted run."""
     method = {"sampler": specification.sampler, "weighting": specification.weighting}
     process = {"name": specification.process}
     prediction = specification.prediction if specification.process == "vp" else None
     if specification.discrete:
         process = {"name": "discrete", "schedule": specification.process, "timesteps": specification.timesteps}
         prediction = specification.prediction
-    more = {"diffusion__process": process, "diffusion__prediction": prediction, "sampling__steps": 5}
+    settings = {"diffusion__process": process, "diffusion__prediction": prediction, "sampling__steps": 5}
     try:
-        plain = experiment({"drawn": method}, training__microbatch=microbatch, **more)
+        plain = experiment({"method": method}, training__microbatch=microbatch, **settings)
         specification.build()
     except (ConfigError, ValueError) as error:
-        assert "got" in str(error)  # such as a sampler that requires the number of tokens
-        event("rejected when it is checked")
+        assert "got" in str(error)  # for example a sampler that requires the number of tokens
+        event("rejected by validation")
         return
-    train(plain, "drawn", 0, folder / "whole", latents, [0, 8])
+    train(plain, "method", 0, folder / "whole", latents, [0, 8])
     with pytest.raises(StoppedEarly):
-        train(plain, "drawn", 0, folder / "parts", latents, [0, 8], stop_request=LeaveAfter(interrupted))
-    assert train(plain, "drawn", 0, folder / "parts", latents, [0, 8])["steps_run"] == 8 - interrupted
+        train(plain, "method", 0, folder / "parts", latents, [0, 8], stop_request=StopAfter(interrupted))
+    assert train(plain, "method", 0, folder / "parts", latents, [0, 8])["steps_run"] == 8 - interrupted
     assert components(folder / "parts") == components(folder / "whole")
 
 
@@ -393,15 +393,19 @@ microbatches = st.sampled_from([None, 4, 5])
 
 @examples(5)
 @given(specifications(), interruptions, microbatches)
-def test_an_interrupted_training_of_any_strategy(latents, tmp_path_factory, specification, interrupted, microbatch):
-    check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("drawn"))
+def test_an_interrupted_run_of_any_strategy_resumes_exactly(
+    latents, tmp_path_factory, specification, interrupted, microbatch
+):
+    check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.nightly
 @examples(50)
 @given(specifications(), interruptions, microbatches)
-def test_interrupted_trainings_of_many_strategies(latents, tmp_path_factory, specification, interrupted, microbatch):
-    check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("drawn"))
+def test_interrupted_runs_of_many_strategies_resume_exactly(
+    latents, tmp_path_factory, specification, interrupted, microbatch
+):
+    check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize(
@@ -414,7 +418,7 @@ def test_interrupted_trainings_of_many_strategies(latents, tmp_path_factory, spe
     ids=["compile", "not deterministic", "exact"],
 )
 def test_provenance_records_settings_that_are_not_exact(latents, tmp_path, monkeypatch, setting, reason):
-    monkeypatch.setattr(torch, "compile", lambda model: model)  # only the setting counts here
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # the test needs only the setting
     train(experiment({"uniform": {}}, **setting), "uniform", 0, tmp_path, latents, [0, 1])
     for record in (tmp_path / "training.json", tmp_path / "milestones/0000001/milestone.json"):
         provenance = read_json(record)["provenance"]
@@ -422,6 +426,6 @@ def test_provenance_records_settings_that_are_not_exact(latents, tmp_path, monke
         assert provenance["inexact_because"] == ([reason] if reason else [])
 
 
-def test_checkpoint_files_that_are_none():
+def test_a_file_that_is_not_a_checkpoint_is_rejected():
     with pytest.raises(DamagedError, match="not a checkpoint"):
         checkpoint.read(Path(__file__))

@@ -1,4 +1,4 @@
-"""Convolutional backbones: published counts, equality with references under published names, starts, refusals."""
+"""Tests of the U-Nets: published sizes, equality with reference networks, initial weights, rejected settings."""
 
 import math
 from typing import Any
@@ -24,8 +24,8 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def randomised(model):
-    """With every parameter drawn, so that nothing is zero."""
+def randomise(model):
+    """Replace every parameter by random values, so that none is zero; return the model in evaluation mode."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=1 / math.sqrt(max(parameter[0].numel(), 4)))
@@ -49,12 +49,12 @@ def randomised(model):
         ({"name": "ddpmpp", "size": "vp"}, 32, 10, 3, 61_806_979),
     ],
 )
-def test_published_counts(model, side, classes, outputs, count):
+def test_models_have_the_published_number_of_parameters(model, side, classes, outputs, count):
     channels = 4 if model.get("size") == "speed" else 3
-    described = {"class": {"kind": "class", "num_classes": classes}} if classes else {}
+    conditions = {"class": {"kind": "class", "num_classes": classes}} if classes else {}
     with torch.device("meta"):
-        built = build({**model, "conditions": list(described)}, (channels, side, side), described, outputs)
-    assert sum(parameter.numel() for parameter in built.parameters()) == count
+        network = build({**model, "conditions": list(conditions)}, (channels, side, side), conditions, outputs)
+    assert sum(parameter.numel() for parameter in network.parameters()) == count
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_published_counts(model, side, classes, outputs, count):
         ),
     ],
 )
-def test_adms_published_weights_give_adms_output(name, options, reference):
+def test_published_weights_of_adm_give_the_output_of_adm(name, options, reference):
     options = {**TINY, "multipliers": [1, 2, 2], "attention": [4], "dropout": 0.0, **options}
     classes = CLASSES if name != "ldm_unet" else {}
     shape, sides = (3, 8, 8), [8 >> level for level in range(len(options["multipliers"]))]
-    published = randomised(
+    published = randomise(
         Adm(
             channels=16, multipliers=options["multipliers"], blocks=options["blocks"], groups=8, inputs=3, outputs=6,
             attended={level for level, side in enumerate(sides) if side in options["attention"]},
@@ -91,17 +91,17 @@ def test_adms_published_weights_give_adms_output(name, options, reference):
     x, t, y = torch.randn(3, *shape), torch.tensor([0, 500, 999]), torch.tensor([0, 3, 9])
     with torch.no_grad():
         expected = published(x, t, y if classes else None)
-        off = (model(x, t, {"class": y} if classes else {}) - expected).abs().max()
-        print(f"{name} {options.get('size')}: {off / expected.abs().max():.1e} of the largest value")
-        assert off < 2e-6 * expected.abs().max() and expected.std() > 0.1
+        error = (model(x, t, {"class": y} if classes else {}) - expected).abs().max()
+        print(f"{name} {options.get('size')}: {error / expected.abs().max():.1e} of the largest value")
+        assert error < 2e-6 * expected.abs().max() and expected.std() > 0.1
         other = {"legacy": "new", "new": "legacy"}[model.options.qkv]
-        if reference["head"]:  # the wrong order of rows is another network
+        if reference["head"]:  # with the other order of rows the output differs
             wrong = build({"name": name, "qkv": other, "conditions": list(classes), **options}, shape, classes, 6)
             wrong.load_published(weights)
             assert (wrong.eval()(x, t, {"class": y} if classes else {}) - expected).abs().max() > 1e-3
 
 
-def test_ddpm_torchs_published_weights_give_its_output():
+def test_published_weights_of_ddpm_torch_give_its_output():
     torch.manual_seed(1)
     weights = ddpm_torch_weights(16, [1, 2, 2], 2, {1}, 3, 3)
     model = build({"name": "unet", **TINY, "multipliers": [1, 2, 2], "blocks": 2, "attention": [4]}, (3, 8, 8), {})
@@ -109,18 +109,18 @@ def test_ddpm_torchs_published_weights_give_its_output():
     x, t = torch.randn(3, 3, 8, 8), torch.tensor([0, 500, 999])
     with torch.no_grad():
         expected = ddpm_torch(weights, x, t, 3, 2, 8)
-        off = (model(x, t, {}) - expected).abs().max()
-    print(f"ddpm-torch: {off / expected.abs().max():.1e} of the largest value")
-    assert off < 2e-6 * expected.abs().max() and expected.std() > 0.1
+        error = (model(x, t, {}) - expected).abs().max()
+    print(f"ddpm-torch: {error / expected.abs().max():.1e} of the largest value")
+    assert error < 2e-6 * expected.abs().max() and expected.std() > 0.1
 
 
-def test_published_weights_that_do_not_fit_are_refused():
+def test_published_weights_that_do_not_fit_are_rejected():
     weights = ddpm_torch_weights(16, [1, 2], 1, {1}, 3, 3)
     fitting = {"name": "unet", **TINY, "attention": [4]}
-    own = build(fitting, (3, 8, 8), {}).to_kairos_names(weights)
-    assert build(fitting, (3, 8, 8), {}).to_kairos_names(own) == own  # names of diffusers stay
+    renamed = build(fitting, (3, 8, 8), {}).to_kairos_names(weights)
+    assert build(fitting, (3, 8, 8), {}).to_kairos_names(renamed) == renamed  # names of diffusers are unchanged
     build(fitting, (3, 8, 8), {}).load_published(weights)
-    for changed, outputs, more, said in (
+    for changed, outputs, more, message in (
         ({"blocks": 2}, 3, {}, r"missing: down_blocks.0.*"),
         ({}, 3, {"extra.weight": torch.zeros(1)}, r"not of this model: extra\.weight"),
         ({}, 6, {}, r"of another shape: conv_out.bias \(3,\) for \(6,\)"),
@@ -131,12 +131,12 @@ def test_published_weights_that_do_not_fit_are_refused():
             r"another shape: mid_block.attentions.0.to_k.weight",
         ),
     ):
-        with pytest.raises(KairosError, match=said):
+        with pytest.raises(KairosError, match=message):
             build({**fitting, **changed}, (3, 8, 8), {}, outputs).load_published({**weights, **more})
 
 
 @pytest.mark.parametrize("system", ["ddpm-torch", "latent diffusion", "ADM"])
-def test_published_files_become_milestones(system, tmp_path):
+def test_published_files_are_imported_as_snapshots(system, tmp_path):
     reference = Adm(
         channels=16, multipliers=[1, 2], blocks=1, attended={1}, head=8, groups=8, inputs=3, outputs=3,
         scale_shift=system == "ADM", updown=system == "ADM", legacy=True, classes=10 * (system == "ADM"),
@@ -159,50 +159,50 @@ def test_published_files_become_milestones(system, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(experiment(model=model)))
     line = ["--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out"), "--shape", "3,8,8"]
     assert main(["import-weights", str(tmp_path / "published.pt"), *line, "--classes", "10"]) == 0
-    built = model, (3, 8, 8), CLASSES if system == "ADM" else {}
-    milestone = load(tmp_path / "out" / "ema", *built)
+    network = model, (3, 8, 8), CLASSES if system == "ADM" else {}
+    milestone = load(tmp_path / "out" / "ema", *network)
     x, t, y = torch.randn(2, 3, 8, 8), torch.tensor([0, 999]), torch.tensor([0, 9])
     with torch.no_grad():
-        told = ({"class": y}, y) if system == "ADM" else ({}, None)
-        expected = ddpm_torch(ddpm, x, t, 2, 1, 8) if system == "ddpm-torch" else reference(x, t, told[1])
-        assert (milestone(x, t, told[0]) - expected).abs().max() < 2e-6 * expected.abs().max()
+        conditions, labels = ({"class": y}, y) if system == "ADM" else ({}, None)
+        expected = ddpm_torch(ddpm, x, t, 2, 1, 8) if system == "ddpm-torch" else reference(x, t, labels)
+        assert (milestone(x, t, conditions) - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("multipliers", [[2, 2, 2], [1, 2, 2, 2]])
-def test_ddpmpp_is_edms_network(multipliers):
+def test_ddpmpp_equals_the_network_of_edm(multipliers):
     options = {"name": "ddpmpp", "channels": 16, "multipliers": multipliers, "blocks": 2, "attention": [8]}
-    model = randomised(build({**options, "conditions": ["class"]}, (3, 16, 16), CLASSES))
+    model = randomise(build({**options, "conditions": ["class"]}, (3, 16, 16), CLASSES))
     x, noise = torch.randn(4, 3, 16, 16), torch.tensor([0.002, 0.3, 5.0, 80.0]).log() / 4
     classes, augment = torch.tensor([0, 3, 9, 10]), torch.randn(4, 9)
-    told = torch.nn.functional.one_hot(classes, 11)[:, :10].float()
+    one_hot = torch.nn.functional.one_hot(classes, 11)[:, :10].float()
     weights = {f"model.{name}": value for name, value in model.weights().items()}
     with torch.no_grad():
-        for given in (augment, torch.zeros(4, 9)):
-            conditions = {"class": classes, **({"augment": given} if given.any() else {})}
-            expected = edm_ddpmpp(weights, x, noise, told, given)
-            off = (model(x, noise, conditions) - expected).abs().max()
-            print(f"ddpmpp {multipliers}: {off / expected.abs().max():.1e} of the largest value")
-            assert off < 2e-6 * expected.abs().max() and expected.std() > 0.1
-    again = model.to_kairos_names({**weights, "model.enc.8x8_down.conv0.resample_filter": torch.ones(2)})
+        for labels in (augment, torch.zeros(4, 9)):
+            conditions = {"class": classes, **({"augment": labels} if labels.any() else {})}
+            expected = edm_ddpmpp(weights, x, noise, one_hot, labels)
+            error = (model(x, noise, conditions) - expected).abs().max()
+            print(f"ddpmpp {multipliers}: {error / expected.abs().max():.1e} of the largest value")
+            assert error < 2e-6 * expected.abs().max() and expected.std() > 0.1
+    renamed = model.to_kairos_names({**weights, "model.enc.8x8_down.conv0.resample_filter": torch.ones(2)})
     model.load_published(weights)
-    assert again.keys() == model.weights().keys()
-    assert {"map_layer0.weight", "enc.16x16_block0.norm0.weight", "dec.16x16_aux_conv.weight"} < again.keys()
+    assert renamed.keys() == model.weights().keys()
+    assert {"map_layer0.weight", "enc.16x16_block0.norm0.weight", "dec.16x16_aux_conv.weight"} < renamed.keys()
     assert model.map_label.weight.shape == (16, 10) and model.map_augment.bias is None
 
 
-def test_ddpmpp_attends_where_edm_does():
+def test_ddpmpp_has_the_attention_layers_of_edm():
     with torch.device("meta"):
         model = build({"name": "ddpmpp"}, (3, 32, 32), {})
-    attends = {name.removesuffix(".qkv.weight") for name in model.weights() if "qkv.weight" in name}
-    assert attends == {*(f"enc.16x16_block{i}" for i in range(4)), "dec.8x8_in0", "dec.16x16_block4"}
+    attention_layers = {name.removesuffix(".qkv.weight") for name in model.weights() if "qkv.weight" in name}
+    assert attention_layers == {*(f"enc.16x16_block{i}" for i in range(4)), "dec.8x8_in0", "dec.16x16_block4"}
 
 
-def test_starts_are_the_published_ones():
+def test_initial_weights_are_the_published_ones():
     model = build({**TINY_MODELS["adm"], "channels": 64, "norm_groups": 32}, (3, 8, 8), {})
     x, t = torch.randn(2, 3, 8, 8), torch.tensor([0, 9])
     assert not model(x, t, {}).any()
     block, attention = model.unet.mid_block.resnets[0], model.unet.mid_block.attentions[0]
-    bound = 1 / math.sqrt(9 * 128)  # torch's own start: uniform by fan in, with a bias
+    bound = 1 / math.sqrt(9 * 128)  # default of torch: uniform by fan in, with a bias
     assert block.conv1.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
     assert block.conv1.bias.any() and not block.conv2.weight.any() and not block.conv2.bias.any()
     assert attention.to_q.weight.any() and not attention.to_out[0].weight.any() and not model.unet.conv_out.bias.any()
@@ -224,30 +224,30 @@ def test_starts_are_the_published_ones():
 def test_unets_open_in_diffusers(name, tmp_path):
     from diffusers import UNet2DModel
 
-    model = randomised(build(TINY_MODELS[name], (3, 8, 8), {}))
+    model = randomise(build(TINY_MODELS[name], (3, 8, 8), {}))
     save(model, tmp_path)
     x, t = torch.randn(2, 3, 8, 8), torch.tensor([0, 999])
     assert torch.equal(UNet2DModel.from_pretrained(tmp_path, use_safetensors=True)(x, t).sample, model(x, t, {}))
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_odd_sizes_and_as_many_channels_as_asked(name, tmp_path):
+def test_odd_sizes_and_any_number_of_output_channels_are_possible(name, tmp_path):
     conditions = {**CLASSES, "low_resolution": {"kind": "image", "shape": [3, 7, 5]}}
     conditions = conditions if name != "ddpmpp" else CLASSES
-    built = {**TINY_MODELS[name], "conditions": list(conditions)}, (3, 7, 5), conditions, 6
-    model = randomised(build(*built))
+    network = {**TINY_MODELS[name], "conditions": list(conditions)}, (3, 7, 5), conditions, 6
+    model = randomise(build(*network))
     x, t = torch.randn(2, 3, 7, 5), torch.tensor([0, 1])
-    given = {"class": torch.tensor([0, 9]), "low_resolution": torch.randn(2, 3, 7, 5)}
-    assert model(x, t, given).shape == (2, 6, 7, 5)
-    other = model(x, t, {**given, "class": torch.tensor([0, 8])})
-    assert torch.equal(other[0], model(x, t, given)[0]) and not torch.equal(other[1], model(x, t, given)[1])
+    inputs = {"class": torch.tensor([0, 9]), "low_resolution": torch.randn(2, 3, 7, 5)}
+    assert model(x, t, inputs).shape == (2, 6, 7, 5)
+    other = model(x, t, {**inputs, "class": torch.tensor([0, 8])})
+    assert torch.equal(other[0], model(x, t, inputs)[0]) and not torch.equal(other[1], model(x, t, inputs)[1])
     save(model, tmp_path)
-    assert torch.equal(load(tmp_path, *built)(x, t, given), model(x, t, given))
+    assert torch.equal(load(tmp_path, *network)(x, t, inputs), model(x, t, inputs))
     assert sum(parameter.numel() for parameter in model.parameters()) < 1e6
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ({"name": "unet", "size": "64"}, "unet.size: got '64', allowed: one of ddpm, speed"),
         ({"name": "adm", "head_channels": 48}, "head_channels: got 48, allowed: a divisor of every width"),
@@ -259,13 +259,13 @@ def test_odd_sizes_and_as_many_channels_as_asked(name, tmp_path):
         ({"name": "ddpmpp", "conditions": ["low_resolution"]}, "allowed with ddpmpp: class"),
     ],
 )
-def test_refusals(model, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_sizes_are_rejected(model, message):
+    with pytest.raises(ConfigError, match=message):
         experiment(model=model) and build(model, (3, 8, 8), {})
 
 
 @pytest.mark.parametrize("name", ["adm", "unet"])
-def test_without_a_null_row_nothing_is_dropped(name):
+def test_condition_dropout_needs_a_null_class(name):
     model = {"name": name, "conditions": ["class"], **({"size": "speed"} if name == "unet" else {})}
     experiment(model=model)
     with pytest.raises(ConfigError, match=r"condition_dropout: got 0.1 with model.null_class: false, allowed: 0"):
@@ -276,7 +276,7 @@ def test_without_a_null_row_nothing_is_dropped(name):
 
 
 @pytest.mark.parametrize(("name", "method"), [*((name, "adaptive") for name in TINY_MODELS), ("ddpmpp", "speed")])
-def test_tiny_forms_are_trained(name, method, tmp_path):
+def test_tiny_models_are_trained(name, method, tmp_path):
     methods = {
         "speed": {"sampler": {"name": "speed", "k": 5.0}, "weighting": {"name": "change_aware", "lambda": 0.6}},
         "adaptive": {"sampler": {"name": "adaptive", "frequency": 4, "feature_timesteps": 20}},

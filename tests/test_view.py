@@ -1,4 +1,4 @@
-"""MLflow's first page of an imported store: the prepared comparison, the note, and `kairos ui`."""
+"""Tests of MLflow's first page after an import: the prepared comparison, the note, and `kairos ui`."""
 
 import html
 import json
@@ -28,10 +28,10 @@ METHODS = ("uniform", "min_snr", "speed")
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """The imported store of three methods with two seeds, in the working folder."""
+    """Collected results and import record of three methods with two seeds, in the working folder."""
     root, before = tmp_path_factory.mktemp("view"), os.getcwd()
     with pytest.MonkeyPatch.context() as patch:
-        # by its whole path: MLflow keeps what it has once opened, under the name that it was given
+        # an absolute path, since MLflow keeps a store open under its URI
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root}/mlflow.db")
         os.chdir(root)
         config, results = results_tree.write(root, seeds=(0, 1), methods=METHODS)
@@ -50,20 +50,20 @@ def free_port():
 
 
 @pytest.mark.long
-def test_the_import_prepares_a_comparison_a_note_and_what_mlflow_shows_of_a_run(tree):
+def test_the_import_prepares_a_comparison_a_note_and_the_details_of_each_run(tree):
     from mlflow import MlflowClient
 
     _, record = tree
     client = MlflowClient(tracking_uri=os.environ["MLFLOW_TRACKING_URI"])
     experiment = client.get_experiment_by_name("kairos/tiny")
-    shape = json.loads(experiment.tags["mlflow.sharedViewState.kairos"])
-    assert shape["orderByKey"] == "metrics.`frechet_classifier32`" and shape["orderByAsc"]
-    assert shape["groupBy"]["groupByKeys"] == [{"mode": "param", "groupByData": "method"}]
+    shared_view = json.loads(experiment.tags["mlflow.sharedViewState.kairos"])
+    assert shared_view["orderByKey"] == "metrics.`frechet_classifier32`" and shared_view["orderByAsc"]
+    assert shared_view["groupBy"]["groupByKeys"] == [{"mode": "param", "groupByData": "method"}]
     run = client.get_run(record["runs"]["min_snr/seed1"])
-    known = {"params": run.data.params, "metrics": run.data.metrics, "tags": run.data.tags}
-    named = [column.removesuffix("`").split(".`") for column in shape["selectedColumns"]]
-    assert all(name in known[kind] for kind, name in named), "every column of the view is logged"
-    assert {chart["metricKey"] for chart in shape["compareRunCharts"]} <= set(run.data.metrics)
+    logged = {"params": run.data.params, "metrics": run.data.metrics, "tags": run.data.tags}
+    columns = [column.removesuffix("`").split(".`") for column in shared_view["selectedColumns"]]
+    assert all(name in logged[kind] for kind, name in columns), "every column of the view is logged"
+    assert {chart["metricKey"] for chart in shared_view["compareRunCharts"]} <= set(run.data.metrics)
     assert run.data.metrics["seconds_per_step"] == pytest.approx(0.05)
 
     note = experiment.tags["mlflow.note.content"]
@@ -89,7 +89,7 @@ def test_a_note_of_many_methods_stays_below_the_limit_of_older_servers(tree, mon
     assert len(note) < 4700 and re.search(r"\d+ more are in the report\.$", note)
 
 
-def test_one_method_that_is_no_baseline_is_imported(tree, tmp_path):
+def test_a_single_method_without_baseline_is_imported(tree, tmp_path):
     config, results = results_tree.write(tmp_path, methods=("speed",))
     config.write_text(config.read_text() + "tracking: {experiment: alone}\n")
     track(load(config), results, results / "tracking.json")
@@ -97,8 +97,7 @@ def test_one_method_that_is_no_baseline_is_imported(tree, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
-def test_a_fresh_browsers_first_page_shows_methods_with_their_distances(tree, tmp_path):
+def test_the_first_page_of_a_new_browser_shows_methods_with_their_distances(tree, tmp_path):
     if CHROMIUM is None:
         pytest.skip("no Chromium here (Debian: apt-get install chromium)")
     results, _ = tree
@@ -117,7 +116,7 @@ def test_a_fresh_browsers_first_page_shows_methods_with_their_distances(tree, tm
                 f"--user-data-dir={tmp_path}/profile",
             ]
             browser += ["--window-size=1600,1000", "--virtual-time-budget=20000", "--dump-dom", address]
-            for _ in range(3):  # virtual time does not wait for a slow machine's answers
+            for _ in range(3):  # a slow machine may answer after the end of the virtual time
                 page = subprocess.run(browser, capture_output=True, text=True, timeout=120).stdout
                 shown = html.unescape(re.sub(r"<(script|style).*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL))
                 if "min_snr seed 0" in shown:
@@ -128,36 +127,36 @@ def test_a_fresh_browsers_first_page_shows_methods_with_their_distances(tree, tm
     for training in results.runs:
         assert f"{training.method} seed {training.seed}" in shown
         assert str(training.last_snapshot.measured_values[results.metric])[:6] in shown
-    places = [shown.index(f"{method} seed 0") for method in ("min_snr", "speed", "uniform")]
-    assert places == sorted(places), "the lowest distance first"
+    positions = [shown.index(f"{method} seed 0") for method in ("min_snr", "speed", "uniform")]
+    assert positions == sorted(positions), "the lowest distance first"
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
 
 
 @pytest.mark.long
-def test_ui_says_what_is_wrong_in_one_line(tree, tmp_path, monkeypatch, capsys):
-    def refused(*arguments):
-        began = time.monotonic()
-        assert cli.main(["ui", "--no-open", *arguments]) != 0 and time.monotonic() - began < 10
+def test_kairos_ui_reports_errors_in_one_line(tree, tmp_path, monkeypatch, capsys):
+    def error_of(*arguments):
+        start = time.monotonic()
+        assert cli.main(["ui", "--no-open", *arguments]) != 0 and time.monotonic() - start < 10
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        line = refused("--port", str(port))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        line = error_of("--port", str(port))
         assert "--port" in line and str(port) in line
-    assert "--port: got 70000" in refused("--port", "70000")
+    assert "--port: got 70000" in error_of("--port", "70000")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@tracker:5000")
-    line = refused()
+    line = error_of()
     assert "http://tracker:5000" in line and "secret" not in line
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     monkeypatch.chdir(tmp_path)
-    assert "mlflow.db" in refused()
+    assert "mlflow.db" in error_of()
     assert not list(tmp_path.iterdir())
     (tmp_path / "mlflow.db").write_text("no database at all, but long enough to look like a file")
-    command = [sys.executable, "-m", "kairos", "ui", "--no-open"]  # a process of its own: MLflow remembers open stores
+    command = [sys.executable, "-m", "kairos", "ui", "--no-open"]  # a new process, since MLflow keeps stores open
     answer = subprocess.run(command, capture_output=True, text=True)
     line = answer.stderr.splitlines()[-1]
     assert answer.returncode == 1 and "Traceback" not in answer.stderr

@@ -1,4 +1,4 @@
-"""VQModel autoencoders: what is before quantisation is trained on, decoding quantises, the scale is LDM's."""
+"""Tests of VQModel autoencoders: latents are taken before quantisation, decoding quantises, the scale is LDM's."""
 
 import json
 from pathlib import Path
@@ -39,14 +39,14 @@ VQ_F4 = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def exact():
+def deterministic_setup():
     from kairos.compute import setup
 
     setup(1, "cpu")
 
 
 def small_vq(**fields) -> VQModel:
-    """32 channels, 2 levels, 256 codes; the codes are spread as wide as what is quantised."""
+    """Return a VQModel with 32 channels, 2 levels and 256 codes, whose codes cover the range of its latents."""
     torch.manual_seed(0)
     model = VQModel(
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -63,15 +63,15 @@ def small_vq(**fields) -> VQModel:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Folder of a VQModel that diffusers saved, with the default scaling factor."""
+    """Folder of a VQModel saved by diffusers, with the default scaling factor."""
     folder = tmp_path_factory.mktemp("vq")
     small_vq().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Real images of side 16."""
+def dataset(tmp_path_factory):
+    """Data set of COCO images of side 16."""
     if not (SHARED / "coco_mini").is_dir():
         pytest.skip("coco_mini is not in ../shared/data")
     out = tmp_path_factory.mktemp("coco") / "dataset"
@@ -80,16 +80,17 @@ def pictures(tmp_path_factory):
     return open_dataset(out)
 
 
-def made(folder: Path, dataset, out: Path, **fields):
+def make_pretrained(folder: Path, dataset, out: Path, **fields):
+    """Run stage autoencoder with a pretrained autoencoder; return its manifest."""
     config = AutoencoderConfig(kind="pretrained", path=str(folder), **fields)
     return make_autoencoder(config, dataset, out, CPU)
 
 
-def test_equal_to_diffusers(folder, pictures, tmp_path):
-    manifest = made(folder, pictures, tmp_path)
+def test_encoding_and_decoding_equal_those_of_diffusers(folder, dataset, tmp_path):
+    manifest = make_pretrained(folder, dataset, tmp_path)
     assert manifest["class"] == "VQModel" and manifest["latent_shape"] == [3, 8, 8]
     codec, model = load_codec(tmp_path), VQModel.from_pretrained(folder, low_cpu_mem_usage=False).eval()
-    images = pictures.load_tensor(pictures.heldout)
+    images = dataset.load_tensor(dataset.heldout)
     with torch.no_grad():
         latents = model.encode(images).latents
         z, _, (_, _, codes) = model.quantize(latents)
@@ -98,21 +99,21 @@ def test_equal_to_diffusers(folder, pictures, tmp_path):
         assert torch.equal(codec.decode(codec.to_model_space(mean)), model.decode(latents).sample)
         torch.testing.assert_close(codec.decode(mean), model.decode(z, force_not_quantize=True).sample)
     assert not torch.allclose(mean, z, atol=0.1) and len(codes.unique()) > 10
-    whole = to_uint8(codec.decode(codec.to_model_space(mean)))
-    assert manifest["psnr"] == pytest.approx(psnr(pictures.images[pictures.heldout], whole), abs=1e-3)
+    reconstruction = to_uint8(codec.decode(codec.to_model_space(mean)))
+    assert manifest["psnr"] == pytest.approx(psnr(dataset.images[dataset.heldout], reconstruction), abs=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("own", "scaling", "expected"),
+    ("saved", "scaling", "expected"),
     [(0.18215, None, 1.0), (1.0, None, 1.0), (0.5, None, 0.5), (0.18215, 0.18215, 0.18215), (1.0, 0.2, 0.2)],
 )
-def test_scale(pictures, tmp_path, own, scaling, expected):
-    small_vq(scaling_factor=own).save_pretrained(tmp_path / "vq")
-    manifest = made(tmp_path / "vq", pictures, tmp_path / "out", scaling=scaling)
+def test_the_default_scaling_factor_of_a_file_counts_as_none(dataset, tmp_path, saved, scaling, expected):
+    small_vq(scaling_factor=saved).save_pretrained(tmp_path / "vq")
+    manifest = make_pretrained(tmp_path / "vq", dataset, tmp_path / "out", scaling=scaling)
     assert manifest["scaling_factor"] == expected
     assert json.loads((tmp_path / "out" / "config.json").read_text())["scaling_factor"] == expected
     codec = load_codec(tmp_path / "out")
-    images = pictures.load_tensor(pictures.train[:3])
+    images = dataset.load_tensor(dataset.train[:3])
     mean, _ = codec.encode(images)
     assert torch.equal(codec.to_model_space(mean), mean * expected)
     torch.testing.assert_close(
@@ -120,16 +121,16 @@ def test_scale(pictures, tmp_path, own, scaling, expected):
     )
 
 
-def test_scale_of_a_kl_autoencoder(pictures, tmp_path):
-    """U-ViT's COCO latents: SD's autoencoder with a factor of its own."""
+def test_the_scaling_factor_of_a_kl_autoencoder_can_be_set(dataset, tmp_path):
+    """U-ViT uses SD's autoencoder with another factor for COCO."""
     torch.manual_seed(0)
     AutoencoderKL(block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, norm_num_groups=4,
                   up_block_types=("UpDecoderBlock2D",) * 2).save_pretrained(tmp_path / "kl")  # fmt: skip
-    assert made(tmp_path / "kl", pictures, tmp_path / "own")["scaling_factor"] == 0.18215
-    assert made(tmp_path / "kl", pictures, tmp_path / "out", scaling=0.2301)["scaling_factor"] == 0.2301
+    assert make_pretrained(tmp_path / "kl", dataset, tmp_path / "default")["scaling_factor"] == 0.18215
+    assert make_pretrained(tmp_path / "kl", dataset, tmp_path / "out", scaling=0.2301)["scaling_factor"] == 0.2301
 
 
-def test_scale_that_cannot_be_used():
+def test_invalid_scaling_factors_are_rejected():
     for fields, message in (
         ({"kind": "none", "scaling": 0.5}, r"autoencoder\.scaling: got 0\.5, allowed: null with kind none"),
         ({"kind": "pretrained", "path": "x", "scaling": 0.0}, "greater than 0"),
@@ -138,16 +139,16 @@ def test_scale_that_cannot_be_used():
             validate({"experiment": "e", "autoencoder": fields, "methods": {"u": {}}})
 
 
-def test_size_that_cannot_be_halved(folder, tmp_path):
-    prepare(folder_config(_odd(tmp_path)), tmp_path / "data")
+def test_images_with_an_odd_side_are_rejected(folder, tmp_path):
+    prepare(folder_config(_write_odd_images(tmp_path)), tmp_path / "data")
     with pytest.raises(ConfigError, match=r"images are 7×7.*multiples of 2"):
-        made(folder, open_dataset(tmp_path / "data"), tmp_path / "out")
+        make_pretrained(folder, open_dataset(tmp_path / "data"), tmp_path / "out")
 
 
-def _odd(tmp_path: Path) -> Path:
-    from test_data import write_pictures
+def _write_odd_images(tmp_path: Path) -> Path:
+    from test_data import write_images
 
-    return write_pictures(tmp_path / "in", 3, height=7, width=7)
+    return write_images(tmp_path / "in", 3, height=7, width=7)
 
 
 @pytest.mark.parametrize(("cls", "fields", "parameters"), [
@@ -155,20 +156,20 @@ def _odd(tmp_path: Path) -> Path:
     (AutoencoderKL, {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
                      "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}, 83_653_863),
 ])  # fmt: skip
-def test_published_parameters(cls, fields, parameters):
+def test_autoencoders_have_the_published_number_of_parameters(cls, fields, parameters):
     with torch.device("meta"):
         model = cls(**fields)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
-def test_a_training_on_its_latents(folder, pictures, tmp_path, capsys):
-    made(folder, pictures, tmp_path / "autoencoder")
+def test_a_training_run_uses_latents_of_a_vqmodel(folder, dataset, tmp_path, capsys):
+    make_pretrained(folder, dataset, tmp_path / "autoencoder")
     codec = load_codec(tmp_path / "autoencoder")
-    manifest = encode(pictures, codec, tmp_path / "latents", True, 8)
+    manifest = encode(dataset, codec, tmp_path / "latents", True, 8)
     latents = open_latents(tmp_path / "latents")
     assert manifest["shape"] == [3, 8, 8] and set(latents.moments) == {"mean", "mean_flipped"}
     assert not latents.stochastic
-    assert torch.equal(latents.load_x0(pictures.train[:8]), codec.encode(pictures.load_tensor(pictures.train[:8]))[0])
+    assert torch.equal(latents.load_x0(dataset.train[:8]), codec.encode(dataset.load_tensor(dataset.train[:8]))[0])
     plain = experiment({"uniform": {}}, dataset={"flips": False, "source": "folder", "path": "in"})
     run = tmp_path / "uniform" / "seed0"
     train(plain, "uniform", 0, run, tmp_path / "latents", [0, 20])
@@ -180,9 +181,9 @@ def test_a_training_on_its_latents(folder, pictures, tmp_path, capsys):
     assert open_samples(out).images.shape == (3, 16, 16, 3)
 
 
-def test_its_cost_is_known_beforehand(folder, tmp_path):
-    known = find_dataset_size(validate({
+def test_the_dataset_size_is_known_without_encoding(folder, tmp_path):
+    size = find_dataset_size(validate({
         "experiment": "e", "dataset": {"source": "folder", "path": "in", "resolution": 32, "flips": True},
         "autoencoder": {"kind": "pretrained", "path": str(folder)}, "methods": {"u": {}},
     }), tmp_path, None, None)  # fmt: skip
-    assert known.x0_shape == (3, 16, 16) and known.latent_arrays == 2
+    assert size.x0_shape == (3, 16, 16) and size.latent_arrays == 2

@@ -1,4 +1,4 @@
-"""`.ci/words.py` reports banned words, names, openings and long sentences, and lets counts only fall."""
+"""Tests of `.ci/words.py`: it reports banned words, names, openings and long sentences, and counts may only fall."""
 
 import importlib.util
 import subprocess
@@ -51,7 +51,7 @@ def rules(text: str, file: str = "module.py") -> list[str]:
         (f'"""Return it.\n\nArgs:\n    size: {LONG[:90]}\n    step: {LONG[:90]}\n"""', []),
     ],
 )
-def test_problems_of_code(text, expected):
+def test_problems_in_code_are_reported(text, expected):
     assert rules(text) == expected
 
 
@@ -68,11 +68,11 @@ def test_problems_of_code(text, expected):
         (f"| it says |\n\n{LONG[:90]}\n{LONG[:90]}", ["prose", "sentences"]),
     ],
 )
-def test_problems_of_a_page(text, expected):
+def test_problems_in_a_page_are_reported(text, expected):
     assert rules(text, "page.md") == expected
 
 
-def test_problems_have_their_lines():
+def test_problems_have_line_numbers():
     text = '"""Numbers.\n\nThey are\ntold.\n"""\n\nraise ValueError(\n    "a file goes on"\n)\n'
     assert [line for line, *_ in words.check_file("module.py", text)] == [4, 8]
 
@@ -91,11 +91,11 @@ def test_the_name_of_a_file_is_checked():
         ("README.md", "README.md"),
     ],
 )
-def test_folders(file, folder):
+def test_files_are_counted_by_folder(file, folder):
     assert words.folder_of(file) == folder
 
 
-def test_a_count_that_rises_is_rejected_and_one_that_falls_is_to_be_recorded():
+def test_a_higher_count_is_rejected_and_a_lower_one_must_be_recorded():
     recorded = {"docs": {"names": 2, "prose": 3}, "gone": {"names": 1}}
     lines, lowered = words.compare(recorded, {"docs": {"names": 3, "prose": 1}, "new": {"names": 1}})
     assert [("--list" in line, "--record" in line) for line in lines] == [(True, False), (False, True), (True, False)]
@@ -104,7 +104,7 @@ def test_a_count_that_rises_is_rejected_and_one_that_falls_is_to_be_recorded():
     assert words.compare(lowered, lowered)[0] == []
 
 
-def test_falls_are_recorded_and_rises_are_not(tmp_path):
+def test_only_lower_counts_are_recorded(tmp_path):
     (tmp_path / ".ci").mkdir()
     lists = tmp_path / ".ci/words.toml"
     head = SCRIPT.with_suffix(".toml").read_text(encoding="utf-8").partition("[counts]")[0]

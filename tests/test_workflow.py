@@ -1,4 +1,4 @@
-"""The DAG: which jobs there are, and what makes which of them run again."""
+"""Tests of the workflow: its jobs, and the changes that rerun them."""
 
 import os
 import re
@@ -20,46 +20,47 @@ from kairos.workflow import controller
 from kairos.workflow.layout import FROZEN_VARIABLE, Layout
 from workflow_copy import Copy, copy_finished_run
 
-TRAININGS = 2  # of tests/tiny.yaml: two methods, one seed, in two segments
-AFTER = {"report": 1, "track": 1}
+TRAININGS = 2  # runs of tests/tiny.yaml: two methods, one seed, in two segments
+LAST_STAGES = {"report": 1, "track": 1}
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A copy whose ledger says that everything is computed; only dry runs make sense in it."""
-    copy = Copy(tmp_path_factory.mktemp("done"))
+def pretended(tmp_path_factory):
+    """Copy of the repository in which Snakemake's metadata record everything as computed, for dry runs."""
+    copy = Copy(tmp_path_factory.mktemp("pretended"))
     copy.pretend()
     return copy
 
 
-def jobs(stages: list[str], count: int = TRAININGS) -> dict[str, int]:
-    """Jobs of both segments of some stages."""
+def job_counts(stages: list[str], count: int = TRAININGS) -> dict[str, int]:
+    """Return the number of jobs of some stages, for both segments."""
     return {f"{stage}_{segment}": count for stage in stages for segment in (1, 2)}
 
 
-def test_demo_has_one_job_per_stage_and_training(done):
-    counts = done.to_do(config="params.yaml")
+def test_the_demo_has_one_job_per_stage_and_training_run(pretended):
+    counts = pretended.to_do(config="params.yaml")
     shared = dict.fromkeys(("prepare", "autoencoder", "encode", "extractor", "reference", "report", "track"), 1)
     assert counts == {**shared, "train": 15, "sample": 15, "evaluate": 15}
 
 
 @pytest.mark.long
-def test_an_experiment_file_stands_alone(done):
-    (done.folder / "own.yaml").write_text("experiment: own\nmethods: {only: {}}\ndataset: {source: digits}\n")
-    counts = done.to_do(config="own.yaml")
+def test_an_experiment_file_takes_nothing_from_params_yaml(pretended):
+    text = "experiment: single\nmethods: {only: {}}\ndataset: {source: digits}\n"
+    (pretended.folder / "single.yaml").write_text(text)
+    counts = pretended.to_do(config="single.yaml")
     assert counts["train"] == 1  # params.yaml has three methods
 
 
-def test_an_experiment_that_is_wrong_is_one_message(done):
-    (done.folder / "wrong.yaml").write_text("experiment: x\nmethod: {}\n")
-    ended = done.ask_snakemake("--dry-run", config="wrong.yaml")
-    assert ended.returncode != 0
-    assert "method" in ended.stderr and "methods" in ended.stderr
-    assert "Traceback" not in ended.stderr + ended.stdout
-    assert len([line for line in ended.stderr.splitlines() if "wrong.yaml" in line]) == 1
+def test_an_invalid_experiment_gives_one_message(pretended):
+    (pretended.folder / "wrong.yaml").write_text("experiment: x\nmethod: {}\n")
+    result = pretended.ask_snakemake("--dry-run", config="wrong.yaml")
+    assert result.returncode != 0
+    assert "method" in result.stderr and "methods" in result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    assert len([line for line in result.stderr.splitlines() if "wrong.yaml" in line]) == 1
 
 
-def test_a_missing_experiment_is_one_message(capsys):
+def test_a_missing_experiment_gives_one_message(capsys):
     assert main(["check", "experiments/missing.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "experiments/missing.yaml" in line
@@ -99,18 +100,18 @@ def test_jobs_read_a_frozen_copy_of_the_experiment(tmp_path, monkeypatch):
     assert frozen_copy.read_bytes() == content
 
 
-def test_comments_and_formatting_rerun_nothing(done):
+def test_comments_and_formatting_rerun_nothing(pretended):
     with (
-        done.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"),
-        done.edited("library/src/kairos_timesteps/samplers/adaptive.py", '"""', '"""Reworded: '),
-        done.edited("tests/tiny.yaml", "experiment: tiny", "# a comment\nexperiment:   tiny"),
+        pretended.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"),
+        pretended.edited("library/src/kairos_timesteps/samplers/adaptive.py", '"""', '"""Reworded: '),
+        pretended.edited("tests/tiny.yaml", "experiment: tiny", "# a comment\nexperiment:   tiny"),
     ):
-        assert done.to_do() == {}
+        assert pretended.to_do() == {}
 
 
-def test_an_expression_of_the_training_loop_reruns_all_trainings(done):
-    with done.edited("src/kairos/training/state.py", "import math", "EXTRA = 1\nimport math"):
-        assert done.to_do() == {**jobs(["train", "sample", "evaluate"]), **AFTER}
+def test_an_expression_of_the_training_loop_reruns_all_trainings(pretended):
+    with pretended.edited("src/kairos/training/state.py", "import math", "EXTRA = 1\nimport math"):
+        assert pretended.to_do() == {**job_counts(["train", "sample", "evaluate"]), **LAST_STAGES}
 
 
 @pytest.mark.long
@@ -122,93 +123,94 @@ def test_an_expression_of_the_training_loop_reruns_all_trainings(done):
         ("sampling/generate.py", ["sample", "evaluate"]),
     ],
 )
-def test_code_after_training_reruns_no_training(done, file, stages):
-    with done.edited(f"src/kairos/{file}", "\n\n\n", "\n\n\nEXTRA = 1\n\n"):
-        assert done.to_do() == {**jobs(stages), **AFTER}
+def test_code_after_training_reruns_no_training(pretended, file, stages):
+    with pretended.edited(f"src/kairos/{file}", "\n\n\n", "\n\n\nEXTRA = 1\n\n"):
+        assert pretended.to_do() == {**job_counts(stages), **LAST_STAGES}
 
 
 @pytest.mark.long
-def test_code_of_one_sampler_reruns_its_methods(done):
-    with done.edited(
+def test_code_of_one_sampler_reruns_its_methods(pretended):
+    with pretended.edited(
         "library/src/kairos_timesteps/samplers/adaptive.py", "reward_scale + 1e-12", "reward_scale + 1e-9"
     ):
-        assert done.to_do() == {**jobs(["train", "sample", "evaluate"], 1), **AFTER}
+        assert pretended.to_do() == {**job_counts(["train", "sample", "evaluate"], 1), **LAST_STAGES}
 
 
 @pytest.mark.long
-def test_code_of_a_sampler_that_no_method_uses_reruns_nothing(done):
-    # the method `uniform` has its sampler from this file, too
-    with done.edited("library/src/kairos_timesteps/samplers/fixed.py", "cos(math.pi / 2", "cos(math.pi / 3"):
-        assert done.to_do() == {}
+def test_code_of_a_sampler_that_no_method_uses_reruns_nothing(pretended):
+    # the sampler of the method `uniform` is in this file, too
+    with pretended.edited("library/src/kairos_timesteps/samplers/fixed.py", "cos(math.pi / 2", "cos(math.pi / 3"):
+        assert pretended.to_do() == {}
 
 
-def test_options_of_one_method_rerun_that_method(done):
-    with done.edited("tests/tiny.yaml", "frequency: 10", "frequency: 5"):
-        assert done.to_do() == {**jobs(["train", "sample", "evaluate"], 1), **AFTER}
-
-
-@pytest.mark.long
-def test_a_new_method_runs_alone(done):
-    with done.edited("tests/tiny.yaml", "methods:\n", "methods:\n  p2: {weighting: p2}\n"):
-        assert done.to_do() == {**jobs(["train", "sample", "evaluate"], 1), **AFTER}
+def test_options_of_one_method_rerun_that_method(pretended):
+    with pretended.edited("tests/tiny.yaml", "frequency: 10", "frequency: 5"):
+        assert pretended.to_do() == {**job_counts(["train", "sample", "evaluate"], 1), **LAST_STAGES}
 
 
 @pytest.mark.long
-def test_a_later_last_milestone_reruns_only_the_last_segment(done):
-    with done.edited("tests/tiny.yaml", "[20, 40]", "[20, 60]"):
-        assert done.to_do() == {"train_2": TRAININGS, "sample_2": TRAININGS, "evaluate_2": TRAININGS, **AFTER}
+def test_a_new_method_runs_alone(pretended):
+    with pretended.edited("tests/tiny.yaml", "methods:\n", "methods:\n  p2: {weighting: p2}\n"):
+        assert pretended.to_do() == {**job_counts(["train", "sample", "evaluate"], 1), **LAST_STAGES}
 
 
-def test_settings_that_change_no_result_rerun_the_report_at_most(done):
+@pytest.mark.long
+def test_a_later_last_milestone_reruns_only_the_last_segment(pretended):
+    with pretended.edited("tests/tiny.yaml", "[20, 40]", "[20, 60]"):
+        assert pretended.to_do() == {**dict.fromkeys(("train_2", "sample_2", "evaluate_2"), TRAININGS), **LAST_STAGES}
+
+
+def test_settings_that_change_no_result_rerun_the_report_at_most(pretended):
     with (
-        done.edited("tests/tiny.yaml", "checkpoint_every: 20", "checkpoint_every: 10"),
-        done.edited("tests/tiny.yaml", "steps: 5\n", "steps: 5\n  batch_size: 7\n"),
+        pretended.edited("tests/tiny.yaml", "checkpoint_every: 20", "checkpoint_every: 10"),
+        pretended.edited("tests/tiny.yaml", "steps: 5\n", "steps: 5\n  batch_size: 7\n"),
     ):
-        assert done.to_do() == AFTER
+        assert pretended.to_do() == LAST_STAGES
 
 
 @pytest.mark.long
-def test_a_new_modification_time_reruns_nothing(done):
+def test_a_new_modification_time_reruns_nothing(pretended):
     later = time.time() + 10
-    for path in (done.folder / "results").rglob("*"):
+    for path in (pretended.folder / "results").rglob("*"):
         if path.name in ("manifest.json", "milestone.json") or path.suffix == ".npz":
             os.utime(path, (later, later))
-    assert done.to_do() == {}
+    assert pretended.to_do() == {}
 
 
 @pytest.mark.long
-def test_a_failed_import_is_tried_again(done):
-    record = done.folder / "results/tiny/tracking.json"
+def test_a_failed_import_is_repeated(pretended):
+    record = pretended.folder / "results/tiny/tracking.json"
     before = record.read_text()
     record.write_text('{"imported": false}\n')
-    books = done.folder / ".kairos/jobs/tiny"
-    books.mkdir(parents=True)
-    for name in ("1.json", "1.done", "2.json"):  # a job that has ended without a controller, one that may run
-        (books / name).touch()
+    records = pretended.folder / ".kairos/jobs/tiny"
+    records.mkdir(parents=True)
+    for name in ("1.json", "1.done", "2.json"):  # a job that ended without a controller, and one that may run
+        (records / name).touch()
     try:
-        assert done.to_do() == {}
-        done.snakemake("--touch", "--", "results/tiny/summary.csv")  # any call that is no dry run
-        assert done.to_do() == {"track": 1}
-        assert [path.name for path in books.iterdir()] == ["2.json"]
+        assert pretended.to_do() == {}
+        pretended.snakemake("--touch", "--", "results/tiny/summary.csv")  # any call except a dry run
+        assert pretended.to_do() == {"track": 1}
+        assert [path.name for path in records.iterdir()] == ["2.json"]
     finally:
         record.write_text(before)
 
 
 @pytest.mark.long
-def test_a_second_controller_is_rejected_while_one_works(done, monkeypatch):
-    monkeypatch.chdir(done.folder)
+def test_a_second_controller_is_rejected_while_one_runs(pretended, monkeypatch):
+    monkeypatch.chdir(pretended.folder)
     with closing(controller._lock_results(Path("results/tiny"))):
-        ended = done.snakemake("--forcerun", "report")
-        assert ended.returncode == 2
-        assert f"pid {os.getpid()} on {socket.gethostname()}" in ended.stderr
-        assert done.to_do() == {}  # a dry run may look on
+        result = pretended.snakemake("--forcerun", "report")
+        assert result.returncode == 2
+        assert f"pid {os.getpid()} on {socket.gethostname()}" in result.stderr
+        assert pretended.to_do() == {}  # dry runs are allowed
 
 
-# ------------------------------------------------------------------------------------------- with real computations
+# Tests that run jobs
 
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
+    """Copy of the repository with computed results."""
     return copy_finished_run(tmp_path_factory)
 
 
@@ -217,25 +219,25 @@ TRAIN = ("--allowed-rules", "train_1", "train_2", "--", f"{FOLDER}/training.json
 
 
 def run(copy: Copy, *arguments: str) -> int:
-    """Run Snakemake; the number of training steps that it computed."""
-    ended = copy.snakemake(*arguments, config="params.yaml")
-    output = ended.stdout + ended.stderr
-    assert ended.returncode == 0, output
+    """Run Snakemake; return the number of computed training steps."""
+    result = copy.snakemake(*arguments, config="params.yaml")
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
     return sum(int(steps) for steps in re.findall(r"(\d+) steps computed", output))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_whole_pipeline(computed):
+def test_the_whole_pipeline_runs(computed):
     results = computed.folder / "results/tiny"
     assert computed.to_do(config="params.yaml") == {}
     assert (results / "report.html").stat().st_size > 10_000
     header, *rows = (results / "summary.csv").read_text().splitlines()
     assert header.startswith("experiment,method,seed,step,images_seen,train_seconds,frechet_classifier16")
     assert len(rows) == 3 + 4  # three milestones, four reference rows
-    listed = [name for name in computed.outputs("params.yaml") if not (computed.folder / name).exists()]
-    assert listed == []
-    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # jobs are forked: no import is theirs
+    missing = [name for name in computed.outputs("params.yaml") if not (computed.folder / name).exists()]
+    assert missing == []
+    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # jobs are forks of a process with all imports
         imports = read_json(results / "timing/preload.json")["cpu_seconds"]
         records = [read_json(path) for path in results.glob("timing/evaluate/*/*.json")]
         assert records and all(record["startup_cpu_seconds"] < imports / 4 for record in records)
@@ -252,8 +254,8 @@ def test_deleted_outputs_are_computed_from_step_0(computed):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_forced_training_starts_over_and_a_controller_killed_before_its_bookkeeping_loses_nothing(computed):
-    """The controller is stopped while a forced training runs, and killed when its first segment has written all."""
+def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metadata_loses_nothing(computed):
+    """The controller is stopped while a forced run trains, and killed after the first segment is written."""
     before = (computed.folder / FOLDER / "training.json").read_bytes()
     command = ["snakemake", "--cores", "1", "--configfile", "params.yaml", "--forcerun", "train_1", *TRAIN]
     with open(computed.folder / "controller.log", "w") as log:
@@ -269,7 +271,7 @@ def test_a_forced_training_starts_over_and_a_controller_killed_before_its_bookke
         finally:
             controller.kill()
             controller.wait()
-    assert "20 steps computed" in (computed.folder / "controller.log").read_text()  # forced: from step 0
+    assert "20 steps computed" in (computed.folder / "controller.log").read_text()  # a forced run starts from step 0
     assert run(computed, *TRAIN) == 20  # the second segment alone
     assert computed.to_do("--", f"{FOLDER}/training.json", config="params.yaml") == {}
     assert (computed.folder / FOLDER / "training.json").read_bytes() == before
@@ -283,12 +285,12 @@ def test_a_later_milestone_computes_only_the_new_steps(computed):
 
 
 def running(folder: Path, argument: str) -> bool:
-    """Return True if `kairos train` runs in this folder with the argument in its command line."""
+    """Return True if a `kairos train` with the argument in its command line runs in this folder."""
     for process in Path("/proc").iterdir():
         try:
             words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            mine = "kairos train" in words and argument in words
-            if mine and Path(os.readlink(process / "cwd")) == folder:
+            is_training = "kairos train" in words and argument in words
+            if is_training and Path(os.readlink(process / "cwd")) == folder:
                 return True
         except OSError:
             continue
