@@ -26,16 +26,16 @@ from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.registry import Registry
 
-_BOX = Bbox([[-0.6, -0.5], [9.55, 2.4]])  # inches around the axes; to measure what stands there takes a second drawing
-Part = tuple[str, dict[str, bytes]]  # Markdown, and pictures by their path beside the page
-_PROCESSES = {  # of those that are not meant for timesteps alone; densities of u look alike on all processes
+_BOX = Bbox([[-0.6, -0.5], [9.55, 2.4]])  # inches around the axes; measuring the labels would need a second drawing
+Part = tuple[str, dict[str, bytes]]  # Markdown, and pictures by their path relative to the page
+_PROCESSES = {  # of strategies that are not for timesteps alone; densities of u are equal on all processes
     **dict.fromkeys(("edm_log_normal", "edm", "edm2"), ("edm", "discrete")),
     **dict.fromkeys(("log_snr", "cosine_interpolated", "sigmoid"), ("discrete", "edm")),
     **dict.fromkeys(("mode", "cosmap", "u_shape", "shift", "parabola", "slope"), ("flow",)),
     **dict.fromkeys(("linear", "power", "bell", "cosmap_weight"), ("flow", "discrete")),
     **dict.fromkeys((name for name in COMBINATIONS if name.startswith("edm")), ("edm",)),
 }
-_EXAMPLES = {  # of those whose defaults, or whose beginnings, are uniform
+_EXAMPLES = {  # options of strategies whose defaults, or whose initial densities, are uniform
     "clts": ["--progress=1"],
     "range": ["density=log_normal", "low=0.2", "high=0.8"],
     "shift": ["density=log_normal", "alpha=3"],
@@ -53,15 +53,16 @@ def shown(name: str, process: str) -> tuple[bytes, str]:
     """Draw a strategy on a process; returns the SVG file and its caption."""
     parser = argparse.ArgumentParser()
     command.add_arguments("strategies", parser)
-    said = _EXAMPLES.get(name, ())
-    sets = [word for each in said for word in ([each] if each[0] == "-" else ["--set", each])]
-    words = [name, *(["--process", process] if process != "discrete" else []), *sets]
+    arguments: list[str] = []
+    for option in _EXAMPLES.get(name, ()):
+        arguments += [option] if option[0] == "-" else ["--set", option]
+    words = [name, *(["--process", process] if process != "discrete" else []), *arguments]
     view = build_initial_view(parser.parse_args(["show", *words]))
     with matplotlib.rc_context(STYLE):
         picture = _svg(draw_strategy(view.columns, "", (), view.process), _BOX)
-    said = " ".join(f'"{word}"' if re.search(r"[\s\[{]", word) else word for word in words)
+    shell_words = " ".join(f'"{word}"' if re.search(r"[\s\[{]", word) else word for word in words)
     notes = "; ".join([*view.notes, *find_faults(view.columns)])
-    return picture, f"`kairos strategies show {said}`" + (f": {notes}." if notes else "")
+    return picture, f"`kairos strategies show {shell_words}`" + (f": {notes}." if notes else "")
 
 
 def pictured(name: str) -> Part:
@@ -85,22 +86,23 @@ def component(registry: Registry, name: str, properties: Mapping[str, Any], draw
     entry = registry[name]
     code = entry.options if "$$" in doc(entry.options) else entry.load()
     common = _COMMON if registry is SAMPLERS else {}
-    own = {key: its for key, its in properties.items() if its != common.get(key)}
-    table = fields(own) if own else "No options of its own."
+    specific = {key: its for key, its in properties.items() if its != common.get(key)}
+    table = fields(specific) if specific else "No options of its own."
     picture, pictures = pictured(name) if draw else ("", {})
     return "\n\n".join(filter(None, [f"## {name}", doc(code), picture, table])), pictures
 
 
 def page(registry: Registry) -> Part:
     """Describe all components of a registry; returns Markdown and the pictures."""
-    told = described(schema()["$defs"]["MethodConfig"]["properties"][registry.kind])
+    descriptions = described(schema()["$defs"]["MethodConfig"]["properties"][registry.kind])
     parts, pictures = [], {}
     for name in registry:
-        text, found = component(registry, name, told[name]["properties"], draw=registry is not COUPLINGS)
+        properties = descriptions[name]["properties"]
+        text, component_pictures = component(registry, name, properties, draw=registry is not COUPLINGS)
         parts.append(text)
-        pictures |= found
+        pictures |= component_pictures
     if registry is SAMPLERS:
-        parts.insert(0, "## Options of all samplers\n\n`points` those of a fixed density.\n\n" + fields(_COMMON))
+        parts.insert(0, "## Options of all samplers\n\n`points`: for fixed densities.\n\n" + fields(_COMMON))
     parts += [f"## {name}\n\nNot available: {why}." for name, why in registry.unavailable.items()]
     return "\n\n".join(parts), pictures
 
@@ -109,13 +111,13 @@ def combinations() -> Part:
     """Describe the pairs of sampler and weighting in `COMBINATIONS`, which papers and their code use together."""
     parts, pictures = [], {}
     for name, source in COMBINATIONS.items():
-        text, found = pictured(name)
+        text, combination_pictures = pictured(name)
         sampler, weighting = name.split("+")
         parts.append(
             f"## {name}\n\n{source}: sampler [{sampler}](samplers.md#{sampler}), "
             f"weighting [{weighting}](weightings.md#{weighting}).\n\n{text}"
         )
-        pictures |= found
+        pictures |= combination_pictures
     return "\n\n".join(parts), pictures
 
 

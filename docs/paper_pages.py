@@ -20,65 +20,66 @@ _DIFFERS = "Known to differ: "
 
 
 def paper(name: str) -> str:
-    """All recipes in the folder of a paper."""
-    found, ran = load_recipes(ROOT / "recipes" / name), _ran()
+    """Describe all recipes in the folder of a paper."""
+    recipes, small_runs = load_recipes(ROOT / "recipes" / name), _ran()
     heads = ["recipe", "published", *(f"{gpu} h" for gpu in PEAKS), "small form, s", "its result"]
     rows = []
-    for one in found:
+    for one in recipes:
         path = one.file.relative_to(ROOT).as_posix()
         count = sum(len(list(block.numbers())) for block in one.experiment.published)
         hours = map(format_number, one.gpu_hours_by_gpu(UTILISATION).values())
-        its = ran.get(path, {"seconds": NONE, "result": NONE})
+        small_run = small_runs.get(path, {"seconds": NONE, "result": NONE})
         rows.append(
             [
                 f"[{one.file.stem}](#{one.file.stem})",
                 f"{count} numbers" if count else NONE,
                 *hours,
-                its["seconds"],
-                plain(its["result"]),
+                small_run["seconds"],
+                plain(small_run["result"]),
             ]
         )
-    said = [line.replace(f"{ROOT}/", "").strip().replace("\n ", "") for line in describe_claims(found, UTILISATION)]
-    decided = "\n".join(f"* {plain(line)}." for line in said)
-    return "\n\n".join([table(heads, rows), decided, *(part for one in found for part in _recipe(one))])
+    lines = [line.replace(f"{ROOT}/", "").strip().replace("\n ", "") for line in describe_claims(recipes, UTILISATION)]
+    claims = "\n".join(f"* {plain(line)}." for line in lines)
+    return "\n\n".join([table(heads, rows), claims, *(part for one in recipes for part in _recipe(one))])
 
 
 def told(file: Path) -> tuple[str, list[str]]:
     """Read the header comment of a recipe; returns its description and the known differences from the paper."""
     comments = re.match(r"(?:#.*\n)+", file.read_text(encoding="utf-8"))[0].splitlines()[1:]  # type: ignore[index]
     text = " ".join(line.removeprefix("#").strip() for line in comments)
-    what, *differs = text.split(_DIFFERS)
-    return what.strip(), [each.strip() for each in differs]
+    description, *differences = text.split(_DIFFERS)
+    return description.strip(), [each.strip() for each in differences]
 
 
 def _recipe(one: Recipe) -> Iterator[str]:
-    path, (what, differs) = one.file.relative_to(ROOT).as_posix(), told(one.file)
+    path = one.file.relative_to(ROOT).as_posix()
+    description, differences = told(one.file)
     yield f"## {one.file.stem}"
-    yield plain(what)
+    yield plain(description)
     memory, stored = (
         format_bytes(sum(part or 0 for part in each.values())) for each in (one.estimate.memory, one.estimate.storage)
     )
-    trainings = f"{len(one.experiment.methods)} trainings of {one.experiment.milestones[-1]:,} steps for each seed"
+    runs = f"{len(one.experiment.methods)} training runs of {one.experiment.milestones[-1]:,} steps for each seed"
     shown = f"files/{one.file.parent.relative_to(ROOT).as_posix()}.md#{one.file.name.replace('.', '')}"  # a page of all
-    yield f"[{path}]({shown}): {trainings}, {memory} of a GPU's memory, {stored} on disk."
+    yield f"[{path}]({shown}): {runs}, {memory} of a GPU's memory, {stored} on disk."
     yield from map(_numbers, one.experiment.published)
-    if differs:
-        yield "Known to differ:\n\n" + "\n".join(f"* {plain(each)}" for each in differs)
+    if differences:
+        yield "Known to differ:\n\n" + "\n".join(f"* {plain(each)}" for each in differences)
 
 
 def _numbers(block: PublishedConfig) -> str:
-    """A published table as it is printed, with the method that stands for each row."""
+    """Return a published table, with the method that corresponds to each row."""
     heads = [f"table {block.table}, {block.metric}", "method here"]
     heads += [f"{step:,}" if isinstance(step, int) else step for step in block.printed or block.steps]
     rows = []
     for row, values in block.rows.items():
-        stands = f"none: {block.missing[row]}" if row in block.missing else f"`{block.methods.get(row, row)}`"
-        rows.append([plain(row), stands, *(NONE if value is None else f"{value:g}" for value in values)])
+        method = f"none: {block.missing[row]}" if row in block.missing else f"`{block.methods.get(row, row)}`"
+        rows.append([plain(row), method, *(NONE if value is None else f"{value:g}" for value in values)])
     return table(heads, rows) + (f"\n\nNot compared: {plain(block.differs)}." if block.differs else "")
 
 
 def _ran() -> dict[str, dict[str, str]]:
-    """Rows of the small forms that have run, by recipe; none where none was recorded."""
+    """Read the recorded runs of small forms, by recipe; an empty dictionary if there is no record."""
     if not SMALL.is_file():
         return {}
     with open(SMALL, newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""References for the site, made from the code: experiment file, command line, presets, Python."""
+"""References for the site, generated from the code: experiment file, command line, presets, Python."""
 
 import argparse
 import functools
@@ -22,15 +22,15 @@ _ELSEWHERE = {"sampler": "samplers.md", "weighting": "weightings.md", "coupling"
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """The JSON schema that `kairos schema` prints."""
+    """Return the JSON schema that `kairos schema` prints."""
     return Experiment.model_json_schema()
 
 
 def experiment() -> str:
-    """Every field of an experiment file, section by section."""
+    """Describe every field of an experiment file, section by section."""
     top, parts = schema()["properties"], []
-    own = {key: node for key, node in top.items() if not _section(node)}
-    parts.append("## The file itself\n\n" + fields(own, schema().get("required", ())) + _components(own))
+    simple = {key: node for key, node in top.items() if not _section(node)}
+    parts.append("## The file itself\n\n" + fields(simple, schema().get("required", ())) + _components(simple))
     for key, node in top.items():
         if (name := _section(node)) is not None:
             its = schema()["$defs"][name]
@@ -42,7 +42,7 @@ def experiment() -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments."""
+    """Describe every command with its arguments."""
     parts = []
     for name, (module, help) in COMMANDS.items():
         parser = argparse.ArgumentParser(prog=f"kairos {name}", description=help[0].upper() + help[1:] + ".")
@@ -62,10 +62,10 @@ def _command(parser: argparse.ArgumentParser, level: int = 2) -> Iterator[str]:
             word = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
             takes = "" if action.nargs == 0 or not action.option_strings else f" {word}"
             name = ", ".join(action.option_strings) + takes if action.option_strings else str(word)
-            told = plain((action.help or "") % {**vars(action), "prog": parser.prog})
-            rows.append([f"`{name}`", told + (" (required)" if action.option_strings and action.required else "")])
+            meaning = plain((action.help or "") % {**vars(action), "prog": parser.prog})
+            rows.append([f"`{name}`", meaning + (" (required)" if action.option_strings and action.required else "")])
     if rows:
-        yield table(["argument", "what it says"], rows)
+        yield table(["argument", "meaning"], rows)
     for each in inner:
         yield from _command(each, level + 1)
 
@@ -85,26 +85,26 @@ def presets() -> str:
 
 
 def api() -> str:
-    """All public names, and the bases of a user's own strategies."""
+    """List all public names, and the base classes of users' strategies."""
     public = [name for name in kairos_timesteps.__all__ if name != "__version__"]
     names = [*_FIRST, *(name for name in public if name not in _FIRST), *_BASES]
     return "\n\n".join(f"::: kairos_timesteps.{name}" for name in names)
 
 
 def described(node: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The components that a field may name, as JSON schema with ``description`` and ``properties``, by name."""
-    found = {}
+    """Return the components that a field may name, as JSON schema with ``description`` and ``properties``, by name."""
+    components = {}
     for each in [*node.get("anyOf", ()), *([node["items"]] if "items" in node else [])]:
         its = {**each.get("properties", {})}
         if name := its.pop("name", {}).get("const"):
-            found[name] = {**each, "properties": its}
+            components[name] = {**each, "properties": its}
         else:
-            found |= described(each)
-    return found
+            components |= described(each)
+    return components
 
 
 def fields(properties: Mapping[str, Any], required: Collection[str] = ()) -> str:
-    """A row for each field: name, allowed values, default, meaning."""
+    """Return a table with a row for each field: name, allowed values, default, meaning."""
     rows = []
     for key, node in properties.items():
         default = "required" if key in required else f"`{_value(_default(node))}`"
@@ -113,7 +113,7 @@ def fields(properties: Mapping[str, Any], required: Collection[str] = ()) -> str
 
 
 def _default(node: Mapping[str, Any]) -> Any:
-    """A component that has all its defaults is named alone."""
+    """Return a field's default; a component whose options have their defaults is only its name."""
     value = node.get("default")
     if isinstance(value, dict) and value.get("name") in described(node):
         its = described(node)[value["name"]]["properties"]
@@ -123,7 +123,7 @@ def _default(node: Mapping[str, Any]) -> Any:
 
 
 def _components(properties: Mapping[str, Any]) -> str:
-    """A part for each component that fields name, but those that have a page of their own."""
+    """Describe each component that fields may name, except those with a separate page."""
     parts = [""]
     for key in (key for key in properties if key not in _ELSEWHERE):
         for name, its in described(properties[key]).items():
@@ -133,7 +133,7 @@ def _components(properties: Mapping[str, Any]) -> str:
 
 
 def _section(node: Mapping[str, Any]) -> str | None:
-    """The name of the section's definition that a field refers to."""
+    """Return the name of the section's definition that a field refers to; None if the field is no section."""
     for each in (node, node.get("additionalProperties"), node.get("items"), *node.get("anyOf", ())):
         if isinstance(each, dict) and "$ref" in each:
             return str(each["$ref"]).rpartition("/")[2]
@@ -141,7 +141,7 @@ def _section(node: Mapping[str, Any]) -> str | None:
 
 
 def _allowed(node: Mapping[str, Any], key: str) -> str:
-    """In words, as Markdown."""
+    """Return the allowed values of a field, in words, as Markdown."""
     if names := described(node):
         many = "a list of " if "items" in node or any("items" in each for each in node.get("anyOf", ())) else ""
         if key in _ELSEWHERE:
@@ -173,7 +173,7 @@ def _linked(specification: str, page: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text without meaning in Markdown."""
+    """Escape characters that have a meaning in Markdown."""
     return re.sub(r"([*_\[])", r"\\\1", text.replace("<", "&lt;"))
 
 
@@ -182,11 +182,11 @@ def _value(value: Any) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     whole = [head, ["---"] * len(head), *rows]
     lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in whole]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 _PAGES = {"experiment": experiment, "commands": commands, "presets": presets, "api": api}
-PARTS = {name: (lambda made=made: (made(), {})) for name, made in _PAGES.items()}
+PARTS = {name: (lambda generate=generate: (generate(), {})) for name, generate in _PAGES.items()}
