@@ -95,14 +95,14 @@ def test_a_zip_is_read_by_several_processes_at_once(tmp_path):
         job.join()
 
 
-def test_images_in_a_zip_are_read_by_reference_and_changes_are_detected(tmp_path):
+def test_linked_images_in_a_zip_are_read_and_changes_are_detected(tmp_path):
     path = write_edm_zip(tmp_path / "edm.zip")
-    copied, referred = (
+    copied, linked = (
         prepare(make_zip_config(path, store=store), tmp_path / store) and open_dataset(tmp_path / store)
         for store in ("copy", "refer")
     )
     assert not (tmp_path / "refer" / "images.npy").exists()
-    assert np.array_equal(copied.images[:], referred.images[:])
+    assert np.array_equal(copied.images[:], linked.images[:])
     write_edm_zip(path, 9)
     with pytest.raises(DamagedError, match=r"00002/img00000009\.png, which is not where kairos prepare found it"):
         open_dataset(tmp_path / "refer").images[0]

@@ -1,4 +1,4 @@
-"""Images that stay where they are: the same latents as of copies, and every change since stage prepare is named."""
+"""Linked images have the latents of copied images, and every change since `kairos prepare` is reported."""
 
 import os
 import shutil
@@ -28,63 +28,63 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder of 12 pictures in two classes, one of them broken."""
+    """Folder of 12 pictures in two classes, one of them broken."""
     write_pictures(tmp_path / "in" / "a", 7)
     write_pictures(tmp_path / "in" / "b", 5)
     (tmp_path / "in" / "a" / "002.png").write_bytes(b"no image")
     return tmp_path / "in"
 
 
-def both(settings, tmp_path):
-    """The data set of a section, copied and referred to."""
+def prepare_both(settings, tmp_path):
+    """Prepare a data set with copied and with linked images, and open both."""
     for store in ("copy", "refer"):
         prepare(settings.model_copy(update={"store": store}), tmp_path / store)
     return open_dataset(tmp_path / "copy"), open_dataset(tmp_path / "refer")
 
 
-def check_alike(copied, referred, tmp_path):
-    assert not (referred.folder / "images.npy").exists() and not (copied.folder / "names.npy").exists()
+def check_equal(copied, linked, tmp_path):
+    assert not (linked.folder / "images.npy").exists() and not (copied.folder / "names.npy").exists()
     for index in (slice(None), [3, 0, 3], 2, np.array([], np.int64)):
-        assert np.array_equal(copied.images[index], referred.images[index])
-    assert copied.images.shape == referred.images.shape and len(copied.images) == len(referred.images)
+        assert np.array_equal(copied.images[index], linked.images[index])
+    assert copied.images.shape == linked.images.shape and len(copied.images) == len(linked.images)
     different = {"content_sha256", "files", "refers"}
-    known = [{k: v for k, v in each.manifest.items() if k not in different} for each in (copied, referred)]
+    known = [{k: v for k, v in each.manifest.items() if k not in different} for each in (copied, linked)]
     assert known[0] == known[1]
-    check_files(referred.folder, referred.manifest["files"], "")
+    check_files(linked.folder, linked.manifest["files"], "")
     make_autoencoder(
         AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=4), copied, tmp_path / "ae", CPU
     )
-    for each in (copied, referred):
+    for each in (copied, linked):
         encode(each, load_codec(tmp_path / "ae"), tmp_path / f"latents-{each.folder.name}", True, 4)
     for name in ("mean", "logvar", "mean_flipped", "logvar_flipped"):
         copy, refer = (sha256_file(tmp_path / f"latents-{kind}" / f"{name}.npy") for kind in ("copy", "refer"))
         assert copy == refer
 
 
-def test_folder(pictures, tmp_path):
-    copied, referred = both(folder_config(pictures, broken="skip", heldout=0.3, flips=True), tmp_path)
-    assert len(referred.images) == 11 and referred.manifest["skipped"] == ["a/002.png"]
-    check_alike(copied, referred, tmp_path)
+def test_a_linked_folder_equals_its_copy(pictures, tmp_path):
+    copied, linked = prepare_both(folder_config(pictures, broken="skip", heldout=0.3, flips=True), tmp_path)
+    assert len(linked.images) == 11 and linked.manifest["skipped"] == ["a/002.png"]
+    check_equal(copied, linked, tmp_path)
 
 
-def test_parquet_with_a_limit_and_a_split_of_its_own(tmp_path, hub_cache):  # noqa: F811
+def test_linked_parquet_files_with_a_limit_and_a_heldout_file_equal_their_copy(tmp_path, hub_cache):  # noqa: F811
     write_parquet(tmp_path / "train.parquet", 20)
     write_parquet(tmp_path / "test.parquet", 5)
     paths = {"path": str(tmp_path / "train.parquet"), "heldout": str(tmp_path / "test.parquet")}
-    copied, referred = both(config(source="parquet", limit=9, **paths), tmp_path)
+    copied, linked = prepare_both(config(source="parquet", limit=9, **paths), tmp_path)
     assert (len(copied.train), len(copied.heldout)) == (9, 5)
-    check_alike(copied, referred, tmp_path)
+    check_equal(copied, linked, tmp_path)
 
 
-def test_an_autoencoder_trained_on_referred_images_has_the_same_weights(tmp_path):
+def test_an_autoencoder_trained_on_linked_images_has_equal_weights(tmp_path):
     write_pictures(tmp_path / "in", 9)
-    copied, referred = both(folder_config(tmp_path / "in"), tmp_path)
+    copied, linked = prepare_both(folder_config(tmp_path / "in"), tmp_path)
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=4)
-    one, other = (make_autoencoder(settings, each, tmp_path / "ae", CPU) for each in (copied, referred))
+    one, other = (make_autoencoder(settings, each, tmp_path / "ae", CPU) for each in (copied, linked))
     assert one == other
 
 
-def test_content_hash_follows_the_pixels(tmp_path):
+def test_the_content_hash_depends_on_the_pixels_alone(tmp_path):
     write_pictures(tmp_path / "in", 6)
     settings = folder_config(tmp_path / "in", store="refer")
     before = prepare(settings, tmp_path / "out")["content_sha256"]
@@ -94,7 +94,7 @@ def test_content_hash_follows_the_pixels(tmp_path):
     assert prepare(settings, tmp_path / "out")["content_sha256"] != before
 
 
-def damaged(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-40])
 
 
@@ -103,7 +103,7 @@ def damaged(file: Path) -> None:
     [
         (lambda folder: picture(99).save(folder / "003.png"), r"003\.png, which has changed since kairos prepare"),
         (lambda folder: picture(3, 16, 16).save(folder / "003.png"), r"003\.png, which has changed"),
-        (lambda folder: damaged(folder / "003.png"), r"003\.png, which cannot be read any more"),
+        (lambda folder: truncate(folder / "003.png"), r"003\.png, which cannot be read any more"),
         (lambda folder: (folder / "003.png").unlink(), r"003\.png, which is not where.*\(004\.png is there\)"),
         (lambda folder: (folder / "009.png").unlink(), r"009\.png, which is not where.*\(nothing is there\)"),
         (lambda folder: picture(9).save(folder / "0025.png"), r"003\.png, which is not .*\(0025\.png is there\)"),
@@ -111,7 +111,7 @@ def damaged(file: Path) -> None:
     ],
     ids=["pixels", "size", "truncated", "gone", "last one gone", "one more", "all gone"],
 )
-def test_what_has_changed_is_named(tmp_path, change, message):
+def test_changed_and_missing_images_are_reported(tmp_path, change, message):
     folder = write_pictures(tmp_path / "in", 10)
     prepare(folder_config(folder, store="refer"), tmp_path / "out")
     change(folder)
@@ -120,7 +120,7 @@ def test_what_has_changed_is_named(tmp_path, change, message):
         images[3]
 
 
-def test_an_image_that_goes_while_a_stage_reads(tmp_path):
+def test_an_image_deleted_while_a_stage_reads_is_reported(tmp_path):
     folder = write_pictures(tmp_path / "in", 10)
     prepare(folder_config(folder, store="refer"), tmp_path / "out")
     images = open_dataset(tmp_path / "out").images
@@ -130,7 +130,7 @@ def test_an_image_that_goes_while_a_stage_reads(tmp_path):
         images[3]
 
 
-def test_a_job_in_another_folder_is_told_so(tmp_path, monkeypatch):
+def test_a_job_in_another_folder_reports_that_it_cannot_read_the_images(tmp_path, monkeypatch):
     write_pictures(tmp_path / "in", 5)
     monkeypatch.chdir(tmp_path)
     prepare(folder_config(Path("in"), store="refer"), tmp_path / "out")
@@ -143,19 +143,19 @@ def test_a_job_in_another_folder_is_told_so(tmp_path, monkeypatch):
         open_dataset("../out").images[0]
 
 
-def test_a_training_reads_no_image(tmp_path):
+def test_training_reads_no_image(tmp_path):
     folder = write_pictures(tmp_path / "in", 9)
-    _, referred = both(folder_config(folder), tmp_path)
+    _, linked = prepare_both(folder_config(folder), tmp_path)
     make_autoencoder(
-        AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=4), referred, tmp_path / "ae", CPU
+        AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=4), linked, tmp_path / "ae", CPU
     )
-    encode(referred, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4)
+    encode(linked, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4)
     shutil.rmtree(folder)
     latents = open_latents(tmp_path / "latents")
     assert latents.load_x0(latents.train).shape == (8, 4, 4, 4) and latents.load_conditions([0]) == {}
 
 
-def experiment(kind, **dataset):
+def make_experiment(kind, **dataset):
     autoencoder = {"kind": kind, **({"path": "some/where"} if kind == "pretrained" else {})}
     methods = {"uniform": {}}
     return {"experiment": "e", "dataset": dataset, "autoencoder": autoencoder, "methods": methods}
@@ -172,15 +172,15 @@ def experiment(kind, **dataset):
         ("none", {"source": "parquet", "path": "p"}, "copy"),
     ],
 )
-def test_auto_is_resolved_with_the_experiment(kind, dataset, store):
-    checked = validate(experiment(kind, **dataset))
+def test_store_auto_is_resolved_with_the_experiment(kind, dataset, store):
+    checked = validate(make_experiment(kind, **dataset))
     assert checked.dataset.store == checked.plain()["dataset"]["store"] == store
     assert validate(checked.plain()) == checked
 
 
-def test_a_training_on_pixels_cannot_refer():
+def test_training_on_pixels_rejects_linked_images():
     with pytest.raises(ConfigError, match=r"dataset\.store: got refer, allowed: copy or auto"):
-        validate(experiment("none", source="folder", path="in", store="refer"))
+        validate(make_experiment("none", source="folder", path="in", store="refer"))
 
 
 def test_classes_of_held_out_images_agree_by_name(tmp_path):
@@ -199,14 +199,14 @@ def test_classes_of_held_out_images_agree_by_name(tmp_path):
         open_source(folder_config(tmp_path / "train", heldout=str(tmp_path / "nowhere")))
 
 
-def test_a_copy_on_a_local_disk_refers_to_the_same_images(tmp_path, monkeypatch):
+def test_latents_copied_to_a_local_disk_find_the_linked_images(tmp_path, monkeypatch):
     folder = write_pictures(tmp_path / "in", 9)
-    _, referred = both(folder_config(folder), tmp_path)
+    _, linked = prepare_both(folder_config(folder), tmp_path)
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=4)
-    make_autoencoder(settings, referred, tmp_path / "ae", CPU)
-    encode(referred, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4)
+    make_autoencoder(settings, linked, tmp_path / "ae", CPU)
+    encode(linked, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4)
     monkeypatch.setenv("KAIROS_LOCAL", str(tmp_path))
-    with staged(tmp_path / "latents") as place:
-        copy = open_latents(place)
-        assert place != tmp_path / "latents" and np.array_equal(copy.dataset.images[:], referred.images[:])
+    with staged(tmp_path / "latents") as local_folder:
+        copy = open_latents(local_folder)
+        assert local_folder != tmp_path / "latents" and np.array_equal(copy.dataset.images[:], linked.images[:])
         assert torch.equal(copy.load_x0(copy.train), open_latents(tmp_path / "latents").load_x0(copy.train))

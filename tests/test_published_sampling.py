@@ -21,7 +21,7 @@ from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
 from kairos.section import build
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError
-from test_sampling import MEAN, STD, optimal_network, solver_settings, process_of, run, small_dit
+from test_sampling import MEAN, STD, optimal_network, process_of, run, small_dit, solver_settings
 from training_case import experiment
 
 LEARNED = {"name": "discrete", "timesteps": 1000, "schedule": "linear", "variance": "learned_range"}

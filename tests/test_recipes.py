@@ -1,4 +1,4 @@
-"""The recipes of the papers: all of their tables' rows, with the published numbers, in files that kairos accepts."""
+"""Recipes of the papers contain all rows of their tables with the published numbers, and kairos accepts them."""
 
 import csv
 import json
@@ -21,57 +21,57 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("SHARED", ROOT.parent / "shared"))
 FILES = sorted((ROOT / "recipes").rglob("*.yaml"))
 TABLES = {"adaptive": {"1", "2", "3", "4"}, "speed": {"1", "2", "3", "4", "5", "9", "10", "11", "12", "13"}}
-# printed in SpeeD's paper, and not in the list of published results
+# rows in SpeeD's paper that are not in the list of published results
 OF_THE_PAPER = {("10", "inception_score"), ("12", "fid10k")}
 
 
-def published():
-    """All rows of the recipes: file, block and row."""
+def list_published_rows():
+    """List all rows of the recipes: file, block and row."""
     return [(file, block, row) for file in FILES for block in load(file).published for row in block.numbers()]
 
 
-def key(block, row):
+def make_key(block, row):
     where = (block.source, block.table, block.dataset, block.backbone, block.schedule)
     return (*where, row.row, str(row.printed), block.metric, row.value)
 
 
 def test_every_table_has_its_files():
-    found = {paper: {path.stem for path in FILES if path.parent.name == paper} for paper in TABLES}
+    names_by_paper = {paper: {path.stem for path in FILES if path.parent.name == paper} for paper in TABLES}
     for paper, tables in TABLES.items():
-        assert {match[1] for name in found[paper] if (match := re.match(r"table(\d+)(_|$)", name))} == tables
-    assert {"figure7a", "figure7b", "super_resolution"} <= found["speed"]
+        assert {match[1] for name in names_by_paper[paper] if (match := re.match(r"table(\d+)(_|$)", name))} == tables
+    assert {"figure7a", "figure7b", "super_resolution"} <= names_by_paper["speed"]
     names = [load(file).experiment for file in FILES]
     assert names == [f"{file.parent.name}_{file.stem}" for file in FILES]
 
 
-def test_the_rows_are_those_that_were_published():
-    """Equal as sets to the list of results; what goes beyond it stands in the paper's own text."""
+def test_rows_of_recipes_equal_the_published_results():
+    """Rows equal those in the list of results; additional rows are in the text of the paper."""
     listed, paper = SHARED / "reference/published_results.csv", SHARED / "papers/speed.txt"
     if not listed.is_file() or not paper.is_file():
         pytest.skip(f"{listed} or {paper} is not here")
     with open(listed, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["source"] in TABLES]
     names = ("source", "table", "dataset", "backbone", "schedule", "method", "steps", "metric")
-    wanted = {(*(row[name] for name in names), float(row["value"])) for row in rows}
-    found = {key(block, row): (block, row) for _, block, row in published()}
-    assert wanted <= found.keys()
-    beyond = {each: found[each] for each in found.keys() - wanted}
-    assert {(block.table, block.metric) for block, _ in beyond.values()} == OF_THE_PAPER and len(beyond) == 57
+    expected = {(*(row[name] for name in names), float(row["value"])) for row in rows}
+    recipe_rows = {make_key(block, row): (block, row) for _, block, row in list_published_rows()}
+    assert expected <= recipe_rows.keys()
+    additional = {each: recipe_rows[each] for each in recipe_rows.keys() - expected}
+    assert {(block.table, block.metric) for block, _ in additional.values()} == OF_THE_PAPER and len(additional) == 57
     lines = [re.sub(r"[$\\ ]|</?u>", "", line).split("\t") for line in paper.read_text().splitlines()]
-    for block, row in beyond.values():
-        if block.table == "12":  # a line for each row
-            head, place = row.row.replace("uniform", "DiT-S/8"), block.steps.index(row.step)
-            cells = [line[1:] for line in lines if line[0] == head and len(line) == 5]
-        else:  # a line for each step; the last of their groups is of the Inception score
-            head, place = f"{row.step // 1000}K", list(block.rows).index(row.row)
-            cells = [line[1:] for line in lines if line[0] == head and len(line) == 7][-1:]
-        assert [float(line[place]) for line in cells] == [row.value], (block.table, row)
+    for block, row in additional.values():
+        if block.table == "12":  # one line per row
+            header, column = row.row.replace("uniform", "DiT-S/8"), block.steps.index(row.step)
+            cells = [line[1:] for line in lines if line[0] == header and len(line) == 5]
+        else:  # one line per step; the last group of lines has the Inception score
+            header, column = f"{row.step // 1000}K", list(block.rows).index(row.row)
+            cells = [line[1:] for line in lines if line[0] == header and len(line) == 7][-1:]
+        assert [float(line[column]) for line in cells] == [row.value], (block.table, row)
 
 
-def test_every_row_is_a_method_or_says_why_not():
-    without = {(block.table, row.row) for _, block, row in published() if row.method is None}
+def test_every_row_has_a_method_or_the_reason_why_it_has_none():
+    without = {(block.table, row.row) for _, block, row in list_published_rows() if row.method is None}
     assert without == {("11", "bs")} and "bs" in SAMPLERS.unavailable
-    for file, block, row in published():
+    for file, block, row in list_published_rows():
         experiment = load(file)
         assert row.step in experiment.milestones, (file, row)
         assert row.method is None or row.method in experiment.methods
@@ -79,41 +79,41 @@ def test_every_row_is_a_method_or_says_why_not():
         assert block.sampling_steps in (None, experiment.sampling.steps)
 
 
-def test_a_recipe_says_what_it_is_and_what_differs():
+def test_the_header_of_a_recipe_cites_its_paper():
     for file in FILES:
-        head = re.match(r"(?:#.*\n)+", file.read_text())[0].splitlines()
-        assert re.search(r"(Kim|Wang) et al. 2025", " ".join(head[1:])), file
+        header = re.match(r"(?:#.*\n)+", file.read_text())[0].splitlines()
+        assert re.search(r"(Kim|Wang) et al. 2025", " ".join(header[1:])), file
 
 
-def test_published_rows_change_nothing_that_is_computed():
-    """An experiment without them is written down as it was before there were any."""
+def test_fields_of_recipes_do_not_change_other_experiments():
+    """An experiment without such fields does not write them, so that its hash is unchanged."""
     plain = load(ROOT / "params.yaml").plain()
     assert not {"published", "claim", "known", "extends"} & plain.keys()
     recipe = load(FILES[0])
     assert validate(recipe.plain()) == recipe
 
 
-def write(folder, name, **values):
+def write_yaml(folder, name, **values):
     (folder / name).write_text(yaml.safe_dump(values))
     return folder / name
 
 
-def test_a_file_is_laid_over_the_one_that_it_extends(tmp_path):
+def test_a_file_is_merged_over_the_file_that_it_extends(tmp_path):
     base = {"experiment": "a", "methods": {"a": {}, "b": {}}, "diffusion": {"process": "edm"}}
     base["training"] = {"batch_size": 4, "milestones": [1, 2], "optimizer": {"name": "adamw", "lr": 1.0}}
-    write(tmp_path, "a.yaml", **base)
+    write_yaml(tmp_path, "a.yaml", **base)
     (tmp_path / "in").mkdir()
-    write(tmp_path, "in/b.yaml", extends="../a.yaml", experiment="b", training={"optimizer": {"lr": 2.0}})
-    own = {"optimizer": {"name": "adam"}, "milestones": [3]}
-    last = write(
-        tmp_path, "c.yaml", extends="in/b.yaml", training=own, methods={"c": {}},
+    write_yaml(tmp_path, "in/b.yaml", extends="../a.yaml", experiment="b", training={"optimizer": {"lr": 2.0}})
+    overrides = {"optimizer": {"name": "adam"}, "milestones": [3]}
+    last = write_yaml(
+        tmp_path, "c.yaml", extends="in/b.yaml", training=overrides, methods={"c": {}},
         diffusion={"process": {"name": "edm", "sigma_data": 1.0}},
     )  # fmt: skip
     assert read_experiment_file(tmp_path / "in/b.yaml")["training"]["optimizer"] == {"name": "adamw", "lr": 2.0}
-    found = read_experiment_file(last)
-    assert found["experiment"] == "b" and found["methods"] == {"c": {}}
-    assert found["training"] == {"batch_size": 4, "milestones": [3], "optimizer": {"name": "adam"}}
-    assert found["diffusion"] == {"process": {"name": "edm", "sigma_data": 1.0}}
+    merged = read_experiment_file(last)
+    assert merged["experiment"] == "b" and merged["methods"] == {"c": {}}
+    assert merged["training"] == {"batch_size": 4, "milestones": [3], "optimizer": {"name": "adam"}}
+    assert merged["diffusion"] == {"process": {"name": "edm", "sigma_data": 1.0}}
     assert load(last).training.batch_size == 4
 
 
@@ -127,11 +127,11 @@ def test_a_file_is_laid_over_the_one_that_it_extends(tmp_path):
         ("round.yaml", r"round.yaml: extends: got 'c.yaml', allowed: .* which does not extend this one"),
     ],
 )
-def test_what_cannot_be_extended_is_refused(tmp_path, base, message):
+def test_an_invalid_extends_is_rejected(tmp_path, base, message):
     (tmp_path / "list.yaml").write_text("[1]")
-    write(tmp_path, "round.yaml", extends="c.yaml")
+    write_yaml(tmp_path, "round.yaml", extends="c.yaml")
     with pytest.raises(ConfigError, match=message):
-        load(write(tmp_path, "c.yaml", extends=base, experiment="c", methods={"a": {}}))
+        load(write_yaml(tmp_path, "c.yaml", extends=base, experiment="c", methods={"a": {}}))
 
 
 BLOCK = {
@@ -150,7 +150,7 @@ BLOCK = {
         ({"metrics": "fid"}, r"metrics: unknown field .* did you mean 'metric'"),
     ],
 )
-def test_published_rows_that_do_not_fit_are_refused(changed, message):
+def test_inconsistent_published_rows_are_rejected(changed, message):
     values = {"experiment": "x", "methods": {"a": {}, "b": {}}}
     validate({**values, "published": [BLOCK]})
     with pytest.raises(ConfigError, match=message):
@@ -167,17 +167,17 @@ TINY = {
 }  # fmt: skip
 
 
-def test_all_are_checked_in_one_go(capsys, tmp_path):
+def test_all_files_of_a_folder_are_checked_by_one_command(capsys, tmp_path):
     assert main(["check", str(ROOT / "recipes")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(FILES) and lines[0].split() == ["file", "methods", "runs", "milestones", "jobs"]
-    write(tmp_path, "a.yaml", experiment="a", **TINY)
-    write(tmp_path, "b.yaml", experiment="b", **TINY | {"seeds": [1, 1]})
-    write(tmp_path, "c.yaml", experiment="c", **TINY | {"dataset": {"source": "digits", "limit": 20}})
+    write_yaml(tmp_path, "a.yaml", experiment="a", **TINY)
+    write_yaml(tmp_path, "b.yaml", experiment="b", **TINY | {"seeds": [1, 1]})
+    write_yaml(tmp_path, "c.yaml", experiment="c", **TINY | {"dataset": {"source": "digits", "limit": 20}})
     assert main(["check", str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("kairos: 2 files cannot be used") and "b.yaml: seeds: got [1, 1]" in said.err
-    assert f"{tmp_path}/c.yaml: evaluation.extractor: got classifier, but" in said.err and "a.yaml" in said.out
+    output = capsys.readouterr()
+    assert output.err.startswith("kairos: 2 files cannot be used") and "b.yaml: seeds: got [1, 1]" in output.err
+    assert f"{tmp_path}/c.yaml: evaluation.extractor: got classifier, but" in output.err and "a.yaml" in output.out
     (tmp_path / "none").mkdir()
     assert main(["check", str(tmp_path / "none")]) == 2
     assert "allowed: an experiment file, or a folder with some" in capsys.readouterr().err
@@ -185,9 +185,9 @@ def test_all_are_checked_in_one_go(capsys, tmp_path):
 
 def test_a_folder_is_planned_as_one_table(capsys, tmp_path):
     claim = {"factor": 3.0, "method": "adaptive", "baseline": "uniform", "cost": "steps"}
-    write(tmp_path, "long.yaml", experiment="a", claim=claim, **TINY)
+    write_yaml(tmp_path, "long.yaml", experiment="a", claim=claim, **TINY)
     short = TINY["training"] | {"milestones": [100, 200]}
-    write(tmp_path, "short.yaml", experiment="b", claim=claim | {"cost": "time"}, **TINY | {"training": short})
+    write_yaml(tmp_path, "short.yaml", experiment="b", claim=claim | {"cost": "time"}, **TINY | {"training": short})
     long, brief = load_recipes(tmp_path)
     assert [one.experiment for one in select_cheapest_tests([long, brief])] == [brief.experiment]
     assert long.test_steps == {"uniform": 400, "adaptive": 200}
@@ -195,19 +195,19 @@ def test_a_folder_is_planned_as_one_table(capsys, tmp_path):
         "uniform": 200,
         "adaptive": 100,
     }
-    operations = {name: its.flops_per_step for name, its in long.estimate.methods.items()}
+    operations = {name: cost.flops_per_step for name, cost in long.estimate.methods.items()}
     assert operations["adaptive"] > 2 * operations["uniform"]
     forward = long.estimate.network.forward_flops / long.estimate.network.samples
-    images = 5 * 100 * 50  # milestones, samples and evaluations of the network for each
+    images = 5 * 100 * 50  # snapshots, samples and network evaluations per sample
     hours = sum(operations.values()) * 400 / PEAKS["H100"]["bf16"] + 2 * images * forward / PEAKS["H100"]["fp32"]
     assert long.gpu_hours("H100", 0.5) == pytest.approx(2 * hours / 1e12 / 3600 / 0.5)
     trained = (operations["uniform"] * 400 + operations["adaptive"] * 200) / PEAKS["A100"]["bf16"]
-    drawn = 3 * 100 * 50 * forward / PEAKS["A100"]["fp32"]  # the end of one, two milestones of the other
-    assert long.test_gpu_hours("A100", 1.0) == pytest.approx(SEEDS * (trained + drawn) / 1e12 / 3600)
+    sampling = 3 * 100 * 50 * forward / PEAKS["A100"]["fp32"]  # one snapshot of uniform, two of adaptive
+    assert long.test_gpu_hours("A100", 1.0) == pytest.approx(SEEDS * (trained + sampling) / 1e12 / 3600)
     assert main(["plan", str(tmp_path), "--utilisation", "0.5"]) == 0
-    said = capsys.readouterr().out
-    assert "long.yaml" in said and "H100 h" in said and "A100 h" in said and "at 50% of the peak" in said
-    assert f"the cheapest test is {tmp_path}/short.yaml with 5 seeds,\n  uniform at 200 and adaptive at 100" in said
+    output = capsys.readouterr().out
+    assert "long.yaml" in output and "H100 h" in output and "A100 h" in output and "at 50% of the peak" in output
+    assert f"the cheapest test is {tmp_path}/short.yaml with 5 seeds,\n  uniform at 200 and adaptive at 100" in output
     assert main(["plan", str(tmp_path), "--format", "json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values[f"{tmp_path}/long.yaml"]["gpu_hours"].keys() == PEAKS.keys()
@@ -215,28 +215,28 @@ def test_a_folder_is_planned_as_one_table(capsys, tmp_path):
     assert "--classes: got 3, allowed: none with a folder" in capsys.readouterr().err
 
 
-def test_what_a_file_says_of_data_that_are_not_here_is_taken_for_known(capsys, tmp_path):
+def test_a_plan_uses_the_known_shape_and_classes_of_absent_data(capsys, tmp_path):
     values = {**TINY, "autoencoder": {"kind": "pretrained", "path": "not/here"}, "dataset": {"source": "folder"}}
     values["dataset"] |= {"path": str(tmp_path / "none"), "resolution": 32}
     values["model"] = TINY["model"] | {"conditions": ["class"]}
-    file = write(tmp_path, "a.yaml", experiment="a", **values)
+    file = write_yaml(tmp_path, "a.yaml", experiment="a", **values)
     assert main(["plan", str(file)]) == 2 and "--shape C H W" in capsys.readouterr().err
-    file = write(tmp_path, "a.yaml", experiment="a", known={"shape": [4, 4, 4], "classes": 7}, **values)
+    file = write_yaml(tmp_path, "a.yaml", experiment="a", known={"shape": [4, 4, 4], "classes": 7}, **values)
     assert main(["plan", str(file)]) == 0
     assert "input of the network 4x4x4" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("file", FILES, ids=[f"{file.parent.name}-{file.stem}" for file in FILES])
-def test_small_forms_are_the_same_experiment(tmp_path, capsys, file):
-    """Two methods, at most 100 steps, the published rows of these; digits where no other images are at hand."""
-    recipe, made, data = load(file), tmp_path / "small.yaml", SHARED / "data"
+def test_small_forms_keep_the_settings_of_their_recipe(tmp_path, capsys, file):
+    """Small forms have two methods with their published rows and at most 100 steps, on digits if images are absent."""
+    recipe, small_file, data = load(file), tmp_path / "small.yaml", SHARED / "data"
     needs = recipe.text_encoder or recipe.dataset.low_resolution
     if needs and not (data / "coco_mini").is_dir():
-        assert main(["small", str(file), str(made), "--data", str(tmp_path)]) == 2
+        assert main(["small", str(file), str(small_file), "--data", str(tmp_path)]) == 2
         assert "allowed: a folder with coco_mini and taesd" in capsys.readouterr().err
         pytest.skip(f"{data} is not here")
-    assert main(["small", str(file), str(made), "--data", str(data if needs else tmp_path)]) == 0
-    small = load(made)
+    assert main(["small", str(file), str(small_file), "--data", str(data if needs else tmp_path)]) == 0
+    small = load(small_file)
     small.resolve()
     assert small.experiment == f"{recipe.experiment}_small" and small.milestones == (0, 50, 100)
     assert len(small.methods) == 2 and {*small.methods} <= {*recipe.methods}
@@ -245,7 +245,7 @@ def test_small_forms_are_the_same_experiment(tmp_path, capsys, file):
     assert small.sampling.scheduler == recipe.sampling.scheduler
     kept = {row for block in small.published for row in block.numbers()}
     assert kept == {row for block in recipe.published for row in block.numbers() if row.method in small.methods}
-    assert made.read_text().startswith(f"# the small form of {file}\n")
+    assert small_file.read_text().startswith(f"# the small form of {file}\n")
 
 
 @pytest.mark.parametrize("name", ["adaptive/table2", "speed/table1_ffhq"])
@@ -258,26 +258,26 @@ def test_small_forms_have_under_a_million_parameters(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (["--steps", "101"], "--steps: got 101, allowed: 2 to 100"),
         (["--methods", "uniform", "bs"], "--methods: got bs, allowed: some of uniform, p2,"),
     ],
 )
-def test_what_no_small_form_can_have_is_refused(tmp_path, capsys, given, message):
-    made = tmp_path / "small.yaml"
-    assert main(["small", str(FILES[0]), str(made), *given]) == 2
-    assert message in capsys.readouterr().err and not made.exists()
-    made.write_text("mine")
-    assert main(["small", str(FILES[0]), str(made)]) == 2 and made.read_text() == "mine"
+def test_invalid_options_of_small_forms_are_rejected(tmp_path, capsys, options, message):
+    small_file = tmp_path / "small.yaml"
+    assert main(["small", str(FILES[0]), str(small_file), *options]) == 2
+    assert message in capsys.readouterr().err and not small_file.exists()
+    small_file.write_text("mine")
+    assert main(["small", str(FILES[0]), str(small_file)]) == 2 and small_file.read_text() == "mine"
 
 
 @pytest.mark.long
 def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     import paper_pages
 
-    what, differs = paper_pages.told(ROOT / "recipes/speed/table5.yaml")
-    assert what.startswith("Wang et al. 2025, table 5, ablations") and len(differs) == 2
+    title, differs = paper_pages.told(ROOT / "recipes/speed/table5.yaml")
+    assert title.startswith("Wang et al. 2025, table 5, ablations") and len(differs) == 2
     assert differs[0].startswith("k = 1 is uniform") and "5b and 5c" in differs[0]
     block = load(ROOT / "recipes/speed/table11.yaml").published[0]
     text = paper_pages._numbers(block)

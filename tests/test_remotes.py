@@ -1,4 +1,4 @@
-"""DVC remotes: what is pushed comes back bit for bit, from a folder, over SSH and from an S3 store; real servers."""
+"""DVC remotes return pushed files bit for bit: from a folder, over SSH and from an S3 store, with real servers."""
 
 import asyncio
 import importlib.util
@@ -24,7 +24,7 @@ RESULTS = ("dataset", "latents", "uniform/seed0/checkpoint.pt")
 
 
 class Repository:
-    """A DVC repository that holds data, latents and a checkpoint, configured like this one."""
+    """DVC repository with data, latents and a checkpoint, configured like kairos' repository."""
 
     def __init__(self, folder: Path):
         self.folder, self.results = folder / "repository", folder / "repository/results"
@@ -45,14 +45,14 @@ class Repository:
         command = [sys.executable, "-m", "dvc", *arguments]
         return subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)
 
-    def remote(self, url: str, **settings: str) -> None:
-        """Name the remote as docs/services.md says: for this clone alone."""
+    def add_remote(self, url: str, **settings: str) -> None:
+        """Add a remote for this clone alone, as in docs/services.md."""
         assert self.dvc("remote", "add", "--force", "--local", "--default", "store", url).returncode == 0
         for name, value in settings.items():
             assert self.dvc("remote", "modify", "--local", "store", name, value).returncode == 0
 
-    def lose(self) -> None:
-        """Delete everything but what a clone would have."""
+    def delete_local_files(self) -> None:
+        """Delete all files that a clone would not have."""
         for name in RESULTS:
             path = self.results / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -70,8 +70,8 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-class Sftp:
-    """An SSH server with SFTP on a folder, for one user with one key."""
+class SftpServer:
+    """SSH server with SFTP access to a folder, for one user with one key."""
 
     def __init__(self, folder: Path):
         import asyncssh
@@ -106,7 +106,7 @@ class Sftp:
 def sftp(tmp_path):
     if importlib.util.find_spec("dvc_ssh") is None:
         pytest.skip("no dvc-ssh; the extra `remotes` brings it")
-    server = Sftp(tmp_path)
+    server = SftpServer(tmp_path)
     server.start()
     yield server
     server.stop()
@@ -129,44 +129,45 @@ def s3(monkeypatch):
     server.stop()
 
 
-def comes_back(repository: Repository) -> None:
+def check_round_trip(repository: Repository) -> None:
+    """Push, delete the local files, pull, and compare hashes; also check that git sees no local configuration."""
     done = repository.dvc("push")
     assert done.returncode == 0, done.stderr
     assert "Everything is up to date" in repository.dvc("push").stdout
-    repository.lose()
+    repository.delete_local_files()
     done = repository.dvc("pull")
     assert done.returncode == 0, done.stderr
     assert hash_folder(repository.results) == repository.hashes
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     shown = subprocess.run(listing, cwd=repository.folder, capture_output=True)
-    assert b".dvc/config\n" in shown.stdout and b"config.local" not in shown.stdout  # what a commit would hold
+    assert b".dvc/config\n" in shown.stdout and b"config.local" not in shown.stdout  # files that a commit would contain
     assert (repository.folder / ".dvc/config").read_bytes() == (ROOT / ".dvc/config").read_bytes()
 
 
 @pytest.mark.long
-def test_a_folder(repository, tmp_path):
-    repository.remote(str(tmp_path / "store"))
-    comes_back(repository)
+def test_a_folder_returns_pushed_files(repository, tmp_path):
+    repository.add_remote(str(tmp_path / "store"))
+    check_round_trip(repository)
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::Warning")
-def test_ssh(repository, sftp):
-    repository.remote(f"ssh://me@127.0.0.1:{sftp.port}/kairos", keyfile=str(sftp.key))
-    comes_back(repository)
+def test_an_ssh_server_returns_pushed_files(repository, sftp):
+    repository.add_remote(f"ssh://me@127.0.0.1:{sftp.port}/kairos", keyfile=str(sftp.key))
+    check_round_trip(repository)
     assert list((sftp.folder / "kairos").rglob("*.dir"))
 
 
 @pytest.mark.nightly
-def test_s3(repository, s3):
-    repository.remote("s3://kairos/store", **s3)
-    comes_back(repository)
+def test_an_s3_store_returns_pushed_files(repository, s3):
+    repository.add_remote("s3://kairos/store", **s3)
+    check_round_trip(repository)
 
 
 @pytest.mark.nightly
-def test_a_remote_that_cannot_be_reached_says_so_and_loses_nothing(repository, sftp):
+def test_an_unreachable_remote_is_reported_and_loses_nothing(repository, sftp):
     sftp.stop()
-    repository.remote(f"ssh://me@127.0.0.1:{sftp.port}/kairos", keyfile=str(sftp.key))
+    repository.add_remote(f"ssh://me@127.0.0.1:{sftp.port}/kairos", keyfile=str(sftp.key))
     cache = hash_folder(repository.folder / ".dvc/cache")
     for command in ("push", "pull"):
         done = repository.dvc(command)
@@ -177,11 +178,11 @@ def test_a_remote_that_cannot_be_reached_says_so_and_loses_nothing(repository, s
         assert hash_folder(repository.results) == repository.hashes
         assert hash_folder(repository.folder / ".dvc/cache") == cache
     sftp.start()
-    comes_back(repository)
+    check_round_trip(repository)
 
 
 def test_no_job_calls_dvc(monkeypatch):
-    """Several DVC processes at once fight over a lock."""
+    """Concurrent DVC processes would compete for one lock."""
     rules = [ROOT / "Snakefile", *(ROOT / "workflow").rglob("*.smk")]
     assert len(rules) > 5 and not any(re.search(r"\b(dvc|ledger)\b", path.read_text()) for path in rules)
     calls = {

@@ -1,4 +1,4 @@
-"""The report: what it computes and what it writes."""
+"""The report: its statistics, its files and its page."""
 
 import base64
 import csv
@@ -35,7 +35,7 @@ from report_page import page_of
 
 METRIC = results_tree.METRIC
 SEEDS = tuple(range(ranking.MIN_SEEDS))
-ISSUE_COLUMNS = [
+FIRST_COLUMNS = [
     "experiment", "method", "seed", "step", "images_seen", "train_seconds", METRIC, f"{METRIC}_spread", "val_loss",
     "val_vlb", "n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed",
 ]  # fmt: skip
@@ -43,7 +43,7 @@ ISSUE_COLUMNS = [
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A whole tree with its report, made by the command line; not to be changed."""
+    """Complete results with a report from the command line; tests must not change them."""
     config, results = results_tree.write(tmp_path_factory.mktemp("built"), seeds=SEEDS)
     assert main(["report", "--config", str(config), "--results", str(results)]) == 0
     return config, results
@@ -51,28 +51,28 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def small(tmp_path):
-    """Two methods and one seed, without a report; free to be changed."""
+    """Two methods and one seed, without a report; tests may change them."""
     return results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "adaptive"))
 
 
-def html_of(built):
-    """The page, its characters as they are read."""
+def read_page(built):
+    """Read the page with all character references replaced."""
     return html.unescape((built[1] / "report.html").read_text())
 
 
-def without_scripts(page):
+def remove_scripts(page):
     return re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
 
 
-def rows_of(path):
+def read_csv(path):
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         return list(reader.fieldnames), list(reader)
 
 
-def test_summary_has_the_columns_and_rows_a_script_may_rely_on(built):
-    columns, rows = rows_of(built[1] / "summary.csv")
-    assert columns[: len(ISSUE_COLUMNS)] == ISSUE_COLUMNS
+def test_summary_has_the_documented_columns_and_rows(built):
+    columns, rows = read_csv(built[1] / "summary.csv")
+    assert columns[: len(FIRST_COLUMNS)] == FIRST_COLUMNS
     assert {"kid", "kid_spread", "val_vlb_without_last", "sets", "spacing", "clip", "sample_seed"} <= set(columns)
     assert len(rows) == 6 * 5 * 4 + 4 and not (built[1] / "published.csv").exists()
     assert [row["method"] for row in rows[-4:]] == ["floor", "reconstruction", "gaussian", "noise"]
@@ -82,7 +82,7 @@ def test_summary_has_the_columns_and_rows_a_script_may_rely_on(built):
 
 
 def test_summary_numbers_are_read_back_exactly(built):
-    _, rows = rows_of(built[1] / "summary.csv")
+    _, rows = read_csv(built[1] / "summary.csv")
     for row in rows[:-4]:
         step = int(row["step"])
         assert float(row[METRIC]) == results_tree.distance(row["method"], int(row["seed"]), step)
@@ -90,7 +90,7 @@ def test_summary_numbers_are_read_back_exactly(built):
         assert int(row["images_seen"]) == 64 * step
 
 
-def test_ranks_only_where_the_tests_find_a_difference(built):
+def test_methods_are_ranked_only_if_a_test_finds_a_difference(built):
     collected = collect(load(built[0]), built[1])
     rows = ranking.compare_methods(collected)
     ranks = {row.method: (row.first_rank, row.last_rank) for row in rows}
@@ -98,30 +98,32 @@ def test_ranks_only_where_the_tests_find_a_difference(built):
         "min_snr": (1, 1), "speed": (2, 2), "p2": (3, 4), "uniform": (3, 4), "adaptive": (5, 5), "log_normal": (6, 6),
     }  # fmt: skip
     assert [row.method for row in rows if row.may_be_best] == ["min_snr"]
-    verdict = findings.summarise_outcome(collected, rows)
-    best, below, above, equal, steps = verdict
+    findings_in_order = findings.summarise_outcome(collected, rows)
+    best, below, above, equal, steps = findings_in_order
     assert re.search(r"min_snr .*Fréchet distance, 17\.", best)
     assert re.search(r"uniform.*min_snr \(−2\d\.\d %\).*speed \(−2\d\.\d %\)", below)
     assert re.search(r"uniform.*adaptive \(\+.*log_normal \(\+", above) and re.search(r"uniform.*p2", equal)
     assert re.search(r"min_snr .*1\.\d\d× .*uniform.*95 % interval 1\.", steps)
-    assert all(sentence in html_of(built) for sentence in verdict) and "corrected after Holm" in html_of(built)
+    page = read_page(built)
+    assert all(sentence in page for sentence in findings_in_order) and "corrected after Holm" in page
 
 
-def test_the_table_gives_difference_interval_and_p(built):
+def test_the_table_contains_difference_interval_and_p_value(built):
     rows = {row.method: row for row in ranking.compare_methods(collect(load(built[0]), built[1]))}
     finals = {method: np.log([results_tree.distance(method, seed, 400) for seed in SEEDS]) for method in rows}
     raw = [stats.ttest_rel(finals[one], finals[other]) for one, other in combinations(finals, 2)]
-    own = stats.ttest_rel(finals["p2"], finals["uniform"])
-    above = sum(test.pvalue >= own.pvalue for test in raw)  # Holm's step, where the larger do not exceed it
+    p2_test = stats.ttest_rel(finals["p2"], finals["uniform"])
+    # Holm's correction multiplies a p-value by the number of p-values that are not smaller
+    larger_count = sum(test.pvalue >= p2_test.pvalue for test in raw)
     against = rows["p2"].ratio_to_baseline
-    assert against.p_value == pytest.approx(own.pvalue * above) and against.p_value > 0.05
-    assert [against.low, against.high] == pytest.approx(np.exp(own.confidence_interval()))
+    assert against.p_value == pytest.approx(p2_test.pvalue * larger_count) and against.p_value > 0.05
+    assert [against.low, against.high] == pytest.approx(np.exp(p2_test.confidence_interval()))
     assert against.value == pytest.approx(np.exp(np.mean(finals["p2"] - finals["uniform"])))
     for cell in (*formatting.format_change(against), formatting.format_p_value(against)):
-        assert cell in html_of(built)
+        assert cell in read_page(built)
 
 
-def test_methods_that_are_not_told_apart_from_the_best_are_marked_and_no_winner_is_named(tmp_path):
+def test_methods_that_may_be_best_are_marked_and_no_winner_is_reported(tmp_path):
     tree = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "p2"))
     collected = collect(load(tree[0]), tree[1])
     rows = ranking.compare_methods(collected)
@@ -130,20 +132,19 @@ def test_methods_that_are_not_told_apart_from_the_best_are_marked_and_no_winner_
     assert page_of(*tree).count("≈ best") == 2
 
 
-def test_below_five_seeds_nothing_is_ranked_and_the_report_says_why(tmp_path):
+def test_below_five_seeds_nothing_is_ranked_and_the_report_gives_the_reason(tmp_path):
     tree = results_tree.write(tmp_path, seeds=SEEDS[:4], methods=("uniform", "min_snr"))
     collected = collect(load(tree[0]), tree[1])
     rows = ranking.compare_methods(collected)
     assert not any(row.is_ranked or row.may_be_best for row in rows)
     html = page_of(*tree)
     assert "Not ranked: methods are ranked from 5 seeds on, and this experiment has 4." in html
-    assert (
-        "not ranked" in html and formatting.format_change(rows[0].ratio_to_baseline)[1] in html
-    )  # an interval, and no p
+    assert "not ranked" in html
+    assert formatting.format_change(rows[0].ratio_to_baseline)[1] in html  # an interval, and no p-value
     assert not re.search("<th>rank|Holm|≈ best|Below uniform|Above uniform|told apart|fewer steps for", html)
 
 
-def test_factors_against_uniform(built):
+def test_step_and_time_factors_against_uniform_have_intervals(built):
     rows = {row.method: row for row in ranking.compare_methods(collect(load(built[0]), built[1]))}
     steps, logs = [0, 100, 200, 400], []
     for seed in SEEDS:
@@ -152,24 +153,24 @@ def test_factors_against_uniform(built):
         logs.append(np.log(400 / np.interp(-target, -np.array(curve), steps)))
     half = stats.t.ppf(0.975, len(SEEDS) - 1) * stats.sem(logs)
     expected = np.exp([np.mean(logs), np.mean(logs) - half, np.mean(logs) + half])
-    for factor in (rows["min_snr"].step_factor, rows["min_snr"].time_factor):  # its steps take as long as uniform's
+    # The time factor equals the step factor, because steps of min_snr take as long as those of uniform
+    for factor in (rows["min_snr"].step_factor, rows["min_snr"].time_factor):
         assert [factor.value, factor.low, factor.high] == pytest.approx(expected)
-        assert formatting.format_factor(factor)[1] in html_of(built)
+        assert formatting.format_factor(factor)[1] in read_page(built)
     assert (
         formatting.format_factor(rows["uniform"].step_factor)
         == formatting.format_factor(rows["uniform"].time_factor)
         == ("1.00×", "")
     )
     assert formatting.format_factor(rows["log_normal"].step_factor) == ("not reached", "in 5 of 5 seeds")
-    assert 0 < rows["p2"].step_factor.missed_seeds < 5 and np.isnan(
-        rows["p2"].step_factor.value
-    )  # some seeds are no reason to leave out
-    assert f"in {rows['p2'].step_factor.missed_seeds} of 5 seeds" in html_of(built)
+    assert 0 < rows["p2"].step_factor.missed_seeds < 5
+    assert np.isnan(rows["p2"].step_factor.value)  # seeds that miss the value are not left out
+    assert f"in {rows['p2'].step_factor.missed_seeds} of 5 seeds" in read_page(built)
 
 
-def test_time_counts_what_a_step_costs(small):
+def test_the_time_factor_includes_the_cost_of_a_step(small):
     config, results = small
-    for step in (100, 200, 400):  # adaptive as good as uniform, in steps 1.2 times as long
+    for step in (100, 200, 400):  # adaptive equals uniform, with steps that take 1.2 times as long
         path = results / "adaptive/seed0/evaluation" / f"{step:07d}.json"
         record = read_json(path)
         record["metrics"][METRIC] = results_tree.distance("uniform", 0, step)
@@ -195,11 +196,11 @@ def test_learned_samplers_are_listed_and_one_that_has_not_moved_is_marked(built,
         record["strategy"]["tv_from_start"] = 0.004
         write_json(path, record)
     html = page_of(*small)
-    assert html.count('<span class="mark warn">has not moved</span>') == 2  # comparison, and its last milestone
+    assert html.count('<span class="mark warn">has not moved</span>') == 2  # in the comparison and at its last snapshot
     assert "adaptive seed 0: its sampler learns but has not moved" in html
 
 
-def test_a_method_that_ends_above_the_gaussian_or_gets_worse_is_warned_of(small):
+def test_the_report_warns_of_methods_that_end_above_the_gaussian_or_get_worse(small):
     config, results = small
     path = results / "adaptive/seed0/evaluation/0000400.json"
     record = read_json(path)
@@ -218,7 +219,7 @@ def test_a_method_that_ends_above_the_gaussian_or_gets_worse_is_warned_of(small)
     assert "<script" not in html and "&lt;script&gt;" in html
 
 
-def test_without_spreads_and_clocks_nothing_is_not_a_number(small):
+def test_without_standard_deviations_and_clock_times_the_report_contains_no_nan(small):
     config, results = small
     for training in ("uniform/seed0", "adaptive/seed0"):
         (results / training / "timing.jsonl").unlink()
@@ -229,12 +230,12 @@ def test_without_spreads_and_clocks_nothing_is_not_a_number(small):
     rows = list(csv.DictReader(io.StringIO(summary_csv(collect(load(config), results)))))
     assert {row[f"{METRIC}_spread"] for row in rows[:-4]} == {""}
     assert {row["train_seconds"] for row in rows[:-4] if row["step"] != "0"} == {""}
-    html = without_scripts(page_of(config, results))
+    html = remove_scripts(page_of(config, results))
     assert "no timing.jsonl" in html and not re.search(r"\bnan\b", re.sub(r"base64,[^\"]+", "", html))
     assert "Not ranked: methods are ranked from 5 seeds on, and this experiment has 1." in html
 
 
-class _Page(HTMLParser):
+class _PageParser(HTMLParser):
     def __init__(self):
         super().__init__()
         self.links, self.images, self.scripts, self.ids, self.tags = [], [], [], set(), set()
@@ -249,9 +250,9 @@ class _Page(HTMLParser):
 
 
 def test_the_page_is_self_contained(built):
-    page = _Page()
+    page = _PageParser()
     page.feed((built[1] / "report.html").read_text())
-    assert not {"link", "iframe"} & page.tags and page.scripts == [{}, {}]  # none from elsewhere
+    assert not {"link", "iframe"} & page.tags and page.scripts == [{}, {}]  # no external scripts
     assert (built[1] / "report.html").stat().st_size < 5e6
     assert all(link.startswith("#") and link[1:] in page.ids for link in page.links) and page.links
     assert len(page.images) == 8
@@ -261,8 +262,8 @@ def test_the_page_is_self_contained(built):
         assert Image.open(io.BytesIO(content)).size[0] > 500 if kind == "png" else b"<svg" in content[:900]
 
 
-def test_the_page_says_how_the_numbers_came_about(built):
-    page = without_scripts((built[1] / "report.html").read_text())
+def test_the_page_contains_the_evaluation_protocol(built):
+    page = remove_scripts((built[1] / "report.html").read_text())
     text = re.sub(r"<[^>]+>", "", re.sub(r"<style.*?</style>", "", page, flags=re.S))
     text = " ".join(text.split())
     for fact in (
@@ -275,33 +276,33 @@ def test_the_page_says_how_the_numbers_came_about(built):
         assert fact in text, fact
 
 
-def state_of(results):
+def hash_report(results):
     return hash_folder(results / "figures"), [sha256_file(results / name) for name in ("report.html", "summary.csv")]
 
 
 @pytest.mark.long
-def test_same_results_give_the_same_bytes_and_a_failure_leaves_them(small, monkeypatch):
+def test_equal_results_give_equal_bytes_and_a_failure_keeps_the_old_report(small, monkeypatch):
     config, results = small
     build_report(load(config), results)
-    first = state_of(results)
+    first = hash_report(results)
     assert {Path(name).suffix for name in first[0]} == {".png", ".svg"} and len(first[0]) == 16
-    write_json(results / "timing" / "report.json", {"stage": "report", "cpu_seconds": 1.0})  # of this report itself
+    write_json(results / "timing" / "report.json", {"stage": "report", "cpu_seconds": 1.0})  # time of the report itself
     build_report(load(config), results)
-    assert state_of(results) == first
-    (results / "dataset/images.npy").unlink()  # noticed only while the figures are drawn
+    assert hash_report(results) == first
+    (results / "dataset/images.npy").unlink()  # detected only when the figures are drawn
     monkeypatch.setattr(figures, "FIGURES", {"final_samples": figures.FIGURES["final_samples"]})
     with pytest.raises(KairosError, match=r"images\.npy: is missing"):
         build_report(load(config), results)
-    assert state_of(results) == first and not list(results.glob(".tmp-*"))
+    assert hash_report(results) == first and not list(results.glob(".tmp-*"))
 
 
-def test_labels_keep_their_order_and_their_distance():
+def test_labels_keep_their_order_and_a_minimum_distance():
     rng = np.random.default_rng(0)
     for count in (1, 2, 5, 12):
         heights = sorted(rng.random(count) * 0.4)
-        places = space_out_heights(heights, 0.06)
-        assert all(after - before >= 0.06 - 1e-9 for before, after in pairwise(places))
-        assert np.mean(places) == pytest.approx(np.mean(heights))
+        positions = space_out_heights(heights, 0.06)
+        assert all(after - before >= 0.06 - 1e-9 for before, after in pairwise(positions))
+        assert np.mean(positions) == pytest.approx(np.mean(heights))
     assert space_out_heights([0.1, 0.5, 0.9], 0.06) == pytest.approx([0.1, 0.5, 0.9])
 
 
@@ -330,8 +331,8 @@ def test_without_held_out_images_neither_page_nor_summary_has_rows_for_them(smal
     assert {row["method"] for row in table} >= {"gaussian", "noise"} and all(row["val_loss"] == "" for row in table)
 
 
-def test_the_page_prints_what_was_used_where_settings_say_otherwise(small):
-    """Settings are upper bounds, or names of published sizes that other options change."""
+def test_the_page_shows_recorded_values_that_differ_from_the_settings(small):
+    """Settings can be upper bounds, or names of published sizes that other options override."""
     config, results = small
     values = yaml.safe_load(config.read_text())
     values["model"] = {"name": "dit", "size": "s/2", "width": 64, "depth": 2, "heads": 4}
@@ -354,30 +355,30 @@ def test_the_page_prints_what_was_used_where_settings_say_otherwise(small):
     assert facts["Sampling"].startswith("heun") and "guidance 1.50" in facts["Sampling"]
 
 
-@pytest.mark.parametrize("told", [["text"], ["text", "low_resolution"]])
-def test_what_models_were_told_is_shown_beside_their_images(small, told):
+@pytest.mark.parametrize("conditions", [["text"], ["text", "low_resolution"]])
+def test_conditions_are_shown_with_the_generated_images(small, conditions):
     values = yaml.safe_load(small[0].read_text())
-    values["model"] = {"name": "dit", "conditions": told}
+    values["model"] = {"name": "dit", "conditions": conditions}
     values["dataset"] = {"source": "folder", "path": "images", "captions": "sidecar"}
-    values["dataset"] |= {"low_resolution": 2, "resolution": 8} if "low_resolution" in told else {}
+    values["dataset"] |= {"low_resolution": 2, "resolution": 8} if "low_resolution" in conditions else {}
     small[0].write_text(yaml.safe_dump(values | {"text_encoder": {"path": "encoder"}}))
     texts = np.array([b"a cat of $5"] * 20)
     for path in small[1].glob("*/seed*/samples/*.png"):
         images = np.zeros((20, 8, 8, 1), np.uint8)
         write_samples(path.with_suffix(".npz"), images, {"labels": "balanced", "seed": 0}, {"text": [texts]}, 20)
     for path in small[1].glob("*/seed*/milestones/*/milestone.json"):
-        conditions = {name: {"kind": name} for name in told}
-        write_json(path, read_json(path) | {"conditions": conditions, "config": load(small[0]).plain()})
+        kinds = {name: {"kind": name} for name in conditions}
+        write_json(path, read_json(path) | {"conditions": kinds, "config": load(small[0]).plain()})
     results = collect(load(small[0]), small[1])
-    drawn = draw_conditional_samples(results, {})
-    columns = ["low resolution"] * (len(told) - 1) + ["real", *results.methods]
-    assert [axes.get_title() for axes in drawn.axes[: len(columns)]] == columns
-    assert len(drawn.axes) == 8 * len(columns)
-    assert drawn.axes[0].texts[0].get_text() == r"a cat of \$5"
+    figure = draw_conditional_samples(results, {})
+    columns = ["low resolution"] * (len(conditions) - 1) + ["real", *results.methods]
+    assert [axes.get_title() for axes in figure.axes[: len(columns)]] == columns
+    assert len(figure.axes) == 8 * len(columns)
+    assert figure.axes[0].texts[0].get_text() == r"a cat of \$5"
     assert "Conditions of the model" in page_of(*small)
 
 
-def test_template_and_style_are_code_that_the_report_depends_on(tmp_path):
+def test_template_and_style_are_part_of_the_fingerprint_of_the_report(tmp_path):
     package = Path(main.__code__.co_filename).parents[1]
     copy = shutil.copytree(package, tmp_path / "kairos", ignore=shutil.ignore_patterns("__pycache__"))
     code = "from kairos.fingerprint import fingerprint; print(fingerprint(['kairos.report.build']))"
@@ -395,21 +396,21 @@ def test_template_and_style_are_code_that_the_report_depends_on(tmp_path):
     ("process", "label", "scale"),
     [("edm", "sigma (small", "log"), ("flow", "time t (0", "linear"), ("discrete", "timestep t (0", "linear")],
 )
-def test_densities_and_losses_are_drawn_in_the_process_own_time(small, process, label, scale):
-    found = collect(load(small[0]), small[1])
-    plain = found.experiment.plain()
+def test_densities_and_losses_are_plotted_over_the_time_of_the_process(small, process, label, scale):
+    results = collect(load(small[0]), small[1])
+    plain = results.experiment.plain()
     plain["diffusion"] = {"process": process}
     plain["sampling"]["scheduler"] = "euler"
-    found = replace(found, experiment=validate(plain))
-    for training in found.runs:
+    results = replace(results, experiment=validate(plain))
+    for training in results.runs:
         for milestone in training.snapshots:
             milestone.strategy_table["t"] = np.geomspace(0.002, 0.9, len(milestone.strategy_table))
-    looks = plot_style.assign_looks(found.methods, found.baseline)
-    drawn = curve_figures.draw_strategies(found, looks, "p", "p", "linear")
-    assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in drawn.axes)
-    assert all(axes.get_xlim() == pytest.approx((0.002, 0.9)) for axes in drawn.axes)
-    line = drawn.axes[0].lines[0].get_ydata()
-    assert line == pytest.approx(np.ones(len(line)))  # T times the mass, of uniform
-    assert drawn.axes[0].get_ylabel() == "p" and drawn.axes[1].get_ylabel() == ""
-    losses = curve_figures.draw_validation_loss(found, looks)
+    looks = plot_style.assign_looks(results.methods, results.baseline)
+    figure = curve_figures.draw_strategies(results, looks, "p", "p", "linear")
+    assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in figure.axes)
+    assert all(axes.get_xlim() == pytest.approx((0.002, 0.9)) for axes in figure.axes)
+    line = figure.axes[0].lines[0].get_ydata()
+    assert line == pytest.approx(np.ones(len(line)))  # T times the probability mass of uniform
+    assert figure.axes[0].get_ylabel() == "p" and figure.axes[1].get_ylabel() == ""
+    losses = curve_figures.draw_validation_loss(results, looks)
     assert losses.axes[0].get_xlabel().startswith(label) and losses.axes[0].get_xscale() == scale
