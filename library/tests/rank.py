@@ -1,4 +1,4 @@
-"""Short trainings of a small network on one rank or several that share the batch, for each strategy named."""
+"""Short training runs of a small network for several strategies, on one rank or on ranks that share the batch."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from kairos_timesteps.distributed import gather, rank, ranks
 from kairos_timesteps.strategy import Strategy
 
 GLOBAL_BATCH = 7
-STEPS, STEPS_WITHOUT_STATE = 14, 3  # of strategies that learn from losses, and of all others
+STEPS, STEPS_WITHOUT_STATE = 14, 3  # of strategies that learn, and of all others
 
 
 class Network(nn.Module):
@@ -22,16 +22,17 @@ class Network(nn.Module):
 
 
 def train_all(names):
-    """Timesteps, state of the strategy and network after a short training by strategy."""
+    """Return timesteps, state and network after a short training run by name of the strategy."""
     return {name: train(name) for name in names}
 
 
 def train(name):
+    """Train with a strategy; returns its timesteps, its state and the state of the network."""
     torch.manual_seed(0)
     network = Network().double()
     module = nn.parallel.DistributedDataParallel(network) if ranks() > 1 else network
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    wanted = {
+    small_options = {
         "frequency": 2,
         "start": 1,
         "history": 1,
@@ -40,11 +41,11 @@ def train(name):
         "floor": 0.1,
         "min_count": 1,
     }
-    known = SAMPLERS[name.split("+")[0]].options.__dataclass_fields__
-    options = {key: value for key, value in wanted.items() if key in known}
+    fields = SAMPLERS[name.split("+")[0]].options.__dataclass_fields__
+    options = {key: value for key, value in small_options.items() if key in fields}
     strategy = Strategy(name, "cosine", timesteps=20, sampler=options)
     images = torch.randn(GLOBAL_BATCH, 2, 4, 4, dtype=torch.float64)
-    borders = [0, 3, GLOBAL_BATCH] if ranks() == 2 else [0, GLOBAL_BATCH]  # unequal parts
+    borders = [0, 3, GLOBAL_BATCH] if ranks() == 2 else [0, GLOBAL_BATCH]  # unequal slices
     rows = slice(borders[rank()], borders[rank() + 1])
     draws = []
     learned = isinstance(strategy.sampler, Learned) or isinstance(strategy.weighting, Learned)
@@ -55,7 +56,7 @@ def train(name):
         x_t = strategy.process.noised(images[rows], noise, draw.t)
         losses = ((module(x_t, draw.t) - noise) ** 2).mean((1, 2, 3))
         optimizer.zero_grad()
-        # DistributedDataParallel averages over ranks: the sum over the global batch is what it should be the mean of
+        # DistributedDataParallel averages gradients over ranks; the gradient should be that of the global mean
         (strategy.weighted(draw, losses).sum() * ranks() / GLOBAL_BATCH).backward()
         with strategy.observe(draw, module, optimizer):
             optimizer.step()

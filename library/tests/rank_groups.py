@@ -1,4 +1,4 @@
-"""Ranks as forks of a server process that has imported torch once; trainings of four ranks in a 2x2 mesh."""
+"""Ranks as forks of a server process that has imported torch once; training runs of four ranks in a 2x2 mesh."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ import torch.distributed.device_mesh
 from torch import distributed
 
 RANKS = 4
-# what every rank would import, torch's optimisers import torch._dynamo
+# modules that every rank needs; torch's optimisers import torch._dynamo
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "kairos_timesteps.strategy", "small_loop"]
 
 
@@ -43,7 +43,7 @@ def run(function: Callable[..., Any], folder: Path, ranks: int, *arguments: Any,
 
 
 def free_port() -> int:
-    """A port of this machine that no process listens on."""
+    """Return a port of this machine on which no process listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -61,7 +61,7 @@ def case(name: str) -> Iterator[None]:
 def _one(
     function: Callable[..., Any], folder: Path, rank: int, ranks: int, port: int | None, arguments: tuple[Any, ...]
 ) -> None:
-    """Join the other ranks unless a port is given, call the function and save what it returns."""
+    """Join the other ranks unless a port is given, call the function and save its result."""
     torch.set_num_threads(1)
     if port is None:
         distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
@@ -74,10 +74,10 @@ def _one(
 
 
 def train_in_mesh(specifications: list[Any]) -> dict[str, list[dict[str, Any]]]:
-    """Draws and states of short trainings on four ranks: two hold the first half of the batch, two the second.
+    """Train on four ranks, of which two have the first half of the batch and two the second; returns draws and states.
 
-    The strategy is given the ranks over which the batch is split: as a process group, with `index` and `total` in each
-    draw; and as one dimension of a mesh, without.
+    The strategy gets the ranks over which the batch is split as a process group, with `index` and `total` in each
+    draw, or as one dimension of a mesh, without `index` and `total`.
     """
     mesh = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     half, group = mesh.get_local_rank("data"), mesh.get_group("data")
@@ -91,7 +91,7 @@ def train_in_mesh(specifications: list[Any]) -> dict[str, list[dict[str, Any]]]:
 def train(
     specification: Any, half: int | None, indexed: bool = False, process_group: Any = None, micro_batches: int = 1
 ) -> dict[str, Any]:
-    """A training with one half of each micro-batch on this rank; `half` None: with all of it in one process."""
+    """Train with one half of each micro-batch on this rank, or with all of it if `half` is None."""
     from small_loop import BATCH, IMAGES, SmallLoop
 
     loop, draws = SmallLoop(specification, process_group=process_group), []
@@ -100,11 +100,11 @@ def train(
         noise = torch.randn(IMAGES.shape, generator=torch.Generator().manual_seed(step))
         for number in range(micro_batches):
             first = number * BATCH // micro_batches + count * (half or 0)
-            here = slice(first, first + count)
-            arguments = {"index": range(here.start, here.stop), "total": BATCH} if indexed else {}
-            draw = loop.strategy.draw(IMAGES[here], **arguments)
+            rows = slice(first, first + count)
+            arguments = {"index": range(rows.start, rows.stop), "total": BATCH} if indexed else {}
+            draw = loop.strategy.draw(IMAGES[rows], **arguments)
             draws.append(draw.t)
-            loss = loop.strategy.loss(draw, loop.errors(draw, noise[here])) / micro_batches
+            loss = loop.strategy.loss(draw, loop.errors(draw, noise[rows])) / micro_batches
             loss.backward()
         if half is not None:
             group = process_group.get_group() if hasattr(process_group, "get_group") else process_group

@@ -1,4 +1,4 @@
-"""A training loop of a few steps with a tiny network, as a user would write it around `kairos_timesteps.Strategy`."""
+"""Training loop of a few steps with a tiny network, as users write it with `kairos_timesteps.Strategy`."""
 
 import io
 from typing import Any
@@ -13,7 +13,7 @@ IMAGES = torch.randn(BATCH, 1, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
 class TinyNetwork(nn.Module):
-    """A 1x1 convolution with a shift that depends on time."""
+    """1x1 convolution with a shift that depends on time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,9 +28,9 @@ class SmallLoop:
     """Strategy, network and Adam; `step` is one optimiser step over one or several micro-batches.
 
     Args:
-        specification: of the strategy.
-        micro_batches: draws of one step.
-        times: times of each sample, such as those of frames.
+        specification: options of the strategy.
+        micro_batches: number of draws in one step.
+        times: number of times of each sample, such as one for each frame.
         more: further arguments of `Strategy`.
     """
 
@@ -43,7 +43,7 @@ class SmallLoop:
         self.context = context_of(specification, Call(), BATCH).arguments
 
     def step(self) -> list[Tensor]:
-        """One optimiser step; returns what was drawn."""
+        """Take one optimiser step; returns times, fractions and weights of its draws."""
         draws = []
         count = BATCH // self.micro_batches
         for number in range(self.micro_batches):
@@ -60,7 +60,7 @@ class SmallLoop:
         return draws
 
     def errors(self, draw: Any, noise: Tensor | None = None) -> Tensor:
-        """The unweighted squared error of each sample at each of its times, shape of ``draw.t``."""
+        """Return the unweighted squared error of each sample at each of its times, in the shape of ``draw.t``."""
         process, t = self.strategy.process, draw.t.flatten()
         x0 = draw.x0.repeat_interleave(len(t) // len(draw.x0), 0)
         if noise is None:
@@ -69,11 +69,11 @@ class SmallLoop:
         output = process.predict(self.network, x_t, t)
         return ((output - process.target(x0, noise, t)) ** 2).mean((1, 2, 3)).view(draw.t.shape)
 
-    def saved(self) -> bytes:
-        """A checkpoint file with everything that a resume needs."""
+    def save(self) -> bytes:
+        """Return the content of a checkpoint file."""
         file = io.BytesIO()
-        parts = {"strategy": self.strategy, "network": self.network, "optimizer": self.optimizer}
-        torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+        components = {"strategy": self.strategy, "network": self.network, "optimizer": self.optimizer}
+        torch.save({name: component.state_dict() for name, component in components.items()}, file)
         return file.getvalue()
 
     def load(self, content: bytes) -> None:
@@ -83,12 +83,12 @@ class SmallLoop:
             getattr(self, name).load_state_dict(state[name])
 
     def state(self) -> dict[str, Any]:
-        """State of strategy and network, to compare."""
+        """Return the states of strategy and network."""
         return {"strategy": self.strategy.state_dict(), "network": self.network.state_dict()}
 
 
 def equal_bits(one: Any, other: Any) -> bool:
-    """True if two nested states are equal to the last bit."""
+    """Return True if two nested states are equal to the last bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

@@ -1,8 +1,8 @@
 """Random strategy specifications and random ways to call them, for tests with hypothesis.
 
-Values come from the options' own metadata (type, choices, bounds), so a new sampler, weighting or option is drawn
-without a change here. A specification differs from `Strategy("uniform+none", "linear", timesteps=20)` in one or two of
-sampler, weighting and process; a call differs from ``draw(x0)`` in one or two arguments.
+Values come from the metadata of the options (type, choices, bounds), so that new samplers, weightings and options are
+included without a change here. A specification differs from `Strategy("uniform+none", "linear", timesteps=20)` in one
+or two of sampler, weighting and process; a call differs from ``draw(x0)`` in one or two arguments.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ from kairos_timesteps.weightings.uncertainty import Uncertainty
 FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity))
 COMBINED = ("range", "shift", "mixture", "by_group", "schedule")
 LEARNED = sorted(set(SAMPLERS) - set(FIXED))
-LOOKS_AT_IMAGES = ("adaptive", "adaptive_official")
+DEPENDS_ON_IMAGES = ("adaptive", "adaptive_official")
 DISCRETE = ("linear", "cosine", "quadratic")
 CONTINUOUS = ("edm", "fdm", "flow", "vp")
-SMALLEST_T = 10  # options that are timesteps are below it
+SMALLEST_T = 10  # options that are timesteps are below this number
 
-# options whose default is too large for a test of a few steps; they are always part of a specification
+# options whose default is too large for a test of a few steps; every specification sets them
 SMALL: dict[str, SearchStrategy[Any]] = {
     "frequency": st.integers(1, 2),
     "start": st.integers(1, 2),
@@ -90,14 +90,14 @@ RESTRICTED: dict[tuple[type, str], SearchStrategy[Any]] = {
 
 @dataclass(frozen=True)
 class Specification:
-    """Options that a strategy is built from; the ``repr`` is the call that builds the strategy.
+    """Options of a strategy; the ``repr`` is the call that builds the strategy.
 
     Attributes:
-        sampler: name and options.
-        weighting: name and options.
+        sampler: name and options of the sampler.
+        weighting: name and options of the weighting.
         process: name of a noise schedule or of a process in continuous time.
-        timesteps: T, for a noise schedule.
-        prediction: what the network predicts.
+        timesteps: T of a noise schedule.
+        prediction: parametrisation of the network's output.
     """
 
     sampler: dict[str, Any] = field(default_factory=lambda: {"name": "uniform"})
@@ -112,7 +112,7 @@ class Specification:
         return f"Strategy({name!r}, {process}, sampler={but_name(self.sampler)}, weighting={but_name(self.weighting)})"
 
     def build(self, **more: Any) -> Strategy:
-        """The strategy; `more` are further arguments of `Strategy`."""
+        """Build the strategy with further arguments of `Strategy`."""
         return Strategy(
             f"{self.sampler['name']}+{self.weighting['name']}",
             self.process,
@@ -130,7 +130,7 @@ class Specification:
 
     @property
     def learned(self) -> bool:
-        """True if the sampler follows what it observes."""
+        """True if the sampler learns from its observations."""
         return self.sampler["name"] in LEARNED
 
     @property
@@ -142,12 +142,12 @@ class Specification:
         return required | ({"item", "items", "epoch"} if by_epochs else set())
 
     def holds(self, key: str, value: Any) -> bool:
-        """True if the sampler, or a component of it, has this option."""
+        """Return True if the sampler, or a component of it, has this option."""
         return any(component.get(key) == value for component in components_of(self.sampler))
 
 
 def components_of(sampler: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sampler and the samplers that it is made of, all levels."""
+    """Return the sampler and its components of all levels."""
     inner = [sampler["density"]] if "density" in sampler else sampler.get("parts", [])
     results = [sampler]
     for component in inner:
@@ -156,7 +156,7 @@ def components_of(sampler: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _numbers(bounds: dict[str, float], integer: bool) -> SearchStrategy[Any]:
-    """Numbers within the bounds of an option, on a coarse grid, so that a failing example is readable."""
+    """Return numbers within the bounds of an option, on a coarse grid, so that a failing example is readable."""
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
     if integer:
         first = 0 if low is None else int(low) + ("gt" in bounds)
@@ -171,7 +171,7 @@ def _numbers(bounds: dict[str, float], integer: bool) -> SearchStrategy[Any]:
 
 
 def _values(hint: Any, metadata: typing.Mapping[str, Any]) -> SearchStrategy[Any]:
-    """Values that an option's type, choices and bounds allow."""
+    """Return values that an option's type, choices and bounds allow."""
     if metadata["choices"]:
         return st.sampled_from(list(metadata["choices"]))
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
@@ -195,9 +195,9 @@ def _restricted(kind: type, name: str) -> SearchStrategy[Any] | None:
 
 @st.composite
 def options_of(draw: Any, registry: Registry, name: str, depth: int, top: bool) -> dict[str, Any]:
-    """Options of a component; those of a combination are drawn `depth` levels deep.
+    """Draw options of a component; combinations are nested up to `depth` levels.
 
-    Importance weights and points belong to the whole sampler, so only the `top` one gets them.
+    Importance weights and points belong to the whole sampler, so that only the `top` level gets them.
     """
     component, values = registry[name].load(), {}
     hints = typing.get_type_hints(component.Options)
@@ -214,21 +214,21 @@ def options_of(draw: Any, registry: Registry, name: str, depth: int, top: bool) 
         else:
             selected = _restricted(component, one.name)
             values[key] = draw(_values(hints[one.name], one.metadata) if selected is None else selected)
-    if name == "schedule":  # what its starts count is known with the parts
+    if name == "schedule":  # the unit of the starts depends on their values
         values["of"] = "progress" if values["parts"][-1]["start"] < 1 and len(values["parts"]) > 1 else "steps"
     return values
 
 
 @st.composite
 def _density(draw: Any, depth: int) -> dict[str, Any]:
-    """A fixed sampler with options, as a component of another one."""
+    """Draw a fixed sampler with options, as a component of another sampler."""
     name = draw(st.sampled_from(FIXED if depth > 0 else [name for name in FIXED if name not in COMBINED]))
     return {"name": name, **draw(options_of(SAMPLERS, name, depth, top=False))}
 
 
 @st.composite
 def _parts(draw: Any, name: str, values: dict[str, Any], depth: int) -> list[dict[str, Any]]:
-    """The components of a mixture, of groups or of a schedule."""
+    """Draw the components of a mixture, of groups or of a schedule."""
     count = draw(st.integers(1, 3))
     if name == "mixture":
         shares = st.sampled_from([0.0, 0.5, 1.0, 3.0])
@@ -243,14 +243,14 @@ def _parts(draw: Any, name: str, values: dict[str, Any], depth: int) -> list[dic
 
 @st.composite
 def samplers(draw: Any, names: typing.Sequence[str] = tuple(sorted(SAMPLERS)), depth: int = 3) -> dict[str, Any]:
-    """A sampler's name and options, combinations up to `depth` levels deep."""
+    """Draw a sampler's name and options; combinations are nested up to `depth` levels."""
     name = draw(st.sampled_from(list(names)))
     return {"name": name, **draw(options_of(SAMPLERS, name, draw(st.integers(1, depth)), top=True))}
 
 
 @st.composite
 def weightings(draw: Any, names: typing.Sequence[str] = tuple(sorted(WEIGHTINGS))) -> dict[str, Any]:
-    """A weighting's name and options."""
+    """Draw a weighting's name and options."""
     name = draw(st.sampled_from(list(names)))
     return {"name": name, **draw(options_of(WEIGHTINGS, name, 1, top=True))}
 
@@ -271,7 +271,7 @@ PROCESSES = st.one_of(
 def specifications(
     draw: Any, sampler: str | None = None, weighting: str | None = None, discrete: bool = False
 ) -> Specification:
-    """A specification in which one or two of sampler, weighting and process differ from the default.
+    """Draw a specification in which one or two of sampler, weighting and process differ from the default.
 
     Args:
         sampler: name of the sampler; None: any.
@@ -300,12 +300,12 @@ class Call:
     """Form of a call of `Strategy.draw`.
 
     Attributes:
-        split: ``whole``: the batch is drawn at once; ``range`` and ``tensor``: in two parts with `index` and `total`;
-            ``micro``: in four micro-batches of one step; ``ranks``: by two ranks of torch.distributed.
+        split: ``whole``: one draw for the batch; ``range`` and ``tensor``: two draws with `index` and `total`;
+            ``micro``: four micro-batches of one step; ``ranks``: one draw on each of two ranks of torch.distributed.
         times: shape of one sample's times.
         same: one time for the whole batch.
-        context: how tokens, frames, group and progress are given: ``number``, ``tensor`` or ``list``.
-        frames: whether the optional number of frames is given.
+        context: type of tokens, frames, group and progress: ``number``, ``tensor`` or ``list``.
+        frames: True to pass the optional number of frames.
     """
 
     split: str = "whole"
@@ -326,15 +326,15 @@ _CALLS: dict[str, SearchStrategy[Any]] = {
 
 @st.composite
 def calls(draw: Any) -> Call:
-    """A call in which none, one or two arguments differ from the default."""
+    """Draw a call in which at most two arguments differ from the default."""
     changed = draw(st.lists(st.sampled_from(sorted(_CALLS)), unique=True, max_size=2))
     values = {axis: draw(_CALLS[axis]) for axis in changed}
-    if "same" in values:  # one time for all has one context
+    if "same" in values:  # one time for all samples requires one context
         values.pop("context", None)
     return Call(**values)
 
 
-# two contexts, of which each sample of a batch has one
+# two contexts; each sample of a batch has one of them
 _CONTEXTS: tuple[dict[str, Any], dict[str, Any]] = (
     {"tokens": 1024, "frames": 4, "group": "a", "progress": 0.3},
     {"tokens": 300, "frames": 1, "group": "b", "progress": 0.9},
@@ -343,22 +343,22 @@ _CONTEXTS: tuple[dict[str, Any], dict[str, Any]] = (
 
 @dataclass(frozen=True)
 class Context:
-    """The context of a batch: what `draw` is given, and which samples share a context.
+    """Context of a batch: the arguments of `draw`, and the samples that share a context.
 
     Attributes:
-        arguments: of `draw`, for the whole batch.
+        arguments: arguments of `draw` for the whole batch.
         scalars: the contexts that occur, as arguments of `table`.
-        member: of each sample, which of `scalars` is its own, int64 (batch,).
+        member: index in `scalars` of the context of each sample, int64 (batch,).
     """
 
     arguments: dict[str, Any]
     scalars: list[dict[str, Any]]
     member: torch.Tensor
 
-    def part(self, here: slice) -> dict[str, Any]:
-        """Arguments of `draw` for some samples of the batch."""
+    def rows(self, rows: slice) -> dict[str, Any]:
+        """Return the arguments of `draw` for some samples of the batch."""
         per_sample = (torch.Tensor, list)
-        return {name: value[here] if isinstance(value, per_sample) else value for name, value in self.arguments.items()}
+        return {name: value[rows] if isinstance(value, per_sample) else value for name, value in self.arguments.items()}
 
 
 def context_of(specification: Specification, call: Call, batch: int, step: int = 0) -> Context:
@@ -385,7 +385,7 @@ def context_of(specification: Specification, call: Call, batch: int, step: int =
 
 
 def examples(count: int) -> settings:
-    """Settings of a test that runs a fixed set of `count` examples, or of $KAIROS_EXAMPLES if that is less."""
+    """Return settings of a test that runs a fixed set of `count` examples, or of $KAIROS_EXAMPLES if that is less."""
     count = min(count, int(os.environ.get("KAIROS_EXAMPLES", count)))
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     return settings(

@@ -1,4 +1,4 @@
-"""Schedulers of diffusers, schedules and numbers as processes: what is taken as it is, what is refused."""
+"""Schedulers of diffusers, noise schedules and numbers as processes: accepted and rejected values."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,8 @@ def diffusers():
     return pytest.importorskip("diffusers")
 
 
-def numbers(count=200):
+def random_images(count=200):
+    """Return images and noise (count, 1, 2, 2)."""
     random = torch.Generator().manual_seed(0)
     return torch.randn(count, 1, 2, 2, generator=random), torch.randn(count, 1, 2, 2, generator=random)
 
@@ -27,33 +28,35 @@ def numbers(count=200):
 @pytest.mark.parametrize("scheduler", ["DDPMScheduler", "DDIMScheduler"])
 @pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("betas", ["linear", "scaled_linear", "squaredcos_cap_v2", "trained", "zero"])
-def test_schedulers_of_diffusers(diffusers, scheduler, prediction, betas):
-    given = {"beta_schedule": betas} if betas not in ("trained", "zero") else {}
+def test_schedulers_of_diffusers_become_equal_processes(diffusers, scheduler, prediction, betas):
+    options = {"beta_schedule": betas} if betas not in ("trained", "zero") else {}
     if betas == "trained":
-        given = {"trained_betas": np.linspace(0.01, 0.3, 37) ** 1.5, "num_train_timesteps": 37}
+        options = {"trained_betas": np.linspace(0.01, 0.3, 37) ** 1.5, "num_train_timesteps": 37}
     if betas == "zero":
-        given = {"rescale_betas_zero_snr": True}
-    built = getattr(diffusers, scheduler)(prediction_type=prediction, **given)
-    process = kairos_timesteps.Strategy("uniform", built, prediction="epsilon").process
+        options = {"rescale_betas_zero_snr": True}
+    noise_scheduler = getattr(diffusers, scheduler)(prediction_type=prediction, **options)
+    process = kairos_timesteps.Strategy("uniform", noise_scheduler, prediction="epsilon").process
     assert process.prediction == {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}[prediction]
-    assert process.schedule.timesteps == built.config.num_train_timesteps
-    x0, noise = numbers()
+    assert process.schedule.timesteps == noise_scheduler.config.num_train_timesteps
+    x0, noise = random_images()
     t = torch.arange(len(x0)) * process.schedule.timesteps // len(x0)
     t[-1] = process.schedule.timesteps - 1
     atol = 1e-3 if betas == "zero" else 1e-5  # half of a signal-to-noise ratio of 1e-9 stands for 0
-    torch.testing.assert_close(process.noised(x0, noise, t), built.add_noise(x0, noise, t), rtol=1e-5, atol=atol)
-    wanted = {"epsilon": noise, "sample": x0, "v_prediction": built.get_velocity(x0, noise, t)}[prediction]
-    torch.testing.assert_close(process.target(x0, noise, t), wanted, rtol=1e-5, atol=atol)
+    torch.testing.assert_close(
+        process.noised(x0, noise, t), noise_scheduler.add_noise(x0, noise, t), rtol=1e-5, atol=atol
+    )
+    target = {"epsilon": noise, "sample": x0, "v_prediction": noise_scheduler.get_velocity(x0, noise, t)}[prediction]
+    torch.testing.assert_close(process.target(x0, noise, t), target, rtol=1e-5, atol=atol)
     for weighting in sorted(set(WEIGHTINGS) - {"edm2"}):
-        assert np.isfinite(kairos_timesteps.Strategy(weighting, built).table()["w"]).all(), weighting
+        assert np.isfinite(kairos_timesteps.Strategy(weighting, noise_scheduler).table()["w"]).all(), weighting
 
 
-def test_a_linear_scheduler_has_speeds_closed_forms_and_our_weights(diffusers):
-    theirs = kairos_timesteps.Strategy("speed+change_aware", diffusers.DDPMScheduler(), sampler={"r": 5})
-    ours = kairos_timesteps.Strategy("speed+change_aware", "linear", sampler={"r": 5})
-    assert theirs.sampler.tau == ours.sampler.tau == 399
+def test_a_linear_scheduler_has_the_tau_and_the_weights_of_the_linear_schedule(diffusers):
+    by_scheduler = kairos_timesteps.Strategy("speed+change_aware", diffusers.DDPMScheduler(), sampler={"r": 5})
+    by_name = kairos_timesteps.Strategy("speed+change_aware", "linear", sampler={"r": 5})
+    assert by_scheduler.sampler.tau == by_name.sampler.tau == 399
     for column in ("p", "w"):
-        np.testing.assert_allclose(theirs.table()[column], ours.table()[column], rtol=1e-5)
+        np.testing.assert_allclose(by_scheduler.table()[column], by_name.table()[column], rtol=1e-5)
     c = kairos_timesteps.Strategy("vlb", diffusers.DDPMScheduler()).table()["w"]
     np.testing.assert_allclose(c, make_schedule().vlb, rtol=1e-4)  # from a float32 alpha-bar it would be off by 1e-3
     for other in ("scaled_linear", "squaredcos_cap_v2"):
@@ -85,56 +88,62 @@ def test_numbers_in_float64_are_not_modified_and_share_no_memory():
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_diffusers_edm_scheduler(diffusers, prediction):
-    built = diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=50, sigma_data=0.7, prediction_type=prediction)
-    process = as_process(built)
+def test_the_edm_scheduler_of_diffusers_becomes_an_equal_process(diffusers, prediction):
+    scheduler = diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=50, sigma_data=0.7, prediction_type=prediction)
+    process = as_process(scheduler)
     assert isinstance(process, kairos_timesteps.Edm) and process.sigma_data == 0.7
     ends = process.times(torch.tensor([0.0, 1.0], dtype=torch.float64))
     assert ends.tolist() == pytest.approx([0.01, 50])
-    x, output = numbers(1)
+    x, output = random_images(1)
     sigma = torch.tensor([3.0], dtype=torch.float64)
-    seen = []
-    denoised = process.predict(lambda scaled, time: seen.append((scaled, time)) or output, x, sigma)
-    torch.testing.assert_close(seen[0][0], built.precondition_inputs(x, 3.0))
-    assert seen[0][1].item() == pytest.approx(float(built.precondition_noise(torch.tensor(3.0))))
-    torch.testing.assert_close(denoised, built.precondition_outputs(x, output, 3.0))
+    calls = []
+    denoised = process.predict(lambda scaled, time: calls.append((scaled, time)) or output, x, sigma)
+    torch.testing.assert_close(calls[0][0], scheduler.precondition_inputs(x, 3.0))
+    assert calls[0][1].item() == pytest.approx(float(scheduler.precondition_noise(torch.tensor(3.0))))
+    torch.testing.assert_close(denoised, scheduler.precondition_outputs(x, output, 3.0))
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_diffusers_flow_matching_scheduler(diffusers, shift):
-    built = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
-    process = as_process(built)
+def test_the_flow_matching_scheduler_of_diffusers_becomes_an_equal_process(diffusers, shift):
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    process = as_process(scheduler)
     assert isinstance(process, kairos_timesteps.Flow)
     k = torch.arange(1, 1000, dtype=torch.float64)
-    torch.testing.assert_close(process.times(k / 1000).float(), built.sigmas[:1000].flip(0)[:999], rtol=1e-5, atol=1e-6)
-    x0, noise = numbers(3)
+    torch.testing.assert_close(
+        process.times(k / 1000).float(), scheduler.sigmas[:1000].flip(0)[:999], rtol=1e-5, atol=1e-6
+    )
+    x0, noise = random_images(3)
     position = torch.tensor([100, 500, 900])
-    mixed = built.scale_noise(x0, built.timesteps[position], noise)
-    t = built.sigmas[position].double()
+    mixed = scheduler.scale_noise(x0, scheduler.timesteps[position], noise)
+    t = scheduler.sigmas[position].double()
     torch.testing.assert_close(process.noised(x0, noise, t), mixed)
-    seen = []
-    process.predict(lambda x, time: seen.append(time) or x, mixed, t)
-    torch.testing.assert_close(seen[0], built.timesteps[position])  # what diffusers' models are called with
+    times = []
+    process.predict(lambda x, time: times.append(time) or x, mixed, t)
+    torch.testing.assert_close(times[0], scheduler.timesteps[position])  # the times of diffusers' models
     dynamic = as_process(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True))
-    assert dynamic.options.shift == 1  # diffusers' training scripts shift only what is fixed
+    assert dynamic.options.shift == 1  # diffusers' training scripts do not apply dynamic shifts
 
 
-def test_processes_schedules_and_numbers_are_taken_as_they_are():
+def test_processes_schedules_and_numbers_are_used_unchanged():
     process = kairos_timesteps.Flow()
     assert as_process(process) is process
     schedule = make_schedule("cosine", 30)
     assert as_process(schedule, prediction="v").schedule is schedule
-    for given in (schedule.alphas_cumprod, schedule.alphas_cumprod.tolist(), torch.from_numpy(schedule.alphas_cumprod)):
-        built = as_process(given, prediction="x0")
-        assert built.prediction == "x0" and built.schedule.timesteps == 30
-        np.testing.assert_allclose(built.schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-9)
+    for values in (
+        schedule.alphas_cumprod,
+        schedule.alphas_cumprod.tolist(),
+        torch.from_numpy(schedule.alphas_cumprod),
+    ):
+        discrete = as_process(values, prediction="x0")
+        assert discrete.prediction == "x0" and discrete.schedule.timesteps == 30
+        np.testing.assert_allclose(discrete.schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-9)
     parameter = nn.Parameter(torch.from_numpy(schedule.alphas_cumprod).float())
     np.testing.assert_allclose(as_process(parameter).schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-5)
     assert as_process(torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)).schedule.name == "linear"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("value", "message"),
     [
         ("linaer", "schedule: got 'linaer', allowed: linear, cosine, quadratic"),
         (object(), "process: got object, allowed: a process, a NoiseSchedule, a scheduler of diffusers"),
@@ -145,9 +154,9 @@ def test_processes_schedules_and_numbers_are_taken_as_they_are():
         ([0.9, float("nan"), 0.1], "alphas_cumprod"),
     ],
 )
-def test_what_is_no_process_is_refused(given, message):
+def test_a_value_that_is_no_process_is_rejected(value, message):
     with pytest.raises(ConfigError, match=message):
-        as_process(given)
+        as_process(value)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +173,7 @@ def test_parameters_of_processes_are_checked(make, message):
         make()
 
 
-def test_a_meter_looks_through_what_diffusers_models_return():
+def test_a_meter_accepts_the_outputs_of_diffusers_models():
     class Output:
         def __init__(self, sample):
             self.sample = sample
@@ -177,7 +186,7 @@ def test_a_meter_looks_through_what_diffusers_models_return():
     assert torch.equal(plain, wrapped) and plain.shape == (5,)
 
 
-def test_a_schedule_is_what_its_betas_say():
+def test_a_schedule_can_be_built_from_betas_or_alphas_cumprod():
     betas = np.array([0.1, 0.2, 0.3])
     np.testing.assert_allclose(NoiseSchedule(betas).alphas_cumprod, [0.9, 0.72, 0.504])
     np.testing.assert_allclose(NoiseSchedule.of_alphas_cumprod(np.array([0.9, 0.72, 0.504])).betas, betas)

@@ -1,4 +1,4 @@
-"""The adaptive sampler: selection, measurement, what it learns, its state, and the public code's variant."""
+"""The adaptive sampler: selection of timesteps, measurement, learning, state, and the variant of the public code."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from kairos_timesteps.samplers.adaptive import select_timesteps
 from kairos_timesteps.strategy import Strategy
 
 
-def test_selection_is_that_of_f_regression_among_positive_correlations():
+def test_selection_equals_that_of_f_regression_among_positive_correlations():
     from sklearn.feature_selection import f_regression
 
     random = np.random.default_rng(0)
@@ -27,14 +27,14 @@ def test_selection_is_that_of_f_regression_among_positive_correlations():
         assert select_timesteps(torch.from_numpy(queue), 3).tolist() == sorted(wanted)
 
 
-def test_selection_leaves_out_a_timestep_that_goes_against_the_target():
+def test_selection_excludes_timesteps_that_correlate_negatively_with_the_target():
     target = torch.linspace(-1, 1, 10, dtype=torch.float64)
     queue = torch.stack([-5 * target, 8 * target + torch.sin(9 * target), 6 * target + torch.cos(9 * target)], 1)
     assert 0 not in select_timesteps(queue, 2).tolist()
 
 
 class Bandit:
-    """A model whose loss at t falls by a known amount at each optimiser step that trained on t; fractions at u."""
+    """Model whose loss at t decreases by a known amount at each optimiser step that has trained on t."""
 
     def __init__(self, sampler, better, batch=64, shape=(2, 5, 3)):
         self.sampler, self.better, self.after = sampler, better, False
@@ -183,7 +183,7 @@ def test_official_reward_is_a_raw_sum_with_the_entropy_inside():
     torch.testing.assert_close(objective, log * (torch.tensor([6.0, 0.5]) + 0.05))
 
 
-def test_official_selection_ignores_the_sign_and_two_rows_say_nothing():
+def test_official_selection_ignores_the_sign_and_takes_the_first_timesteps_for_two_rows():
     target = torch.linspace(-1, 1, 10, dtype=torch.float64)
     wave = 3 * torch.sin(20 * target)
     queue = torch.stack([-5 * target, 8 * target + wave, 6 * target - wave, 6 * target + 0.1 * wave], 1)
@@ -230,7 +230,7 @@ def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
 
     best = min(divergence(a, b) for a in np.linspace(0.5, 6, 12) for b in np.linspace(0.5, 8, 16))
     sampler = adaptive(entropy=weight, lr=1e-2, reward_decay=0.0)
-    sampler.advantage = lambda change: change.mean(1)  # unscaled, so that the weight means what it says
+    sampler.advantage = lambda change: change.mean(1)  # unscaled, so that the weight has its nominal effect
     x0 = torch.randn(64, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     for k in range(100):
         u = sampler.draw(RandomCoordinates(step=k).for_batch(x0), x0)
@@ -256,7 +256,7 @@ def test_a_floor_keeps_every_timestep_alive_and_importance_weights_fit_each_imag
 
 
 @pytest.mark.parametrize("name", ["adaptive", "adaptive_official"])
-def test_a_policy_draws_for_images_alone(name):
+def test_a_policy_requires_images(name):
     strategy = Strategy(name)
     with pytest.raises(ConfigError, match="images"):
         strategy.sample(3)

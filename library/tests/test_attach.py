@@ -1,4 +1,4 @@
-"""attach: a strategy in a trainer by hooks on its optimizer, compared with the explicit form."""
+"""attach: a strategy in a trainer by hooks on its optimiser, compared with the explicit form."""
 
 import io
 import logging
@@ -29,21 +29,21 @@ COUNT = 4  # samples of a micro-batch
 
 
 def long_unless(names, quick):
-    """Parameters of a test, one for each name; those that are not in `quick` are long."""
+    """Return parameters of a test, one for each name; names that are not in `quick` are marked long."""
     return [pytest.param(name, marks=[] if name in quick else pytest.mark.long) for name in names]
 
 
 class Trainer:
-    """A training loop with micro-batches, validations, steps, skipped steps and checkpoints.
+    """Training loop with micro-batches, validations, steps, skipped steps and checkpoints.
 
     Args:
-        specification: of the strategy.
+        specification: options of the strategy.
         attached: use `attach`; otherwise the explicit form.
         time: convention of the trainer's t.
         late: clear gradients between the loss and its backward pass, not after the step.
         optimizer: class and arguments.
         scaler: GradScaler, or None.
-        to_none: whether `zero_grad` removes gradients.
+        to_none: True if `zero_grad` removes gradients.
         more: further arguments of `attach` and `Strategy`.
     """
 
@@ -102,7 +102,7 @@ class Trainer:
                 self.draws.append(draw)
 
     def step(self, skipped=False):
-        """Run the optimizer's step; the explicit form is given the information whether it is skipped."""
+        """Run the optimizer's step; the explicit form does not observe a skipped step."""
 
         def call():
             if self.scaler is not None:
@@ -155,7 +155,7 @@ ARGUMENTS = {
 
 
 def run(specification, events, attached, build):
-    """Run a training with these events; validations and resumes are for `attach` alone, they must change nothing."""
+    """Train with a sequence of events; only the attached form validates and resumes, which must change nothing."""
     trainer = build(specification, attached)
     pending = 0
     for event in [*events, "train", "step"]:
@@ -185,8 +185,8 @@ def check_events(specification, events, late, time):
         assert equal_bits(results[key], values), key
 
 
-def of_time(data, specification):
-    """Draw a convention of time that the process of a specification has."""
+def draw_time_convention(data, specification):
+    """Draw one of the conventions of time of a specification's process."""
     if specification.process in ("flow", "vp"):
         return data.draw(st.sampled_from(["noise_is_one", "data_is_one"]))
     return None
@@ -197,7 +197,7 @@ def of_time(data, specification):
 @given(data=st.data())
 def test_a_sampler_attached_equals_the_explicit_form(name, data):
     specification = data.draw(specifications(sampler=name, discrete=name in MEASURING))
-    check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), of_time(data, specification))
+    check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), draw_time_convention(data, specification))
 
 
 @pytest.mark.parametrize("name", long_unless(sorted(WEIGHTINGS), ["none", "min_snr", "coarse_to_fine", "edm2"]))
@@ -205,7 +205,7 @@ def test_a_sampler_attached_equals_the_explicit_form(name, data):
 @given(data=st.data())
 def test_a_weighting_attached_equals_the_explicit_form(name, data):
     specification = data.draw(specifications(sampler="loss_rms", weighting=name))
-    check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), of_time(data, specification))
+    check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), draw_time_convention(data, specification))
 
 
 @pytest.mark.nightly
@@ -215,7 +215,7 @@ def test_a_weighting_attached_equals_the_explicit_form(name, data):
 def test_a_sampler_attached_equals_the_explicit_form_in_many_combinations(name, data):
     weighting = data.draw(st.sampled_from(["none", "min_snr", "edm2", "coarse_to_fine"]))
     specification = data.draw(specifications(name, weighting, discrete=name in MEASURING))
-    check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), of_time(data, specification))
+    check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), draw_time_convention(data, specification))
 
 
 # Mixed precision
@@ -249,7 +249,7 @@ def mixed_precision(specification, optimizer, attached, scaled, resume=None, to_
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("specification", [LEARNS, MEASURES, ADAPTS], ids=lambda each: each.sampler["name"])
-def test_a_step_that_grad_scaler_skips_is_none(specification, optimizer, scaled):
+def test_a_step_that_grad_scaler_skips_is_not_observed(specification, optimizer, scaled):
     explicit = mixed_precision(specification, optimizer, False, scaled)
     results = mixed_precision(specification, optimizer, True, scaled)
     assert results["state"]["step"] == (4 if scaled else 7)
@@ -276,8 +276,8 @@ def test_a_fused_step_is_skipped_whether_or_not_gradients_are_set_to_none():
     assert results["state"]["step"] == 4 and equal_bits(results, explicit)
 
 
-class Reads(TorchDispatchMode):
-    """Count numbers that are read from tensors, which on a GPU synchronises."""
+class ValueReads(TorchDispatchMode):
+    """Counts values that are read from tensors, which would synchronise with a GPU."""
 
     count = 0
 
@@ -295,7 +295,7 @@ def test_one_number_is_read_per_fused_step_and_only_by_the_next_draw(name, fused
     t = timesteps(IMAGES)
     for _ in range(3):
         errors = (network(IMAGES, t) - 1).square().mean((1, 2, 3))
-        with Reads() as within:
+        with ValueReads() as within:
             loss = timesteps.loss(errors)
             if fused:
                 scaler.scale(loss).backward()
@@ -305,16 +305,16 @@ def test_one_number_is_read_per_fused_step_and_only_by_the_next_draw(name, fused
                 loss.backward()
                 optimizer.step()
             optimizer.zero_grad()
-        with Reads() as between:
+        with ValueReads() as between:
             t = timesteps(IMAGES)
         assert (within.count, between.count) == (0, int(fused))
 
 
-# What counts
+# Observed losses and steps
 
 
 class Plain:
-    """A network, an optimizer and a strategy that learns, without a loop."""
+    """Network, optimiser and a strategy that learns, without a loop."""
 
     def __init__(self, name="loss_rms", process="linear", **arguments):
         self.network = TinyNetwork()
@@ -335,11 +335,11 @@ class Plain:
 
     @property
     def observed(self):
-        """Number of losses that were learned from, if none has decayed."""
+        """Number of losses that the sampler has learned from, if none has decayed."""
         return self.timesteps.strategy.sampler._sums[1].sum().item()
 
 
-def test_two_losses_of_one_backward_pass_both_count():
+def test_two_losses_of_one_backward_pass_are_both_observed():
     plain = Plain(sampler={"decay": 1 - 1e-16})
     first = plain.timesteps.loss(plain.errors(plain.timesteps(IMAGES[:3])))
     second = plain.timesteps.loss(plain.errors(plain.timesteps(IMAGES[3:8])))
@@ -360,7 +360,7 @@ def test_micro_batches_may_have_different_shapes_and_a_graph_may_be_used_twice()
     assert plain.observed == pytest.approx(6)
 
 
-def test_a_micro_batch_that_raises_leaves_no_trace():
+def test_a_micro_batch_that_raises_an_error_is_not_observed():
     plain = Plain(sampler={"decay": 1 - 1e-16})
     with pytest.raises(RuntimeError, match="expected input"):
         plain.network(torch.zeros(8, 3, 4, 4), plain.timesteps(IMAGES))
@@ -368,7 +368,7 @@ def test_a_micro_batch_that_raises_leaves_no_trace():
     assert plain.observed == pytest.approx(4) and plain.state["step"] == 1
 
 
-def test_an_optimizer_that_raises_is_no_step():
+def test_a_step_that_raises_an_error_is_not_counted():
     network = TinyNetwork()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     options = {"frequency": 1, "feature_timesteps": 5, "width": 4}
@@ -462,11 +462,11 @@ def measured_in_closures(attached, accumulated):
 
 
 @pytest.mark.parametrize("accumulated", [0, 1])
-def test_a_closure_and_a_strategy_that_measures(accumulated):
+def test_strategies_that_measure_work_with_a_closure(accumulated):
     assert equal_bits(measured_in_closures(True, accumulated), measured_in_closures(False, accumulated))
 
 
-def test_a_closure_that_is_called_again_and_a_strategy_that_measures_do_not_go_together():
+def test_strategies_that_measure_reject_closures_that_are_called_again():
     network = TinyNetwork()
     optimizer = torch.optim.LBFGS(network.parameters(), lr=0.1)
     timesteps = attach("gradient_norm", "linear", optimizer, network, predict=network)
@@ -481,7 +481,7 @@ def test_a_closure_that_is_called_again_and_a_strategy_that_measures_do_not_go_t
         optimizer.step(closure)
 
 
-def test_a_state_that_is_loaded_forgets_the_current_step():
+def test_loading_a_state_discards_the_current_step():
     plain = Plain()
     plain.step()
     state = plain.timesteps.state_dict()
@@ -502,7 +502,7 @@ def test_detach_ends_the_hooks():
 # Weights and masks
 
 
-def test_uniform_without_weights_is_the_plain_mean_to_the_last_bit():
+def test_the_loss_of_uniform_without_weights_is_the_plain_mean_to_the_last_bit():
     plain = Plain("uniform+none")
     plain.timesteps(IMAGES)
     for seed in range(20):
@@ -530,7 +530,7 @@ def test_several_times_of_a_sample_have_weights_of_samples_or_of_times():
     assert equal_bits(plain.timesteps.loss(errors, weights=weights[:, None].expand(8, 3)), expected)
 
 
-def test_weights_are_those_of_the_loss():
+def test_the_weights_attribute_contains_the_weights_of_the_loss():
     plain = Plain("log_normal+min_snr", sampler={"importance": True})
     with pytest.raises(ConfigError, match="weights: got no draw"):
         _ = plain.timesteps.weights
@@ -543,8 +543,8 @@ def test_weights_are_those_of_the_loss():
 
 
 @pytest.mark.parametrize("name", ["loss_rms", "info_rate+coarse_to_fine", "loss_second_moment"])
-def test_weights_change_the_gradient_alone_and_a_mask_the_statistics_alone(name):
-    """Samples without a mask are as if they were not there; the gradient is that of all samples."""
+def test_weights_change_only_the_gradient_and_masks_only_the_statistics(name):
+    """The statistics ignore samples whose mask is False; the gradient is that of all samples."""
     mask, weights = torch.arange(8) < 5, torch.rand(8)
     plain, masked, weighted, fewer = (Plain(name) for _ in range(4))
     errors = torch.rand(8, generator=torch.Generator().manual_seed(0))
@@ -576,7 +576,7 @@ def test_weights_change_the_gradient_alone_and_a_mask_the_statistics_alone(name)
         (torch.ones(8), {"mask": torch.ones(7, dtype=torch.bool)}, r"mask: got .*\(7,\), allowed: bool, \(8,\)"),
     ],
 )
-def test_shapes_that_are_rejected(errors, arguments, words):
+def test_losses_weights_and_masks_of_wrong_shapes_are_rejected(errors, arguments, words):
     plain = Plain()
     plain.timesteps(IMAGES)
     with pytest.raises(ConfigError, match=words):
@@ -592,7 +592,7 @@ def test_a_loss_needs_a_draw():
 
 
 def validation(plain, batches=4, count=5):
-    """Times of a validation, and its loss."""
+    """Run a validation; returns its times and its loss."""
     plain.network.eval()
     with torch.no_grad():
         times = torch.cat([plain.timesteps(IMAGES[:count]) for _ in range(batches)])
@@ -623,7 +623,7 @@ def test_a_validation_loss_is_the_plain_mean():
     assert equal_bits(loss, plain.errors(times[-5:]).mean().detach())
 
 
-def test_without_a_network_disabled_gradients_are_a_validation():
+def test_without_a_network_draws_with_disabled_gradients_count_as_validation():
     network = TinyNetwork()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     timesteps = attach("uniform", "linear", optimizer)
@@ -634,7 +634,7 @@ def test_without_a_network_disabled_gradients_are_a_validation():
     assert timesteps.strategy.state_dict()["drawn"] == [8, 0]
 
 
-def test_a_training_that_draws_in_evaluation_mode_alone_is_an_error():
+def test_training_with_draws_in_evaluation_mode_alone_is_an_error():
     plain = Plain()
     plain.network.eval()
     plain.errors(plain.timesteps(IMAGES)).mean().backward()
@@ -719,12 +719,12 @@ def test_other_images_are_caught():
         ("edm", "index", "time of process Edm: got 'index', allowed: sigma"),
     ],
 )
-def test_conventions_that_are_rejected(process, time, words):
+def test_conventions_that_the_process_lacks_are_rejected(process, time, words):
     with pytest.raises(ConfigError, match=words):
         attach("uniform", process, torch.optim.SGD(TinyNetwork().parameters(), lr=0.1), time=time)
 
 
-def test_two_lines_are_logged(caplog):
+def test_the_time_convention_and_the_noise_levels_are_logged(caplog):
     with caplog.at_level(logging.INFO, "kairos_timesteps"):
         Plain("log_normal+min_snr", "flow", time="data_is_one")
     first, second = (record.getMessage() for record in caplog.records)
@@ -751,7 +751,7 @@ def test_noise_levels_that_depend_on_context_are_logged_with_the_first_draw(capl
 
 
 class Conditional(nn.Module):
-    """A network that a trainer calls in its own way, with a condition by sample."""
+    """Network with the call signature of a trainer and a condition for each sample."""
 
     def __init__(self):
         super().__init__()
@@ -765,7 +765,7 @@ class Conditional(nn.Module):
 
 @pytest.mark.parametrize("mask", [None, torch.arange(4) < 3])
 def test_a_measurement_calls_the_network_as_the_trainer_does(mask):
-    """A trainer whose t = 1 is data predicts x0 - noise; the explicit form is given a process with both."""
+    """The trainer's t = 1 is data and its output x0 - noise; a process converts both for the explicit form."""
     text = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
 
     class Reversed(kairos_timesteps.Flow):
@@ -820,7 +820,7 @@ def test_without_predict_a_strategy_that_measures_is_rejected(name):
     assert isinstance(attach(name, "linear", optimizer, network, predict=network), Attached)
 
 
-# Trainers whose steps hooks do not see
+# Trainers whose steps do not run the hooks
 
 
 @pytest.mark.parametrize(
@@ -831,7 +831,7 @@ def test_without_predict_a_strategy_that_measures_is_rejected(name):
         (None, type("Engine", (), {"__module__": "deepspeed.runtime.engine"})(), "got DeepSpeed.*explicit form"),
     ],
 )
-def test_optimizers_that_are_rejected(optimizer, network, words):
+def test_optimizers_that_run_no_hooks_are_rejected(optimizer, network, words):
     optimizer = optimizer or torch.optim.SGD(TinyNetwork().parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=words):
         attach("uniform", "linear", optimizer, network)
@@ -845,7 +845,7 @@ def test_a_step_within_the_backward_pass_is_rejected():
         attach("uniform", "linear", optimizer, network)
 
 
-def test_steps_that_hooks_do_not_see_are_noticed():
+def test_many_losses_without_an_observed_step_are_an_error():
     plain = Plain()
     with pytest.raises(ConfigError, match="explicit form"):
         for _ in range(300):
@@ -861,7 +861,7 @@ def test_a_state_of_another_strategy_or_convention_is_rejected():
         Plain("uniform", "flow", time="data_is_one").timesteps.load_state_dict(state)
 
 
-def test_the_name_stays_a_function_when_the_module_is_imported():
+def test_attach_stays_a_function_when_its_module_is_imported():
     assert kairos_timesteps.attach is attach and callable(kairos_timesteps.attach)
 
 
@@ -910,7 +910,7 @@ def test_accelerate_accumulates_and_stores_the_state(tmp_path, resume):
 # Several ranks
 
 
-def with_fsdp(attached, synchronised):
+def train_with_fsdp(attached, synchronised):
     """Accumulate two micro-batches with fully_shard, which reduces gradients once or twice a step."""
     import torch.distributed.fsdp  # takes a second
 
@@ -940,8 +940,8 @@ def with_fsdp(attached, synchronised):
     return timesteps.state_dict()["strategy"] if attached else strategy.state_dict()
 
 
-def with_masks():
-    """Follow losses of masked samples, on one rank or two; return the state."""
+def train_with_masks():
+    """Train with masks on one rank or two; returns the state."""
     strategy = Strategy("loss_rms", sampler={"frequency": 1, "start": 1})
     mask = torch.tensor([True, False, False, True, False, True, True, True])
     count = 8 // ranks()
@@ -954,7 +954,7 @@ def with_masks():
     return strategy.state_dict()
 
 
-def on_two_ranks(specifications):
+def train_on_two_ranks(specifications):
     """Train each specification attached and explicit; ranks have different images and masks."""
     group = torch.distributed.new_group([0, 1])
     results = []
@@ -975,28 +975,36 @@ def on_two_ranks(specifications):
                 trainer.step()
             pair.append(trainer.results())
         results.append({"equal": equal_bits(*pair), "state": pair[0]["state"], "t": torch.stack(pair[0]["t"])})
-    sharded = [equal_bits(with_fsdp(True, each), with_fsdp(False, each)) for each in (True, False)]
-    return {"trainings": results, "sharded": sharded, "masked": with_masks()}
+    sharded = [equal_bits(train_with_fsdp(True, each), train_with_fsdp(False, each)) for each in (True, False)]
+    return {"trainings": results, "sharded": sharded, "masked": train_with_masks()}
 
 
-def small(name):
+def small_sampler(name):
     """Return a sampler with options for a few steps."""
-    wanted = {"frequency": 1, "start": 1, "history": 1, "feature_timesteps": 5, "width": 4, "bins": 4, "min_count": 1}
+    small_options = {
+        "frequency": 1,
+        "start": 1,
+        "history": 1,
+        "feature_timesteps": 5,
+        "width": 4,
+        "bins": 4,
+        "min_count": 1,
+    }
     if name in ("loss_rms", "loss_mean", "info_rate"):
-        wanted["width"] = 0.1
+        small_options["width"] = 0.1
     if name == "by_group":
-        wanted["parts"] = [{"name": "uniform", "group": "all"}]
-    known = SAMPLERS[name].options.__dataclass_fields__
-    return {"name": name, **{key: value for key, value in wanted.items() if key in known}}
+        small_options["parts"] = [{"name": "uniform", "group": "all"}]
+    fields = SAMPLERS[name].options.__dataclass_fields__
+    return {"name": name, **{key: value for key, value in small_options.items() if key in fields}}
 
 
 @pytest.mark.long
 def test_two_ranks_equal_the_explicit_form_and_each_other(tmp_path):
-    cases = [Specification(small(name)) for name in sorted(SAMPLERS)]
+    cases = [Specification(small_sampler(name)) for name in sorted(SAMPLERS)]
     cases += [Specification(weighting={"name": name}) for name in ("min_snr", "edm2", "coarse_to_fine")]
-    first, second = rank_groups.run(on_two_ranks, tmp_path, 2, cases)
+    first, second = rank_groups.run(train_on_two_ranks, tmp_path, 2, cases)
     assert first["sharded"] == second["sharded"] == [True, True]
-    assert equal_bits(first["masked"], with_masks()) and equal_bits(second["masked"], with_masks())
+    assert equal_bits(first["masked"], train_with_masks()) and equal_bits(second["masked"], train_with_masks())
     for case, one, other in zip(cases, first["trainings"], second["trainings"]):
         with rank_groups.case(repr(case)):
             assert one["equal"] and other["equal"]
@@ -1004,7 +1012,7 @@ def test_two_ranks_equal_the_explicit_form_and_each_other(tmp_path):
             assert not equal_bits(one["t"], other["t"])
 
 
-def test_a_loss_for_the_log_is_no_micro_batch():
+def test_a_loss_without_a_gradient_is_not_observed():
     states = []
     for logged in (False, True):
         trainer = Trainer(LEARNS, True)
@@ -1038,7 +1046,7 @@ def test_a_state_of_other_settings_is_rejected(other):
         attached().load_state_dict({})
 
 
-def test_weights_of_frames_in_a_validation():
+def test_weights_of_frames_apply_in_a_validation():
     network = TinyNetwork()
     timesteps = attach("uniform", "cosine", torch.optim.Adam(network.parameters()), network)
     network.eval()
@@ -1050,7 +1058,7 @@ def test_weights_of_frames_in_a_validation():
 
 
 @pytest.mark.parametrize("t", [torch.full((4,), 1000.0), torch.full((4,), -0.1), torch.rand(4, 3)])
-def test_times_that_the_convention_does_not_have(t):
+def test_check_rejects_times_outside_the_convention(t):
     convention = TimeConvention(kairos_timesteps.Flow(), "noise_is_one")
     with pytest.raises(ConfigError, match="check: t"):
         convention.check(torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3), t)

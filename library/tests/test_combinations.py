@@ -1,6 +1,6 @@
-"""Random strategy specifications, called in random ways: draws follow the stated density, shapes and weights hold.
+"""Random strategy specifications and calls: draws follow the density of `table`, with documented shapes and weights.
 
-A specification is either rejected with a `ConfigError` that names a field when it is built, or works.
+A specification either works, or its construction raises a `ConfigError` that contains the name of a field.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import public_name
 from small_loop import BATCH, IMAGES, SmallLoop
 from specifications import (
-    LOOKS_AT_IMAGES,
+    DEPENDS_ON_IMAGES,
     Call,
     Context,
     Specification,
@@ -38,7 +38,7 @@ from specifications import (
 
 X0 = IMAGES
 LARGE = 2048  # images of a batch whose draws are counted
-DRAWN = ("t", "fractions", "fixed_weights", "importance", "weights")
+DRAW_FIELDS = ("t", "fractions", "fixed_weights", "importance", "weights")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -46,12 +46,12 @@ DRAWN = ("t", "fractions", "fixed_weights", "importance", "weights")
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def built(specification: Specification) -> kairos_timesteps.Strategy | None:
-    """The strategy, after a few steps where it learns; None if it is rejected by the name of a field."""
+def build(specification: Specification) -> kairos_timesteps.Strategy | None:
+    """Build a strategy, and train it for a few steps if it learns; None if its options are rejected."""
     try:
         strategy = specification.build()
     except ConfigError as error:
-        assert names_a_field(str(error), specification), f"no field is named: {error}"
+        assert names_a_field(str(error), specification), f"the message contains no field: {error}"
         return None
     if specification.learned or isinstance(strategy.weighting, Learned):
         loop = SmallLoop(specification)
@@ -62,29 +62,29 @@ def built(specification: Specification) -> kairos_timesteps.Strategy | None:
 
 
 def may_be_rejected(specification: Specification, call: Call) -> bool:
-    """True if only a draw can tell that the call is not possible."""
-    by_image = specification.sampler["name"] in LOOKS_AT_IMAGES and (call.times or call.same)
+    """Return True if the construction cannot detect that the call is impossible."""
+    by_image = specification.sampler["name"] in DEPENDS_ON_IMAGES and (call.times or call.same)
     alpha_by_tokens = specification.holds("law", "linear") or specification.holds("law", "root")
-    return bool(by_image or alpha_by_tokens)  # a line may fall below 0 at the number of tokens
+    return bool(by_image or alpha_by_tokens)  # alpha may be negative at the number of tokens
 
 
 def names_a_field(message: str, specification: Specification) -> bool:
-    """True if a message contains the name of an option that was set, or of a component."""
+    """Return True if a message contains the name of an option that is set, or of a component."""
     components = [*components_of(specification.sampler), specification.weighting]
     words = {word for component in components for word in [*component, component["name"]]} - {"name"}
     return any(word in message for word in words)
 
 
 def images_for(specification: Specification, count: int) -> Tensor:
-    """A batch; samplers that look at images get different ones."""
-    if specification.sampler["name"] in LOOKS_AT_IMAGES:
+    """Return a batch of images, which differ for samplers that depend on images."""
+    if specification.sampler["name"] in DEPENDS_ON_IMAGES:
         return IMAGES.repeat(-(-count // BATCH), 1, 1, 1)[:count]
     return torch.zeros(count, 1, 1, 1)
 
 
 @contextlib.contextmanager
 def rank_of(rank: int, ranks: int) -> Iterator[None]:
-    """Torch's fake process group: this process is one of several, which communicate nothing."""
+    """Make this process one of several ranks in torch's fake process group, which does not communicate."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -94,37 +94,37 @@ def rank_of(rank: int, ranks: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def samples(strategies: Any, x0: Tensor, call: Call, context: Context) -> dict[str, Tensor]:
-    """Draws of a whole batch, however the call cuts it; ``strategies()`` gives a strategy for each rank."""
+def draw_batch(make_strategy: Any, x0: Tensor, call: Call, context: Context) -> dict[str, Tensor]:
+    """Draw for a whole batch, split as the call requires; ``make_strategy()`` returns a strategy for each rank."""
     count, more = len(x0), {"times": call.times, "same": call.same}
     quarters = [slice(count * k // 4, count * (k + 1) // 4) for k in range(4)]
     halves = [slice(0, count // 2), slice(count // 2, count)]
     results = []
     if call.split == "whole":
-        results = [strategies().draw(x0, **more, **context.arguments)]
+        results = [make_strategy().draw(x0, **more, **context.arguments)]
     elif call.split == "micro":
-        strategy = strategies()
-        for here in quarters:
+        strategy = make_strategy()
+        for rows in quarters:
             results.append(
-                strategy.draw(x0[here], index=range(here.start, here.stop), total=count, **more, **context.part(here))
+                strategy.draw(x0[rows], index=range(rows.start, rows.stop), total=count, **more, **context.rows(rows))
             )
     elif call.split == "ranks":
-        for rank, here in enumerate(halves):
+        for rank, rows in enumerate(halves):
             with rank_of(rank, 2):
-                results.append(strategies().draw(x0[here], **more, **context.part(here)))
+                results.append(make_strategy().draw(x0[rows], **more, **context.rows(rows)))
     else:
-        for here in halves:
-            index = range(here.start, here.stop)
+        for rows in halves:
+            index = range(rows.start, rows.stop)
             if call.split == "tensor":
-                index = torch.arange(here.start, here.stop)
-            results.append(strategies().draw(x0[here], index=index, total=count, **more, **context.part(here)))
-    return {name: torch.cat([getattr(draw, name) for draw in results]) for name in DRAWN}
+                index = torch.arange(rows.start, rows.stop)
+            results.append(make_strategy().draw(x0[rows], index=index, total=count, **more, **context.rows(rows)))
+    return {name: torch.cat([getattr(draw, name) for draw in results]) for name in DRAW_FIELDS}
 
 
 def check_values(values: dict[str, Tensor], strategy: kairos_timesteps.Strategy, batch: int, call: Call) -> None:
-    """Shapes and types are those that `Draw` documents, values finite and within the process."""
+    """Check shapes and types against those that `Draw` documents, and that values are finite and within the process."""
     discrete = isinstance(strategy.process, kairos_timesteps.Discrete)
-    types = dict.fromkeys(DRAWN, torch.float32) | {"fractions": torch.float64}
+    types = dict.fromkeys(DRAW_FIELDS, torch.float32) | {"fractions": torch.float64}
     types["t"] = torch.int64 if discrete else torch.float64
     for name, value in values.items():
         assert value.shape == (batch, *call.times), name
@@ -139,7 +139,7 @@ def check_values(values: dict[str, Tensor], strategy: kairos_timesteps.Strategy,
 
 
 def check_weights(values: dict[str, Tensor], strategy: kairos_timesteps.Strategy) -> None:
-    """Weights of draws are those of the weighting now, also after it has learned; of a discrete process."""
+    """Check that draws of a discrete process have the weights of the weighting, also after it has learned."""
     weighting, step = strategy.weighting, strategy.step
     by_timestep = torch.from_numpy(weighting.weights(step)).float()
     at_draws = weighting.at(strategy.process, values["t"], step)
@@ -149,19 +149,19 @@ def check_weights(values: dict[str, Tensor], strategy: kairos_timesteps.Strategy
 
 
 def tolerance(p: Any, independent: float) -> float:
-    """Total variation that so many independent draws from p exceed with a probability of less than 1e-6."""
-    mean = 0.5 * np.sqrt((p * (1 - p)).clip(0) / independent).sum()  # or less
+    """Return a total variation that independent draws from p exceed with a probability of less than 1e-6."""
+    mean = 0.5 * np.sqrt((p * (1 - p)).clip(0) / independent).sum()  # an upper bound
     return float(mean + math.sqrt(math.log(1e6) / (2 * independent)))  # McDiarmid's inequality
 
 
-def pooled(p: Any, cells: int = 40) -> Any:
-    """Masses of at most `cells` neighbouring groups, (groups, ...)."""
-    return np.stack([part.sum(0) for part in np.array_split(p, min(cells, len(p)))])
+def pool(p: Any, cells: int = 40) -> Any:
+    """Sum masses over groups of neighbouring timesteps, (groups, ...) with at most `cells` groups."""
+    return np.stack([group.sum(0) for group in np.array_split(p, min(cells, len(p)))])
 
 
 def check_draws(specification: Specification, call: Call) -> None:
-    """Everything that holds for any specification and any call."""
-    strategy = built(specification)
+    """Check everything that holds for any specification and any call."""
+    strategy = build(specification)
     if strategy is None:
         event("rejected when it is built")
         return
@@ -176,7 +176,7 @@ def check_draws(specification: Specification, call: Call) -> None:
 
     whole_call = dataclasses.replace(call, split="whole")
     try:
-        whole = samples(copy, small, whole_call, context)
+        whole = draw_batch(copy, small, whole_call, context)
     except ConfigError as error:
         assert may_be_rejected(specification, call), error
         event("rejected when it is called")
@@ -185,7 +185,7 @@ def check_draws(specification: Specification, call: Call) -> None:
     if specification.discrete:
         check_weights(whole, strategy)
     if call.split != "whole":
-        parts = samples(copy, small, call, context)
+        parts = draw_batch(copy, small, call, context)
         for name in ("t", "fractions"):
             torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
     check_density(specification, strategy, call)
@@ -194,8 +194,8 @@ def check_draws(specification: Specification, call: Call) -> None:
 def stated_densities(
     specification: Specification, strategy: kairos_timesteps.Strategy, context: Context
 ) -> Iterator[tuple[Tensor, Any]]:
-    """Samples of a batch that share a density, as a mask (batch,), and the density that the strategy's table states."""
-    if specification.sampler["name"] in LOOKS_AT_IMAGES:
+    """Yield masks (batch,) of the samples that share a density, with the density in the strategy's table."""
+    if specification.sampler["name"] in DEPENDS_ON_IMAGES:
         image = torch.arange(len(context.member)) % BATCH
         for number in range(BATCH):
             yield image == number, strategy.table(IMAGES[number : number + 1])["p"]
@@ -205,11 +205,11 @@ def stated_densities(
 
 
 def check_density(specification: Specification, strategy: kairos_timesteps.Strategy, call: Call) -> None:
-    """The histogram of many draws equals the stated density, and importance weights bring back uniform's objective."""
+    """Check that many draws have the density of the table, and that importance weights restore uniform's objective."""
     one_number = call.same or specification.holds("per", "batch")  # of a whole batch
     batch, steps = (16, 256) if one_number else (LARGE, 8)
     timesteps = strategy.sampler.schedule.timesteps
-    by_image = specification.sampler["name"] in LOOKS_AT_IMAGES
+    by_image = specification.sampler["name"] in DEPENDS_ON_IMAGES
     x0 = images_for(specification, batch)
     counts, expected = np.zeros(timesteps), np.zeros(timesteps)
     inverse, objective, variance = np.zeros(timesteps), np.zeros(timesteps), np.zeros(timesteps)
@@ -233,23 +233,23 @@ def check_density(specification: Specification, strategy: kairos_timesteps.Strat
                 stated = torch.from_numpy(1 / (timesteps * reached)).float()[here]
                 torch.testing.assert_close(weights.float(), stated, rtol=1e-3, atol=1e-6)
         total += cells.numel()
-        state = strategy.state_dict()  # without `observe`, so that what has been learned stays
+        state = strategy.state_dict()  # without `observe`, so that the density does not change
         strategy.load_state_dict({**state, "step": state["step"] + 1, "drawn": [0, sum(state["drawn"])]})
     independent = steps if one_number else total / 2  # SpeeD's public code draws the second half from the first
-    p, share = pooled(expected / total), pooled(counts / total)
+    p, share = pool(expected / total), pool(counts / total)
     variation = 0.5 * abs(share - p).sum()
     assert variation <= tolerance(p, independent), f"total variation {variation:.3f} from the stated density"
     if strategy.sampler.importance:
-        off, error = pooled(inverse - objective), np.sqrt(pooled(variance) * total / independent)
+        bias, error = pool(inverse - objective), np.sqrt(pool(variance) * total / independent)
         often = np.array([part.min() for part in np.array_split(least, len(p))]) * independent > 30
-        spread = 3 if by_image else 1  # the density of an image is not constant within a cell
-        assert (abs(off) <= 6 * spread * error + 1e-3 * pooled(objective))[often].all(), "importance weights are biased"
+        factor = 3 if by_image else 1  # the density of an image is not constant within a cell
+        assert (abs(bias) <= 6 * factor * error + 1e-3 * pool(objective))[often].all(), "importance weights are biased"
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
 @examples(3)
 @given(data=st.data())
-def test_draws_of_a_sampler(name, data):
+def test_draws_of_a_sampler_follow_its_density(name, data):
     check_draws(data.draw(specifications(sampler=name)), data.draw(calls()))
 
 
@@ -257,14 +257,14 @@ def test_draws_of_a_sampler(name, data):
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
 @examples(30)
 @given(data=st.data())
-def test_draws_of_a_sampler_in_many_combinations(name, data):
+def test_draws_of_a_sampler_follow_its_density_in_many_combinations(name, data):
     check_draws(data.draw(specifications(sampler=name)), data.draw(calls()))
 
 
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
 @examples(1)
 @given(data=st.data())
-def test_draws_with_a_weighting(name, data):
+def test_draws_with_a_weighting_have_its_weights(name, data):
     check_draws(data.draw(specifications(weighting=name)), data.draw(calls()))
 
 
@@ -272,18 +272,18 @@ def test_draws_with_a_weighting(name, data):
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
 @examples(10)
 @given(data=st.data())
-def test_draws_with_a_weighting_in_many_combinations(name, data):
+def test_draws_with_a_weighting_have_its_weights_in_many_combinations(name, data):
     check_draws(data.draw(specifications(weighting=name)), data.draw(calls()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Specifications that are wrong in one option
+# Specifications with one wrong option
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def wrong_values(draw: Any, kind: type) -> tuple[str, Any]:
-    """An option's public name and a value that its type, choices or bounds do not allow."""
+    """Draw an option's public name and a value that its type, choices or bounds do not allow."""
     one = draw(st.sampled_from(dataclasses.fields(kind)))
     wrong = [{"no": "option"}, lambda: None]
     bounds, choices = one.metadata["bounds"], one.metadata["choices"]
@@ -298,12 +298,12 @@ def wrong_values(draw: Any, kind: type) -> tuple[str, Any]:
 
 @st.composite
 def wrong_specifications(draw: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Sampler and weighting of which one option, perhaps of a component, is wrong; and the option's name."""
+    """Draw a sampler and a weighting with one wrong option, perhaps of a component, and the name of the option."""
     sampler, weighting = draw(samplers()), draw(weightings())
     try:
         Specification(sampler, weighting).build()
     except ConfigError:
-        reject()  # options that do not go together
+        reject()  # incompatible options
     with_options = [c for c in components_of(sampler) if dataclasses.fields(SAMPLERS[c["name"]].options)]
     selected = draw(st.sampled_from([*with_options, weighting]))
     registry = WEIGHTINGS if selected is weighting else SAMPLERS
@@ -317,7 +317,7 @@ def wrong_specifications(draw: Any) -> tuple[dict[str, Any], dict[str, Any], str
 
 
 def check_rejection(sampler: dict[str, Any], weighting: dict[str, Any], key: str) -> None:
-    """A wrong option is rejected when the strategy is built, by its name."""
+    """Check that the construction of a strategy rejects a wrong option by its name."""
     with pytest.raises(ConfigError) as raised:
         Specification(sampler, weighting).build()
     assert key in str(raised.value)
@@ -346,7 +346,7 @@ def test_many_wrong_options_are_rejected_by_name(wrong):
         ("listed", {"times": [-0.1, 0.5]}, {"times": [0.5]}),
     ],
 )
-def test_options_at_the_ends_of_what_is_allowed(name, rejected, allowed):
+def test_options_at_their_bounds_are_accepted_and_beyond_them_rejected(name, rejected, allowed):
     kairos_timesteps.Strategy(name, timesteps=100, sampler=allowed)
     with pytest.raises(ConfigError, match=next(iter(rejected))):
         kairos_timesteps.Strategy(name, timesteps=100, sampler=rejected)
@@ -420,7 +420,7 @@ def test_a_component_s_floor_is_part_of_density_and_draws(name):
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_a_range_of_a_density_with_a_floor(cut):
+def test_a_range_cuts_or_rescales_a_density_with_a_floor(cut):
     density = {"name": "uniform", "end": 5, "floor": 0.5}  # 0.75 of the draws in the first half
     specification = Specification(
         {"name": "range", "density": density, "low": 0.4, "high": 0.9, "cut": cut}, timesteps=10
@@ -431,7 +431,7 @@ def test_a_range_of_a_density_with_a_floor(cut):
     check_density(specification, strategy, Call())
 
 
-def test_a_range_of_a_shift_of_a_density_with_a_floor():
+def test_a_range_of_a_shifted_density_with_a_floor_follows_its_density():
     shift = {"name": "shift", "density": HALF_UNIFORM, "alpha": 3.0}
     specification = Specification({"name": "range", "density": shift, "low": 0.4, "high": 0.9}, timesteps=10)
     check_density(specification, specification.build(), Call())
@@ -465,7 +465,7 @@ def test_a_component_s_default_points_may_be_written_out(name):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LOOKS_AT_IMAGES)
+@pytest.mark.parametrize("name", DEPENDS_ON_IMAGES)
 def test_adaptive_draws_the_samples_of_an_index(name):
     whole = kairos_timesteps.Strategy(name, "linear", timesteps=20).draw(X0)
     parts = []
@@ -479,7 +479,7 @@ def test_adaptive_draws_the_samples_of_an_index(name):
     torch.testing.assert_close(shuffled.fractions, whole.fractions[[6, 1]])
 
 
-@pytest.mark.parametrize("name", LOOKS_AT_IMAGES)
+@pytest.mark.parametrize("name", DEPENDS_ON_IMAGES)
 @pytest.mark.parametrize("importance", [False, True])
 @pytest.mark.parametrize("arguments", [{"same": True}, {"times": (5,)}, {"same": True, "times": (5,)}])
 def test_adaptive_draws_one_time_for_all_and_several_times(name, importance, arguments):
@@ -533,8 +533,8 @@ FOLLOWERS = {
 }
 
 
-def followed(name: str, micro_batches: int, steps: int = 2) -> dict[str, Any]:
-    """The strategy's state after steps whose losses depend on the time alone, the batch cut into micro-batches."""
+def train_on_known_losses(name: str, micro_batches: int, steps: int = 2) -> dict[str, Any]:
+    """Return the state of a strategy after steps in micro-batches whose losses depend on the time alone."""
     strategy = kairos_timesteps.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
     for _ in range(steps):
         count = 4 // micro_batches
@@ -549,12 +549,12 @@ def followed(name: str, micro_batches: int, steps: int = 2) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FOLLOWERS)
 @pytest.mark.parametrize("micro_batches", [2, 4])
 def test_all_micro_batches_of_a_step_are_observed(name, micro_batches):
-    assert_close(followed(name, micro_batches), followed(name, 1))
+    assert_close(train_on_known_losses(name, micro_batches), train_on_known_losses(name, 1))
 
 
 @pytest.mark.parametrize("name", FOLLOWERS)
 def test_micro_batches_cut_by_index_are_observed_once_each(name):
-    """Cut by index and total, and with `weighted` of the whole batch at the end, as the pipeline does."""
+    """Each draw has `index` and `total`, as in the pipeline."""
     strategy = kairos_timesteps.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
     for _ in range(2):
         for start in range(4):
@@ -562,7 +562,7 @@ def test_micro_batches_cut_by_index_are_observed_once_each(name):
             strategy.loss(draw, 1 + draw.t.float())
         with strategy.observe(draw):
             pass
-    state, whole = strategy.state_dict(), followed(name, 1)
+    state, whole = strategy.state_dict(), train_on_known_losses(name, 1)
     assert_close(state["sampler"], whole["sampler"])
     assert_close(state["weighting"], whole["weighting"])
 
@@ -576,11 +576,11 @@ def test_a_loss_that_is_computed_again_counts_once(name):
             strategy.loss(draw, 1 + draw.t.float())
         with strategy.observe(draw):
             pass
-    assert_close(strategy.state_dict(), followed(name, 1))
+    assert_close(strategy.state_dict(), train_on_known_losses(name, 1))
 
 
 def assert_close(one: Any, other: Any) -> None:
-    """Nested states are equal up to the order of sums."""
+    """Assert that nested states are equal up to the order of sums."""
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         for key in one:
@@ -615,7 +615,7 @@ def test_errors_of_several_times_have_the_shape_of_the_times():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Faults that random specifications have shown
+# Regression tests of faults that random specifications have found
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -658,7 +658,7 @@ def test_points_that_are_even_over_epochs_take_the_item_as_a_number(arguments):
 
 @pytest.mark.parametrize("weight", [-100.0, -50.0, 50.0, 100.0])
 @pytest.mark.parametrize("bias", [-3.0, 0.0, 3.0])
-def test_slopes_of_any_steepness(weight, bias):
+def test_slopes_of_any_steepness_follow_their_density(weight, bias):
     specification = Specification({"name": "slope", "weight": weight, "bias": bias})
     check_density(specification, specification.build(), Call())
 
@@ -688,7 +688,7 @@ def test_a_shift_below_zero_is_rejected(tokens):
         kairos_timesteps.Strategy("shift", "flow", sampler=options).draw(X0, tokens=tokens)
 
 
-def test_groups_given_as_numbers_with_a_floor():
+def test_groups_as_numbers_equal_groups_by_name_with_a_floor():
     parts = [{"name": "listed", "times": [0.3], "group": "a"}, {"name": "uniform", "group": "b"}]
     options = {"floor": 0.5, "points": "sobol", "parts": parts}
     draw = kairos_timesteps.Strategy("by_group", "flow", sampler=options).draw(X0, group=torch.tensor([0, 1] * 4))
@@ -717,7 +717,7 @@ def test_listed_times_in_turn_follow_the_density_or_are_rejected(sampler):
         if component["name"] == "listed":
             component |= {"times": [0.83, 1.0, 0.0, 0.5], "in_turn": True}
     specification = Specification(sampler)
-    strategy = built(specification)
+    strategy = build(specification)
     if strategy is not None:
         check_density(specification, strategy, Call())
 
@@ -728,7 +728,7 @@ def test_weights_that_are_all_zero_are_rejected():
 
 
 @pytest.mark.parametrize("options", [{"floor": 0.85}, {"importance": True}, {"importance": True, "floor": 0.3}])
-@pytest.mark.parametrize("name", LOOKS_AT_IMAGES)
+@pytest.mark.parametrize("name", DEPENDS_ON_IMAGES)
 def test_adaptive_draws_follow_the_density_with_floor_and_importance_weights(name, options):
     specification = Specification({"name": name, **options}, timesteps=10)
     check_density(specification, specification.build(), Call())

@@ -265,7 +265,7 @@ def test_resume_bit_for_bit(process, interrupted):
     for _ in range(interrupted):
         whole.step()
     resumed = SmallLoop(specification)
-    resumed.load(whole.saved())
+    resumed.load(whole.save())
     for _ in range(5):
         assert equal_bits(whole.step(), resumed.step())
     assert equal_bits(whole.state(), resumed.state())

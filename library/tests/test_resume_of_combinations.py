@@ -24,7 +24,7 @@ def check_resume(specification: Specification, interrupted: int, micro_batches: 
     for _ in range(steps - STEPS + interrupted):
         whole.step()
     resumed = SmallLoop(specification, micro_batches, times)
-    resumed.load(whole.saved())
+    resumed.load(whole.save())
     for step in range(interrupted, STEPS):
         draws, again = whole.step(), resumed.step()
         assert equal_bits(draws, again), f"draws of step {step} differ after a resume at {interrupted}"

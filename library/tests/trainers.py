@@ -1,7 +1,7 @@
 """Reference implementation of other trainers' timesteps and weights in numpy and scipy, from their formulas.
 
-For each preset: options that show its signs, what the call says, the quantile of the trainer's own time, elementwise,
-and its weight of such a time.
+Each preset has options that reveal errors of sign, the context of the draw, the elementwise quantile function of the
+trainer's time, and the weight at such a time.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from scipy import integrate, interpolate, special, stats
 
 @dataclass(frozen=True)
 class Trainer:
-    """Formulas of one preset; with `steps`, its times are multiples of 1/1000."""
+    """Formulas of one preset; if `steps` is True, its times are multiples of 1/1000."""
 
     quantile: Callable[[Any], Any]
     weight: Callable[[Any], Any] = np.ones_like
@@ -37,13 +37,13 @@ def shifted(quantile, alpha):
 
 
 def by_tokens(tokens, first, last, low, high, scale=1.0):
-    """Flux' shift: t -> e^mu/(e^mu + 1/t - 1), mu linear in tokens."""
+    """Return the quantile function of Flux' shift, t -> e^mu/(e^mu + 1/t - 1) with mu linear in the tokens."""
     mu = (high - low) / (last - first) * tokens + low - (high - low) / (last - first) * first
     return lambda p: np.exp(mu) / (np.exp(mu) + 1 / logit_normal(0, scale)(p) - 1)
 
 
 def inverse(cdf):
-    """Root of the distribution function at each p; bisection is enough for smooth ones on [0, 1]."""
+    """Return the inverse of a smooth distribution function on [0, 1], by bisection."""
 
     def quantile(p):
         low, high = np.zeros_like(p), np.ones_like(p)
@@ -57,7 +57,7 @@ def inverse(cdf):
 
 
 def of_density(density, cells=2**20):
-    """Quantiles of a density on [0, 1] given up to a factor, integrated by Simpson's rule in every cell."""
+    """Return the quantile function of an unnormalised density on [0, 1], integrated by Simpson's rule in every cell."""
     edges = np.linspace(0, 1, cells + 1)
     middles = (edges[1:] + edges[:-1]) / 2
     mass = density(edges[:-1]) + 4 * density(middles) + density(edges[1:])
@@ -132,7 +132,7 @@ def wan_cdf(shift):
 
 
 def split_normal(loc, below, above):
-    """Below the location with probability below/(below + above), each half of a normal law."""
+    """Return the quantile function of a split normal distribution, below `loc` with probability below/(below+above)."""
     share = below / (below + above)
 
     def quantile(p):
@@ -144,7 +144,7 @@ def split_normal(loc, below, above):
 
 
 def cosine_interpolated(side, low, high, p):
-    """Simple diffusion's: shifted to `high` at the clean end, u = 0, and to `low` at the end of noise."""
+    """Return quantiles of simple diffusion's interpolated cosine, shifted to `high` at u = 0 and to `low` at u = 1."""
 
     def logsnr(d, u):
         shift = 2 * np.log(d / side)
