@@ -21,7 +21,7 @@ from kairos.evaluation.registries import ClassifierOptions
 from kairos.report.collect import load_real_images
 from kairos.workflow import controller
 from kairos_timesteps.errors import ConfigError, KairosError
-from test_data import config, folder_config, write_pictures
+from test_data import config, folder_config, write_images
 from test_tables import hub_cache, write_parquet  # noqa: F401  (a fixture)
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_heldout_images_are_used_for_psnr_and_shown_in_the_report(tmp_path):
 def test_heldout_images_from_a_separate_folder(tmp_path):
     for split, classes in (("train", {"a": 6, "b": 6}), ("test", {"b": 2, "a": 3})):
         for name, count in classes.items():
-            write_pictures(tmp_path / split / name, count)
+            write_images(tmp_path / split / name, count)
     settings = folder_config(tmp_path / "train", heldout=str(tmp_path / "test"))
     prepare(settings, tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
@@ -127,14 +127,14 @@ def test_the_workflow_depends_on_separate_heldout_files(tmp_path):
         "test-*.parquet",
     ]
     assert all(need.find() for need in list_requirements(parquet.experiment)[:2])
-    write_pictures(tmp_path / "in", 2)
-    write_pictures(tmp_path / "held", 2)
+    write_images(tmp_path / "in", 2)
+    write_images(tmp_path / "held", 2)
     with_heldout = make_layout(source="folder", path=str(tmp_path / "in"), heldout=str(tmp_path / "held"))
     before, before_without_heldout = (
         controller.fingerprint_dataset(with_heldout),
         controller.fingerprint_dataset(make_layout(source="folder", path=str(tmp_path / "in"))),
     )
-    write_pictures(tmp_path / "held", 3)
+    write_images(tmp_path / "held", 3)
     assert controller.fingerprint_dataset(with_heldout) != before
     assert (
         controller.fingerprint_dataset(make_layout(source="folder", path=str(tmp_path / "in")))

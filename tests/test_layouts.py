@@ -20,7 +20,7 @@ from kairos.data.sources import open_source
 from kairos.downloads import list_requirements
 from kairos.workflow import controller
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
-from test_data import config, folder_config, picture, write_pictures
+from test_data import config, folder_config, random_image, write_images
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 coco = pytest.mark.skipif(not (SHARED / "coco_mini").is_dir(), reason="coco_mini is not in ../shared/data")
@@ -50,7 +50,9 @@ def make_edm_names(count: int) -> list[str]:
 def write_edm_zip(path: Path, count: int = 10, **fields) -> Path:
     names = make_edm_names(count)
     labels = [[name, index % 3] for index, name in reversed(list(enumerate(names)))]
-    return write_zip(path, {name: encode_png(picture(index)) for index, name in enumerate(names)}, labels, **fields)
+    return write_zip(
+        path, {name: encode_png(random_image(index)) for index, name in enumerate(names)}, labels, **fields
+    )
 
 
 def make_zip_config(path: Path, **fields):
@@ -64,14 +66,14 @@ def test_a_zip_has_the_pixels_labels_and_counts_of_its_images(tmp_path, compress
     dataset = open_dataset(tmp_path / "out")
     assert manifest["classes"] == ["0", "1", "2"] and dataset.labels.tolist() == [k % 3 for k in range(10)]
     for index in range(10):
-        assert np.array_equal(dataset.images[index], np.asarray(picture(index)))
+        assert np.array_equal(dataset.images[index], np.asarray(random_image(index)))
     counts = count_images(make_zip_config(path, heldout=0.2))
     assert (counts.train, counts.smallest) == (8, 3)
 
 
 @pytest.mark.parametrize("labels", [None, [], ...], ids=str)
 def test_a_zip_without_labels_has_no_conditions(tmp_path, labels):
-    images = {name: encode_png(picture(index)) for index, name in enumerate(make_edm_names(5))}
+    images = {name: encode_png(random_image(index)) for index, name in enumerate(make_edm_names(5))}
     path = write_zip(tmp_path / "ffhq.zip", {**images, "__MACOSX/00000/._img00000000.png": b"junk"}, labels)
     source = open_source(make_zip_config(path))
     assert source.count == 5 and source.labels is None and source.conditions == {}
@@ -80,10 +82,12 @@ def test_a_zip_without_labels_has_no_conditions(tmp_path, labels):
 
 def test_a_zip_is_read_by_several_processes_at_once(tmp_path):
     source = open_source(make_zip_config(write_edm_zip(tmp_path / "edm.zip", 40)))
-    assert np.array_equal(np.asarray(source.read(0)), np.asarray(picture(0)))  # opens the zip before the fork
+    assert np.array_equal(np.asarray(source.read(0)), np.asarray(random_image(0)))  # opens the zip before the fork
 
     def read_all(queue):
-        queue.put(all(np.array_equal(np.asarray(source.read(k % 40)), np.asarray(picture(k % 40))) for k in range(400)))
+        queue.put(
+            all(np.array_equal(np.asarray(source.read(k % 40)), np.asarray(random_image(k % 40))) for k in range(400))
+        )
 
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -150,7 +154,7 @@ PAIRS = [[name, 0] for name in make_edm_names(3)]
     ids=str,
 )
 def test_invalid_labels_in_a_zip_are_rejected(tmp_path, labels, message):
-    images = {name: encode_png(picture(index)) for index, (name, _) in enumerate(PAIRS)}
+    images = {name: encode_png(random_image(index)) for index, (name, _) in enumerate(PAIRS)}
     path = write_zip(tmp_path / "x.zip", images, labels)
     with pytest.raises(ConfigError, match=message):
         open_source(make_zip_config(path))
@@ -171,7 +175,7 @@ def test_invalid_zips_are_rejected(tmp_path):
 
 
 def test_broken_images_in_a_zip_are_reported_or_skipped(tmp_path):
-    names, whole = make_edm_names(4), [encode_png(picture(index)) for index in range(4)]
+    names, whole = make_edm_names(4), [encode_png(random_image(index)) for index in range(4)]
     path = write_zip(tmp_path / "x.zip", dict(zip(names, [whole[0], whole[1][:60], whole[2], whole[3]])))
     content = bytearray(path.read_bytes())
     content[content.index(whole[3]) + 50] ^= 1  # the checksum in the zip does not match
@@ -185,7 +189,7 @@ def test_broken_images_in_a_zip_are_reported_or_skipped(tmp_path):
 @pytest.fixture
 def celeba(tmp_path) -> Path:
     """CelebA in the layout of torchvision."""
-    write_pictures(tmp_path / "celeba" / "img_align_celeba", 9)
+    write_images(tmp_path / "celeba" / "img_align_celeba", 9)
     lines = [f"{k:03d}.png {k % 3}\n" for k in range(9)]
     (tmp_path / "celeba" / "list_eval_partition.txt").write_text("".join(lines))
     return tmp_path / "celeba"
@@ -199,7 +203,7 @@ def test_celeba_is_split_by_its_partition(celeba, tmp_path):
     dataset = open_dataset(tmp_path / "out")
     shown = [*range(0, 9, 3), *range(2, 9, 3)]
     assert dataset.train.tolist() == [0, 1, 2] and dataset.heldout.tolist() == [3, 4, 5]
-    assert all(np.array_equal(dataset.images[k], np.asarray(picture(number))) for k, number in enumerate(shown))
+    assert all(np.array_equal(dataset.images[k], np.asarray(random_image(number))) for k, number in enumerate(shown))
     assert count_images(settings).train == 3
     prepare(settings.model_copy(update={"store": "refer"}), tmp_path / "refer")
     assert np.array_equal(open_dataset(tmp_path / "refer").images[:], dataset.images[:])
@@ -207,28 +211,28 @@ def test_celeba_is_split_by_its_partition(celeba, tmp_path):
 
 def test_lists_select_files_by_their_names_without_extension(tmp_path):
     """The CelebA-HQ lists of taming-transformers contain .npy files; images here have other extensions."""
-    write_pictures(tmp_path / "hq", 6)
+    write_images(tmp_path / "hq", 6)
     (tmp_path / "train.txt").write_text("003.npy\n000.npy\n\n005.png\n")
     (tmp_path / "validation.txt").write_text("001.npy\n")
     lists = {"files": str(tmp_path / "train.txt"), "heldout": str(tmp_path / "validation.txt")}
     source = open_source(folder_config(tmp_path / "hq", **lists))
     assert [source.name(k) for k in range(source.count)] == ["003.png", "000.png", "005.png", "001.png"]
     assert source.heldout_count == 1
-    write_zip(tmp_path / "hq.zip", {f"{k:03d}.png": encode_png(picture(k)) for k in range(6)})
+    write_zip(tmp_path / "hq.zip", {f"{k:03d}.png": encode_png(random_image(k)) for k in range(6)})
     source = open_source(make_zip_config(tmp_path / "hq.zip", **lists))
-    assert np.array_equal(np.asarray(source.read(0)), np.asarray(picture(3))) and source.count == 4
+    assert np.array_equal(np.asarray(source.read(0)), np.asarray(random_image(3))) and source.count == 4
 
 
 def test_lists_of_files_keep_the_classes(tmp_path):
     for name in "ab":
-        write_pictures(tmp_path / "in" / name, 3)
+        write_images(tmp_path / "in" / name, 3)
     (tmp_path / "list").write_text("b/001.png\na/000.png\n")
     source = open_source(folder_config(tmp_path / "in", files=str(tmp_path / "list")))
     assert source.classes == ["a", "b"] and source.labels.tolist() == [1, 0]
 
 
 def test_unusable_lists_are_rejected(tmp_path):
-    write_pictures(tmp_path / "in", 3)
+    write_images(tmp_path / "in", 3)
     (tmp_path / "list.txt").write_text("000.png\n004.png\n005.png\n")
     (tmp_path / "good.txt").write_text("000.png\n001.png\n")
     (tmp_path / "empty.txt").write_text("\n")
@@ -255,8 +259,8 @@ def test_unusable_lists_are_rejected(tmp_path):
 
 
 def test_a_wrong_number_of_images_is_rejected(tmp_path):
-    write_pictures(tmp_path / "in", 5)
-    write_pictures(tmp_path / "held", 2)
+    write_images(tmp_path / "in", 5)
+    write_images(tmp_path / "held", 2)
     settings = folder_config(tmp_path / "in", images=5, heldout=str(tmp_path / "held"), limit=4)
     assert prepare(settings, tmp_path / "out")["count"] == 6
     wrong = settings.model_copy(update={"images": 202_599})
@@ -298,7 +302,7 @@ def test_the_crop_of_adm_on_real_images_equals_its_description(tmp_path):
 
 
 def test_images_are_resampled_with_the_selected_filter():
-    image = picture(3, width=50, height=40)
+    image = random_image(3, width=50, height=40)
     cut = image.crop((5, 0, 45, 40))
     for name, filter in (("lanczos", Image.Resampling.LANCZOS), ("bicubic", Image.Resampling.BICUBIC)):
         expected = np.asarray(cut.resize((16, 16), filter))

@@ -20,7 +20,7 @@ from kairos.data.sources import open_source
 from kairos.files import check_files, sha256_file
 from kairos.staging import staged
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
-from test_data import folder_config, picture, write_pictures
+from test_data import folder_config, random_image, write_images
 from test_tables import config, hub_cache, write_parquet  # noqa: F401  (a fixture)
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def pictures(tmp_path):
     """Folder of 12 pictures in two classes, one of them broken."""
-    write_pictures(tmp_path / "in" / "a", 7)
-    write_pictures(tmp_path / "in" / "b", 5)
+    write_images(tmp_path / "in" / "a", 7)
+    write_images(tmp_path / "in" / "b", 5)
     (tmp_path / "in" / "a" / "002.png").write_bytes(b"no image")
     return tmp_path / "in"
 
@@ -77,7 +77,7 @@ def test_linked_parquet_files_with_a_limit_and_a_heldout_file_equal_their_copy(t
 
 
 def test_an_autoencoder_trained_on_linked_images_has_equal_weights(tmp_path):
-    write_pictures(tmp_path / "in", 9)
+    write_images(tmp_path / "in", 9)
     copied, linked = prepare_both(folder_config(tmp_path / "in"), tmp_path)
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=4)
     one, other = (make_autoencoder(settings, each, tmp_path / "ae", CPU) for each in (copied, linked))
@@ -85,12 +85,12 @@ def test_an_autoencoder_trained_on_linked_images_has_equal_weights(tmp_path):
 
 
 def test_the_content_hash_depends_on_the_pixels_alone(tmp_path):
-    write_pictures(tmp_path / "in", 6)
+    write_images(tmp_path / "in", 6)
     settings = folder_config(tmp_path / "in", store="refer")
     before = prepare(settings, tmp_path / "out")["content_sha256"]
     shutil.copytree(tmp_path / "in", tmp_path / "moved")
     assert prepare(folder_config(tmp_path / "moved", store="refer"), tmp_path / "out")["content_sha256"] == before
-    picture(77).save(tmp_path / "in" / "004.png")
+    random_image(77).save(tmp_path / "in" / "004.png")
     assert prepare(settings, tmp_path / "out")["content_sha256"] != before
 
 
@@ -101,18 +101,18 @@ def truncate(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: picture(99).save(folder / "003.png"), r"003\.png, which has changed since kairos prepare"),
-        (lambda folder: picture(3, 16, 16).save(folder / "003.png"), r"003\.png, which has changed"),
+        (lambda folder: random_image(99).save(folder / "003.png"), r"003\.png, which has changed since kairos prepare"),
+        (lambda folder: random_image(3, 16, 16).save(folder / "003.png"), r"003\.png, which has changed"),
         (lambda folder: truncate(folder / "003.png"), r"003\.png, which cannot be read any more"),
         (lambda folder: (folder / "003.png").unlink(), r"003\.png, which is not where.*\(004\.png is there\)"),
         (lambda folder: (folder / "009.png").unlink(), r"009\.png, which is not where.*\(nothing is there\)"),
-        (lambda folder: picture(9).save(folder / "0025.png"), r"003\.png, which is not .*\(0025\.png is there\)"),
+        (lambda folder: random_image(9).save(folder / "0025.png"), r"003\.png, which is not .*\(0025\.png is there\)"),
         (lambda folder: folder.rename(folder.parent / "away"), r"cannot be read from here.*dataset\.store: copy"),
     ],
     ids=["pixels", "size", "truncated", "gone", "last one gone", "one more", "all gone"],
 )
 def test_changed_and_missing_images_are_reported(tmp_path, change, message):
-    folder = write_pictures(tmp_path / "in", 10)
+    folder = write_images(tmp_path / "in", 10)
     prepare(folder_config(folder, store="refer"), tmp_path / "out")
     change(folder)
     images = open_dataset(tmp_path / "out").images  # opening alone reads no image
@@ -121,17 +121,17 @@ def test_changed_and_missing_images_are_reported(tmp_path, change, message):
 
 
 def test_an_image_deleted_while_a_stage_reads_is_reported(tmp_path):
-    folder = write_pictures(tmp_path / "in", 10)
+    folder = write_images(tmp_path / "in", 10)
     prepare(folder_config(folder, store="refer"), tmp_path / "out")
     images = open_dataset(tmp_path / "out").images
-    assert np.array_equal(images[2], np.asarray(picture(2)))
+    assert np.array_equal(images[2], np.asarray(random_image(2)))
     (folder / "003.png").unlink()
     with pytest.raises(DamagedError, match=r"003\.png, which cannot be read any more \(.*No such file"):
         images[3]
 
 
 def test_a_job_in_another_folder_reports_that_it_cannot_read_the_images(tmp_path, monkeypatch):
-    write_pictures(tmp_path / "in", 5)
+    write_images(tmp_path / "in", 5)
     monkeypatch.chdir(tmp_path)
     prepare(folder_config(Path("in"), store="refer"), tmp_path / "out")
     assert len(open_dataset("out").images[:]) == 5
@@ -144,7 +144,7 @@ def test_a_job_in_another_folder_reports_that_it_cannot_read_the_images(tmp_path
 
 
 def test_training_reads_no_image(tmp_path):
-    folder = write_pictures(tmp_path / "in", 9)
+    folder = write_images(tmp_path / "in", 9)
     _, linked = prepare_both(folder_config(folder), tmp_path)
     make_autoencoder(
         AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=4), linked, tmp_path / "ae", CPU
@@ -186,7 +186,7 @@ def test_training_on_pixels_rejects_linked_images():
 def test_classes_of_held_out_images_agree_by_name(tmp_path):
     for folder, classes in (("train", "abc"), ("test", "cb"), ("odd", "ad"), ("flat", "")):
         for each in classes or [""]:
-            write_pictures(tmp_path / folder / each, 2)
+            write_images(tmp_path / folder / each, 2)
     opened = open_source(folder_config(tmp_path / "train", heldout=str(tmp_path / "test")))
     assert opened.labels.tolist() == [0, 0, 1, 1, 2, 2, 1, 1, 2, 2] and opened.classes == ["a", "b", "c"]
     with pytest.raises(ConfigError, match=r"dataset\.heldout.*classes \['a', 'd'\].*\['a', 'b', 'c'\].*unknown: d"):
@@ -200,7 +200,7 @@ def test_classes_of_held_out_images_agree_by_name(tmp_path):
 
 
 def test_latents_copied_to_a_local_disk_find_the_linked_images(tmp_path, monkeypatch):
-    folder = write_pictures(tmp_path / "in", 9)
+    folder = write_images(tmp_path / "in", 9)
     _, linked = prepare_both(folder_config(folder), tmp_path)
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=4)
     make_autoencoder(settings, linked, tmp_path / "ae", CPU)
