@@ -1,4 +1,4 @@
-"""Draws where the batch is: in one graph, of any part of a batch, of any shape, with what the call says."""
+"""Draws in one graph, of slices of a batch, of any shape and with context; combined samplers; validation errors."""
 
 import numpy as np
 import pytest
@@ -18,29 +18,32 @@ BATCH = torch.zeros(16, 1, 2, 2)
 U = np.linspace(0, 1, 1001)
 
 
-def strategy(name, process="cosine", weighting="none", **options):
-    return kairos_timesteps.Strategy(f"{name}+{weighting}", process, sampler=options, prediction="v")
+def make_strategy(name, process="cosine", weighting="none", **options):
+    """Return a strategy whose sampler has options."""
+    return kairos_timesteps.Strategy(f"{name}+{weighting}", process, flow_sampler=options, prediction="v")
 
 
-def sampler(name, **options):
+def flow_sampler(name, **options):
+    """Return a sampler on the schedule of flow matching."""
     return make_sampler({"name": name, **options}, kairos_timesteps.Flow().schedule)
 
 
 def agree(first, second):
+    """Return True if two draws have equal times, fractions and weights."""
     return all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("t", "weights", "fractions"))
 
 
 def check_one_graph(name, backend):
-    """A draw compiles to one graph, which gives the numbers of a draw without it, at any step."""
+    """Check that a draw compiles to one graph, which returns the numbers of an eager draw at any step."""
     torch._dynamo.reset()
-    built = strategy(name, weighting="min_snr", floor=0.1, points="random")
-    compiled = torch.compile(lambda x0, step: built.draw(x0, step=step), fullgraph=True, backend=backend)
-    built.draw(BATCH)  # tables go to the device once
+    strategy = make_strategy(name, weighting="min_snr", floor=0.1, points="random")
+    compiled = torch.compile(lambda x0, step: strategy.draw(x0, step=step), fullgraph=True, backend=backend)
+    strategy.draw(BATCH)  # copies tables to the device
     for number in (0, 5, 2**33):
         step = torch.tensor(number)
-        graph, plain = compiled(BATCH, step), built.draw(BATCH, step=step)
+        graph, plain = compiled(BATCH, step), strategy.draw(BATCH, step=step)
         torch.testing.assert_close(graph.fractions, plain.fractions, rtol=1e-12, atol=1e-12)
-        by_number = strategy(name, weighting="min_snr", floor=0.1)
+        by_number = make_strategy(name, weighting="min_snr", floor=0.1)
         by_number.load_state_dict({**by_number.state_dict(), "step": number, "drawn": [0, number * len(BATCH)]})
         assert agree(plain, by_number.draw(BATCH)), number
 
@@ -58,83 +61,83 @@ def test_a_draw_of_every_sampler_is_one_graph_with_the_same_numbers(name):
 
 @pytest.mark.parametrize("points", ["random", "stratified", "systematic", "sobol"])
 @pytest.mark.parametrize("name", ["uniform", "log_normal", "mixture", "speed_official", "listed"])
-def test_parts_of_a_batch_are_the_whole(name, points):
+def test_draws_of_slices_equal_the_draw_of_the_whole_batch(name, points):
     options = {"points": points} | ({"in_turn": True} if name == "listed" else {})
-    whole, parts = strategy(name, **options).draw(BATCH), []
-    for part in (range(5), torch.tensor([5, 6, 7]), range(8, 16)):
-        parts.append(strategy(name, **options).draw(BATCH[: len(part)], index=part, total=16))
-    assert torch.equal(torch.cat([part.t for part in parts]), whole.t)
-    built = strategy(name, **options)  # as micro-batches of one step, of one strategy
-    halves = [built.draw(BATCH[:8], index=part, total=16) for part in (range(8), range(8, 16))]
+    whole, draws = make_strategy(name, **options).draw(BATCH), []
+    for index in (range(5), torch.tensor([5, 6, 7]), range(8, 16)):
+        draws.append(make_strategy(name, **options).draw(BATCH[: len(index)], index=index, total=16))
+    assert torch.equal(torch.cat([draw.t for draw in draws]), whole.t)
+    strategy = make_strategy(name, **options)  # draws the micro-batches of one step
+    halves = [strategy.draw(BATCH[:8], index=part, total=16) for part in (range(8), range(8, 16))]
     assert torch.equal(torch.cat([half.t for half in halves]), whole.t)
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_prefetch_blocks_and_single_steps_are_alike_and_a_resume_too(name, monkeypatch):
-    ahead, alone = strategy(name, importance=True), strategy(name, importance=True)
+def test_prefetched_draws_equal_single_draws_also_after_a_resume(name, monkeypatch):
+    ahead, alone = make_strategy(name, importance=True), make_strategy(name, importance=True)
     monkeypatch.setattr(alone, "_depends_on_step_alone", lambda coordinates: False)  # raises if there is no such method
     for step in range(20):
         draws = ahead.draw(BATCH), alone.draw(BATCH)
         assert agree(*draws), step
-        for built, draw in zip((ahead, alone), draws):
-            with built.observe(draw):
+        for strategy, draw in zip((ahead, alone), draws):
+            with strategy.observe(draw):
                 pass
     assert not alone._blocks
-    resumed = strategy(name, importance=True)
+    resumed = make_strategy(name, importance=True)
     resumed.load_state_dict(ahead.state_dict())
     assert agree(resumed.draw(BATCH), ahead.draw(BATCH))
 
 
-def test_times_of_frames_and_one_time_for_all():
-    built = strategy("log_normal", "flow")
-    frames = built.draw(BATCH, times=(5,))
+def test_draws_have_a_time_for_each_frame_or_one_time_for_the_batch():
+    strategy = make_strategy("log_normal", "flow")
+    frames = strategy.draw(BATCH, times=(5,))
     assert frames.t.shape == frames.weights.shape == (16, 5) and len(frames.t.unique()) == 80
-    one = strategy("log_normal", "flow").draw(BATCH, same=True)
+    one = make_strategy("log_normal", "flow").draw(BATCH, same=True)
     assert one.t.shape == (16,) and len(one.t.unique()) == 1
-    even = strategy("uniform", "flow", points="stratified").draw(BATCH, times=(3,)).fractions
+    even = make_strategy("uniform", "flow", points="stratified").draw(BATCH, times=(3,)).fractions
     assert (even.sort(0).values * 16).floor().eq(torch.arange(16.0)[:, None]).all()
 
 
 @pytest.mark.parametrize("name", ["loss_rms", "loss_mean", "info_rate"])
-def test_followers_learn_from_several_times_of_a_sample(name):
-    built = kairos_timesteps.Strategy(name, "flow", sampler={"start": 1, "frequency": 1})
-    draw = built.draw(BATCH, times=(3,))
-    built.loss(draw, torch.ones(16, 3))
-    with built.observe(draw):
+def test_samplers_learn_from_several_times_of_a_sample(name):
+    strategy = kairos_timesteps.Strategy(name, "flow", flow_sampler={"start": 1, "frequency": 1})
+    draw = strategy.draw(BATCH, times=(3,))
+    strategy.loss(draw, torch.ones(16, 3))
+    with strategy.observe(draw):
         pass
-    assert built.sampler.statistics() == {"updates": 1}
+    assert strategy.sampler.statistics() == {"updates": 1}
 
 
 @pytest.mark.parametrize("density", ["log_normal", "beta", "mixture", {"name": "clts", "length": 10}])
-def test_ranges_are_cut_or_scaled(density):
+def test_a_range_cuts_or_rescales_its_density(density):
     low, high = 0.25, 0.75
     if density == "mixture":
         density = {"name": density, "parts": [{"name": "log_normal", "share": 3}, {"name": "beta", "a": 4, "share": 1}]}
-    whole = sampler(
+    whole = flow_sampler(
         *([density] if isinstance(density, str) else [density["name"]]),
         **({} if isinstance(density, str) else {k: v for k, v in density.items() if k != "name"}),
     )
-    cut = sampler("range", density=density, low=low, high=high)
+    cut = flow_sampler("range", density=density, low=low, high=high)
     ends = whole.cdf(np.array([low, high]), step=5)
     wanted = (whole.cdf(U.clip(low, high), step=5) - ends[0]) / (ends[1] - ends[0])
     np.testing.assert_allclose(cut.cdf(U, step=5), wanted, atol=1e-12)
     draws = cut.draw(RandomCoordinates(0, 5, sample_indices=range(4000), batch_size=4000))
     assert draws.min() >= low and draws.max() <= high
     assert np.abs(cut.cdf(draws.sort().values.numpy(), step=5) - np.arange(4000) / 4000).max() < 0.04
-    scaled = sampler("range", density=density, low=low, high=high, cut=False)
+    scaled = flow_sampler("range", density=density, low=low, high=high, cut=False)
     np.testing.assert_allclose(scaled.cdf(low + (high - low) * U, step=5), whole.cdf(U, step=5), atol=1e-9)
 
 
-def test_shifts_follow_tokens():
-    flux = sampler("shift", density="log_normal", law="exponential")
+def test_shifts_depend_on_tokens():
+    flux = flow_sampler("shift", density="log_normal", law="exponential")
     for tokens, alpha in ((1024, 1.878), (2304, 2.332), (4096, 3.158)):  # 512², 768², 1024²
         u = flux.sample(5000, tokens=tokens)
-        assert torch.allclose(u, sampler("log_normal", m=np.log(alpha)).sample(5000), atol=2e-4)
+        assert torch.allclose(u, flow_sampler("log_normal", m=np.log(alpha)).sample(5000), atol=2e-4)
     many = torch.full((5000,), 1024)
     assert torch.allclose(flux.sample(5000, tokens=many), flux.sample(5000, tokens=1024), atol=1e-12)
-    open_sora = sampler("shift", law="linear", low=1, high=3)
+    open_sora = flow_sampler("shift", law="linear", low=1, high=3)
     assert open_sora.shift(tokens=4096, frames=4) == pytest.approx(6)
-    assert sampler("shift", law="root", alpha=1.0, last=4096).shift(tokens=9216) == pytest.approx(1.5)
+    assert flow_sampler("shift", law="root", alpha=1.0, last=4096).shift(tokens=9216) == pytest.approx(1.5)
     with pytest.raises(ConfigError, match=r"shift.*tokens"):
         flux.sample(3)
     with pytest.raises(ConfigError, match=r"tokens: got shape \(2,\), allowed: a number, or one for each of 3 samples"):
@@ -143,15 +146,15 @@ def test_shifts_follow_tokens():
         flux.sample(3, tokens=-4)
 
 
-def test_mixtures_schedules_and_groups():
+def test_mixtures_schedules_and_groups_draw_from_their_components():
     parts = [{"name": "range", "high": 0.5, "share": 1}, {"name": "range", "low": 0.5, "share": 3}]
-    mixed = sampler("mixture", parts=parts)
+    mixed = flow_sampler("mixture", parts=parts)
     assert (mixed.sample(40_000) < 0.5).double().mean().item() == pytest.approx(0.25, abs=0.01)
-    whole = sampler("mixture", parts=parts, per="batch")
+    whole = flow_sampler("mixture", parts=parts, per="batch")
     below = torch.stack([whole.sample(64, step=k) < 0.5 for k in range(300)]).double().mean(1)
     assert set(below.tolist()) == {0.0, 1.0} and below.mean().item() == pytest.approx(0.25, abs=0.08)
     parts = [{"name": "range", "high": 0.5, "group": "a"}, {"name": "range", "low": 0.5, "group": "b"}]
-    grouped = sampler("by_group", parts=parts)
+    grouped = flow_sampler("by_group", parts=parts)
     assert (grouped.sample(100, group="a") < 0.5).all() and (grouped.sample(100, group="b") >= 0.5).all()
     numbers = torch.arange(100) % 2
     assert torch.equal(grouped.sample(100, group=numbers) >= 0.5, numbers.bool())
@@ -159,34 +162,34 @@ def test_mixtures_schedules_and_groups():
         grouped.sample(3, group="c")
     parts = [{"name": "range", "high": 0.5, "start": 0}, {"name": "range", "low": 0.5, "start": 100}]
     for ramp, shares in ((0, {0: 1, 99: 1, 100: 0}), (50, {0: 1, 50: 1, 75: 0.5, 100: 0})):
-        over = sampler("schedule", parts=parts, ramp=ramp)
+        over = flow_sampler("schedule", parts=parts, ramp=ramp)
         for step, share in shares.items():
             assert (over.sample(4000, step=step) < 0.5).double().mean().item() == pytest.approx(share, abs=0.03)
-    over = sampler("schedule", parts=[parts[0], {**parts[1], "start": 0.5}], of="progress")
+    over = flow_sampler("schedule", parts=[parts[0], {**parts[1], "start": 0.5}], of="progress")
     assert (over.sample(100, progress=0.4) < 0.5).all() and (over.sample(100, progress=0.6) >= 0.5).all()
 
 
-def test_a_schedule_draws_the_same_over_several_steps_at_once():
+def test_a_schedule_draws_equal_times_for_several_steps_at_once():
     parts = [{"name": "log_normal", "start": 0}, {"name": "beta", "a": 4, "start": 100}]
-    over = sampler("schedule", parts=parts, ramp=50)
+    over = flow_sampler("schedule", parts=parts, ramp=50)
     together = over.sample(64, step=range(200))
     for step in (0, 50, 51, 75, 99, 100, 150):
         torch.testing.assert_close(together[step], over.sample(64, step=step), rtol=0, atol=1e-12)
 
 
-def test_tables_and_lists():
-    cells = sampler("table", values=[1, 0, 3], between="cells")
+def test_tables_and_lists_draw_from_their_values():
+    cells = flow_sampler("table", values=[1, 0, 3], between="cells")
     assert cells.cdf(np.array([1 / 3, 2 / 3])) == pytest.approx([0.25, 0.25], abs=1e-3)
     from scipy.interpolate import PchipInterpolator
 
     knots = [0.2, 1.0, 0.4, 0.0, 0.7]
     wanted = PchipInterpolator(np.linspace(0, 1, 5), knots).integrate
     areas = np.array([float(wanted(0, u)) for u in U[::100]]) / float(wanted(0, 1))
-    assert np.abs(sampler("table", values=knots, between="spline").cdf(U[::100]) - areas).max() < 0.03
+    assert np.abs(flow_sampler("table", values=knots, between="spline").cdf(U[::100]) - areas).max() < 0.03
     times = [1.0, 0.9, 0.5]
-    timesteps = sampler("listed", times=times).sample(3000)
+    timesteps = flow_sampler("listed", times=times).sample(3000)
     assert timesteps.float().unique().tolist() == pytest.approx(sorted(times), abs=1e-6)
-    block = sampler("listed", times=times, in_turn=True)
+    block = flow_sampler("listed", times=times, in_turn=True)
     assert block.sample(6).tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
     assert block.sample((3, 2)).flatten().tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
     assert block.sample((2, 2), step=1).flatten().tolist() == pytest.approx([0.9, 1.0, 0.5, 0.9])
@@ -195,17 +198,17 @@ def test_tables_and_lists():
 @pytest.mark.parametrize(
     "knots", [[0.2, 1.0, 0.4, 0.0, 0.7], [0.0, 1.0, 1.5, 1.6], [3.0, 1.0, 2.0, 2.0, 0.1], [0.0, 1.0, -4.0, -4.5]]
 )
-def test_a_spline_through_knots_is_scipys_monotone_cubic(knots):
+def test_a_spline_through_knots_equals_scipys_monotone_cubic(knots):
     from scipy.interpolate import PchipInterpolator
 
     wanted = PchipInterpolator(np.linspace(0, 1, len(knots)), knots)
     np.testing.assert_allclose(spline(U, np.array(knots)), wanted(U), atol=1e-9)
 
 
-def test_epochs_are_even_over_items_and_over_visits():
-    built = sampler("uniform", points="epochs")
+def test_points_of_epochs_are_even_over_items_and_over_visits():
+    sampler = flow_sampler("uniform", points="epochs")
     items = torch.randperm(100)
-    epochs = torch.stack([built.sample(100, item=items, items=100, epoch=e)[items.argsort()] for e in range(100)])
+    epochs = torch.stack([sampler.sample(100, item=items, items=100, epoch=e)[items.argsort()] for e in range(100)])
     assert (epochs.sort(1).values.diff(dim=1) < 1.01 / 100).all()  # over an epoch's items
     assert (epochs.sort(0).values.diff(dim=0) < 3 / 100).all()  # over an item's visits
 
@@ -234,41 +237,41 @@ def test_epochs_are_even_over_items_and_over_visits():
         ({"name": "log_snr", "law": "levy"}, "law: got 'levy', allowed: one of normal"),
     ],
 )
-def test_refusals(by_name, message):
+def test_bad_options_of_samplers_are_rejected(by_name, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         make_sampler(by_name, make_schedule())
 
 
-def test_infinite_weights_are_refused_with_the_strategy():
+def test_infinite_weights_are_rejected_when_the_strategy_is_built():
     table = torch.linspace(0.99, 1e-3, 10, dtype=torch.float64)
     with pytest.raises(ConfigError, match="infinite"):
         kairos_timesteps.Strategy("uniform+snr", table, weighting={"power": -400.0})
 
 
 def largest_gap(draws):
-    """Largest distance between neighbouring fractions on the circle."""
+    """Return the largest distance between neighbouring fractions on the circle."""
     fractions = torch.cat([draw.fractions for draw in draws]).sort().values
     return torch.cat([fractions, fractions[:1] + 1]).diff().max()
 
 
 @pytest.mark.parametrize(("points", "even"), [("random", False), ("stratified", False), ("sobol", True)])
 def test_only_sobol_points_are_even_over_micro_batches_of_one_sample(points, even):
-    built = strategy("uniform", "flow", points=points)
+    strategy = make_strategy("uniform", "flow", points=points)
     for _ in range(4):
-        draws = [built.draw(BATCH[:1]) for _ in range(16)]
+        draws = [strategy.draw(BATCH[:1]) for _ in range(16)]
         assert (largest_gap(draws) <= 2 / 16) == even
-        with built.observe(draws[-1]):
+        with strategy.observe(draws[-1]):
             pass
 
 
 @pytest.mark.parametrize("points", ["stratified", "systematic", "sobol"])
 def test_micro_batches_with_indices_are_even_over_the_step(points):
-    built = strategy("uniform", "flow", points=points)
-    draws = [built.draw(BATCH[:1], index=range(number, number + 1), total=16) for number in range(16)]
+    strategy = make_strategy("uniform", "flow", points=points)
+    draws = [strategy.draw(BATCH[:1], index=range(number, number + 1), total=16) for number in range(16)]
     assert largest_gap(draws) <= 2 / 16
 
 
 def test_context_of_an_unknown_name_is_rejected():
     with pytest.raises(ConfigError, match=r"unknown context 'token'; did you mean 'tokens'\?"):
-        strategy("uniform").draw(torch.zeros(4, 1), token=256)
-    strategy("uniform").draw(torch.zeros(4, 1), tokens=256)  # another sampler uses it
+        make_strategy("uniform").draw(torch.zeros(4, 1), token=256)
+    make_strategy("uniform").draw(torch.zeros(4, 1), tokens=256)  # another sampler uses it

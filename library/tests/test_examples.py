@@ -1,4 +1,4 @@
-"""Strategies in users' training loops: the examples on real images, a bare environment."""
+"""Examples of training loops on real images, and strategies in an environment with only torch and numpy."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture
 def example(monkeypatch):
-    """Import an example by name."""
+    """Function that imports an example by name."""
     from importlib import import_module
 
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -31,7 +31,8 @@ def example(monkeypatch):
 SMALL = ["--width", "8", "--batch", "16", "--device", "cpu"]
 
 
-def falls(losses, share):
+def assert_decrease(losses, share):
+    """Assert that losses are finite and that the last ones are below a share of the first ones."""
     assert np.isfinite(losses).all()
     first, last = np.mean(losses[:10]), np.mean(losses[-50:])
     assert last < share * first, (first, last)
@@ -41,24 +42,24 @@ def falls(losses, share):
 def test_the_plain_loop_learns_digits(example, capsys, strategy):
     losses = example("plain_pytorch").main([*SMALL, "--strategy", strategy, "--steps", "150"])
     assert len(losses) == 150
-    falls(losses, 0.5)
+    assert_decrease(losses, 0.5)
     assert re.search(r"step 150/150  loss 0\.\d+\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("edm_log_normal+edm", 0.75), ("edm_log_normal+edm2", 0.75)])
 def test_the_edm_loop_learns_digits(example, strategy, share):
-    falls(example("edm").main([*SMALL, "--strategy", strategy, "--steps", "150"]), share)
+    assert_decrease(example("edm").main([*SMALL, "--strategy", strategy, "--steps", "150"]), share)
 
 
 @pytest.mark.parametrize("more", [[], ["--strategy", "mode+min_snr", "--shift", "3"]])
 def test_the_flow_loop_learns_digits(example, more):
-    falls(example("flow_matching").main([*SMALL, "--steps", "150", *more]), 0.75)
+    assert_decrease(example("flow_matching").main([*SMALL, "--steps", "150", *more]), 0.75)
 
 
 @pytest.mark.long
-def test_two_trainings_are_compared(example, capsys, tmp_path):
+def test_the_example_compare_reports_a_paired_difference(example, capsys, tmp_path):
     losses = example("compare").main([*SMALL, "--steps", "120", "--coupling", "nearest", "--pictures", str(tmp_path)])
-    falls(losses, 0.95)
+    assert_decrease(losses, 0.95)
     message = capsys.readouterr().out
     values = [
         re.search(rf"{name}: validation loss (0\.\d+|1\.\d+) ± (0\.\d+)", message) for name in ("uniform", "log_normal")
@@ -104,7 +105,7 @@ def test_diffusers_training_script_saves_a_pipeline_and_samples(example, tmp_pat
     assert DDPMPipeline.from_pretrained(tmp_path).scheduler.config.prediction_type == prediction
 
 
-def test_a_folder_of_images_and_a_command_line(tmp_path, monkeypatch, capsys):
+def test_an_example_trains_on_a_folder_of_images_from_the_command_line(tmp_path, monkeypatch, capsys):
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -119,7 +120,7 @@ def test_a_folder_of_images_and_a_command_line(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["plain_pytorch", "edm", "flow_matching", "compare", "diffusers_unconditional"])
-def test_help_and_unknown_names(example, capsys, name):
+def test_examples_have_help_and_reject_unknown_strategies(example, capsys, name):
     if name.startswith("diffusers"):
         pytest.importorskip("diffusers")
     with pytest.raises(SystemExit) as stopped:
@@ -131,10 +132,10 @@ def test_help_and_unknown_names(example, capsys, name):
         example(name).main([*SMALL, "--strategy", "sped"])
 
 
-# Loops that do not do the usual
+# Unusual loops
 
 
-def test_batches_that_are_accumulated_draw_different_timesteps_and_resume_exactly():
+def test_accumulated_micro_batches_draw_different_timesteps_and_resume_exactly():
     def draws(strategy, count):
         return [strategy.draw(torch.zeros(8, 1)) for _ in range(count)]
 
@@ -152,15 +153,15 @@ def test_batches_that_are_accumulated_draw_different_timesteps_and_resume_exactl
     assert torch.equal(draws(alone, 1)[0].t, first[0].t)
     with alone.observe(first[0]):
         pass
-    assert torch.equal(draws(alone, 1)[0].t, second[0].t)  # whatever was accumulated before
+    assert torch.equal(draws(alone, 1)[0].t, second[0].t)  # independent of earlier micro-batches
 
 
-def test_a_loop_that_never_observes_still_draws_anew():
+def test_a_loop_that_never_observes_draws_different_timesteps():
     strategy = kairos_timesteps.Strategy("uniform")
     assert len({tuple(strategy.draw(torch.zeros(4, 1)).t.tolist()) for _ in range(20)}) == 20
 
 
-# An environment that has torch and numpy alone
+# An environment with only torch and numpy
 
 
 BARE = """
@@ -230,7 +231,7 @@ print("extra:", *sorted(packages() - before))
 
 
 @pytest.mark.long
-def test_strategies_need_nothing_but_torch_and_numpy():
+def test_strategies_require_only_torch_and_numpy():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["extra:"]

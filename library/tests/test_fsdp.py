@@ -1,4 +1,4 @@
-"""FSDP (fully_shard, two gloo processes on the CPU) with gradient accumulation: times and network of one process."""
+"""FSDP (fully_shard, two gloo processes on the CPU) with gradient accumulation gives the result of one process."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class Network(nn.Module):
 
 
 def train_all():
-    """Timesteps, weights and state of the strategy after a short training by strategy."""
+    """Return timesteps, weights and state after a short training run by name of the strategy."""
     return {name: train(name) for name in NAMES}
 
 
@@ -61,7 +61,7 @@ def train(name):
 
 @pytest.mark.long
 @pytest.mark.timeout(150)
-def test_two_sharded_processes_draw_and_learn_what_one_does(tmp_path):
+def test_two_sharded_processes_equal_one_process(tmp_path):
     if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
         pytest.skip("this torch has no torch.distributed.fsdp.fully_shard")
     both = rank_groups.run(train_all, tmp_path, 2)
@@ -71,7 +71,7 @@ def test_two_sharded_processes_draw_and_learn_what_one_does(tmp_path):
         with rank_groups.case(name):
             assert alone["t"].shape == (STEPS * MICRO, GLOBAL_BATCH)
             assert torch.equal(torch.cat([first["t"], second["t"]], 1), alone["t"])
-            assert len({tuple(row.tolist()) for row in alone["t"]}) == STEPS * MICRO  # each micro-batch has its own
+            assert len({tuple(row.tolist()) for row in alone["t"]}) == STEPS * MICRO  # micro-batches differ
             for one, other, expected in zip(first["weights"], second["weights"], alone["weights"], strict=True):
                 assert torch.equal(one, other)
                 torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Functions and classes of users as samplers and weightings: what works, and what is rejected with a reason."""
+"""Functions and classes of users as samplers and weightings: supported forms and validation errors."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ BATCH = torch.zeros(4000, 1)
 
 
 @pytest.fixture(autouse=True)
-def without_new_names():
+def unregistered_names():
+    """Remove the samplers and weightings that a test registers."""
     before = [(registry, set(registry)) for registry in (SAMPLERS, WEIGHTINGS)]
     yield
     for registry, names in before:
@@ -102,7 +103,7 @@ def test_a_cell_that_is_run_again_replaces_its_function():
     assert weighting("cell_weight", prediction="x0")(np.array([4.0])) == pytest.approx(1)
 
 
-def test_a_distribution_function_that_depends_on_the_step_is_drawn_from():
+def test_a_distribution_function_may_depend_on_the_step():
     @register_sampler("falls", "falls over training")
     class Falls(FixedDensity):
         context_names = ("step",)
@@ -179,7 +180,7 @@ def test_what_cannot_be_a_component_is_rejected_with_a_reason(define, message):
         define()
 
 
-def test_options_cannot_have_names_that_components_use():
+def test_options_cannot_have_reserved_names():
     with pytest.raises(TypeError, match=r"seed.*rename"):
 
         class Seeded(FixedDensity):

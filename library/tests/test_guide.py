@@ -21,6 +21,7 @@ GUIDE = (DOCS / "strategies.md").read_text(encoding="utf-8")
 
 
 def names_in_table(heading):
+    """Return the names in the first column of the table in a section of the guide."""
     section = GUIDE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
 
@@ -28,11 +29,11 @@ def names_in_table(heading):
 @pytest.mark.parametrize(
     ("heading", "registry"), [("Samplers", SAMPLERS), ("Weightings", WEIGHTINGS), ("Couplings", COUPLINGS)]
 )
-def test_the_guide_names_every_sampler_and_weighting(heading, registry):
+def test_the_guide_lists_every_sampler_weighting_and_coupling(heading, registry):
     assert names_in_table(heading) == list(registry), f"docs/strategies.md, {heading}: one row for each, in this order"
 
 
-def test_the_guide_marks_what_observe_needs():
+def test_the_guide_lists_the_arguments_that_observe_requires():
     section = GUIDE.split("\n## Samplers\n")[1].split("\n## ")[0]
     needs = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]*)\|$", section, re.MULTILINE))
     for name, entry in SAMPLERS.items():
@@ -42,7 +43,7 @@ def test_the_guide_marks_what_observe_needs():
         ), name
 
 
-def test_the_guides_code_runs(monkeypatch):
+def test_the_code_of_the_guide_runs(monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     assert len(blocks) == 7
     module = types.ModuleType("guide")
@@ -70,7 +71,7 @@ def test_the_guides_code_runs(monkeypatch):
     assert (draw.t < 125).double().mean() == pytest.approx(0.95 * 0.125 ** (1 / 3) + 0.05 * 0.125, abs=0.01)
 
 
-def test_the_page_of_trainers_names_every_preset_and_no_other():
+def test_the_page_of_trainers_lists_exactly_the_presets():
     text = (DOCS / "trainers.md").read_text(encoding="utf-8")
     presets = set(kairos_timesteps.names("preset"))
     trainers = {name.split(":")[0] for name in presets}

@@ -1,4 +1,4 @@
-"""InfoNoise: rate, gate, pivot and weight against direct computations, warm-up, and state."""
+"""InfoNoise: rate, gate, pivot and weight against direct computations; warm-up and state."""
 
 import numpy as np
 import pytest
@@ -24,11 +24,11 @@ PROCESSES = {
 STATE = {"sums", "means", "measured", "pivot", "taken", "updates", "masses"}
 
 
-def strategy(process="edm", weighting="none", prediction="epsilon", given=None, **options):
-    """A strategy whose sampler sets its density at every step."""
+def make_strategy(process="edm", weighting="none", prediction="epsilon", weighting_options=None, **options):
+    """Return a strategy whose sampler updates its density at every step."""
     name = f"info_noise+{weighting}"
     return kairos_timesteps.Strategy(
-        name, process, prediction=prediction, sampler={**QUICK, **options}, weighting=given or {}
+        name, process, prediction=prediction, sampler={**QUICK, **options}, weighting=weighting_options or {}
     )
 
 
@@ -51,67 +51,67 @@ def learn(strategy, error_of_x0, steps=1):
 
 
 def mmse(sigma):
-    """Error of the posterior mean of standard normal data."""
+    """Return the error of the posterior mean of standard normal data."""
     return sigma**2 / (1 + sigma**2)
 
 
 def gated_rate(sigma, pivot, exponent=3):
-    """Density of ln sigma of standard normal data for weight 1, times a constant."""
+    """Return the unnormalised density of ln sigma for standard normal data and weight 1."""
     return mmse(sigma) / sigma**2 * sigma**exponent / (sigma**exponent + pivot**exponent)
 
 
 def masses(schedule, density_of_log_sigma):
-    """Probability of every timestep."""
+    """Return the probability of every timestep."""
     relative = density_of_log_sigma * np.gradient(-np.log(schedule.snr) / 2)
     return relative / relative.sum()
 
 
 def weights_of_x0(strategy):
-    """The weighting's weight on the error of x0, (T,)."""
+    """Return the weight of a strategy on the error of x0, (T,)."""
     schedule = strategy.sampler.schedule
     return strategy.weighting.weights() * error_ratio(schedule.snr, strategy.process.prediction)
 
 
 @pytest.mark.parametrize("prediction", PROCESSES)
 @pytest.mark.parametrize("weighting", ["none", "min_snr", "edm"])
-def test_density_of_gaussian_data_is_the_gated_rate_over_the_weight(prediction, weighting):
+def test_the_density_of_gaussian_data_is_the_gated_rate_over_the_weight(prediction, weighting):
     process, arguments = PROCESSES[prediction]
-    given = {"sigma_data": 1.0} if weighting == "edm" else None
-    built = strategy(process, weighting, given=given, pivot=0.15, **arguments)
-    schedule = built.sampler.schedule
+    weighting_options = {"sigma_data": 1.0} if weighting == "edm" else None
+    strategy = make_strategy(process, weighting, weighting_options=weighting_options, pivot=0.15, **arguments)
+    schedule = strategy.sampler.schedule
     sigma = schedule.snr**-0.5
-    expected = masses(schedule, gated_rate(sigma, 0.15) / weights_of_x0(built))
-    sampler = learn(built, mmse)
+    expected = masses(schedule, gated_rate(sigma, 0.15) / weights_of_x0(strategy))
+    sampler = learn(strategy, mmse)
     np.testing.assert_allclose(sampler.masses(), expected, rtol=1e-9)
     assert sampler.statistics() == {"updates": 1, "pivot": 0.15}
 
 
 def test_effective_allocation_is_the_gated_rate_under_any_weighting():
     for weighting in ("none", "min_snr", "p2", "snr"):
-        built = strategy("cosine", weighting, "v", pivot=0.15)
-        sampler = learn(built, mmse)
-        allocation = sampler.masses() * weights_of_x0(built)
+        strategy = make_strategy("cosine", weighting, "v", pivot=0.15)
+        sampler = learn(strategy, mmse)
+        allocation = sampler.masses() * weights_of_x0(strategy)
         expected = masses(sampler.schedule, gated_rate(sampler.schedule.snr**-0.5, 0.15))
         np.testing.assert_allclose(allocation / allocation.sum(), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("weighting", ["none", "min_snr"])
 def test_without_division_the_density_is_the_gated_rate(weighting):
-    sampler = learn(strategy("linear", weighting, pivot=0.15, divide=False), mmse)
+    sampler = learn(make_strategy("linear", weighting, pivot=0.15, divide=False), mmse)
     expected = masses(sampler.schedule, gated_rate(sampler.schedule.snr**-0.5, 0.15))
     np.testing.assert_allclose(sampler.masses(), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("weighting", ["min_snr", "p2"])
-def test_predictions_agree_where_the_weighting_is_one_objective(weighting):
-    built = [learn(strategy("linear", weighting, prediction), np.sqrt) for prediction in ("epsilon", "x0", "v")]
-    for other in built[1:]:
-        np.testing.assert_allclose(other.masses(), built[0].masses(), rtol=1e-9)
+def test_predictions_have_equal_densities_if_the_weighting_converts_between_them(weighting):
+    strategy = [learn(make_strategy("linear", weighting, prediction), np.sqrt) for prediction in ("epsilon", "x0", "v")]
+    for other in strategy[1:]:
+        np.testing.assert_allclose(other.masses(), strategy[0].masses(), rtol=1e-9)
 
 
-def test_onset_rule_on_gaussian_data():
-    """m/sigma³ = 1/(sigma (1 + sigma²)) falls, so that c solves c (1 + c²) = sigma_min (1 + sigma_min²)/p."""
-    sampler = learn(strategy("edm", bins=4001), mmse)
+def test_the_pivot_of_gaussian_data_equals_the_closed_form():
+    """m/sigma³ = 1/(sigma (1 + sigma²)) decreases, so that c solves c (1 + c²) = sigma_min (1 + sigma_min²)/p."""
+    sampler = learn(make_strategy("edm", bins=4001), mmse)
     sigma = sampler.schedule.snr**-0.5
     goal = sigma[0] * (1 + sigma[0] ** 2) / 0.002
     real = next(root.real for root in np.roots([1, 0, 1, -goal]) if abs(root.imag) < 1e-9)
@@ -132,12 +132,12 @@ def test_onset_is_the_last_level_above_the_threshold_from_high_noise():
 def test_gate_removes_the_draws_at_low_noise():
     below = {}
     for exponent in (0, 3):
-        sampler = learn(strategy("edm", pivot=0.15, exponent=exponent), mmse)
+        sampler = learn(make_strategy("edm", pivot=0.15, exponent=exponent), mmse)
         below[exponent] = sampler.masses()[sampler.schedule.snr > 0.05**-2].sum()
     assert below[0] > 0.4 and below[3] < 0.02
 
 
-def test_means_gaps_and_smoothing_against_a_direct_computation():
+def test_means_gaps_and_smoothing_equal_a_direct_computation():
     bins, decay, smoothing, count = 40, 0.7, 1.5, 3
     options = {"bins": bins, "decay": decay, "smoothing": smoothing, "min_count": count, "onset": 0.01}
     sampler = make_sampler({"name": "info_noise", **options}, make_schedule("cosine", 300))
@@ -180,19 +180,19 @@ def test_bins_between_two_means_are_interpolated(measured):
 
 
 def test_warm_up_draws_from_the_prior_of_edm():
-    built = kairos_timesteps.Strategy("info_noise", "edm", sampler={"start": 3, "frequency": 2, "min_count": 1})
-    prior = make_sampler({"name": "edm_log_normal"}, built.sampler.schedule)
+    strategy = kairos_timesteps.Strategy("info_noise", "edm", sampler={"start": 3, "frequency": 2, "min_count": 1})
+    prior = make_sampler({"name": "edm_log_normal"}, strategy.sampler.schedule)
     x0, updates = torch.zeros(64, 1), []
     for step in range(8):
         if step < 3:
-            np.testing.assert_allclose(built.sampler.masses(), prior.masses(), rtol=1e-12)
-        draw = built.draw(x0)
-        built.loss(draw, 1 + draw.t.float())
-        with built.observe(draw):
+            np.testing.assert_allclose(strategy.sampler.masses(), prior.masses(), rtol=1e-12)
+        draw = strategy.draw(x0)
+        strategy.loss(draw, 1 + draw.t.float())
+        with strategy.observe(draw):
             pass
-        updates.append(int(built.sampler.updates))
+        updates.append(int(strategy.sampler.updates))
     assert updates == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert abs(built.sampler.masses() - prior.masses()).sum() > 0.1
+    assert abs(strategy.sampler.masses() - prior.masses()).sum() > 0.1
 
 
 def test_prior_has_a_mean_and_a_standard_deviation():
@@ -203,43 +203,43 @@ def test_prior_has_a_mean_and_a_standard_deviation():
 
 
 def test_prior_stays_until_a_bin_has_enough_errors():
-    built = strategy("edm", min_count=10_000)
-    prior = built.sampler.masses().copy()
-    sampler = learn(built, mmse, steps=3)
+    strategy = make_strategy("edm", min_count=10_000)
+    prior = strategy.sampler.masses().copy()
+    sampler = learn(strategy, mmse, steps=3)
     assert np.array_equal(sampler.masses(), prior) and sampler.statistics() == {"updates": 0}
     assert sampler._sums[1].sum() == 3 * 1000  # bins keep collecting
 
 
 def test_floor_is_a_share_of_the_draws():
-    sampler = learn(strategy("edm", floor=0.2, pivot=0.15), mmse)
+    sampler = learn(make_strategy("edm", floor=0.2, pivot=0.15), mmse)
     expected = masses(sampler.schedule, gated_rate(sampler.schedule.snr**-0.5, 0.15))
     np.testing.assert_allclose(sampler.probabilities(), 0.8 * expected + 0.2 / 1000, rtol=1e-9)
 
 
 def test_timesteps_of_weight_zero_are_drawn_by_the_floor_alone():
-    built = strategy("linear", "table_weight", given={"values": [0.0, 0.0, 1.0]}, pivot=0.15)
-    sampler = learn(built, mmse)
-    weights = weights_of_x0(built)
+    strategy = make_strategy("linear", "table_weight", weighting_options={"values": [0.0, 0.0, 1.0]}, pivot=0.15)
+    sampler = learn(strategy, mmse)
+    weights = weights_of_x0(strategy)
     assert (weights == 0).any() and np.array_equal(sampler.masses() == 0, weights == 0)
 
 
 def test_weights_that_depend_on_the_step_are_those_of_the_next_step():
-    built = strategy("edm", "edm", given={"warmup": 4}, pivot=0.15)
-    sampler = learn(built, mmse, steps=2)
-    expected = gated_rate(sampler.schedule.snr**-0.5, 0.15) / built.weighting.weights(2)
+    strategy = make_strategy("edm", "edm", weighting_options={"warmup": 4}, pivot=0.15)
+    sampler = learn(strategy, mmse, steps=2)
+    expected = gated_rate(sampler.schedule.snr**-0.5, 0.15) / strategy.weighting.weights(2)
     np.testing.assert_allclose(sampler.masses(), masses(sampler.schedule, expected), rtol=1e-9)
 
 
-def test_strategies_pass_the_weighting_without_what_it_trains():
+def test_the_sampler_ignores_the_learned_part_of_the_weighting():
     edm2 = kairos_timesteps.Strategy(
         "info_noise+edm2", "edm", sampler={**QUICK, "pivot": 0.15}, weighting={"base": "edm", "lr": 0.1}
     )
     plain = kairos_timesteps.Strategy("info_noise+edm", "edm", sampler={**QUICK, "pivot": 0.15})
-    for built in (edm2, plain):
+    for strategy in (edm2, plain):
         for _ in range(3):
-            draw = built.draw(torch.zeros(256, 1))
-            built.loss(draw, torch.ones(256))
-            with built.observe(draw):
+            draw = strategy.draw(torch.zeros(256, 1))
+            strategy.loss(draw, torch.ones(256))
+            with strategy.observe(draw):
                 pass
     np.testing.assert_allclose(edm2.sampler.masses(), plain.sampler.masses(), rtol=1e-12)
 
@@ -257,8 +257,8 @@ def test_an_observation_without_a_weighting_has_weight_one():
 
 @pytest.mark.parametrize("interrupted", [1, 3, 5])
 @pytest.mark.parametrize("process", ["linear", "edm"])
-def test_resume_bit_for_bit(process, interrupted):
-    """Interruptions in the warm-up, between two updates of the density, and right after one."""
+def test_info_noise_resumes_bit_for_bit(process, interrupted):
+    """The steps are in the warm-up, between two updates of the density, and after an update."""
     options = {"start": 3, "frequency": 2, "min_count": 2, "bins": 8}
     specification = Specification({"name": "info_noise", **options}, {"name": "min_snr"}, process)
     whole = SmallLoop(specification)
@@ -273,31 +273,31 @@ def test_resume_bit_for_bit(process, interrupted):
     assert resumed.strategy.sampler.updates > 0
 
 
-def test_keys_of_the_state():
-    built = strategy()
-    assert built.sampler.state_dict().keys() == STATE
-    assert learn(built, mmse).state_dict().keys() == STATE
+def test_the_keys_of_the_state_are_constant():
+    strategy = make_strategy()
+    assert strategy.sampler.state_dict().keys() == STATE
+    assert learn(strategy, mmse).state_dict().keys() == STATE
 
 
-def test_two_micro_batches_are_one_batch():
+def test_two_micro_batches_equal_one_batch():
     states = []
     for micro_batches in (1, 2):
-        built = strategy("linear", "min_snr")
+        strategy = make_strategy("linear", "min_snr")
         for _ in range(3):
             count = 64 // micro_batches
             for _ in range(micro_batches):
-                draw = built.draw(torch.zeros(count, 1))
-                built.loss(draw, 1 + draw.t.float())
-            with built.observe(draw):
+                draw = strategy.draw(torch.zeros(count, 1))
+                strategy.loss(draw, 1 + draw.t.float())
+            with strategy.observe(draw):
                 pass
-        states.append(built.state_dict()["sampler"])
+        states.append(strategy.state_dict()["sampler"])
     assert equal_bits(*states)
 
 
-def test_several_times_of_a_sample_are_learned_from():
-    built = strategy("flow")
-    draw = built.draw(torch.zeros(16, 1), times=(3,))
-    built.loss(draw, torch.ones(16, 3))
-    with built.observe(draw):
+def test_info_noise_learns_from_several_times_of_a_sample():
+    strategy = make_strategy("flow")
+    draw = strategy.draw(torch.zeros(16, 1), times=(3,))
+    strategy.loss(draw, torch.ones(16, 3))
+    with strategy.observe(draw):
         pass
-    assert int(built.sampler.updates) == 1 and int(built.sampler._measured.sum()) > 16
+    assert int(strategy.sampler.updates) == 1 and int(strategy.sampler._measured.sum()) > 16

@@ -1,4 +1,4 @@
-"""Masks of `Strategy.loss`: samples that learned components do not learn from, as if they were not there."""
+"""Masks of `Strategy.loss`: learned components ignore samples whose mask is False."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from small_loop import IMAGES, TinyNetwork, equal_bits
 LEARNED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), Learned))
 
 
-def small(name):
+def small_options(name):
     """Return options with which a strategy learns in its first steps."""
-    wanted = {"frequency": 1, "start": 1, "feature_timesteps": 5, "bins": 4, "min_count": 1}
-    return {key: value for key, value in wanted.items() if key in SAMPLERS[name].options.__dataclass_fields__}
+    options = {"frequency": 1, "start": 1, "feature_timesteps": 5, "bins": 4, "min_count": 1}
+    return {key: value for key, value in options.items() if key in SAMPLERS[name].options.__dataclass_fields__}
 
 
 class Conditional(TinyNetwork):
-    """A network whose output depends on a condition of each sample."""
+    """Network whose output depends on a condition of each sample."""
 
     def forward(self, x_t, t, conditions):
         return super().forward(x_t, t) * conditions["factor"].view(-1, 1, 1, 1)
@@ -34,10 +34,10 @@ def step(strategy, network, draw, mask=None, rows=slice(None)):
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_masked_samples_are_as_if_they_were_not_there(name):
+def test_masked_samples_are_ignored(name):
     torch.manual_seed(0)
     network = Conditional()
-    masked, fewer = (Strategy(name, timesteps=20, sampler=small(name)) for _ in range(2))
+    masked, fewer = (Strategy(name, timesteps=20, sampler=small_options(name)) for _ in range(2))
     mask = torch.tensor([False, False, True, True, True, False, False, False])
     for _ in range(2):
         step(masked, network, masked.draw(IMAGES), mask)
@@ -46,10 +46,10 @@ def test_masked_samples_are_as_if_they_were_not_there(name):
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_a_step_whose_samples_are_all_masked_teaches_nothing(name):
+def test_a_step_whose_samples_are_all_masked_changes_no_statistics(name):
     network = Conditional()
-    strategy = Strategy(f"{name}+coarse_to_fine", timesteps=20, sampler=small(name))
-    plain = Strategy(f"{name}+coarse_to_fine", timesteps=20, sampler=small(name))
+    strategy = Strategy(f"{name}+coarse_to_fine", timesteps=20, sampler=small_options(name))
+    plain = Strategy(f"{name}+coarse_to_fine", timesteps=20, sampler=small_options(name))
     for each in (strategy, plain):
         step(each, network, each.draw(IMAGES))
     before = strategy.state_dict()
@@ -61,7 +61,7 @@ def test_a_step_whose_samples_are_all_masked_teaches_nothing(name):
     assert not equal_bits(plain.state_dict(), after)
 
 
-def test_a_mask_of_one_micro_batch_and_none_of_another():
+def test_one_micro_batch_may_have_a_mask_and_another_none():
     masked, fewer = (Strategy("loss_rms", sampler={"frequency": 1, "start": 1}) for _ in range(2))
     for strategy, mask in ((masked, torch.arange(4) < 2), (fewer, None)):
         first, second = strategy.draw(IMAGES[:4]), strategy.draw(IMAGES[4:])

@@ -1,4 +1,4 @@
-"""Samplers that follow losses and gradients: known sizes are found, objectives kept, states restored."""
+"""Samplers that learn from losses and gradients: known densities, unchanged objectives, exact resume."""
 
 from collections import deque
 
@@ -19,7 +19,7 @@ T = 40
 
 
 def follow(name, loss_at, steps=400, batch=32, **options):
-    """A sampler after `steps` batches whose loss at fraction u is loss_at(u)."""
+    """Train a sampler on `steps` batches whose loss at fraction u is loss_at(u)."""
     sampler = make_sampler({"name": name, **options}, make_schedule("linear", T))
     x0 = torch.zeros(batch, 1)
     for k in range(steps):
@@ -114,7 +114,7 @@ def test_info_rate_follows_the_error_of_epsilon_per_log_signal_to_noise_ratio(pr
 
 
 class Known(nn.Module):
-    """A network whose parameters' gradients have known sizes: epsilon = scale(t) x w, with w at 0."""
+    """Network whose gradients have known sizes: epsilon = size(t) w, at w = 0."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -126,8 +126,8 @@ class Known(nn.Module):
         return self.sizes[t].view(-1, 1, 1, 1) * self.w * torch.ones_like(x)
 
 
-def known(name, sizes, steps, noise_images=True, **options):
-    """A strategy's sampler after measuring a `Known` network; a sample's gradient is -2 size(t) mean(noise)."""
+def train_on_known_gradients(name, sizes, steps, noise_images=True, **options):
+    """Train a strategy with a `Known` network, whose gradient for a sample is -2 size(t) mean(noise)."""
     network = Known(sizes)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-9)
     strategy = Strategy(name, make_schedule("linear", T), sampler={"frequency": 1, "start": 1, "decay": 0.9, **options})
@@ -143,24 +143,23 @@ def known(name, sizes, steps, noise_images=True, **options):
 @pytest.mark.parametrize("norm", ["plain", "preconditioned"])
 def test_gradient_norm_follows_the_size_of_the_gradient(norm):
     sizes = torch.linspace(0.5, 4, T)
-    strategy = known("gradient_norm", sizes, 60, bins=8, samples=64, norm=norm)
+    strategy = train_on_known_gradients("gradient_norm", sizes, 60, bins=8, samples=64, norm=norm)
     p = strategy.sampler.masses()
-    edged = sizes.numpy()
-    wanted = edged / edged.sum()
+    wanted = sizes.numpy() / sizes.numpy().sum()
     np.testing.assert_allclose(p[5:-5], wanted[5:-5], rtol=0.2)
     assert strategy.table()["effective"] == pytest.approx(1 / T)  # importance weights keep the objective
 
 
 def test_gradient_variance_follows_the_variance_and_changes_the_objective():
     sizes = torch.linspace(0.5, 4, T)
-    strategy = known("gradient_variance", sizes, 60, bins=8, samples=64)
+    strategy = train_on_known_gradients("gradient_variance", sizes, 60, bins=8, samples=64)
     wanted = sizes.numpy() ** 2
     np.testing.assert_allclose(strategy.sampler.masses()[4:-2], (wanted / wanted.sum())[4:-2], rtol=0.4)
     assert strategy.table()["w"] == pytest.approx(1.0)
 
 
 class Opposed(nn.Module):
-    """Early timesteps pull the parameter to 1, late ones to -0.25; the target's gradient goes with the early ones."""
+    """Network whose early timesteps pull its parameter to 1, late ones to -0.25; the target pulls it to above 0."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +170,7 @@ class Opposed(nn.Module):
         return x / x.detach().clamp(min=1e9) + self.w - wanted  # the loss is (w - wanted)² where the noise is 0
 
 
-def test_first_order_draws_what_goes_with_the_target():
+def test_first_order_draws_timesteps_whose_gradients_agree_with_the_target():
     class Clean(Meter):
         def noise(self, name, rows):
             return torch.zeros_like(super().noise(name, rows))
@@ -189,7 +188,7 @@ def test_first_order_draws_what_goes_with_the_target():
     assert p[: T // 2].sum() > 0.85 and p.min() >= 0.2 / T * 0.999
 
 
-def test_a_measurement_leaves_no_trace():
+def test_a_measurement_does_not_change_the_network_or_the_random_state():
     network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Dropout(0.5), nn.Conv2d(4, 1, 1))
     network[2].eval()
     process = Strategy("uniform").process
@@ -217,7 +216,7 @@ class _Timeless(nn.Module):
         return self.network(x)
 
 
-def test_sums_of_gradients_are_those_of_autograd():
+def test_sums_of_gradients_equal_those_of_autograd():
     torch.manual_seed(0)
     network = _Timeless(nn.Conv2d(1, 1, 3, padding=1))
     strategy = Strategy("uniform+min_snr", "cosine", prediction="v")
@@ -237,7 +236,7 @@ def test_sums_of_gradients_are_those_of_autograd():
 
 
 def train(strategy, network, optimizer, steps, x0):
-    """Losses and timesteps of some steps of a small real training; noise from the step's number."""
+    """Train for some steps with noise that depends on the step; returns losses and timesteps."""
     lines = []
     for _ in range(steps):
         k = strategy.step
@@ -253,30 +252,30 @@ def train(strategy, network, optimizer, steps, x0):
     return lines
 
 
-def parts(name, batch=8, prediction="epsilon"):
-    """A strategy that learns from the first steps on, a network and its optimiser."""
+def build(name, batch=8, prediction="epsilon"):
+    """Return a strategy that learns in its first steps, a network, its optimiser and images."""
     torch.manual_seed(0)
     network = _Timeless(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.2), nn.Conv2d(4, 2, 1)))
-    wanted = {"frequency": 2, "start": 1, "history": 1, "length": 10, "feature_timesteps": 10, "divide": False}
+    small_options = {"frequency": 2, "start": 1, "history": 1, "length": 10, "feature_timesteps": 10, "divide": False}
     known_options = SAMPLERS[name.split("+")[0]].options.__dataclass_fields__
-    options = {key: value for key, value in wanted.items() if key in known_options}
+    options = {key: value for key, value in small_options.items() if key in known_options}
     strategy = Strategy(name, "cosine", timesteps=20, prediction=prediction, sampler=options)
     return strategy, network, torch.optim.Adam(network.parameters(), lr=1e-2), torch.randn(batch, 2, 5, 3)
 
 
 @pytest.mark.parametrize("name", [*sorted(SAMPLERS), "uniform+edm2", "adaptive+edm2"])
 def test_every_strategy_resumes_exactly_from_its_state(name, tmp_path):
-    strategy, network, optimizer, x0 = parts(name)
+    strategy, network, optimizer, x0 = build(name)
     torch.manual_seed(1)
     straight = train(strategy, network, optimizer, 16, x0)
     assert len({tuple(t) for _, t in straight}) == 16
 
-    strategy, network, optimizer, _ = parts(name)
+    strategy, network, optimizer, _ = build(name)
     torch.manual_seed(1)
     early = train(strategy, network, optimizer, 9, x0)
     saved = [part.state_dict() for part in (strategy, network, optimizer)]
     torch.save([saved, torch.get_rng_state()], tmp_path / "state.pt")
-    fresh = parts(name)[:3]
+    fresh = build(name)[:3]
     states, random = torch.load(tmp_path / "state.pt", weights_only=True)
     for part, state in zip(fresh, states, strict=True):
         part.load_state_dict(state)
@@ -287,8 +286,8 @@ def test_every_strategy_resumes_exactly_from_its_state(name, tmp_path):
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-def test_odd_and_tiny_batches(name, batch):
-    strategy, network, optimizer, x0 = parts(name, batch)
+def test_strategies_work_with_odd_and_tiny_batches(name, batch):
+    strategy, network, optimizer, x0 = build(name, batch)
     for loss, t in train(strategy, network, optimizer, 8, x0):
         assert np.isfinite(loss) and len(t) == batch and all(0 <= value < 20 for value in t)
     p = strategy.table(x0)["p"]
@@ -296,8 +295,8 @@ def test_odd_and_tiny_batches(name, batch):
 
 
 @pytest.mark.parametrize("name", ["adaptive", "gradient_norm", "loss_rms", "uniform+edm2"])
-def test_bf16_networks(name):
-    strategy, network, optimizer, x0 = parts(name)
+def test_strategies_work_with_networks_in_bf16(name):
+    strategy, network, optimizer, x0 = build(name)
     for _ in range(6):
         draw = strategy.draw(x0)
         x_t = strategy.process.noised(x0, torch.randn_like(x0), draw.t)
@@ -326,7 +325,7 @@ def test_the_learned_uncertainty_reaches_the_logarithm_of_the_weighted_loss():
     assert strategy.table()["w"] == pytest.approx(np.exp(-wanted), rel=0.2)
 
 
-def test_what_a_strategy_needs_is_said():
+def test_missing_networks_losses_and_image_dimensions_are_reported():
     x0 = torch.zeros(4, 1, 3, 3)
     strategy = Strategy("adaptive")
     with (

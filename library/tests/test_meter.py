@@ -1,4 +1,4 @@
-"""Measurements of gradients: networks that are functions."""
+"""Measurements of the gradients of networks that are functions."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from kairos_timesteps.strategy import Strategy
 MEASURING = ("gradient_norm", "auto", "gradient_variance", "first_order")
 
 
-def observed(name: str, network, optimizer) -> Strategy:
+def take_step(name: str, network, optimizer) -> Strategy:
     """Take one step of a strategy that measures gradients; returns the strategy."""
     options = {} if name == "auto" else {"bins": 2, "samples": 2, "start": 1}
     strategy = Strategy(name, "cosine", timesteps=20, sampler=options)
@@ -39,7 +39,7 @@ def test_a_function_is_measured_by_the_parameters_of_its_optimizer(name):
         def forward(self, x, t):
             return self.module(x)
 
-    states = [observed(name, network, optimizer).sampler.state_dict() for network in (function, Module())]
+    states = [take_step(name, network, optimizer).sampler.state_dict() for network in (function, Module())]
     assert states[0]["updates"] == 1
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
@@ -47,4 +47,4 @@ def test_a_function_is_measured_by_the_parameters_of_its_optimizer(name):
 @pytest.mark.parametrize("name", MEASURING)
 def test_a_function_without_parameters_is_rejected_by_name(name):
     with pytest.raises(ConfigError, match=r"network.*function.*nn\.Module.*optimizer"):
-        observed(name, lambda x, t: x, None)
+        take_step(name, lambda x, t: x, None)
