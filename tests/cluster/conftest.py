@@ -1,4 +1,4 @@
-"""One SLURM and one undisturbed run of the tiny pipeline for all tests on a cluster."""
+"""Fixtures of the tests on SLURM: one cluster and one undisturbed run of a small pipeline for all tests."""
 
 import os
 import time
@@ -10,21 +10,21 @@ import slurm
 from pipeline import Pipeline
 
 ROWS = pytest.StashKey[list[tuple[str, ...]]]()
-HEADER = ("what was done", "what happened", "seconds", "hashes equal")
+HEADER = ("disturbance", "effect", "seconds", "hashes equal")
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Path]:
-    """Folder of a SLURM that runs on this machine: one that was started by hand, or one for these tests."""
-    if (running := slurm.by_hand()) is not None:
+    """Folder of a SLURM cluster on this machine: one that was started by hand, or a new one for these tests."""
+    if (running := slurm.find_manual_cluster()) is not None:
         yield running
         return
-    reason = slurm.why_not()
+    reason = slurm.find_obstacle()
     if reason is not None:
         pytest.skip(reason)
     try:
         folder = slurm.start(owner=os.getpid())
-    except OSError as error:  # such as no right to make the character devices that stand for GPUs
+    except OSError as error:  # for example no permission to create the character devices that stand for GPUs
         pytest.skip(f"SLURM cannot be started: {error}")
     yield folder
     slurm.stop()
@@ -32,7 +32,7 @@ def cluster() -> Iterator[Path]:
 
 @pytest.fixture
 def pipeline(finished: Pipeline) -> Pipeline:
-    """The tiny pipeline, with its report; tests add to its experiment."""
+    """The small pipeline with a complete report; tests change its experiment."""
     slurm.clean()
     finished.configure()
     return finished
@@ -40,18 +40,18 @@ def pipeline(finished: Pipeline) -> Pipeline:
 
 @pytest.fixture(scope="session")
 def finished(cluster: Path, tmp_path_factory: pytest.TempPathFactory, table: list[tuple[str, ...]]) -> Pipeline:
-    """The tiny pipeline, run through SLURM to its report without disturbance."""
-    made = Pipeline(tmp_path_factory.mktemp("pipeline") / "kairos")
-    made.configure()
-    begun = time.monotonic()
-    made.run()
-    table.append(("nothing: the pipeline to its report", "ended by itself", f"{time.monotonic() - begun:.0f}", ""))
-    return made
+    """The small pipeline after an undisturbed run on SLURM, up to its report."""
+    pipeline = Pipeline(tmp_path_factory.mktemp("pipeline") / "kairos")
+    pipeline.configure()
+    start = time.monotonic()
+    pipeline.run()
+    table.append(("nothing: the pipeline to its report", "ended by itself", f"{time.monotonic() - start:.0f}", ""))
+    return pipeline
 
 
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> list[tuple[str, ...]]:
-    """Rows of the table of disturbances, printed at the end: what was done, what happened, seconds, hashes equal."""
+    """Rows of the table of disturbances, which is printed at the end: disturbance, effect, seconds, hashes equal."""
     return request.config.stash.setdefault(ROWS, [])
 
 

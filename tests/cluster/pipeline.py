@@ -1,7 +1,6 @@
-"""The tiny pipeline on the test's SLURM: its controller, its jobs, and what its trainings leave."""
+"""Helpers of the tests on SLURM: the small pipeline, its controller, its jobs and its training runs."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -22,16 +21,16 @@ RESULTS = "results/cluster"
 
 @dataclass(frozen=True)
 class Job:
-    """A job as SLURM has it."""
+    """A job in SLURM's queue."""
 
     number: str
     state: str
     node: str
-    rule: str  # and wildcards, as the executor's comment has them: rule_train_wildcards_uniform_0
+    rule: str  # the comment of the executor, with rule and wildcards: rule_train_wildcards_uniform_0
 
 
 class Pipeline:
-    """A copy of the repository whose experiment runs through SLURM."""
+    """A copy of the repository whose experiment runs on SLURM."""
 
     def __init__(self, folder: Path):
         self.copy = Copy(folder)
@@ -40,14 +39,14 @@ class Pipeline:
         self._runs = 0
 
     def configure(self, methods: dict[str, Any] | None = None, seeds: int = 1, **training: Any) -> None:
-        """The tiny experiment with other methods, seeds or settings; what is there already stays complete."""
+        """Write the small experiment with other methods, seeds or training settings; earlier results stay valid."""
         values = {**self.tiny, "methods": methods or self.tiny["methods"], "seeds": list(range(seeds))}
         values["training"] = {**self.tiny["training"], **training}
         (self.folder / CONFIG).write_text(yaml.safe_dump(values))
 
     @contextmanager
     def controller(self, *arguments: str) -> Iterator["Controller"]:
-        """Start Snakemake with its profile for SLURM."""
+        """Run Snakemake with the SLURM profile in the background, and kill it at the end of the context."""
         self._runs += 1
         command = [
             "snakemake", "--profile", "profiles/slurm", "--configfile", CONFIG, "--jobs", "16",
@@ -66,16 +65,17 @@ class Pipeline:
             process.wait()
 
     def run(self, *arguments: str, seconds: float = 900) -> str:
-        """Run Snakemake to its end, which must be a good one; returns what it said."""
+        """Run Snakemake, which must succeed; return its output."""
         with self.controller(*arguments) as controller:
-            controller.ended(seconds)
+            controller.wait_for_success(seconds)
             return controller.log.read_text()
 
     def training(self, method: str, seed: int = 0) -> "Training":
+        """Return a training run of the pipeline."""
         return Training(self.folder, method, seed)
 
     def to_do(self) -> dict[str, int]:
-        """Jobs that Snakemake would run, by rule."""
+        """Return the number of jobs that Snakemake would run, by rule."""
         return self.copy.to_do(config=CONFIG)
 
 
@@ -91,79 +91,82 @@ class Controller:
     process: "subprocess.Popen[bytes]"
     log: Path
 
-    def ended(self, seconds: float = 900) -> None:
-        """Wait for its end, which must be a good one."""
+    def wait_for_success(self, seconds: float = 900) -> None:
+        """Wait until Snakemake ends, which must succeed."""
         assert self.process.wait(seconds) == 0, self.log.read_text()[-6000:]
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training of the pipeline, which may be running."""
+    """A training run of the pipeline in any state."""
 
     root: Path
     method: str
     seed: int
 
     @property
-    def end(self) -> str:
-        """The target that Snakemake is asked for."""
+    def target(self) -> str:
+        """Target of Snakemake for the complete run."""
         return f"{RESULTS}/{self.method}/seed{self.seed}/training.json"
 
     @property
     def folder(self) -> Path:
+        """Folder of the run."""
         return self.root / RESULTS / self.method / f"seed{self.seed}"
 
     @property
     def log(self) -> str:
-        """Log of the last job of this training run."""
+        """Log of the last job of the run."""
         return (self.root / RESULTS / "logs" / f"train_{self.method}_seed{self.seed}.log").read_text()
 
-    def said(self) -> str:
+    def log_so_far(self) -> str:
         """Return the log of the last job, or an empty string if no job has started yet."""
         with suppress(FileNotFoundError):
             return self.log
         return ""
 
     def log_of(self, job: Job) -> str:
-        """Return the log that is kept of an earlier, failed job of this training run."""
+        """Return the log of an earlier, failed job of the run."""
         folder = self.root / ".snakemake/slurm_logs/rule_train" / f"{self.method}_{self.seed}"
         return (folder / f"{job.number}.log").read_text()
 
     def complete(self) -> bool:
+        """Return True if the run has written its record."""
         return (self.folder / "training.json").exists()
 
     def has_checkpoint(self) -> bool:
+        """Return True if the run has a checkpoint."""
         return any(self.folder.glob(".state/*/checkpoints/*.ckpt"))
 
     def pid(self) -> int:
-        """The process that trains; the nodes are all on this machine."""
-        found = re.search(r"pid (\d+)", (self.folder / ".state/lock").read_text())
-        assert found
-        return int(found[1])
+        """Return the id of the training process; both nodes are on this machine."""
+        match = re.search(r"pid (\d+)", (self.folder / ".state/lock").read_text())
+        assert match
+        return int(match[1])
 
     def jobs(self) -> list[Job]:
-        """Return the jobs of the training run, oldest first."""
+        """Return the jobs of the run, oldest first."""
         return [job for job in all_jobs(self.root) if job.rule == f"rule_train_wildcards_{self.method}_{self.seed}"]
 
     def components(self) -> dict[str, str]:
-        """Hashes of everything that it consists of, recomputed from its files."""
+        """Compute the hashes of the components of the complete run from its files."""
         from kairos.files import sha256_file
         from kairos.training.checkpoint import component_hashes, read
 
-        found = component_hashes(read(self.folder / "checkpoint.pt"))
-        return {**found, "metrics": sha256_file(self.folder / "metrics.jsonl")}
+        hashes = component_hashes(read(self.folder / "checkpoint.pt"))
+        return {**hashes, "metrics": sha256_file(self.folder / "metrics.jsonl")}
 
-    def lengths(self) -> list[int]:
-        """Steps computed by each job that came to write a checkpoint, as far as a later one went on from them."""
-        longest: dict[str, int] = {}
+    def steps_of_jobs(self) -> list[int]:
+        """Return the number of steps of each job that remain in the result; jobs without a checkpoint have none."""
+        steps: dict[str, int] = {}
         for line in (self.folder / "timing.jsonl").read_text().splitlines():
             entry = json.loads(line)
-            longest[entry["started"]] = entry["steps_run"]
-        return list(longest.values())
+            steps[entry["started"]] = entry["steps_run"]
+        return list(steps.values())
 
 
 def all_jobs(folder: Path) -> list[Job]:
-    """All jobs of a folder since the cluster was started, the oldest first."""
+    """Return all jobs that were submitted from a folder since the cluster was started, oldest first."""
     rows = slurm("squeue", "-h", "--states=all", "--sort=i", "-o", "%Z|%i|%T|%N|%k").splitlines()
     return [Job(*row.split("|", 4)[1:]) for row in rows if row.startswith(f"{folder}|")]
 
@@ -175,7 +178,7 @@ def details(job: Job) -> dict[str, str]:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment that a process was started with."""
+    """Return the environment with which a process was started."""
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
@@ -188,7 +191,3 @@ def term_is_pending(pid: int) -> bool:
         return True
     pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))]
     return any(mask >> (signal.SIGTERM - 1) & 1 for mask in pending)
-
-
-def send(pid: int, number: int) -> None:
-    os.kill(pid, number)

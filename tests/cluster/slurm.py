@@ -1,11 +1,11 @@
-"""A real SLURM on this machine, from Debian's packages: one controller, two nodes with "GPUs"; all on loopback.
+"""A real SLURM cluster on this machine, from Debian's packages: a controller and two nodes with simulated GPUs.
 
-    python tests/cluster/slurm.py start      prints the cluster's folder; squeue, sbatch and the like then work
+    python tests/cluster/slurm.py start      prints the cluster's folder; squeue, sbatch and others then work
     python tests/cluster/slurm.py stop
-    python tests/cluster/slurm.py install    the packages, with apt-get
+    python tests/cluster/slurm.py install    installs the packages with apt-get
 
-It needs root, and the packages slurmctld, slurmd, slurm-client and munge. There is one cluster per machine: snakemake's
-job steps drop SLURM_CONF, so /etc/slurm/slurm.conf must lead to this cluster while it runs.
+It needs root, and the packages slurmctld, slurmd, slurm-client and munge. All daemons listen on the loopback interface.
+A machine can have one cluster: jobs of Snakemake drop SLURM_CONF, so /etc/slurm/slurm.conf is a link to its settings.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
-NODES = {"n1": "steady", "n2": "failing"}  # and their feature; jobs that may go anywhere go to the last one first
-GPUS = 8  # of a node
-CPUS = 8  # of a node; more than there are, so that jobs run side by side
+NODES = {"n1": "steady", "n2": "failing"}  # feature of each node; jobs without a constraint prefer the last one
+GPUS = 8  # per node
+CPUS = 8  # per node; more than the machine has, so that jobs run at the same time
 LINK = Path("/etc/slurm/slurm.conf")
 CGROUP = Path("/sys/fs/cgroup/freezer")
 
@@ -38,7 +38,7 @@ CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=10  # a requeued job waits as long as its credentials last
+AuthInfo=socket={folder}/munge.socket,cred_expire=10  # a requeued job waits until its credentials expire
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -68,28 +68,28 @@ PartitionName=wide Nodes={names} MaxTime=INFINITE State=UP
 """
 
 
-def why_not() -> str | None:
-    """Return why no cluster can be started here; None if one can."""
+def find_obstacle() -> str | None:
+    """Return the reason why no cluster can be started here; None: one can be started."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root"
     if _missing():
         return f"{', '.join(_missing())} not installed: apt-get install --no-install-recommends {' '.join(PACKAGES)}"
-    if os.path.lexists(LINK) and not _ours():
-        return f"{LINK} is there: this machine has a SLURM of its own"
-    if _ours() and (owner := _read(_folder()).get("owner")) is not None and Path(f"/proc/{owner}").exists():
+    if os.path.lexists(LINK) and not _has_test_cluster():
+        return f"{LINK} exists: this machine has another SLURM cluster"
+    if _has_test_cluster() and (owner := _read(_folder()).get("owner")) is not None and Path(f"/proc/{owner}").exists():
         return f"process {owner} has a cluster in {_folder()}"
     return None
 
 
-def by_hand() -> Path | None:
-    """Folder of a cluster that was started by hand and runs."""
+def find_manual_cluster() -> Path | None:
+    """Return the folder of a running cluster that was started by hand; None: there is none."""
     content = _read(_folder())
-    started = content.get("owner") is None and _alive(content.get("pids", {}).get("slurmctld"), "slurmctld")
-    return _folder() if started else None
+    is_running = content.get("owner") is None and _is_alive(content.get("pids", {}).get("slurmctld"), "slurmctld")
+    return _folder() if is_running else None
 
 
 def install() -> str:
-    """Install the packages with apt-get where they are missing and that is possible; returns what came of it."""
+    """Install missing packages with apt-get if that is possible; return the result as a message."""
     if _missing():
         if os.geteuid() != 0 or shutil.which("apt-get") is None:
             return f"SLURM's {', '.join(_missing())}: missing, and not installable without root and apt-get"
@@ -101,6 +101,7 @@ def install() -> str:
 
 
 def _missing() -> list[str]:
+    """Return the missing programs."""
     return [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
 
 
@@ -108,15 +109,15 @@ def start(owner: int | None = None) -> Path:
     """Start the cluster and wait until its nodes are idle; returns its folder.
 
     Args:
-        owner: process that stops it; where that has died without, the next start does. None: started by hand.
+        owner: id of the process that stops the cluster; if it died before, the next start does. None: started by hand.
 
     Raises:
-        RuntimeError: it cannot be started here, or did not come up.
+        RuntimeError: the cluster cannot be started here, or its nodes did not become idle.
     """
-    reason = why_not()
+    reason = find_obstacle()
     if reason is not None:
         raise RuntimeError(reason)
-    if _ours():
+    if _has_test_cluster():
         stop()
     shared_memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="kairos-slurm-", dir=shared_memory if shared_memory.is_dir() else None))
@@ -127,10 +128,10 @@ def start(owner: int | None = None) -> Path:
     LINK.symlink_to(folder / "slurm.conf")
     try:
         _configure(folder)
-        _munge(folder)
+        _start_munge(folder)
         start_controller(folder)
         for node in NODES:
-            _daemon(folder, f"slurmd-{node}", ["slurmd", "-D", "-N", node, "-f", f"{folder}/slurm.conf"])
+            _start_daemon(folder, f"slurmd-{node}", ["slurmd", "-D", "-N", node, "-f", f"{folder}/slurm.conf"])
         wait_for(lambda: set(node_states().values()) == {"idle"}, 60, "idle nodes")
     except BaseException:
         logs = "\n".join(path.read_text(errors="replace")[-1000:] for path in folder.glob("*.log"))
@@ -141,24 +142,24 @@ def start(owner: int | None = None) -> Path:
 
 
 def stop() -> None:
-    """Cancel all jobs, end the daemons by their process ids, and remove the cluster's folder; nothing without one."""
-    if not _ours():
+    """Cancel all jobs, end the daemons by their process ids, and remove the cluster's folder, if there is a cluster."""
+    if not _has_test_cluster():
         return
     folder = _folder()
     pids = _read(folder).get("pids", {})
-    if _alive(pids.get("slurmctld"), "slurmctld"):
+    if _is_alive(pids.get("slurmctld"), "slurmctld"):
         with suppress(RuntimeError, subprocess.TimeoutExpired):
             slurm("scancel", "--full", "--user", "root")
             wait_for(lambda: not slurm("squeue", "-h"), 30, "the end of all jobs")
     names = ["slurmctld", *(f"slurmd-{node}" for node in NODES), "munged"]
-    for sent in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         for name in names:
-            if _alive(pids.get(name), name):
-                os.kill(pids[name], sent)
+            if _is_alive(pids.get(name), name):
+                os.kill(pids[name], number)
         with suppress(RuntimeError):
-            wait_for(lambda: not any(_alive(pids.get(name), name) for name in names), 10, "the end of the daemons")
+            wait_for(lambda: not any(_is_alive(pids.get(name), name) for name in names), 10, "the end of the daemons")
             break
-    for process in _leftover(folder):
+    for process in _leftover_processes(folder):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     LINK.unlink(missing_ok=True)
@@ -166,7 +167,7 @@ def stop() -> None:
 
 
 def clean() -> None:
-    """Take away what a test that failed has left: its jobs, and nodes that take none."""
+    """Cancel the jobs of a failed test and return drained nodes to service."""
     slurm("scancel", "--user", "root")
     for node, state in node_states().items():
         if state.startswith(("drain", "down")):
@@ -175,61 +176,67 @@ def clean() -> None:
 
 
 def start_controller(folder: Path) -> None:
-    """Start slurmctld, for the first time or after a kill."""
-    _daemon(folder, "slurmctld", ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"])
+    """Start slurmctld, also after a kill."""
+    _start_daemon(folder, "slurmctld", ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"])
     wait_for(lambda: "DOWN" not in slurm("scontrol", "ping"), 30, "slurmctld")
 
 
 def kill_controller(folder: Path) -> None:
-    """Kill slurmctld; the nodes and their jobs go on."""
+    """Kill slurmctld; the nodes and their jobs keep running."""
     os.kill(_read(folder)["pids"]["slurmctld"], signal.SIGKILL)
 
 
 def save_state(folder: Path) -> None:
-    """Let slurmctld write down what it knows: by itself it does so late where its backfill has started a job."""
-    begun = time.time()
+    """Let slurmctld save its state; after a backfilled start it would do so late."""
+    begin = time.time()
     for job in slurm("squeue", "--noheader", "--format", "%i").split():
         slurm("scontrol", "update", f"JobId={job}", "Nice=0")
-    wait_for(lambda: (folder / "state/job_state").stat().st_mtime > begun, 30, "slurmctld's state")
+    wait_for(lambda: (folder / "state/job_state").stat().st_mtime > begin, 30, "slurmctld's state")
 
 
 def slurm(*command: str) -> str:
-    """Output of one of SLURM's commands.
+    """Run a SLURM command and return its output.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout.strip()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout.strip()
 
 
 def node_states() -> dict[str, str]:
-    """State of each node."""
+    """Return the state of each node."""
     return dict(line.split() for line in slurm("sinfo", "-h", "-N", "-o", "%N %T").splitlines())
 
 
 def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait until a condition holds.
+    """Wait until a condition is true.
+
+    Args:
+        condition: the condition.
+        seconds: time limit.
+        what: name of the condition, for the message.
 
     Raises:
-        RuntimeError: it did not in that time.
+        RuntimeError: the condition was not true within the time limit.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        with suppress(RuntimeError):  # SLURM's commands fail while its controller is away
+        with suppress(RuntimeError):  # SLURM's commands fail without a controller
             if condition():
                 return
         time.sleep(0.1)
-    raise RuntimeError(f"waited {seconds:.0f} s in vain for {what}")
+    raise RuntimeError(f"{what}: not there after {seconds:.0f} s")
 
 
 def _configure(folder: Path) -> None:
+    """Write the configuration of SLURM and create the devices that stand for GPUs."""
     ports = _free_ports(1 + len(NODES))
     for name in ("state", "dev", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir()
-    for index in range(len(NODES) * GPUS):  # SLURM sets CUDA_VISIBLE_DEVICES for character devices alone
+    for index in range(len(NODES) * GPUS):  # SLURM sets CUDA_VISIBLE_DEVICES only for character devices
         os.mknod(folder / "dev" / f"gpu{index}", 0o20666, os.makedev(1, 3))
     host = socket.gethostname().split(".")[0]
     nodes = "\n".join(
@@ -241,7 +248,7 @@ def _configure(folder: Path) -> None:
         f"NodeName={node} Name=gpu File={folder}/dev/gpu[{number * GPUS}-{(number + 1) * GPUS - 1}]"
         for number, node in enumerate(NODES)
     )
-    # proctrack/pgid, where there are no cgroups, loses what calls setsid
+    # proctrack/pgid is for machines without cgroups; it loses processes that call setsid
     tracking = "proctrack/cgroup" if os.access(CGROUP, os.W_OK) else "proctrack/pgid"
     text = CONFIGURATION.format(
         name=folder.name, host=host, controller_port=ports[0], folder=folder, tracking=tracking, nodes=nodes,
@@ -252,18 +259,21 @@ def _configure(folder: Path) -> None:
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
 
 
-def _munge(folder: Path) -> None:
+def _start_munge(folder: Path) -> None:
+    """Start MUNGE, the authentication service of SLURM, with a new key."""
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
     files = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     paths = [f"--{option}={folder}/munge.{suffix}" for option, suffix in files.items()]
-    _daemon(folder, "munged", ["munged", "--foreground", "--force", "--num-threads=2", f"--key-file={key}", *paths])
+    _start_daemon(
+        folder, "munged", ["munged", "--foreground", "--force", "--num-threads=2", f"--key-file={key}", *paths]
+    )
     wait_for((folder / "munge.socket").exists, 20, "munged")
 
 
-def _daemon(folder: Path, name: str, command: list[str]) -> None:
-    """Start a daemon that outlives this process, and note its process id."""
+def _start_daemon(folder: Path, name: str, command: list[str]) -> None:
+    """Start a daemon that outlives this process, and record its process id."""
     with open(folder / f"{name}.out", "ab") as out:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=folder
@@ -274,34 +284,39 @@ def _daemon(folder: Path, name: str, command: list[str]) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
+    """Return ports that no process uses."""
     sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    for listener in sockets:
+        listener.bind(("127.0.0.1", 0))
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return ports
 
 
 def _folder() -> Path:
+    """Return the folder of the cluster to which the link of SLURM's configuration leads."""
     return Path(os.readlink(LINK)).parent if LINK.is_symlink() else Path("/nonexistent")
 
 
-def _ours() -> bool:
+def _has_test_cluster() -> bool:
+    """Return True if SLURM's configuration is that of a cluster of this module."""
     return _folder().name.startswith("kairos-slurm-")
 
 
 def _read(folder: Path) -> dict:
+    """Return the record of a cluster: owner and process ids; empty: there is none."""
     path = folder / "cluster.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _write(folder: Path, content: dict) -> None:
+    """Write the record of a cluster."""
     (folder / "cluster.json").write_text(json.dumps(content))
 
 
-def _alive(pid: int | None, name: str) -> bool:
-    """Return True if this process id belongs to a running daemon of this name; a zombie counts as dead."""
+def _is_alive(pid: int | None, name: str) -> bool:
+    """Return True if a process id belongs to a running daemon of a given name; a zombie counts as dead."""
     if pid is None:
         return False
     with suppress(OSError, ChildProcessError):
@@ -312,25 +327,26 @@ def _alive(pid: int | None, name: str) -> bool:
     return False
 
 
-def _leftover(folder: Path) -> list[int]:
-    """Processes of jobs that outlived their cluster: its name is in their environment."""
-    found = []
+def _leftover_processes(folder: Path) -> list[int]:
+    """Return the ids of processes with the name of the cluster in their environment, which outlived its end."""
+    ids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if f"SLURM_CLUSTER_NAME={folder.name}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+                ids.append(int(path.parent.name))
+    return ids
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A real SLURM on this machine, for tests.")
+    """Install, start or stop the cluster."""
+    parser = argparse.ArgumentParser(description="A real SLURM cluster on this machine, for tests.")
     parser.add_argument("action", choices=["install", "start", "stop"])
     action = parser.parse_args().action
     if action == "install":
         print(install())
     elif action == "start":
         print(start())
-    elif _ours():
+    elif _has_test_cluster():
         stop()
 
 

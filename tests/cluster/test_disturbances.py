@@ -33,7 +33,7 @@ def requeue(training: Training, job: Job) -> None:
 def time_limit(training: Training, job: Job) -> None:
     """The job's time limit is shorter than its work."""
     pid = training.pid()
-    os.kill(pid, signal.SIGSTOP)  # work that outlasts the limit, however fast this machine is: limits are whole minutes
+    os.kill(pid, signal.SIGSTOP)  # a stopped process outlasts the limit on any machine; limits are whole minutes
     try:
         hours, minutes, _ = details(job)["RunTime"].split(":")
         slurm("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(hours) * 60 + int(minutes) + 1}")
@@ -43,10 +43,10 @@ def time_limit(training: Training, job: Job) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def end_in_sight(training: Training, job: Job) -> None:
-    """The job's time is nearly over: the training sees it."""
+def time_nearly_over(training: Training, job: Job) -> None:
+    """The job's time is nearly over, which the training run detects."""
     pid = training.pid()
-    os.kill(pid, signal.SIGSTOP)  # it has two minutes; steps that last until half a minute before their end
+    os.kill(pid, signal.SIGSTOP)  # the job has two minutes; this step lasts until 28 seconds before their end
     try:
         end = datetime.fromisoformat(details(job)["EndTime"])
         wait_for(lambda: datetime.now() > end - timedelta(seconds=28), 150, "the end of the job's time")
@@ -55,7 +55,7 @@ def end_in_sight(training: Training, job: Job) -> None:
 
 
 def kill_process(training: Training, job: Job) -> None:
-    """The process that trains is killed (SIGKILL)."""
+    """The training process is killed (SIGKILL)."""
     os.kill(training.pid(), signal.SIGKILL)
 
 
@@ -70,67 +70,68 @@ def node_down(training: Training, job: Job) -> None:
 
 
 def out_of_memory(training: Training, job: Job) -> None:
-    """The job's memory is too small at its first attempt."""
+    """The job's first attempt has too little memory."""
 
 
 DISTURBANCES: list[Callable[[Training, Job], None]] = [
-    end_in_sight, time_limit, node_down, scancel, requeue, kill_process, kill_job, out_of_memory,
+    time_nearly_over, time_limit, node_down, scancel, requeue, kill_process, kill_job, out_of_memory,
 ]  # fmt: skip
-# Of two nodes the one that will be set down is the first choice, of the training that may go there alone.
+# Only the run `node_down` may use the node that will be set down, which SLURM prefers.
 RESOURCES = (
     "--set-resources",
     "train:constraint='failing|steady' if wildcards.method == 'node_down' else 'steady'",
     "train:mem_mb=300 if wildcards.method == 'out_of_memory' and attempt == 1 else 3000",
-    "train:runtime=2 if wildcards.method == 'end_in_sight' and attempt == 1 else 60",
+    "train:runtime=2 if wildcards.method == 'time_nearly_over' and attempt == 1 else 60",
     "train:gpu=1",
 )
 
 
-def disturb(training: Training, act: Callable[[Training, Job], None]) -> str:
-    """Disturb a training once it has a checkpoint, and wait until it is complete; returns the seconds from then."""
-    if act is out_of_memory:
+def apply_disturbance(training: Training, disturb: Callable[[Training, Job], None]) -> str:
+    """Disturb a run that has a checkpoint, and wait until it is complete; return the seconds since the disturbance."""
+    if disturb is out_of_memory:
         wait_for(lambda: training.jobs(), 1800, f"the job of {training.method}")
     else:
         wait_for(training.has_checkpoint, 1800, f"the first checkpoint of {training.method}")
         assert environment(training.pid())["HF_HUB_OFFLINE"] == "1"  # compute nodes have no internet
-    begun = time.monotonic()
+    start = time.monotonic()
     assert not training.complete()
-    act(training, training.jobs()[-1])
+    disturb(training, training.jobs()[-1])
     wait_for(training.complete, 1800, f"{training.method} to be complete")
-    return f"{time.monotonic() - begun:.0f}"
+    return f"{time.monotonic() - start:.0f}"
 
 
-def what_happened(training: Training) -> str:
-    """States of the training's jobs, and the steps that each computed."""
+def describe_jobs(training: Training) -> str:
+    """Return the states of a run's jobs, and the steps that each computed, as text."""
     states = []
     for job in training.jobs():
         restarts = int(details(job)["Restarts"])
         states.append(f"job {job.number} {job.state}" + (f" after {restarts} requeue" if restarts else ""))
-    return ", ".join(states) + "; steps " + " + ".join(str(steps) for steps in training.lengths())
+    return ", ".join(states) + "; steps " + " + ".join(str(steps) for steps in training.steps_of_jobs())
 
 
-def test_disturbed_trainings_equal_the_undisturbed_one(pipeline: Pipeline, table: list[tuple[str, ...]]) -> None:
-    own = pipeline.tiny["methods"]
-    pipeline.configure({**own, **{act.__name__: own["undisturbed"] for act in DISTURBANCES}})
-    trainings = {act: pipeline.training(act.__name__) for act in DISTURBANCES}
-    targets = [training.end for training in trainings.values()]
+def test_disturbed_runs_equal_the_undisturbed_one(pipeline: Pipeline, table: list[tuple[str, ...]]) -> None:
+    methods = pipeline.tiny["methods"]
+    pipeline.configure({**methods, **{disturb.__name__: methods["undisturbed"] for disturb in DISTURBANCES}})
+    trainings = {disturb: pipeline.training(disturb.__name__) for disturb in DISTURBANCES}
+    targets = [training.target for training in trainings.values()]
     with pipeline.controller(*RESOURCES, "--", *targets) as controller, ThreadPoolExecutor(len(trainings)) as pool:
-        seconds = list(pool.map(lambda act: disturb(trainings[act], act), DISTURBANCES))
-        controller.ended()
+        seconds = list(pool.map(lambda disturb: apply_disturbance(trainings[disturb], disturb), DISTURBANCES))
+        controller.wait_for_success()
 
     undisturbed = pipeline.training("undisturbed").components()
     steps = pipeline.tiny["training"]["milestones"][-1]
-    equal = {act: training.components() == undisturbed for act, training in trainings.items()}
-    for (act, training), took in zip(trainings.items(), seconds):
-        table.append((str(act.__doc__), what_happened(training), took, "yes" if equal[act] else "NO"))
-    assert all(equal.values()), table
-    for act, training in trainings.items():
-        assert len(training.jobs()) > 1 or int(details(training.jobs()[0])["Restarts"]) == 1, act.__name__
-        assert sum(training.lengths()) == steps, act.__name__  # of what was kept, nothing was computed twice
-        if act is not out_of_memory:
-            assert training.lengths()[-1] < steps, act.__name__  # and the last job did not begin at step 0
-    assert trainings[end_in_sight].jobs()[0].state == "FAILED"
-    asked = {end_in_sight: r"\d+ s before the job's time is over", time_limit: "SIGTERM", scancel: "SIGTERM"}
-    for act, why in asked.items():
-        said = trainings[act].log_of(trainings[act].jobs()[0])
-        assert re.search(why + r": stopped after step \d+ of 400, which is saved", said), said
+    is_equal = {disturb: training.components() == undisturbed for disturb, training in trainings.items()}
+    for (disturb, training), duration in zip(trainings.items(), seconds):
+        equal = "yes" if is_equal[disturb] else "NO"
+        table.append((str(disturb.__doc__), describe_jobs(training), duration, equal))
+    assert all(is_equal.values()), table
+    for disturb, training in trainings.items():
+        assert len(training.jobs()) > 1 or int(details(training.jobs()[0])["Restarts"]) == 1, disturb.__name__
+        assert sum(training.steps_of_jobs()) == steps, disturb.__name__  # no step of the result was computed twice
+        if disturb is not out_of_memory:
+            assert training.steps_of_jobs()[-1] < steps, disturb.__name__  # the last job resumed after step 0
+    assert trainings[time_nearly_over].jobs()[0].state == "FAILED"
+    reasons = {time_nearly_over: r"\d+ s before the job's time is over", time_limit: "SIGTERM", scancel: "SIGTERM"}
+    for disturb, reason in reasons.items():
+        log = trainings[disturb].log_of(trainings[disturb].jobs()[0])
+        assert re.search(reason + r": stopped after step \d+ of 400, which is saved", log), log

@@ -1,4 +1,4 @@
-"""Tests that the SLURM of the cluster tests treats jobs as a real one does, with jobs that only sleep."""
+"""Tests that the SLURM cluster of these tests treats jobs like a production cluster; its jobs only sleep."""
 
 import re
 import sys
@@ -15,32 +15,34 @@ WAIT = "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES >> started; sleep 300"
 
 @pytest.fixture
 def folder(cluster: Path, tmp_path: Path):
-    """A folder to submit jobs from, which are cancelled in the end."""
+    """Working folder whose jobs are cancelled after the test."""
     yield tmp_path
     for job in all_jobs(tmp_path):
         slurm("scancel", job.number)
 
 
 def submit(folder: Path, command: str, *options: str) -> str:
-    """Submit a job; its number."""
+    """Submit a job; return its number."""
     return slurm("sbatch", "--parsable", f"--chdir={folder}", "--output=%j.log", *options, "--wrap", command)
 
 
 def job_of(folder: Path, number: str) -> Job:
+    """Return the job with a number."""
     return {job.number: job for job in all_jobs(folder)}[number]
 
 
 def starts(folder: Path) -> list[str]:
-    """Node and GPU of every start of a job."""
+    """Return node and GPU of every start of a job."""
     started = folder / "started"
     return started.read_text().splitlines() if started.exists() else []
 
 
-def test_jobs_get_gpus_of_their_own(folder: Path) -> None:
+def test_concurrent_jobs_get_different_gpus(folder: Path) -> None:
     numbers = [submit(folder, WAIT, "--gpus=1", "--constraint=steady") for _ in range(2)]
     wait_for(lambda: len(starts(folder)) == 2, 120, "two jobs")
-    given = [re.search(r"GRES=gpu:1\(IDX:(\d+)\)", slurm("scontrol", "-d", "show", "job", each)) for each in numbers]
-    assert sorted(starts(folder)) == sorted(f"n1 {each[1]}" for each in given if each)
+    jobs = [slurm("scontrol", "-d", "show", "job", number) for number in numbers]
+    matches = [re.search(r"GRES=gpu:1\(IDX:(\d+)\)", job) for job in jobs]
+    assert sorted(starts(folder)) == sorted(f"n1 {match[1]}" for match in matches if match)
     assert len(set(starts(folder))) == 2
 
 
@@ -64,7 +66,7 @@ def test_a_job_leaves_a_node_that_is_set_down(folder: Path) -> None:
     assert details(job_of(folder, number))["Restarts"] == "1"
 
 
-def test_the_profile_s_signal_comes_before_the_time_limit(folder: Path) -> None:
+def test_the_signal_of_the_profile_comes_before_the_time_limit(folder: Path) -> None:
     waits = "bash -c 'trap \"echo asked to leave; exit 75\" TERM; while :; do sleep 0.2; done'"
     line = f"exec {sys.executable} -m kairos.workflow.batch_script {folder} {waits}"
     number = submit(folder, line, "--time=1", "--signal=B:TERM@120", "--constraint=steady")
@@ -74,8 +76,8 @@ def test_the_profile_s_signal_comes_before_the_time_limit(folder: Path) -> None:
     assert details(job_of(folder, number))["ExitCode"] == "75:0"
 
 
-def test_a_job_beyond_its_memory_is_killed(folder: Path) -> None:
-    command = "srun --ntasks=1 python3 -c 'import time; held = bytearray(400_000_000); time.sleep(120)'"
+def test_a_job_that_exceeds_its_memory_is_killed(folder: Path) -> None:
+    command = "srun --ntasks=1 python3 -c 'import time; memory = bytearray(400_000_000); time.sleep(120)'"
     number = submit(folder, command, "--mem=200", "--constraint=steady")
     wait_for(lambda: job_of(folder, number).state in ("FAILED", "OUT_OF_MEMORY"), 120, "the end of the job")
     assert "exceeded memory limit" in (folder / f"{number}.log").read_text()
