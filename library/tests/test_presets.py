@@ -1,4 +1,4 @@
-"""Presets against the trainers' formulas written anew: quantiles, weights, draws, signs, refusals."""
+"""Presets against reimplemented formulas of the trainers: quantiles, weights, draws, signs, validation errors."""
 
 import re
 import subprocess
@@ -40,7 +40,7 @@ REQUIRED = {
 }
 
 
-def test_every_preset_has_its_formula_and_the_promised_names_exist():
+def test_every_preset_has_a_reference_formula_and_the_documented_names_exist():
     assert kairos_timesteps.names("preset") == sorted(TRAINERS)
     for name, options in REQUIRED.items():
         assert options <= kairos_timesteps.preset(name).options.keys()
@@ -79,7 +79,7 @@ def test_names_of_presets_need_no_torch():
 
 
 @pytest.mark.parametrize("name", sorted(TRAINERS))
-def test_quantiles_are_the_trainers(name):
+def test_quantiles_equal_those_of_the_trainer(name):
     trainer = TRAINERS[name]
     results = kairos_timesteps.preset(name, **trainer.options).quantile(LEVELS, **trainer.context)
     error = np.abs(results - trainer.quantile(LEVELS)) / (trainer.quantile(LEVELS) if trainer.sigma else 1)
@@ -88,7 +88,7 @@ def test_quantiles_are_the_trainers(name):
 
 
 @pytest.mark.parametrize("name", sorted(TRAINERS))
-def test_weights_are_the_trainers(name):
+def test_weights_equal_those_of_the_trainer(name):
     trainer = TRAINERS[name]
     times = trainer.quantile(LEVELS).astype(np.float32)
     results = kairos_timesteps.preset(name, **trainer.options).weights(torch.from_numpy(times))
@@ -99,21 +99,27 @@ def test_weights_are_the_trainers(name):
 
 
 def distance(draws, quantile):
-    """Kolmogorov and Smirnov's, of the distribution functions on both sides of 20,001 of the trainer's quantiles."""
+    """Return the Kolmogorov-Smirnov distance, measured on both sides of 20,001 quantiles of the trainer."""
     levels = (np.arange(20_001) + 0.5) / 20_001
-    at = quantile(levels)
+    quantiles = quantile(levels)
     draws = np.sort(draws)
-    draws_of = np.searchsorted(draws, at, "left") / len(draws), np.searchsorted(draws, at, "right") / len(draws)
-    theirs = np.searchsorted(at, at, "left") / len(at), np.searchsorted(at, at, "right") / len(at)
-    return max(np.abs(a - b).max() for a, b in zip(draws_of, theirs))
+    empirical = (
+        np.searchsorted(draws, quantiles, "left") / len(draws),
+        np.searchsorted(draws, quantiles, "right") / len(draws),
+    )
+    expected = (
+        np.searchsorted(quantiles, quantiles, "left") / len(quantiles),
+        np.searchsorted(quantiles, quantiles, "right") / len(quantiles),
+    )
+    return max(np.abs(a - b).max() for a, b in zip(empirical, expected))
 
 
 @pytest.mark.parametrize("name", sorted(TRAINERS))
 def test_draws_follow_the_trainers_density(name):
-    """The quantiles are compared to 1e-6 above: this shows that draws use them."""
+    """Another test compares the quantiles to 1e-6; this one shows that draws use them."""
     count = 100_000
     if name == "nemo:mix":
-        pytest.skip("whole batches are of one part: below")
+        pytest.skip("a batch has one component, see the next test")
     trainer = TRAINERS[name]
     preset = kairos_timesteps.preset(name, **trainer.options)
     draws = preset.sample(count, seed=1, **trainer.context)
@@ -129,12 +135,12 @@ def test_draws_follow_the_trainers_density(name):
     assert distance(draws.numpy(), nearest) < 3 / count**0.5
 
 
-def test_a_mixed_batch_of_nemo_is_of_one_part():
+def test_a_mixed_batch_of_nemo_has_one_component():
     preset = kairos_timesteps.preset("nemo:mix", ratio=0.25, shift=2.0)
     uniform = logit_normal = 0
     for seed in range(400):
         t = preset.sample(400, seed=seed).double().numpy()
-        base = np.sort(t / (2 - t))  # the shift taken back
+        base = np.sort(t / (2 - t))  # inverts the shift
         even = np.abs(base - (np.arange(400) + 0.5) / 400).max() < 0.1
         uniform, logit_normal = uniform + even, logit_normal + (not even and 0.2 < np.quantile(base, 0.1) < 0.25)
     assert 70 < uniform < 130
@@ -144,7 +150,7 @@ def test_a_mixed_batch_of_nemo_is_of_one_part():
 @pytest.mark.parametrize(
     ("name", "options", "context", "median"),
     [
-        ("diffusers:logit_normal", {"mean": 1.0}, {}, 0.2689414),  # u falls with noise: less of it
+        ("diffusers:logit_normal", {"mean": 1.0}, {}, 0.2689414),  # u decreases with noise: less noise
         ("diffusers:ideogram4", {"mean": 1.0}, {}, 0.7310586),  # u is sigma: more noise
         ("musubi:logsnr", {"mean": 2.0}, {}, 0.2689414),  # a large signal-to-noise ratio: less noise
         ("laplace:log_snr", {"mean": 2.0}, {}, 0.2689414),
@@ -161,11 +167,11 @@ def test_a_mixed_batch_of_nemo_is_of_one_part():
         ("edm2:img512", {}, {}, 0.6703200),
     ],
 )
-def test_signs(name, options, context, median):
+def test_options_shift_the_median_in_the_documented_direction(name, options, context, median):
     assert kairos_timesteps.preset(name, **options).quantile(0.5, **context) == pytest.approx(median, abs=1e-3)
 
 
-def test_contexts_are_of_each_sample():
+def test_each_sample_has_its_context():
     tokens = torch.tensor([256, 4096])
     results = kairos_timesteps.preset("musubi:flux_shift").quantile(torch.tensor([0.5, 0.5]), tokens=tokens)
     np.testing.assert_allclose(results, 1 / (1 + np.exp([-0.5, -1.15])), rtol=1e-6)
@@ -190,7 +196,7 @@ def test_contexts_are_of_each_sample():
         ("rae:shift", {"dim": -4}, "dim: got -4"),
     ],
 )
-def test_what_cannot_be_is_refused(name, options, message):
+def test_bad_names_and_options_of_presets_are_rejected(name, options, message):
     with pytest.raises(ConfigError) as rejected:
         kairos_timesteps.preset(name, **options)
     assert message in str(rejected.value)
@@ -207,17 +213,17 @@ def test_what_cannot_be_is_refused(name, options, message):
         ("nemo:linear", float("nan")),
     ],
 )
-def test_times_without_a_finite_weight_are_refused(name, time):
+def test_times_without_a_finite_weight_are_rejected(name, time):
     with pytest.raises(ConfigError, match=f"preset {name}: weights: got"):
         kairos_timesteps.preset(name).weights(torch.tensor([0.5, time]))
 
 
-def test_a_context_that_is_missing_is_asked_for():
+def test_a_missing_context_is_reported():
     with pytest.raises(ConfigError, match="needs tokens"):
         kairos_timesteps.preset("musubi:flux_shift").sample(4)
 
 
-def test_densities_and_weightings_alone():
+def test_densities_and_weightings_work_without_a_strategy():
     density = kairos_timesteps.density("log_normal", m=1.0, s=0.5)
     t = density.sample(4, seed=3)
     assert t.shape == (4,)

@@ -1,4 +1,4 @@
-"""Forward processes: what is noised, predicted and weighted agrees in every parametrisation, and with diffusers."""
+"""Forward processes: noised images, targets and weights agree for every parametrisation of the network's output."""
 
 import math
 
@@ -22,7 +22,7 @@ CONTINUOUS = {
     "vp": kairos_timesteps.Vp,
     "vp-v": lambda: kairos_timesteps.Vp(prediction="v"),
 }
-RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of whatever is predicted
+RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of the network's output
 OF_SNR = sorted(
     set(WEIGHTINGS)
     - RAW
@@ -31,6 +31,7 @@ OF_SNR = sorted(
 
 
 def batch(process, count=64, shape=(2, 3, 4), dtype=torch.float64):
+    """Return images, noise, outputs and times."""
     random = torch.Generator().manual_seed(1)
     x0, noise, output = (torch.randn(count, *shape, generator=random, dtype=torch.float64).to(dtype) for _ in range(3))
     t = process.times(torch.rand(count, generator=random, dtype=torch.float64))
@@ -41,13 +42,9 @@ def mean_square(values):
     return values.double().flatten(1).square().mean(1)
 
 
-def snr_at(process, t):
-    return process.snr(t)
-
-
 def scales(process, t):
     """Return the coefficients of x0 and of the noise in x_t, computed from the signal-to-noise ratio alone."""
-    snr = snr_at(process, t)
+    snr = process.snr(t)
     if isinstance(process, kairos_timesteps.Edm):
         return torch.ones_like(snr), snr**-0.5
     if isinstance(process, kairos_timesteps.Flow):
@@ -69,7 +66,7 @@ def test_noised_target_and_epsilon_agree(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_errors_of_a_prediction_are_related_as_stated(name):
+def test_errors_of_predictions_convert_by_error_ratio(name):
     process = ALL[name]()
     x0, noise, output, t = batch(process)
     a, s = (value.view(-1, 1, 1, 1) for value in scales(process, t))
@@ -77,7 +74,7 @@ def test_errors_of_a_prediction_are_related_as_stated(name):
     epsilon = process.epsilon(output, x_t, t)
     of_epsilon, of_x0 = mean_square(epsilon - noise), mean_square((x_t - s * epsilon) / a - x0)
     of_output = mean_square(output - process.target(x0, noise, t))
-    snr = snr_at(process, t)
+    snr = process.snr(t)
     torch.testing.assert_close(of_epsilon, snr * of_x0, rtol=1e-3, atol=1e-9)
     ratio = torch.from_numpy(error_ratio(snr.numpy(), process.prediction))
     torch.testing.assert_close(of_output, ratio * of_x0, rtol=1e-3, atol=1e-9)
@@ -85,7 +82,7 @@ def test_errors_of_a_prediction_are_related_as_stated(name):
 
 @pytest.mark.parametrize("weighting", OF_SNR)
 @pytest.mark.parametrize("name", ALL)
-def test_a_weighting_weighs_the_same_error_alike_whatever_is_predicted(name, weighting):
+def test_a_weighting_gives_equal_losses_for_every_prediction(name, weighting):
     process = ALL[name]()
     strategy = kairos_timesteps.Strategy(weighting, process)
     x0, noise, output, t = batch(process)
@@ -93,12 +90,12 @@ def test_a_weighting_weighs_the_same_error_alike_whatever_is_predicted(name, wei
     of_output = mean_square(output - process.target(x0, noise, t))
     of_epsilon = mean_square(process.epsilon(output, x_t, t) - noise)
     options = {"sigma_data": getattr(process, "sigma_data", 0.5)} if weighting == "edm" else {}
-    stated = make_weighting({"name": weighting, **options}, make_schedule(), "epsilon")(snr_at(process, t).numpy())
+    stated = make_weighting({"name": weighting, **options}, make_schedule(), "epsilon")(process.snr(t).numpy())
     results = strategy.weighting.at(process, t).double() * of_output
     torch.testing.assert_close(results, torch.from_numpy(stated) * of_epsilon, rtol=1e-3, atol=1e-9)
 
 
-def test_debiased_converts_too_but_for_the_published_form_of_v():
+def test_debiased_converts_between_predictions_except_v():
     snr = np.geomspace(1e-4, 1e4, 50)
     weight = {p: make_weighting({"name": "debiased"}, make_schedule(), p)(snr) for p in ("epsilon", "x0", "flow")}
     for prediction, values in weight.items():
@@ -118,7 +115,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_weights_at_continuous_times_are_the_formula_itself(name):
+def test_weights_at_continuous_times_equal_the_formula(name):
     on_x0 = FORMULAS[name]
     edm = kairos_timesteps.Strategy(name, kairos_timesteps.Edm()).draw(torch.zeros(1000, 1))
     np.testing.assert_allclose(edm.weights, on_x0(edm.t.numpy() ** -2.0), rtol=1e-6)
@@ -129,7 +126,7 @@ def test_weights_at_continuous_times_are_the_formula_itself(name):
 
 
 @pytest.mark.parametrize("sigma_data", [0.5, 1.0, 0.3])
-def test_edms_lambda_weighs_the_networks_own_output_by_one(sigma_data):
+def test_the_weight_of_edm_on_the_output_of_the_network_is_one(sigma_data):
     process = kairos_timesteps.Edm(sigma_data=sigma_data)
     x0, noise, output, t = batch(process)
     x_t = process.noised(x0, noise, t)
@@ -151,8 +148,8 @@ def test_edm_calls_the_network_with_unit_variance_and_a_quarter_of_ln_sigma():
     assert seen[0][0].flatten(1).std(1) == pytest.approx([1, 1, 1], rel=0.02)
     assert seen[0][1] == pytest.approx((t.log() / 4).tolist())
     assert seen[0][1].dtype == torch.float32
-    torch.testing.assert_close(denoised[0], x0[0], atol=0.02, rtol=0)  # almost clean: passed on
-    assert denoised[2].std() == pytest.approx(0.25 / 80, rel=0.05)  # almost noise: the mean
+    torch.testing.assert_close(denoised[0], x0[0], atol=0.02, rtol=0)  # almost clean: close to the input
+    assert denoised[2].std() == pytest.approx(0.25 / 80, rel=0.05)  # almost pure noise: close to the mean
 
 
 def kolmogorov_smirnov(values, cdf):
@@ -169,10 +166,10 @@ def test_edm_log_normal_is_normal_in_ln_sigma(points):
         torch.zeros(100_000, 1)
     )
     assert kolmogorov_smirnov(draw.t.log(), norm(-1.2, 1.2).cdf) > 0.01
-    assert kolmogorov_smirnov(draw.t.log(), norm(-1.2, 1.25).cdf) < 1e-3  # the test sees a difference
+    assert kolmogorov_smirnov(draw.t.log(), norm(-1.2, 1.25).cdf) < 1e-3  # the test detects a difference
 
 
-def test_log_normal_on_a_flow_is_logit_normal_also_shifted():
+def test_log_normal_on_a_flow_is_logit_normal_also_with_a_shift():
     from scipy.stats import norm
 
     draw = kairos_timesteps.Strategy("log_normal", kairos_timesteps.Flow(), sampler={"m": -0.5, "s": 0.8}).draw(
@@ -184,7 +181,7 @@ def test_log_normal_on_a_flow_is_logit_normal_also_shifted():
     assert kolmogorov_smirnov(draw.t.logit(), norm(math.log(3), 1).cdf) > 0.01  # SD3, section 5.3.2
 
 
-def test_uniform_on_edm_is_even_in_ln_sigma_and_mode_on_a_flow_is_sd3s():
+def test_uniform_on_edm_is_even_in_ln_sigma_and_mode_on_a_flow_equals_that_of_sd3():
     t = kairos_timesteps.Strategy("uniform", kairos_timesteps.Edm()).draw(torch.zeros(100_000, 1)).t
     assert kolmogorov_smirnov((t.log() - math.log(0.002)) / math.log(80 / 0.002), "uniform") > 0.01
     t = kairos_timesteps.Strategy("mode", kairos_timesteps.Flow()).draw(torch.zeros(100_000, 1)).t.numpy()
@@ -199,7 +196,7 @@ def test_uniform_on_edm_is_even_in_ln_sigma_and_mode_on_a_flow_is_sd3s():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["linear-epsilon", "cosine-v", "quadratic-x0", "edm", "flow"])
-def test_half_precision_stays_half_and_close(name, dtype):
+def test_half_precision_is_kept_and_accurate(name, dtype):
     process = ALL[name]()
     x0, noise, output, t = batch(process, dtype=dtype)
     wide = [value.double() for value in (x0, noise, output)]
@@ -207,10 +204,10 @@ def test_half_precision_stays_half_and_close(name, dtype):
     assert x_t.dtype == dtype
     precision = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(x_t.double(), full, rtol=4 * precision, atol=4 * precision)
-    got = process.predict(lambda x, time: output.to(x.dtype), x_t, t)
-    wanted = process.predict(lambda x, time: wide[2], full, t)
-    assert torch.isfinite(got).all()
-    torch.testing.assert_close(got.double(), wanted, rtol=8 * precision, atol=8 * precision)
+    prediction = process.predict(lambda x, time: output.to(x.dtype), x_t, t)
+    expected = process.predict(lambda x, time: wide[2], full, t)
+    assert torch.isfinite(prediction).all()
+    torch.testing.assert_close(prediction.double(), expected, rtol=8 * precision, atol=8 * precision)
 
 
 @pytest.mark.parametrize("name", ["adaptive+min_snr", "gradient_norm", "loss_rms+edm2"])
@@ -254,7 +251,7 @@ def test_a_strategy_measures_a_network_in_bfloat16(name, process):
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (4, 8, 8), (16,), (2, 3, 4, 5)])
 @pytest.mark.parametrize("process", ["cosine", "edm", "flow"])
-def test_batches_of_one_and_any_shape(shape, process):
+def test_processes_work_with_one_sample_of_any_shape(shape, process):
     built = as_process("cosine", 50, "v") if process == "cosine" else ALL[process]()
     strategy = kairos_timesteps.Strategy("speed+min_snr", built)
     x0 = torch.randn(1, *shape)

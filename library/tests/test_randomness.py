@@ -1,4 +1,4 @@
-"""The generator: published vectors, values that must never change, and the numbers' distributions."""
+"""The random generator: published vectors, values that must never change, and distributions."""
 
 import itertools
 
@@ -12,7 +12,7 @@ import torch
 from kairos_timesteps.randomness import Stream, _normal, derived_seed, key_schedule, philox
 
 NOISE = Stream(1, "noise")
-TORCH = "cpu:0"  # the same device by a name that takes the way of a GPU, torch's integers instead of numpy's
+TORCH = "cpu:0"  # the CPU by a name for which torch computes, as on a GPU, instead of numpy
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ TORCH = "cpu:0"  # the same device by a name that takes the way of a GPU, torch'
     ],
 )
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
-def test_published_vectors(counter, key, words, array):
+def test_philox_returns_the_published_vectors(counter, key, words, array):
     parsed = [array([int(word, 16)]) for word in counter.split()]
-    timesteps = philox(parsed, key_schedule(*(int(half, 16) for half in key.split())))
-    assert " ".join(f"{word.item():08x}" for word in timesteps) == words
+    results = philox(parsed, key_schedule(*(int(half, 16) for half in key.split())))
+    assert " ".join(f"{word.item():08x}" for word in results) == words
 
 
 def all_kinds(stream, step, index, device="cpu"):
-    """One draw of every kind per sample, by name."""
+    """Draw numbers of every kind for each sample; returns them by kind."""
     index = torch.as_tensor(list(index))
     a = torch.tensor([0.3, 5.0, 1e-3, 40.0])[index % 4].to(device)
     return {
@@ -45,7 +45,7 @@ def all_kinds(stream, step, index, device="cpu"):
 
 
 def test_golden_values():
-    """All trainings and samples were made with these draws: if a value changes, none of them can be repeated."""
+    """Earlier runs and samples used these draws: if a value changes, none of them can be reproduced."""
     assert NOISE.words(0, range(2), 6).tolist() == [
         [2163215365, 1066633742, 1903122159, 271593864, 704008136, 2918755507],
         [329068298, 1332993881, 3004752202, 1012055349, 1187952133, 2737767239],
@@ -79,29 +79,29 @@ def test_golden_values():
     assert derived_seed(1, "weights") == 2218878379593219762
 
 
-def test_every_bit_counts():
+def test_every_bit_of_the_random_coordinates_changes_the_draws():
     keys = [(seed, "noise", 0, 0) for seed in (1, 1 + 2**31, 1 + 2**32, 1 + 2**62, 2**63 - 1)]
     keys += [(1, "flips", 0, 0), (1, "noise", 1, 0), (1, "noise", 2**32, 0), (1, "noise", 2**62, 0)]
     keys += [(1, "noise", 0, 1), (1, "noise", 0, 2**31), (1, "noise", 0, 2**32 - 1)]
-    timesteps = {tuple(Stream(*key[:2]).words(key[2], torch.tensor([key[3]]), 4)[0].tolist()) for key in keys}
-    assert len(timesteps) == len(keys)
+    draws = {tuple(Stream(*key[:2]).words(key[2], torch.tensor([key[3]]), 4)[0].tolist()) for key in keys}
+    assert len(draws) == len(keys)
 
 
 def test_value_does_not_depend_on_the_batch():
     whole = all_kinds(NOISE, 7, range(301))
     random = np.random.default_rng(0)
     for _ in range(20):
-        part = torch.as_tensor(random.permutation(301)[: random.integers(1, 300)])
-        for kind, values in all_kinds(NOISE, 7, part).items():
-            assert torch.equal(values, whole[kind][part]), kind
+        index = torch.as_tensor(random.permutation(301)[: random.integers(1, 300)])
+        for kind, values in all_kinds(NOISE, 7, index).items():
+            assert torch.equal(values, whole[kind][index]), kind
     assert torch.equal(NOISE.words(7, range(10, 301, 3), 7), whole["words"][10::3])
-    assert torch.equal(NOISE.words(7, range(301), 3), whole["words"][:, :3])  # nor on how much is asked for
+    assert torch.equal(NOISE.words(7, range(301), 3), whole["words"][:, :3])  # nor on the number of words
     assert torch.equal(NOISE.normal(7, range(301), (3,)), whole["normal"][:, 0, :3])
     assert NOISE.normal(7, range(0), (3,)).shape == (0, 3)
 
 
-def test_steps_drawn_ahead():
-    """Small draws are made for several steps at a time: the same numbers, and a caller may change what it got."""
+def test_prefetched_steps_equal_single_steps():
+    """Small draws are computed for several steps at once, and changes to the result do not affect later draws."""
     for step in (0, 15, 16, 2**32 - 1, 2**32, 2**63 - 1):
         for draw in (NOISE.normal, NOISE.uniform):
             for shape in ((), (5,)):
@@ -120,7 +120,7 @@ def test_numpy_and_torch_agree():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gpu_agrees():
+def test_numpy_and_a_gpu_agree():
     for step in (0, 2**32 + 5, 2**63 - 1):
         index = [0, 1, 2**31, 2**32 - 1, *range(100, 20000)]
         plain, other = all_kinds(NOISE, step, index), all_kinds(NOISE, step, index, "cuda")
@@ -130,7 +130,7 @@ def test_gpu_agrees():
             torch.testing.assert_close(other[kind].cpu(), plain[kind], rtol=0 if exact else 1e-6, atol=0)
 
 
-def test_uniform_and_integers():
+def test_uniform_numbers_and_integers_have_their_distributions():
     u = NOISE.uniform(0, range(10**5), (3,))
     assert u.dtype == torch.float64 and u.min() >= 0 and u.max() < 1
     assert scipy.stats.kstest(u.flatten(), "uniform").pvalue > 0.01
@@ -141,7 +141,7 @@ def test_uniform_and_integers():
     assert NOISE.integers(0, 2**53, range(10**5)).max() > 2**52
 
 
-def test_normal():
+def test_normal_numbers_have_their_distribution():
     z = NOISE.normal(0, range(1000), (10, 100))
     assert z.dtype == torch.float32 and z.shape == (1000, 10, 100)
     assert scipy.stats.kstest(z.flatten().double(), "norm").pvalue > 0.01
@@ -149,7 +149,7 @@ def test_normal():
         assert (z.double() ** power).mean().item() == pytest.approx(moment, abs=4 * (variance / z.numel()) ** 0.5)
 
 
-def test_normal_is_exact_to_1e_6():
+def test_normal_numbers_are_exact_to_1e_7():
     ends = [0, 1, 2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1, *(2**k for k in range(2, 31))]
     for word, z in zip(ends, _normal(torch.tensor(ends)).float().tolist()):
         exact = mpmath.sqrt(2) * mpmath.erfinv(mpmath.mpf(2 * word + 1) / 2**32 - 1)
@@ -160,21 +160,21 @@ def test_normal_is_exact_to_1e_6():
 
 
 @pytest.mark.parametrize(("a", "b"), [(1, 1), (0.8, 1), (2, 5), (0.5, 0.5), (0.05, 0.3), (100, 3), (1e4, 1e4)])
-def test_beta(a, b):
+def test_beta_numbers_have_their_distribution(a, b):
     n = 10**5
-    timesteps = NOISE.beta(0, range(n), torch.full((n,), a), torch.full((n,), b))
-    assert timesteps.dtype == torch.float64
-    assert scipy.stats.kstest(timesteps, scipy.stats.beta(a, b).cdf).pvalue > 0.01
+    values = NOISE.beta(0, range(n), torch.full((n,), a), torch.full((n,), b))
+    assert values.dtype == torch.float64
+    assert scipy.stats.kstest(values, scipy.stats.beta(a, b).cdf).pvalue > 0.01
 
 
-def test_beta_of_tiny_parameters():
+def test_beta_numbers_of_tiny_parameters_are_finite():
     n = 10**5
-    timesteps = NOISE.beta(0, range(n), torch.full((n,), 1e-3), torch.full((n,), 2e-3))  # practically 0 or 1
-    assert timesteps.isfinite().all() and timesteps.min() >= 0 and timesteps.max() <= 1
-    assert timesteps.mean().item() == pytest.approx(1 / 3, abs=0.005)
+    values = NOISE.beta(0, range(n), torch.full((n,), 1e-3), torch.full((n,), 2e-3))  # practically 0 or 1
+    assert values.isfinite().all() and values.min() >= 0 and values.max() <= 1
+    assert values.mean().item() == pytest.approx(1 / 3, abs=0.005)
 
 
-def test_permutation():
+def test_permutations_are_random_and_independent():
     for count in (0, 1, 2, 1000, 2**16 + 3):
         assert torch.equal(NOISE.permutation(count).sort().values, torch.arange(count))
     first, second = NOISE.permutation(10**5, 0), NOISE.permutation(10**5, 1)
@@ -184,7 +184,7 @@ def test_permutation():
     assert scipy.stats.chisquare(firsts).pvalue > 0.01
 
 
-def test_streams_steps_and_places_are_independent():
+def test_streams_steps_and_samples_are_independent():
     n = 10**5
     draws = [Stream(seed, name).normal(step, range(n)) for seed in (0, 1) for name in ("a", "b") for step in (0, 1, 2)]
     draws += [NOISE.normal(0, range(n), (3,))[:, k] for k in range(3)]  # words of one sample

@@ -1,11 +1,11 @@
-"""Ranks that hold equal samples, as in tensor, context and pipeline parallelism: they count once and draw alike."""
+"""Ranks with equal samples, as in tensor, context and pipeline parallelism: equal draws, each sample counts once."""
 
 import pytest
 import torch
 
 import rank_groups
 from specifications import Specification
-from test_ranks import close
+from test_ranks import assert_close
 
 SMALL = {"frequency": 1, "start": 1}
 POLICY = {"frequency": 1, "queue": 3, "selected": 2, "feature_timesteps": 5, "width": 8}
@@ -24,15 +24,15 @@ SPECIFICATIONS = [
 
 
 @pytest.mark.timeout(180)
-def test_four_ranks_in_a_mesh_draw_and_learn_what_one_process_does(tmp_path):
+def test_four_ranks_in_a_mesh_equal_one_process(tmp_path):
     in_mesh = rank_groups.run(rank_groups.train_in_mesh, tmp_path, rank_groups.RANKS, SPECIFICATIONS)
     for number, specification in enumerate(SPECIFICATIONS):
-        for way in ("group", "mesh", "micro-batches"):
-            micro_batches = 2 if way == "micro-batches" else 1
+        for mode in ("group", "mesh", "micro-batches"):
+            micro_batches = 2 if mode == "micro-batches" else 1
             alone = rank_groups.train(specification, half=None, micro_batches=micro_batches)
             for rank, results in enumerate(in_mesh):
-                with rank_groups.case(f"{specification}, {way}, rank {rank}"):
-                    measured, count = results[way][number], 4 // micro_batches
-                    here = slice(count * (rank // 2), count * (rank // 2) + count)
-                    assert torch.equal(measured["t"], alone["t"][:, here]), "other timesteps are drawn"
-                    close(measured["state"], alone["state"])
+                with rank_groups.case(f"{specification}, {mode}, rank {rank}"):
+                    result, count = results[mode][number], 4 // micro_batches
+                    rows = slice(count * (rank // 2), count * (rank // 2) + count)
+                    assert torch.equal(result["t"], alone["t"][:, rows]), "the timesteps differ"
+                    assert_close(result["state"], alone["state"])

@@ -1,4 +1,4 @@
-"""The examples of the library's README run as written, each in a namespace of its own."""
+"""The examples of the library's README run as written, each in a new namespace."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), 
 
 
 @pytest.fixture(autouse=True)
-def without_what_examples_register():
+def unregistered_names():
+    """Remove the samplers and weightings that an example registers."""
     before = [(registry, set(registry)) for registry in (SAMPLERS, WEIGHTINGS)]
     yield
     for registry, names in before:
@@ -42,5 +43,5 @@ def test_an_example_runs_as_written(number, monkeypatch):
         assert density("power_of_u", a=3.0).quantile(np.array([0.5])) == pytest.approx(0.125)
 
 
-def test_there_are_examples():
+def test_the_readme_has_at_least_four_examples():
     assert len(BLOCKS) >= 4

@@ -1,4 +1,4 @@
-"""A training that is resumed at a random step equals an uninterrupted one, for random strategy specifications."""
+"""A run that resumes at a random step equals an uninterrupted one, for random strategy specifications."""
 
 import pytest
 from hypothesis import event, given
@@ -14,7 +14,7 @@ LONGER = {"coarse_to_fine": 104}  # steps until the weighting has learned: it fi
 
 
 def check_resume(specification: Specification, interrupted: int, micro_batches: int = 1, times: int = 0) -> None:
-    """Draws, weights, parameters and state after a resume at step `interrupted` equal those without it."""
+    """Check that draws, weights, parameters and state after a resume at step `interrupted` equal those without it."""
     steps = STEPS + LONGER.get(specification.weighting["name"], 0)
     try:
         whole = SmallLoop(specification, micro_batches, times)
@@ -38,7 +38,7 @@ micro_batches = st.sampled_from([1, 1, 2, 4])
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
 @examples(3)
 @given(data=st.data())
-def test_resume_of_a_sampler(name, data):
+def test_a_sampler_resumes_exactly(name, data):
     check_resume(data.draw(specifications(sampler=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
@@ -46,14 +46,14 @@ def test_resume_of_a_sampler(name, data):
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
 @examples(30)
 @given(data=st.data())
-def test_resume_of_a_sampler_in_many_combinations(name, data):
+def test_a_sampler_resumes_exactly_in_many_combinations(name, data):
     check_resume(data.draw(specifications(sampler=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
 @examples(2)
 @given(data=st.data())
-def test_resume_of_a_weighting(name, data):
+def test_a_weighting_resumes_exactly(name, data):
     check_resume(data.draw(specifications(weighting=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
@@ -61,7 +61,7 @@ def test_resume_of_a_weighting(name, data):
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
 @examples(20)
 @given(data=st.data())
-def test_resume_of_a_weighting_in_many_combinations(name, data):
+def test_a_weighting_resumes_exactly_in_many_combinations(name, data):
     check_resume(data.draw(specifications(weighting=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
@@ -83,6 +83,6 @@ def test_samplers_that_follow_losses_at_several_times_resume_exactly(sampler):
 
 @pytest.mark.parametrize("interrupted", range(1, STEPS))
 @pytest.mark.parametrize("name", ["gradient_variance", "first_order"])
-def test_resume_where_no_measured_value_is_above_zero(name, interrupted):
-    """The density then stays what it was, which values alone do not tell."""
+def test_a_sampler_resumes_exactly_if_no_measured_value_is_positive(name, interrupted):
+    """The density then keeps its previous value, which cannot be derived from the measured values."""
     check_resume(Specification({"name": name, "bins": 2, "frequency": 1, "decay": 0.0, "start": 1}), interrupted)

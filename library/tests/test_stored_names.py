@@ -1,6 +1,6 @@
-"""Strings that are hashed or stored are not vocabulary: a rename would change draws or make states unreadable.
+"""Names of random streams and keys of states must never change.
 
-Names of random streams are hashed into every random number. Keys of states are in checkpoints. Both are listed here, so
+Names of random streams are hashed into every random number. Keys of states are in checkpoints. This file lists both, so
 that a rename cannot change them unnoticed.
 """
 
@@ -30,7 +30,7 @@ STREAMS = {
     "uncertainty",
     "validation noise",
 }
-# noise of measurements: the stream's name is an argument, in part numbered
+# noise of measurements: the name of the stream is an argument, some names contain numbers
 MEASUREMENTS = {"measurement", "measurement after the step", "{} at S {}", "measured target {}", "measurement {}"}
 
 STATE_KEYS = {
@@ -51,7 +51,7 @@ STATE_KEYS = {
 
 
 def template(node: ast.expr) -> "str | None":
-    """A string constant, or an f-string with {} for its values."""
+    """Return a string constant, or an f-string with {} for its values."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -60,7 +60,7 @@ def template(node: ast.expr) -> "str | None":
 
 
 def strings(functions: dict[str, int]) -> set[str]:
-    """Strings that functions, by name, are called with at a position of their arguments."""
+    """Return the strings that the code passes to functions, by name, at a position of their arguments."""
     texts = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -82,7 +82,7 @@ def test_noise_of_measurements_keeps_its_names():
 
 def test_first_order_keeps_its_noise():
     source = (SOURCE / "samplers/gradients.py").read_text(encoding="utf-8")
-    assert 'f"measurement {k} {number}"' in source  # a variable there, so that the test above does not see it
+    assert 'f"measurement {k} {number}"' in source  # a variable, which the test above does not find
 
 
 @pytest.mark.parametrize("name", sorted(STATE_KEYS))

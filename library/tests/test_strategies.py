@@ -1,4 +1,4 @@
-"""Strategies: published values, densities against their histograms, weights across prediction types, state."""
+"""Strategies: published values, densities against histograms, weights across prediction types, names."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from kairos_timesteps.samplers.speed import meaningful_steps
 from kairos_timesteps.strategy import Strategy
 
 SCHEDULES = ("linear", "cosine", "quadratic")
-RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of whatever is predicted
+RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of the network's output
 
 
 @pytest.mark.parametrize(
@@ -30,28 +30,28 @@ RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # 
         ("quadratic", "alphas_cumprod", (0.9999, 0.971176, 0.331275, 0.000733412)),
     ],
 )
-def test_published_schedule_values(schedule, quantity, values):
+def test_schedules_have_the_published_values(schedule, quantity, values):
     computed = getattr(make_schedule(schedule), quantity)[[0, 100, 500, 999]]
     np.testing.assert_allclose(computed, values, rtol=3e-6)
 
 
-def test_cosine_last_timestep_holds_97_percent_of_the_vlb():
+def test_the_last_timestep_of_cosine_has_97_percent_of_the_vlb():
     c = make_schedule("cosine").vlb
     assert 0.96 < c[-1] / c.sum() < 0.98
 
 
-def test_other_lengths_end_in_noise_and_unscaled_betas_warn():
+def test_schedules_of_other_lengths_end_in_noise_and_unscaled_betas_cause_a_warning():
     assert make_schedule("linear", 100).alphas_cumprod[-1] < 1e-3
     with pytest.warns(UserWarning, match="scale_betas"):
         assert make_schedule("linear", 100, scale_betas=False).alphas_cumprod[-1] == pytest.approx(0.36, abs=0.01)
 
 
 @pytest.mark.parametrize(("r", "tau"), [(5, 398.18), (20, 544.70), (100, 676.30)])
-def test_speed_tau_of_published_magnitudes(r, tau):
+def test_tau_of_speed_equals_the_published_values(r, tau):
     assert tau_of_magnitude(r, make_schedule()) == pytest.approx(tau, abs=0.005)
 
 
-def test_speed_masses_are_those_of_equation_6():
+def test_probabilities_of_speed_equal_equation_6():
     p = make_sampler({"name": "speed", "k": 5, "tau": 700}, make_schedule()).probabilities()
     np.testing.assert_allclose(p[:700], 5 / (1000 + 700 * 4), rtol=1e-12)
     np.testing.assert_allclose(p[700:], 1 / (1000 + 700 * 4), rtol=1e-12)
@@ -74,7 +74,7 @@ def test_densities_with_a_floor_and_even_points_match_their_histograms(name, poi
 
 
 def check_histogram(sampler, batch=10_000, step=0, draws=100_000):
-    """Density and the histogram of so many draws agree: chi-square on pooled cells."""
+    """Compare the density with a histogram of draws, by a chi-square test on pooled cells."""
     timesteps = sampler.schedule.timesteps
     p = sampler.probabilities(step=step)
     assert p.sum() == pytest.approx(1, abs=1e-12) and (p >= 0).all()
@@ -93,7 +93,7 @@ def check_histogram(sampler, batch=10_000, step=0, draws=100_000):
     assert statistic < degrees + 5 * np.sqrt(2 * degrees) + 5
 
 
-def test_laws_of_the_log_signal_to_noise_ratio_are_scipys():
+def test_distributions_of_the_log_snr_equal_those_of_scipy():
     scipys = {
         "normal": stats.norm,
         "laplace": stats.laplace,
@@ -118,19 +118,19 @@ def test_a_log_normal_cut_at_two_quantiles_is_stretched_to_the_whole_process():
 
 
 @pytest.mark.parametrize("name", ["uniform", "log_normal", "speed", "mode", "beta"])
-def test_the_probability_density_is_the_slope_of_the_distribution_function(name):
+def test_the_density_is_the_derivative_of_the_distribution_function(name):
     sampler = make_sampler({"name": name}, make_schedule("linear", 10))
     fractions = np.linspace(0.05, 0.95, 50)
     slope = (sampler.cdf(fractions + 1e-4) - sampler.cdf(fractions - 1e-4)) / 2e-4
     np.testing.assert_allclose(sampler.pdf(fractions), slope, rtol=1e-3)
 
 
-def test_the_probability_density_of_uniform_is_1_at_the_ends_too():
+def test_the_density_of_uniform_is_1_also_at_the_ends():
     sampler = make_sampler({"name": "uniform"}, make_schedule("linear", 10))
     assert sampler.pdf(np.array([0.0, 0.5, 1.0])) == pytest.approx(1)
 
 
-def test_fixed_draws_depend_on_the_generator_alone():
+def test_draws_of_fixed_samplers_depend_on_the_random_coordinates_alone():
     sampler = make_sampler({"name": "log_normal"}, make_schedule())
     first = sampler.draw(RandomCoordinates(step=3).for_batch(torch.zeros(7, 3, 4, 4)))
     second = sampler.draw(RandomCoordinates(step=3).for_batch(torch.ones(7, 1)))
@@ -149,7 +149,7 @@ def test_weights_are_equal_across_predictions_after_conversion(name, schedule):
     assert np.isfinite(epsilon).all() and (epsilon >= 0).all()
 
 
-def test_min_snr_closed_forms():
+def test_min_snr_equals_its_closed_forms():
     noise = make_schedule()
     snr = noise.snr
     weights = {p: make_weighting({"name": "min_snr", "gamma": 5}, noise, p).weights() for p in ("epsilon", "x0", "v")}
@@ -158,7 +158,7 @@ def test_min_snr_closed_forms():
     np.testing.assert_allclose(weights["v"], np.minimum(snr, 5) / (snr + 1), rtol=1e-12)
 
 
-def test_min_snr_at_zero_snr_is_no_nan():
+def test_min_snr_is_finite_at_zero_snr():
     noise = make_schedule("cosine")
     object.__setattr__(noise, "snr", np.append(noise.snr[:-1], 0.0))
     weights = [make_weighting({"name": "min_snr"}, noise, p).weights()[-1] for p in ("epsilon", "x0", "v")]
@@ -179,7 +179,7 @@ def test_change_aware_spans_its_range_and_peaks_where_the_process_changes_most(s
 
 
 @pytest.mark.parametrize("lam", [5, 0.4, -1])
-def test_change_aware_refuses_lambdas_that_give_negative_weights(lam):
+def test_change_aware_rejects_lambdas_with_negative_weights(lam):
     with pytest.raises(ConfigError, match=r"lambda: got .* allowed: number >= 0.5 and <= 1"):
         make_weighting({"name": "change_aware", "lambda": lam}, make_schedule())
 
@@ -201,7 +201,7 @@ def test_change_aware_refuses_lambdas_that_give_negative_weights(lam):
         ({"name": "adaptive", "queue": 2}, "queue: got 2, allowed: integer >= 3"),
     ],
 )
-def test_refusals_name_field_value_and_what_is_allowed(by_name, message):
+def test_errors_report_the_field_its_value_and_the_allowed_values(by_name, message):
     with pytest.raises(ConfigError, match=message):
         make_sampler(by_name, make_schedule())
 
@@ -224,7 +224,7 @@ def test_beta_cdf_equals_scipy():
         ("edm", 500, lambda snr: 1 + 4 / snr),
     ],
 )
-def test_weightings_at_published_signal_to_noise_ratios(name, t, formula):
+def test_weightings_equal_their_formulas_at_published_signal_to_noise_ratios(name, t, formula):
     published = {"linear": {100: 0.895142, 500: 0.0777967}, "cosine": {100: 0.971576, 500: 0.492285}}  # alpha-bar
     for schedule, alphas in published.items():
         value = formula(alphas[t] / (1 - alphas[t]))
@@ -268,7 +268,7 @@ def test_speed_official_pairs_each_draw_with_its_reflection():
     assert torch.equal(reflected, torch.where(samples < 642, 642 - samples, samples - 642))
 
 
-def test_speed_v1_weighs_the_two_areas_five_to_one():
+def test_speed_v1_draws_from_the_two_areas_five_to_one():
     samples = make_sampler({"name": "speed_v1"}, make_schedule()).half_masses()
     assert samples[300] == pytest.approx(2.5, abs=1e-3) and samples[900] == pytest.approx(0.5, abs=1e-3)
 
@@ -280,7 +280,7 @@ def test_change_aware_official_is_one_from_tau_on():
     assert (official[700:] == 1).all() and np.array_equal(official[:700], paper[:700])
 
 
-def test_mode_equals_sd3s_formula_and_beta_a_power():
+def test_mode_equals_the_formula_of_sd3_and_beta_a_power():
     u = np.linspace(0, 1, 101)
     mode = make_sampler({"name": "mode", "m": 1.29}, make_schedule())
     np.testing.assert_allclose(mode.quantile(1 - u), 1 - u - 1.29 * (np.cos(np.pi / 2 * u) ** 2 - 1 + u), atol=1e-12)
@@ -310,7 +310,7 @@ def test_clts_moves_from_uniform_to_a_truncated_normal_density():
     assert abs(int(p.argmax()) - 300) <= 1 and np.isfinite(p).all()
 
 
-def test_uniform_on_a_range_draws_nothing_else():
+def test_uniform_on_a_range_draws_only_from_the_range():
     sampler = make_sampler({"name": "uniform", "start": 200, "end": 300}, make_schedule())
     p = sampler.probabilities()
     assert p[200:300] == pytest.approx(0.01) and p.sum() == pytest.approx(1)
@@ -330,7 +330,7 @@ def test_a_sampler_with_a_table_keeps_its_density_as_a_component(name):
 
 
 @pytest.mark.parametrize("name", ["log_normal", "speed", "speed_official", "beta", "uniform"])
-def test_importance_weights_bring_back_uniforms_objective(name):
+def test_importance_weights_restore_the_objective_of_uniform(name):
     noise = make_schedule("cosine", 50)
     sampler = make_sampler({"name": name, "importance": True, "floor": 0.2}, noise)
     columns = table(sampler, make_weighting({"name": "none"}, noise))
@@ -355,7 +355,7 @@ def test_even_points_have_less_variance_and_fill_every_cell():
         assert kind == "sobol" or np.array_equal(cells, np.arange(batch))
 
 
-def test_sobol_points_go_on_from_step_to_step():
+def test_sobol_points_continue_from_step_to_step():
     sampler = make_sampler({"name": "uniform", "points": "sobol"}, make_schedule())
     u = []
     for k in range(8):
@@ -373,7 +373,7 @@ def test_sobol_points_go_on_from_step_to_step():
         (" speed + change_aware ", ("speed", "change_aware")),
     ],
 )
-def test_names_of_strategies(name, parts):
+def test_names_of_strategies_are_split_into_sampler_and_weighting(name, parts):
     assert parse_name(name) == parts
 
 
@@ -386,22 +386,22 @@ def test_names_of_strategies(name, parts):
         ("bs+none", "'bs' is not available"),
     ],
 )
-def test_names_that_are_none(name, message):
+def test_unknown_names_are_rejected(name, message):
     with pytest.raises(ConfigError, match=message):
         parse_name(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "correction"),
     [("sped", "speed"), ("min_snrr", "min_snr"), ("sped+none", "speed"), ("uniform+minsnr", "min_snr")],
 )
-def test_a_misspelt_strategy_gets_the_name_that_was_meant(name, meant):
-    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+def test_the_message_on_a_misspelt_strategy_suggests_the_correct_name(name, correction):
+    with pytest.raises(ConfigError, match=f"did you mean '{correction}'"):
         parse_name(name)
 
 
-def test_edm2s_importance_weighs_the_whole_sum():
-    """Importance weights give the objective of uniform draws, including the term u, and so its optimum of u."""
+def test_importance_weights_of_edm2_apply_to_the_whole_objective():
+    """Importance weights restore the objective of uniform draws including the term u, and therefore its optimum."""
     sampler, weighting = {"importance": True, "tau": 5}, {"base": "none"}
     strategy = Strategy("speed+edm2", "cosine", timesteps=10, sampler=sampler, weighting=weighting)
     with torch.no_grad():

@@ -17,7 +17,7 @@ KAIROS = ["--timestep_strategy", "kairos_timesteps.attach", "--timestep_strategy
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """Import the trainer and the module that the examples share."""
+    """The example's trainer, newly imported with the module that the examples share."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     for name in ("common", "trainer_option"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -27,7 +27,7 @@ def trainer(monkeypatch):
 
 
 @pytest.mark.long
-def test_without_the_option_the_package_is_not_needed(trainer, monkeypatch):
+def test_without_the_option_the_package_is_not_required(trainer, monkeypatch):
     expected = trainer.main([*SMALL, "--steps", "3"])
     monkeypatch.setitem(sys.modules, "kairos_timesteps", None)  # its import fails
     assert trainer.main([*SMALL, "--steps", "3"]) == expected
@@ -36,7 +36,7 @@ def test_without_the_option_the_package_is_not_needed(trainer, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["uniform", "log_normal+bell", "loss_rms"])
-def test_with_the_option_losses_are_those_of_the_explicit_form(trainer, name):
+def test_with_the_option_losses_equal_those_of_the_explicit_form(trainer, name):
     common = import_module("common")
     torch.manual_seed(3)
     data = common.images(None, 8)
@@ -75,9 +75,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trainer, tmp_path, more):
     assert first + second == expected
 
 
-def test_any_package_fits_the_option(trainer, monkeypatch):
+def test_the_option_accepts_strategies_of_any_package(trainer, monkeypatch):
     class Middle:
-        """Always t = 1/2."""
+        """Strategy that always returns t = 1/2."""
 
         def __init__(self, process, optimizer, network, time, seed, scale):
             self.scale = scale

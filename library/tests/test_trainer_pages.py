@@ -1,6 +1,6 @@
-"""Pages of trainers that are read and not run: their lines on a small network, with the trainer's formula of x_t.
+"""Code of the pages of trainers that are not run in tests: it runs with a small network and the trainer's x_t.
 
-The formulas are those of the trainers' sources, written anew. No code of a trainer runs here.
+The formulas of x_t are reimplemented from the trainers' sources. No code of a trainer runs here.
 """
 
 import re
@@ -27,12 +27,12 @@ BATCH = 6
 
 
 def blocks(page: str) -> list[str]:
-    """Python blocks of a page."""
+    """Return the Python blocks of a page."""
     return re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
-class Trained:
-    """A network with an optimizer, latents and noise, as local variables of a trainer."""
+class TrainerVariables:
+    """Network, optimiser, latents and noise, as local variables of a trainer."""
 
     def __init__(self, shape: tuple[int, ...] = (4, 8, 8)):
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ class Trained:
         return names
 
     def step(self, timesteps: Attached, t: Tensor, noised: Callable[..., Tensor], times: Tensor | None = None) -> None:
-        """Check the convention of time, and take a step whose loss the strategy has seen."""
+        """Check the convention of time, and take a step whose loss the strategy observes."""
         times = t if times is None else times
         x_t = noised(self.latents, self.noise, times.double().view(-1, *[1] * (self.latents.ndim - 1)))
         timesteps.check(self.latents, self.noise, x_t, times)
@@ -74,8 +74,8 @@ def data_is_one(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("page", ["sit", "lightningdit"])
-def test_transport(page):
-    case, transport = Trained(), Namespace()
+def test_the_pages_of_sit_and_lightningdit_work(page):
+    case, transport = TrainerVariables(), Namespace()
     names = case.run(
         page,
         {"opt": case.optimizer, "model": case.network, "args": Namespace(global_seed=1), "transport": transport},
@@ -85,8 +85,8 @@ def test_transport(page):
     case.step(names["timesteps"], names["t"], data_is_one)
 
 
-def test_repa():
-    case, loss_fn = Trained(), Namespace()
+def test_the_page_of_repa_works():
+    case, loss_fn = TrainerVariables(), Namespace()
     names = case.run(
         "repa",
         {"optimizer": case.optimizer, "model": case.network, "loss_fn": loss_fn},
@@ -96,8 +96,8 @@ def test_repa():
     case.step(names["timesteps"], names["time_input"].flatten(), noise_is_one)
 
 
-def test_flow_matching():
-    case = Trained()
+def test_the_page_of_flow_matching_works():
+    case = TrainerVariables()
 
     def model(x_t, t, extra):
         return case.network(x_t)
@@ -108,17 +108,17 @@ def test_flow_matching():
     case.step(names["timesteps"], names["t"], data_is_one)
 
 
-def test_k_diffusion_keeps_the_trainers_loss():
-    """EDM's weight on the error of x0 is the trainer's loss of the preconditioned target."""
-    case = Trained()
+def test_the_page_of_k_diffusion_keeps_the_loss_of_the_trainer():
+    """The weight of EDM on the error of x0 equals the trainer's loss of the preconditioned target."""
+    case = TrainerVariables()
     local = {"opt": case.optimizer, "inner_model": case.network, "model_config": {"sigma_data": 0.7}}
     names = case.run("k-diffusion", local | {"reals": case.latents, "losses": case.errors})
     torch.testing.assert_close(names["loss"], case.errors.mean(), rtol=1e-5, atol=0)
     case.step(names["timesteps"], names["sigma"], lambda x0, noise, sigma: x0 + sigma * noise)
 
 
-def test_kohya():
-    case = Trained()
+def test_the_page_of_kohya_works():
+    case = TrainerVariables()
     alphas = torch.from_numpy(kairos_timesteps.make_schedule("scaled_linear").alphas_cumprod).float()
     self = Namespace(get_noise_scheduler=lambda args, device: Namespace(alphas_cumprod=alphas))
     accelerator = Namespace(device="cpu", register_for_checkpointing=lambda state: None)
@@ -141,9 +141,9 @@ def test_kohya():
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 8), (4, 2, 8, 8)])
-def test_musubi(shape, monkeypatch):
+def test_the_page_of_musubi_works(shape, monkeypatch):
     class QwenImageNetworkTrainer:
-        """The trainer, which calls the methods in this order."""
+        """Trainer that calls its methods in the order of musubi."""
 
         def train(self, case):
             self.on_train_start(Namespace(seed=None, resume=False), None, case.network, None, case.optimizer)
@@ -155,7 +155,7 @@ def test_musubi(shape, monkeypatch):
             assert loss.ndim == 0
             return x_t, times
 
-    case = Trained(shape)
+    case = TrainerVariables(shape)
     script = types.ModuleType("qwen_image_train_network")
     script.QwenImageNetworkTrainer = QwenImageNetworkTrainer
     script.main = lambda: None
@@ -170,8 +170,8 @@ def test_musubi(shape, monkeypatch):
     case.step(trainer.timesteps, t, noise_is_one)
 
 
-def test_onetrainer():
-    """Indices have the density, and their noise levels the weights of kairos."""
+def test_the_page_of_onetrainer_works():
+    """Indices have the density of kairos, and their noise levels the weights of kairos."""
     generator = torch.Generator().manual_seed(0)
     count = 200_000
     draw, loss = blocks("onetrainer")
@@ -191,8 +191,8 @@ def test_onetrainer():
     np.testing.assert_allclose(ratio[bell > 0.01], ratio[bell > 0.01].mean(), rtol=1e-3)
 
 
-def test_simpletuner():
-    case, model = Trained(), Namespace()
+def test_the_page_of_simpletuner_works():
+    case, model = TrainerVariables(), Namespace()
     model.get_trained_component = lambda unwrap_model: case.network
     accelerator = Namespace(register_for_checkpointing=lambda state: None)
     trainer = Namespace(model=model, optimizer=case.optimizer, accelerator=accelerator, config=Namespace(seed=None))
@@ -203,14 +203,14 @@ def test_simpletuner():
     case.step(model.timesteps, names["sigmas"], noise_is_one)
 
 
-def test_ai_toolkit():
-    case = Trained()
+def test_the_page_of_ai_toolkit_works():
+    case = TrainerVariables()
     self = Namespace(sd=Namespace(unet=None), network=case.network, optimizer=case.optimizer)
     names = case.run("ai-toolkit", {"self": self, "latents": case.latents, "loss": case.errors})
     case.step(self.timesteps, names["timesteps"] / 1000, noise_is_one)
 
 
-def test_diffusion_pipe():
+def test_the_page_of_diffusion_pipe_works():
     local = {"kairos_timesteps": kairos_timesteps, "torch": torch, "bs": 20_000, "latents": torch.zeros(1)}
     torch.manual_seed(0)
     (code,) = blocks("diffusion-pipe")
@@ -222,8 +222,8 @@ def test_diffusion_pipe():
         assert (random["t"] < expected).double().mean() == pytest.approx(quantile, abs=0.02)
 
 
-def test_torchtitan():
-    case = Trained()
+def test_the_page_of_torchtitan_works():
+    case = TrainerVariables()
     self = Namespace(parallel_dims=Namespace(dp_enabled=False), config=Namespace(debug=Namespace(seed=None)))
     self.optimizers, self.model_parts = Namespace(optimizers=[case.optimizer]), [case.network]
     names = case.run("torchtitan", {"self": self, "labels": case.latents})
@@ -231,7 +231,7 @@ def test_torchtitan():
 
 
 class Studio:
-    """AnimaLoraStudio's loop as far as it calls its timestep sampler."""
+    """Loop of AnimaLoraStudio, reduced to the calls of its timestep sampler."""
 
     def __init__(self, sampler: Any, seed: int = 0):
         self.sampler, self.global_step, self.times = sampler, 0, []
@@ -249,7 +249,7 @@ class Studio:
         self.sampler.maybe_refresh(self.global_step)
 
 
-def test_animalorastudio(monkeypatch):
+def test_the_page_of_animalorastudio_works(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
     from animalorastudio_sampler import KairosSampler, build
 
