@@ -163,9 +163,9 @@ def test_step_and_time_factors_against_uniform_have_intervals(built):
         == ("1.00×", "")
     )
     assert formatting.format_factor(rows["log_normal"].step_factor) == ("not reached", "in 5 of 5 seeds")
-    assert 0 < rows["p2"].step_factor.missed_seeds < 5
+    assert 0 < rows["p2"].step_factor.missed_seed_count < 5
     assert np.isnan(rows["p2"].step_factor.value)  # seeds that miss the value are not left out
-    assert f"in {rows['p2'].step_factor.missed_seeds} of 5 seeds" in read_page(built)
+    assert f"in {rows['p2'].step_factor.missed_seed_count} of 5 seeds" in read_page(built)
 
 
 def test_the_time_factor_includes_the_cost_of_a_step(small):

@@ -31,9 +31,10 @@ def format_number(value: float | None, digits: int = 3) -> str:
     """Format a number with `digits` significant digits and separated thousands; a dash if it is missing."""
     if value is None or not math.isfinite(value):
         return NONE
-    if abs(value) >= 10 ** (digits - 1) or value == int(value):
+    has_digits_before_point = abs(value) >= 10 ** (digits - 1)  # at least `digits` of them
+    if has_digits_before_point or value == int(value):
         return f"{value:,.0f}"
-    return f"{value:#.{digits}g}"
+    return f"{value:#.{digits}g}"  # "#" keeps zeros at the end, as in 0.500
 
 
 def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -> str:
@@ -46,31 +47,42 @@ def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -
         return NONE
     if std is None or not 1e-9 * abs(value) < std < math.inf:  # smaller ones are rounding errors
         return format_number(value, digits)
-    decimals = min(max(0, 1 - math.floor(math.log10(std))), 8)
+    order_of_magnitude = math.floor(math.log10(std))  # 0 for 1 to 9.9, -1 for 0.1 to 0.99
+    decimals = min(max(0, 1 - order_of_magnitude), 8)
     return f"{value:,.{decimals}f} ± {std:.{decimals}f}"
 
 
 def format_factor(factor: "Ratio | None") -> tuple[str, str]:
-    """Format a cost factor and its interval; instead, name the number of seeds that do not reach the baseline."""
+    """Format a cost factor and its interval over seeds, such as ``1.52×`` and ``1.31–1.77``.
+
+    If a seed does not reach the baseline's final value, the texts are ``not reached`` and ``in 2 of 5 seeds``. The
+    second text is empty with one seed.
+    """
     if factor is None:
         return NONE, ""
-    if factor.missed_seeds:
-        return "not reached", f"in {factor.missed_seeds} of {factor.seed_count} seeds" if factor.seed_count > 1 else ""
+    if factor.missed_seed_count:
+        seeds = f"in {factor.missed_seed_count} of {factor.seed_count} seeds" if factor.seed_count > 1 else ""
+        return "not reached", seeds
     interval = f"{factor.low:.2f}–{factor.high:.2f}" if factor.low < factor.high else ""
     return f"{factor.value:.2f}×", interval
 
 
 def format_change(ratio: "Ratio | None") -> tuple[str, str]:
-    """Format a ratio as a difference in per cent, and the interval of that difference."""
+    """Format a ratio as a difference in per cent, and the interval of that difference.
+
+    The texts are, for example, ``−12.5 %`` and ``−15.1 to −9.8 %``; the second one is empty with one seed.
+    """
     if ratio is None or not math.isfinite(ratio.value):
         return NONE, ""
-    value, low, high = (_format_percentage(part) for part in (ratio.value, ratio.low, ratio.high))
-    return f"{value} %", f"{low} to {high} %" if ratio.low < ratio.high else ""
+    interval = ""
+    if ratio.low < ratio.high:
+        interval = f"{_format_percentage(ratio.low)} to {_format_percentage(ratio.high)} %"
+    return f"{_format_percentage(ratio.value)} %", interval
 
 
 def _format_percentage(ratio: float) -> str:
     """Format the difference of a ratio from 1 in per cent, with a sign and without the unit."""
-    return f"{100 * (ratio - 1):+,.1f}".replace("-", "−")
+    return f"{100 * (ratio - 1):+,.1f}".replace("-", "−")  # a minus sign instead of the hyphen
 
 
 def format_p_value(ratio: "Ratio | None") -> str:
@@ -82,12 +94,16 @@ def format_p_value(ratio: "Ratio | None") -> str:
 
 def join_names(names: Sequence[str]) -> str:
     """Join names to a list in a sentence, such as ``a, b and c``."""
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+    if len(names) == 1:
+        return names[0]
+    return ", ".join(names[:-1]) + " and " + names[-1]
 
 
 def format_count(count: int, unit: str, units: str | None = None) -> str:
     """Format a count with its unit, such as ``1 seed`` or ``1,600 steps``; `units` is an irregular plural."""
-    return f"{count:,} {unit if count == 1 else units or unit + 's'}"
+    if count == 1:
+        return f"1 {unit}"
+    return f"{count:,} {units or unit + 's'}"
 
 
 def describe_sample_sets(evaluation: Any) -> str:
@@ -99,9 +115,9 @@ def format_duration(seconds: float | None) -> str:
     """Format a duration, such as ``0.4 s``, ``75 s``, ``12.5 min`` or ``3.2 h``."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 3 * size:
-            return f"{seconds / size:.1f} {unit}"
+    for unit, unit_seconds in (("h", 3600), ("min", 60)):
+        if seconds >= 3 * unit_seconds:
+            return f"{seconds / unit_seconds:.1f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 

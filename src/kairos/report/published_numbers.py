@@ -104,7 +104,7 @@ def judge_claim(results: Results) -> str:
     curve, baseline_curve = build_curve(common, claim.method), build_curve(common, claim.baseline)
     factor = compute_cost_factor(curve, baseline_curve, "steps" if claim.cost == "steps" else "seconds_by_seed")
     value, interval = formatting.format_factor(factor)
-    if factor is None or factor.missed_seeds:
+    if factor is None or factor.missed_seed_count:
         judgement = interval or "in no seed"
     elif not factor.low < factor.high:
         judgement = "which decides nothing, being of one seed"

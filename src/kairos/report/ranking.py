@@ -2,13 +2,14 @@
 
 All methods of a seed share initial weights, data order and noise, so methods are compared seed by seed. Every pair gets
 a two-sided paired t-test on the logarithm of the final distance. The p-values are corrected after Holm (Scand. J.
-Statist. 6, 1979) over all pairs. So at most 5 % of the tables of methods that differ only by chance name a difference.
-It was 9 to 13 % for methods whose logarithms have equal means but skewed noise, ten times larger for some. Nothing is
-tested with fewer than five seeds.
+Statist. 6, 1979) over all pairs. If methods differ only by chance, at most 5 % of such tables contain a difference. The
+t-test assumes normal noise: with skewed noise, ten times larger for some methods, 9 to 13 % of the tables contain one.
+Nothing is tested with fewer than five seeds.
 """
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,6 @@ NOT_MOVED = 0.01  # total variation distance from the start below which a learne
 MIN_SEEDS = 5  # common to all methods, to rank them: fewer show little of how much seeds matter
 SIGNIFICANCE_LEVEL = 0.05  # share of tables of equal methods that may name a difference; an interval misses as often
 _VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
-_RatioArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # ratio, low and high end of its interval, p-value
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,32 @@ class Ratio:
         value: geometric mean.
         low, high: interval of this ratio alone; NaN with one seed.
         p_value: of distances, corrected over the table; NaN if nothing is tested.
-        missed_seeds: of cost factors, number of seeds that do not reach the baseline's final value. If it is not 0,
-            `value` is NaN.
-        seed_count: number of seeds.
+        missed_seed_count: of cost factors, number of seeds that do not reach the baseline's final value. If it is not
+            0, `value` is NaN.
+        seed_count: of cost factors, number of seeds.
     """
 
     value: float
     low: float
     high: float
     p_value: float = math.nan
-    _: KW_ONLY
-    missed_seeds: int = 0
+    missed_seed_count: int = 0
     seed_count: int = 0
+
+
+class RatioArrays(NamedTuple):
+    """Many ratios at once, as arrays of one shape.
+
+    Attributes:
+        values: geometric means.
+        low, high: ends of the 95 % intervals.
+        p_values: p-values of the hypothesis that a ratio is 1.
+    """
+
+    values: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    p_values: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -136,27 +150,33 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     common = measurements.common_part
     curves = [build_curve(common, method) for method in common.methods]
     final_values = np.array([curve.values_by_seed[:, -1] for curve in curves])  # (methods, seeds)
-    is_common_seed = (np.isfinite(final_values) & (final_values > 0)).all(axis=0)
-    final_values = final_values[:, is_common_seed]
-    tests = compare_pairs(np.log(final_values))
-    ratios, _, _, p_values = tests
-    ends_below = (p_values < SIGNIFICANCE_LEVEL) & (ratios < 1)  # [a, b]: a ends below b
+    has_logarithm = np.isfinite(final_values) & (final_values > 0)
+    final_values = final_values[:, has_logarithm.all(axis=0)]  # of the seeds that all methods have
+    ratios = compare_pairs(np.log(final_values))
+    ends_below = (ratios.p_values < SIGNIFICANCE_LEVEL) & (ratios.values < 1)  # [a, b]: a ends below b
     baseline = common.methods.index(common.baseline) if common.baseline else None
     comparisons = []
-    for k, (method, curve) in enumerate(zip(common.methods, curves)):
+    for index, (method, curve) in enumerate(zip(common.methods, curves)):
         ratio_to_baseline = step_factor = time_factor = None
         if baseline is not None:
             step_factor = compute_cost_factor(curve, curves[baseline], "steps")
             time_factor = compute_cost_factor(curve, curves[baseline], "seconds_by_seed")
-            if k != baseline:
-                ratio_to_baseline = Ratio(*(float(array[k, baseline]) for array in tests))
+            if index != baseline:
+                ratio_to_baseline = Ratio(
+                    value=float(ratios.values[index, baseline]),
+                    low=float(ratios.low[index, baseline]),
+                    high=float(ratios.high[index, baseline]),
+                    p_value=float(ratios.p_values[index, baseline]),
+                )
+        methods_below = int(ends_below[:, index].sum())
+        methods_above = int(ends_below[index].sum())
         losses = {name: common.values_of(method, name).iloc[:, -1] for name in _VALIDATION_LOSSES}
         comparison = MethodComparison(
             method=method,
             curve=curve,
             seed_count=final_values.shape[1],
-            first_rank=1 + int(ends_below[:, k].sum()),
-            last_rank=len(curves) - int(ends_below[k].sum()),
+            first_rank=1 + methods_below,
+            last_rank=len(curves) - methods_above,
             ratio_to_baseline=ratio_to_baseline,
             validation_losses={name: _mean_and_std(values) for name, values in losses.items()},
             step_factor=step_factor,
@@ -166,29 +186,40 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     return sorted(comparisons, key=lambda comparison: comparison.curve.mean[-1])
 
 
-def compare_pairs(log_distances: np.ndarray) -> _RatioArrays:
+def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
     """Compare every pair of methods over seeds, in one table or in many at once.
 
     Args:
         log_distances: logarithm of the final distance, (..., methods, seeds).
 
     Returns:
-        Geometric mean of a's distance over b's, low and high end of its 95 % interval, and p-value corrected over all
-        pairs: each (..., methods, methods), indexed [a, b]. P-values are NaN with fewer than five seeds.
+        Ratios of a's distance to b's, with p-values corrected over all pairs. Arrays are (..., methods, methods),
+        indexed [a, b]. P-values are NaN with fewer than five seeds.
     """
-    ratios, low, high, raw = _geometric_mean_ratio(log_distances[..., :, None, :] - log_distances[..., None, :, :])
-    if log_distances.shape[-1] < MIN_SEEDS:
-        return ratios, low, high, np.full(raw.shape, np.nan)
-    first, second = np.triu_indices(log_distances.shape[-2], 1)
-    p_values = np.nan_to_num(raw[..., first, second], nan=1.0)  # NaN: both methods are equal for every seed
-    # Holm: multiply the sorted p-values by the number of pairs that remain, and keep the products ascending
-    order = p_values.argsort(axis=-1)
-    stepped = np.take_along_axis(p_values, order, axis=-1) * np.arange(len(first), 0, -1)
-    stepped = np.maximum.accumulate(stepped, axis=-1).clip(max=1)
-    corrected = np.ones(raw.shape)
-    corrected[..., first, second] = np.take_along_axis(stepped, order.argsort(axis=-1), axis=-1)
+    log_ratios = log_distances[..., :, None, :] - log_distances[..., None, :, :]  # (..., methods, methods, seeds)
+    ratios = _geometric_mean_ratio(log_ratios)
+    method_count, seed_count = log_distances.shape[-2:]
+    if seed_count < MIN_SEEDS:
+        return ratios._replace(p_values=np.full(ratios.values.shape, np.nan))
+    first, second = np.triu_indices(method_count, 1)  # every pair once: [a, b] and [b, a] have equal p-values
+    raw = np.nan_to_num(ratios.p_values[..., first, second], nan=1.0)  # NaN: both methods are equal for every seed
+    corrected = np.ones(ratios.values.shape)
+    corrected[..., first, second] = _correct_after_holm(raw)
     corrected[..., second, first] = corrected[..., first, second]
-    return ratios, low, high, corrected
+    return ratios._replace(p_values=corrected)
+
+
+def _correct_after_holm(p_values: np.ndarray) -> np.ndarray:
+    """Correct p-values for multiple testing after Holm: (..., tests), corrected over the last axis.
+
+    The smallest p-value is multiplied by the number of tests n, the next by n - 1, and so on. A product below an
+    earlier one is raised to it, and no product exceeds 1.
+    """
+    order = p_values.argsort(axis=-1)
+    products = np.take_along_axis(p_values, order, axis=-1) * np.arange(p_values.shape[-1], 0, -1)
+    corrected = np.maximum.accumulate(products, axis=-1).clip(max=1)
+    original_order = order.argsort(axis=-1)
+    return np.take_along_axis(corrected, original_order, axis=-1)
 
 
 def crossing_cost(costs: np.ndarray, values: np.ndarray, target: float) -> float:
@@ -211,11 +242,21 @@ def crossing_cost_just_below(costs: np.ndarray, values: np.ndarray, target: floa
 
 
 def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, reached: np.ndarray) -> float:
-    """Interpolate the cost of `target` between the first snapshot of `reached` and the snapshot before it."""
-    indices = np.flatnonzero(reached)
-    if not len(indices):
+    """Interpolate the cost of `target` between the first snapshot that reaches it and the snapshot before.
+
+    Args:
+        costs: steps or seconds at the snapshots, (snapshots,).
+        values: distances at the snapshots, (snapshots,).
+        target: distance to reach.
+        reached: True for the snapshots that reach the target, (snapshots,).
+    """
+    if not reached.any():
         return math.nan
-    span = slice(max(indices[0] - 1, 0), indices[0] + 1)  # the snapshots before and after, or the first alone
+    first_reached = int(reached.argmax())
+    if first_reached == 0:
+        return float(costs[0])
+    span = slice(first_reached - 1, first_reached + 1)
+    # np.interp needs ascending values; distances descend from the snapshot before to the one that reaches the target
     return float(np.interp(-target, -values[span], costs[span]))
 
 
@@ -241,13 +282,16 @@ def highest_cost_ratio(
 
 
 def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
-    """Compute the highest factor by which a method needs fewer steps than the baseline, without step 0, over seeds."""
-    trained = curve.steps > 0
-    steps = curve.steps[trained]
-    seeds = zip(baseline.values_by_seed[:, trained], curve.values_by_seed[:, trained])
-    factors = [highest_cost_ratio(steps, baseline_values, steps, values) for baseline_values, values in seeds]
-    value, low, high, _ = map(float, _geometric_mean_ratio(np.log(np.array(factors))))
-    return Ratio(value, low, high, seed_count=len(factors))
+    """Compute the highest factor by which a method needs fewer steps than the baseline, over seeds.
+
+    The snapshot before training (step 0) is left out: all methods are equal there.
+    """
+    is_trained = curve.steps > 0
+    steps = curve.steps[is_trained]
+    values_of_both = zip(baseline.values_by_seed[:, is_trained], curve.values_by_seed[:, is_trained])
+    factors = [highest_cost_ratio(steps, baseline_values, steps, values) for baseline_values, values in values_of_both]
+    mean = _geometric_mean_ratio(np.log(np.array(factors)))
+    return Ratio(float(mean.values), float(mean.low), float(mean.high), seed_count=len(factors))
 
 
 def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | None:
@@ -262,14 +306,28 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
         The factor; None without a clock, or if the baseline never improved on its start.
     """
     targets = baseline.values_by_seed[:, -1]
-    costs = np.broadcast_to(getattr(curve, cost), curve.values_by_seed.shape)
-    baseline_costs = np.broadcast_to(getattr(baseline, cost), baseline.values_by_seed.shape)
-    needed = np.array(list(map(crossing_cost, baseline_costs, baseline.values_by_seed, targets)))
-    spent = np.array(list(map(crossing_cost, costs, curve.values_by_seed, targets)))
-    if not np.isfinite(costs).all() or not (needed > 0).all() or (spent == 0).any():
+    baseline_costs = _costs_of_targets(baseline, cost, targets)
+    method_costs = _costs_of_targets(curve, cost, targets)
+    has_clock = np.isfinite(getattr(curve, cost)).all()
+    if not has_clock or not (baseline_costs > 0).all() or (method_costs == 0).any():
         return None
-    value, low, high, _ = map(float, _geometric_mean_ratio(np.log(needed / spent)))
-    return Ratio(value, low, high, missed_seeds=int(np.isnan(spent).sum()), seed_count=len(spent))
+    mean = _geometric_mean_ratio(np.log(baseline_costs / method_costs))
+    missed_seed_count = int(np.isnan(method_costs).sum())
+    return Ratio(
+        value=float(mean.values),
+        low=float(mean.low),
+        high=float(mean.high),
+        missed_seed_count=missed_seed_count,
+        seed_count=len(targets),
+    )
+
+
+def _costs_of_targets(curve: Curve, cost: str, targets: np.ndarray) -> np.ndarray:
+    """Return the cost at which each seed reaches its target, (seeds,); NaN for a seed that does not reach it."""
+    # steps are common to all seeds, seconds are not
+    costs_by_seed = np.broadcast_to(getattr(curve, cost), curve.values_by_seed.shape)
+    seeds = zip(costs_by_seed, curve.values_by_seed, targets)
+    return np.array([crossing_cost(costs, values, target) for costs, values, target in seeds])
 
 
 def distance_from_start(run: RunResults) -> float | None:
@@ -277,8 +335,10 @@ def distance_from_start(run: RunResults) -> float | None:
 
     NaN if the distance is unknown.
     """
+    if not run.learns_sampler:
+        return None
     distance = run.last_snapshot.record["strategy"].get("tv_from_start")
-    return float(math.nan if distance is None else distance) if run.learns_sampler else None
+    return math.nan if distance is None else float(distance)
 
 
 def has_not_moved(run: RunResults) -> bool:
@@ -287,20 +347,28 @@ def has_not_moved(run: RunResults) -> bool:
     An unknown distance counts as not moved.
     """
     distance = distance_from_start(run)
-    return distance is not None and not distance >= NOT_MOVED
+    if distance is None:
+        return False
+    return math.isnan(distance) or distance < NOT_MOVED
 
 
-def _geometric_mean_ratio(log_ratios: np.ndarray) -> _RatioArrays:
-    """Return the geometric mean over the last axis, its 95 % interval, and the p-value of the mean being 1.
+def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
+    """Return the geometric mean of ratios over seeds, its 95 % interval, and the p-value of the mean being 1.
 
     Interval and p-value are NaN with one seed; all are NaN without seeds.
+
+    Args:
+        log_ratios: logarithms of the ratios, (..., seeds).
     """
-    if log_ratios.shape[-1] < 2:
-        nothing = np.full(log_ratios.shape[:-1], np.nan)
-        return np.exp(log_ratios[..., 0]) if log_ratios.shape[-1] else nothing, nothing, nothing, nothing
+    seed_count = log_ratios.shape[-1]
+    unknown = np.full(log_ratios.shape[:-1], np.nan)
+    if seed_count == 0:
+        return RatioArrays(unknown, unknown, unknown, unknown)
+    if seed_count == 1:
+        return RatioArrays(np.exp(log_ratios[..., 0]), unknown, unknown, unknown)
     test = stats.ttest_1samp(log_ratios, 0, axis=-1)
     low, high = test.confidence_interval(1 - SIGNIFICANCE_LEVEL)
-    return np.exp(log_ratios.mean(axis=-1)), np.exp(low), np.exp(high), test.pvalue
+    return RatioArrays(np.exp(log_ratios.mean(axis=-1)), np.exp(low), np.exp(high), test.pvalue)
 
 
 def _mean_and_std(values: "pd.Series[float]") -> tuple[float, float]:
