@@ -76,8 +76,8 @@ def _one(
 def train_in_mesh(specifications: list[Any]) -> dict[str, list[dict[str, Any]]]:
     """Train on four ranks, of which two have the first half of the batch and two the second; returns draws and states.
 
-    The strategy gets the ranks over which the batch is split as a process group or as one dimension of a mesh. Draws get
-    `index` and `total` with the process group alone.
+    The strategy gets the ranks over which the batch is split as a process group or as one dimension of a mesh. Draws
+    get `index` and `total` with the process group alone.
     """
     mesh = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     half, group = mesh.get_local_rank("data"), mesh.get_group("data")
