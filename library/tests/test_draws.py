@@ -20,7 +20,7 @@ U = np.linspace(0, 1, 1001)
 
 def make_strategy(name, process="cosine", weighting="none", **options):
     """Return a strategy whose sampler has options."""
-    return kairos_timesteps.Strategy(f"{name}+{weighting}", process, flow_sampler=options, prediction="v")
+    return kairos_timesteps.Strategy(f"{name}+{weighting}", process, sampler=options, prediction="v")
 
 
 def flow_sampler(name, **options):
@@ -100,7 +100,7 @@ def test_draws_have_a_time_for_each_frame_or_one_time_for_the_batch():
 
 @pytest.mark.parametrize("name", ["loss_rms", "loss_mean", "info_rate"])
 def test_samplers_learn_from_several_times_of_a_sample(name):
-    strategy = kairos_timesteps.Strategy(name, "flow", flow_sampler={"start": 1, "frequency": 1})
+    strategy = kairos_timesteps.Strategy(name, "flow", sampler={"start": 1, "frequency": 1})
     draw = strategy.draw(BATCH, times=(3,))
     strategy.loss(draw, torch.ones(16, 3))
     with strategy.observe(draw):
