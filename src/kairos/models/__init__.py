@@ -33,15 +33,16 @@ def build(
         ConfigError: the backbone cannot be conditioned on a condition, or one is listed twice.
         KairosError: the model needs a condition that the data set lacks.
     """
-    wanted = model.get("conditions") or []
+    names = model.get("conditions") or []
     check_conditions_accepted(model)
-    missing = [name for name in wanted if name not in conditions]
+    missing = [name for name in names if name not in conditions]
     if missing:
         raise KairosError(
             f"model.conditions: got {missing}, allowed: conditions of the data set: {sorted(conditions) or 'none'}"
         )
-    described = {name: conditions[name] for name in wanted}
-    return MODELS.build(*split(model), shape, described, outputs or shape[0])
+    model_conditions = {name: conditions[name] for name in names}
+    name, options = split(model)
+    return MODELS.build(name, options, shape, model_conditions, outputs or shape[0])
 
 
 def check_conditions_accepted(model: dict[str, Any]) -> None:
@@ -54,7 +55,8 @@ def check_conditions_accepted(model: dict[str, Any]) -> None:
     accepted = MODELS.entry(model["name"]).facts.get("takes")
     if accepted is None:  # a plugin's backbone that does not list its conditions
         return
-    if set(conditions) - set(accepted) or len(set(conditions)) < len(conditions):
+    has_duplicates = len(set(conditions)) < len(conditions)
+    if set(conditions) - set(accepted) or has_duplicates:
         allowed = f"{', '.join(accepted)}; each once" if accepted else "none"
         raise ConfigError(f"model.conditions: got {conditions}, allowed with {model['name']}: {allowed}")
 

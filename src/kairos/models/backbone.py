@@ -28,17 +28,21 @@ class NullText(nn.Module):
 
     def __init__(self, description: dict[str, Any], axes: int):
         super().__init__()
-        shape, kind = tuple(description["shape"]), description.get("null", "empty")
+        shape = tuple(description["shape"])
+        null = description.get("null", "empty")
         if len(shape) != axes:
             takes = "one vector" if axes == 1 else "a sequence of vectors"
             raise KairosError(
                 f"model.conditions: got text of shape {shape} per image, allowed with this model: {takes}"
             )
-        value = torch.zeros(shape) if kind == "empty" else torch.randn(shape) / shape[-1] ** 0.5
-        if kind == "empty" and description.get("empty") is not None:
+        if null != "empty":
+            value = torch.randn(shape) / shape[-1] ** 0.5
+        elif description.get("empty") is not None:
             value = torch.tensor(description["empty"], dtype=torch.float32)
+        else:
+            value = torch.zeros(shape)
         self.value: Tensor
-        if kind == "learned":
+        if null == "learned":
             self.value = nn.Parameter(value)
         else:
             self.register_buffer("value", value)
@@ -64,9 +68,11 @@ class Backbone(nn.Module):
     def __init__(self, options: Any, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__()
         self.options: Any = options
-        self.shape, self.conditions, self.outputs = shape, conditions, outputs
-        self._images = [name for name, item in conditions.items() if item["kind"] == "image"]
-        self.inputs = shape[0] + sum(conditions[name]["shape"][0] for name in self._images)
+        self.shape = shape
+        self.conditions = conditions
+        self.outputs = outputs
+        self._image_conditions = [name for name, item in conditions.items() if item["kind"] == "image"]
+        self.inputs = shape[0] + sum(conditions[name]["shape"][0] for name in self._image_conditions)
 
     def config(self) -> dict[str, Any]:
         """Return the content of config.json, which describes the weights for use outside kairos."""
@@ -101,18 +107,19 @@ class Backbone(nn.Module):
             KairosError: weights are missing, unknown, or of another shape; the message contains their names.
         """
         current = self.weights()
-        loaded = self.to_kairos_names(weights)
-        buffer_names = dict(self.named_buffers())
-        loaded = {name: value for name, value in current.items() if name in buffer_names} | loaded
+        buffer_names = {name for name, _ in self.named_buffers()}
+        current_buffers = {name: value for name, value in current.items() if name in buffer_names}
+        loaded = current_buffers | self.to_kairos_names(weights)
         if problem := describe_mismatch(current, loaded):
             raise KairosError(f"the weights do not fit {type(self).__name__} as configured; {problem}")
         self.load_weights(loaded)
 
     def with_image_conditions(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return x with the image conditions as further channels, (batch, inputs, height, width)."""
-        if not self._images:
+        if not self._image_conditions:
             return x
-        return torch.cat([x, *(conditions[name].to(x.dtype) for name in self._images)], dim=1)
+        images = [conditions[name].to(x.dtype) for name in self._image_conditions]
+        return torch.cat([x, *images], dim=1)
 
     def patch_grid(self, patch: int) -> tuple[int, int]:
         """Return the number of rows and of columns of patches with side `patch`.
@@ -128,8 +135,10 @@ class Backbone(nn.Module):
     def unpatchify(self, patches: Tensor, patch: int) -> Tensor:
         """Reshape patches (batch, tokens, patch * patch * outputs), row by row, to (batch, outputs, height, width)."""
         _, height, width = self.shape
-        values = patches.view(len(patches), height // patch, width // patch, patch, patch, self.outputs)
-        return values.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), self.outputs, height, width)
+        batch, rows, columns = len(patches), height // patch, width // patch
+        pixels = patches.view(batch, rows, columns, patch, patch, self.outputs)
+        pixels = pixels.permute(0, 5, 1, 3, 2, 4)  # (batch, outputs, rows, patch, columns, patch)
+        return pixels.reshape(batch, self.outputs, height, width)
 
 
 def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> str:
@@ -148,10 +157,10 @@ def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> 
         ],
     }
     descriptions = []
-    for kind, names in problems.items():
+    for problem, names in problems.items():
         if names:
             more = ", …" if len(names) > 5 else ""
-            descriptions.append(f"{kind}: {', '.join(names[:5])}{more}")
+            descriptions.append(f"{problem}: {', '.join(names[:5])}{more}")
     return "; ".join(descriptions)
 
 
@@ -164,7 +173,7 @@ def apply_padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) ->
         factor: divisor of both sides that the network needs.
     """
     height, width = x.shape[-2:]
-    extra_rows, extra_columns = -height % factor, -width % factor
+    extra_rows, extra_columns = -height % factor, -width % factor  # up to the next multiple of `factor`
     if extra_rows == 0 and extra_columns == 0:
         return network(x)
     top, left = extra_rows // 2, extra_columns // 2

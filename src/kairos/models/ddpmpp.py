@@ -17,7 +17,9 @@ _SUM_SCALE = math.sqrt(0.5)  # keeps the variance of a sum of two branches
 
 def _norm(channels: int) -> nn.GroupNorm:
     """Return a group normalisation with at most 32 groups, of at least 4 channels each if possible."""
-    return nn.GroupNorm(math.gcd(min(32, channels // 4), channels), channels, eps=1e-6)
+    most_groups = min(32, channels // 4)
+    groups = math.gcd(most_groups, channels)  # divides the channels, as GroupNorm demands
+    return nn.GroupNorm(groups, channels, eps=1e-6)
 
 
 class ResidualBlock(nn.Module):
@@ -65,8 +67,9 @@ class ResidualBlock(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         """Return single-head self-attention over the pixels of x, shape of x; the softmax is in float32 or more."""
-        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, -1).unbind(2)  # each (batch, channels, pixels)
-        logits = torch.einsum("bcq,bck->bqk", q, k / math.sqrt(x.shape[1]))
+        batch, channels = x.shape[:2]
+        q, k, v = self.qkv(x).reshape(batch, channels, 3, -1).unbind(2)  # each (batch, channels, pixels)
+        logits = torch.einsum("bcq,bck->bqk", q, k / math.sqrt(channels))
         weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
         return torch.einsum("bqk,bck->bcq", weights, v).reshape(x.shape)
 
@@ -79,24 +82,29 @@ class DDPMpp(Backbone):
 
     def __init__(self, options: DdpmppOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
-        channels, width, levels = options.channels, 4 * options.channels, len(options.multipliers)
-        self._factor = 2 ** (levels - 1)
+        channels, levels = options.channels, len(options.multipliers)
+        embedding_width = 4 * channels
+        self._factor = 2 ** (levels - 1)  # the levels halve sides that it divides
         self._classes = conditions["class"]["num_classes"] if "class" in conditions else 0
         self.map_label = nn.Linear(self._classes, channels) if self._classes else None
         self.map_augment = nn.Linear(options.augment, channels, bias=False) if options.augment else None
-        self.map_layer0, self.map_layer1 = nn.Linear(channels, width), nn.Linear(width, width)
+        self.map_layer0 = nn.Linear(channels, embedding_width)
+        self.map_layer1 = nn.Linear(embedding_width, embedding_width)
 
-        padded_sides = [-(-side // self._factor) * self._factor for side in shape[1:]]
-        level_sides = [[side >> level for side in padded_sides] for level in range(levels)]
-        level_names = [f"{rows}x{columns}" for rows, columns in level_sides]
-        level_attends = [rows in options.attention for rows, _ in level_sides]
+        height, width = (math.ceil(side / self._factor) * self._factor for side in shape[1:])
+        level_names, level_attends = [], []
+        for level in range(levels):
+            rows, columns = height // 2**level, width // 2**level
+            level_names.append(f"{rows}x{columns}")  # the published names of weights contain it
+            level_attends.append(rows in options.attention)
         skip_channels = self._build_encoder(level_names, level_attends)
         self._build_decoder(level_names, level_attends, skip_channels)
         self._initialise()
 
     def _block(self, inputs: int, outputs: int, attention: bool = False, scale: float = 1) -> ResidualBlock:
         """Return a residual block with the width of the time embedding and the dropout of this network."""
-        return ResidualBlock(inputs, outputs, 4 * self.options.channels, self.options.dropout, attention, scale)
+        width, dropout = 4 * self.options.channels, self.options.dropout
+        return ResidualBlock(inputs, outputs, width, dropout, attention=attention, scale=scale)
 
     def _build_encoder(self, level_names: list[str], level_attends: list[bool]) -> list[int]:
         """Add the encoder `enc` and return the channels of its layers' outputs, which the decoder concatenates."""
@@ -110,7 +118,8 @@ class DDPMpp(Backbone):
                 skip_channels.append(channels)
             level_channels = multiplier * self.options.channels
             for number in range(self.options.blocks):
-                self.enc[f"{name}_block{number}"] = self._block(channels, level_channels, level_attends[level])
+                block = self._block(channels, level_channels, attention=level_attends[level])
+                self.enc[f"{name}_block{number}"] = block
                 channels = level_channels
                 skip_channels.append(channels)
         return skip_channels
@@ -129,8 +138,9 @@ class DDPMpp(Backbone):
                 self.dec[f"{name}_up"] = self._block(channels, channels, scale=2)
             level_channels = self.options.multipliers[level] * self.options.channels
             for number in range(self.options.blocks + 1):
-                attends = level_attends[level] and number == self.options.blocks
-                block = self._block(channels + skip_channels.pop(), level_channels, attends)
+                is_last = number == self.options.blocks
+                attention = level_attends[level] and is_last
+                block = self._block(channels + skip_channels.pop(), level_channels, attention=attention)
                 self.dec[f"{name}_block{number}"] = block
                 channels = level_channels
         self.dec[f"{level_names[0]}_aux_norm"] = _norm(channels)
@@ -170,8 +180,8 @@ class DDPMpp(Backbone):
             embedding = embedding + self.map_label(one_hot * math.sqrt(self._classes))
         if self.map_augment is not None:
             labels = conditions.get("augment")
-            if labels is None:
-                labels = embedding.new_zeros(len(t), 9)
+            if labels is None:  # sampling: images without augmentation
+                labels = embedding.new_zeros(len(t), self.options.augment)
             embedding = embedding + self.map_augment(labels)
         for layer in (self.map_layer0, self.map_layer1):
             embedding = nn.functional.silu(layer(embedding))
@@ -183,12 +193,13 @@ class DDPMpp(Backbone):
         for layer in self.enc.values():
             x = layer(x, embedding) if isinstance(layer, ResidualBlock) else layer(x)
             skips.append(x)
-        *blocks, (_, norm), (_, last) = self.dec.items()
-        for name, block in blocks:
+        *decoder_blocks, final_norm, final_conv = self.dec.items()  # pairs of name and module
+        for name, block in decoder_blocks:
             if "_block" in name:  # the other blocks change the resolution or are the bottleneck
                 x = torch.cat([x, skips.pop()], dim=1)
             x = block(x, embedding)
-        return last(nn.functional.silu(norm(x)))
+        normalised = final_norm[1](x)
+        return final_conv[1](nn.functional.silu(normalised))
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of EDM's wrapper by kairos' names, without the constant filters of resampling."""

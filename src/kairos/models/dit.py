@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, NullText
 from kairos.models.layers import Attention, build_mlp, build_sequence, embed_time
-from kairos.models.registries import DiTOptions
+from kairos.models.registries import TransformerOptions
 from kairos_timesteps.errors import KairosError
 
 _FREQUENCIES = 256  # width of the sinusoidal embedding of t
@@ -32,7 +32,13 @@ class AdaLNBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, *attention_arguments: Tensor) -> Tensor:
-        """Return tokens (batch, tokens, width), given tokens x and the embedding c (batch, width)."""
+        """Return tokens (batch, tokens, width).
+
+        Args:
+            x: tokens, (batch, tokens, width).
+            c: embedding of t and conditions, (batch, width).
+            attention_arguments: further arguments of the attention.
+        """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1), *attention_arguments)
         return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
@@ -76,7 +82,9 @@ class DiT(Backbone):
         KairosError: patches do not divide the size, or the text is a sequence.
     """
 
-    def __init__(self, options: DiTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
+    def __init__(
+        self, options: TransformerOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int
+    ):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
         self.x_embedder = build_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
@@ -117,7 +125,8 @@ class DiT(Backbone):
 
     def embed(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return tokens of x, (batch, tokens, width), and the embedding of t and conditions, (batch, width)."""
-        tokens = self.x_embedder(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2) + self.pos_embed
+        patches = self.x_embedder(self.with_image_conditions(x, conditions))  # (batch, width, rows, columns)
+        tokens = patches.flatten(2).transpose(1, 2) + self.pos_embed
         c = self.t_embedder["mlp"](embed_time(t, _FREQUENCIES))
         if "class" in self.conditions:
             c = c + self.y_embedder["embedding_table"](conditions["class"])
@@ -138,17 +147,23 @@ class DiT(Backbone):
 
 
 def _positions(width: int, grid: tuple[int, int]) -> Tensor:
-    """Return the sin-cos embedding of a grid of patches, (rows * columns, width).
+    """Return the sin-cos embedding of the positions in a grid of patches, (rows * columns, width).
 
-    Half of the width is for the column, half for the row.
+    The four quarters of the width are sine and cosine of the column, then sine and cosine of the row.
+
+    Args:
+        width: width of the embedding.
+        grid: number of rows and of columns.
 
     Raises:
         KairosError: the width is no multiple of 4.
     """
     if width % 4:
         raise KairosError(f"model.width: got {width}, allowed: a multiple of 4")
-    rates = 1.0 / 10_000 ** (torch.arange(width // 4, dtype=torch.float64) / (width / 4))
-    rows, columns = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
+    quarter = width // 4
+    rates = 1.0 / 10_000 ** (torch.arange(quarter, dtype=torch.float64) / quarter)
+    row_numbers, column_numbers = (torch.arange(side, dtype=torch.float64) for side in grid)
+    rows, columns = torch.meshgrid(row_numbers, column_numbers, indexing="ij")
     features = []
     for positions in (columns, rows):
         angles = positions.reshape(-1, 1) * rates[None]

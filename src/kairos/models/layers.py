@@ -13,7 +13,7 @@ def embed_time(t: Tensor, width: int, shift: int = 0) -> Tensor:
     Args:
         t: timesteps or real numbers, (batch,).
         width: width of the embedding, an even number.
-        shift: 1: the rates fall from 1 to 1/10,000; 0: they stop one step before.
+        shift: 1: the rates fall from 1 to 1/10,000; 0: the smallest rate is one step above 1/10,000.
     """
     half = width // 2
     rates = torch.exp(-math.log(10_000) * torch.arange(half, dtype=torch.float32, device=t.device) / (half - shift))
@@ -49,17 +49,22 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention output of tokens x, (batch, tokens, width)."""
-        return self.attend(self.qkv(x))
+        return self.attend_packed(self.qkv(x))
 
-    def attend(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the attention output, (batch, tokens, width), of queries, keys and values (batch, tokens, 3 * width).
+    def attend_packed(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the attention output, (batch, tokens, width), of packed queries, keys and values.
 
-        `bias`, (…, heads, tokens, tokens), is added to the logits.
+        Args:
+            qkv: queries, keys and values in this order, (batch, tokens, 3 * width).
+            bias: numbers to add to the logits, ([batch,] heads, tokens, tokens).
         """
         batch, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         q, k, v = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        bias = None if bias is None else bias.to(q.dtype).expand(batch, -1, -1, -1)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (batch, heads, tokens, …)
+        if bias is not None:
+            bias = bias.to(q.dtype).expand(batch, -1, -1, -1)
+        attended = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias
+        )  # (batch, heads, tokens, head width)
         return self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
 
 

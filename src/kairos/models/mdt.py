@@ -3,6 +3,8 @@
 Parameter names are those of the published checkpoints.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -11,20 +13,33 @@ from kairos.models.dit import AdaLNBlock, DiT, initialise
 from kairos.models.layers import Attention
 from kairos.models.registries import MDTOptions
 
+_UNUSED_OFFSETS = 3  # rows at the end of the published bias tables that no pair of patches uses
+
 
 class BiasedAttention(Attention):
-    """Attention with a learned bias for each head and each offset between two patches."""
+    """Attention with a learned bias for each head and each offset between two patches.
 
-    def __init__(self, width: int, heads: int, distances: int):
+    Args:
+        width: width of the tokens.
+        heads: number of heads.
+        offsets: rows of the bias table, at least one for each offset.
+    """
+
+    def __init__(self, width: int, heads: int, offsets: int):
         super().__init__(width, heads)
-        table = nn.Parameter(nn.init.normal_(torch.empty(distances, heads), std=0.02))
+        table = nn.Parameter(nn.init.normal_(torch.empty(offsets, heads), std=0.02))
         self.rel_pos_bias = nn.ParameterDict({"relative_position_bias_table": table})
 
-    def forward(self, x: Tensor, distances: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the attention output of x; `distances` are rows of the bias table, ([batch,] tokens, tokens)."""
+    def forward(self, x: Tensor, offset_rows: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the attention output, (batch, tokens, width).
+
+        Args:
+            x: tokens, (batch, tokens, width).
+            offset_rows: row of the bias table for each pair of tokens, ([batch,] tokens, tokens).
+        """
         table = self.rel_pos_bias["relative_position_bias_table"]
-        bias = nn.functional.embedding(distances, table).movedim(-1, -3)  # ([batch,] heads, tokens, tokens)
-        return self.attend(self.qkv(x), bias.contiguous())  # fused attention needs contiguous rows
+        bias = nn.functional.embedding(offset_rows, table).movedim(-1, -3)  # ([batch,] heads, tokens, tokens)
+        return self.attend_packed(self.qkv(x), bias.contiguous())  # fused attention needs contiguous rows
 
 
 class MDT(DiT):
@@ -39,26 +54,22 @@ class MDT(DiT):
     """
 
     def __init__(self, options: MDTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
-        rows, columns = -(-shape[1] // options.patch), -(-shape[2] // options.patch)
-        self.distances = (2 * rows - 1) * (
-            2 * columns - 1
-        ) + 3  # the published table has three rows more, which are unused
+        _, height, width = shape
+        rows, columns = math.ceil(height / options.patch), math.ceil(width / options.patch)
+        # set before the base class builds the blocks, whose attention has one row per offset between two patches
+        self._offset_count = (2 * rows - 1) * (2 * columns - 1) + _UNUSED_OFFSETS
         super().__init__(options, shape, conditions, outputs)
         self.pos_embed.requires_grad_()
         self.decoder_pos_embed = nn.Parameter(self.pos_embed.detach().clone())
         self.sideblocks = nn.ModuleList([self.build_block()])
         initialise(self.sideblocks)
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(1, 1, options.width), std=0.02))
-        patch_index = torch.arange(rows * columns)
-        row, column = patch_index // columns, patch_index % columns
-        down = row[:, None] - row + rows - 1  # offsets between two patches, shifted to start at 0
-        right = column[:, None] - column + columns - 1
-        self.register_buffer("distance", down * (2 * columns - 1) + right, persistent=False)  # (tokens, tokens)
+        self.register_buffer("_offset_rows", _pairwise_offsets(rows, columns), persistent=False)  # (tokens, tokens)
 
     def build_block(self) -> AdaLNBlock:
         """Build one transformer block."""
         width, heads = self.options.width, self.options.heads
-        return AdaLNBlock(width, BiasedAttention(width, heads, self.distances), self.options.mlp_ratio)
+        return AdaLNBlock(width, BiasedAttention(width, heads, self._offset_count), self.options.mlp_ratio)
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a published file's weights without the constant index of every block."""
@@ -67,19 +78,20 @@ class MDT(DiT):
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return the prediction, (batch, outputs, height, width)."""
         tokens, c = self.embed(x, t, conditions)
-        split = len(self.blocks) - self.options.decoder_depth
-        encoder_blocks, decoder_blocks = list(self.blocks)[:split], list(self.blocks)[split:]
+        blocks = list(self.blocks)
+        encoder_depth = len(blocks) - self.options.decoder_depth
+        encoder_blocks, decoder_blocks = blocks[:encoder_depth], blocks[encoder_depth:]
         if "mask" in conditions:
             tokens = self._encode_visible(encoder_blocks, tokens, c, self._visible_patches(conditions["mask"]))
         else:
             for block in encoder_blocks:
-                tokens = block(tokens, c, self.distance)
+                tokens = block(tokens, c, self._offset_rows)
             tokens = tokens + self.decoder_pos_embed
             if self.training:  # adds 0: DistributedDataParallel waits for gradients of all parameters
                 unused = (self.mask_token, *self.sideblocks.parameters())
                 tokens = tokens + 0 * torch.stack([parameter.sum() for parameter in unused]).sum()
         for block in decoder_blocks:
-            tokens = block(tokens, c, self.distance)
+            tokens = block(tokens, c, self._offset_rows)
         return self.to_image(tokens, c)
 
     def _encode_visible(self, blocks: list[nn.Module], tokens: Tensor, c: Tensor, visible: Tensor) -> Tensor:
@@ -97,17 +109,30 @@ class MDT(DiT):
         # index, not gather and scatter: their deterministic kernels on a GPU sort an index for every number
         index = torch.arange(len(visible), device=visible.device)[:, None], visible
         visible_tokens = tokens[index]
-        distance = self.distance[visible[:, :, None], visible[:, None]]
+        offset_rows = self._offset_rows[visible[:, :, None], visible[:, None]]  # (batch, visible, visible)
         for block in blocks:
-            visible_tokens = block(visible_tokens, c, distance)
+            visible_tokens = block(visible_tokens, c, offset_rows)
         is_hidden = torch.ones_like(tokens[:, :, :1], dtype=torch.bool).scatter(1, visible[:, :, None], False)
         mask_tokens = self.mask_token.to(visible_tokens.dtype).expand_as(tokens)
         tokens = mask_tokens.index_put(index, visible_tokens) + self.decoder_pos_embed
-        return torch.where(is_hidden, self.sideblocks[0](tokens, c, self.distance), tokens)
+        return torch.where(is_hidden, self.sideblocks[0](tokens, c, self._offset_rows), tokens)
 
     def _visible_patches(self, mask: Tensor) -> Tensor:
         """Return the ascending indices of the patches that `mask` (batch, height, width) does not hide, (batch, n)."""
         patch = self.options.patch
-        numbers = mask[:, ::patch, ::patch].flatten(1)
-        count = max(1, int(numbers.shape[1] * (1 - self.options.ratio)))
-        return numbers.argsort(1)[:, :count].sort(1).values
+        corners = mask[:, ::patch, ::patch].flatten(1)  # the number at the first pixel of each patch, (batch, patches)
+        visible_count = max(1, int(corners.shape[1] * (1 - self.options.ratio)))
+        return corners.argsort(1)[:, :visible_count].sort(1).values
+
+
+def _pairwise_offsets(rows: int, columns: int) -> Tensor:
+    """Return the row of the bias table for each pair of patches of a grid, int64 (patches, patches).
+
+    The row depends on the offset between the two patches alone: there are 2 rows - 1 vertical and 2 columns - 1
+    horizontal offsets.
+    """
+    patch = torch.arange(rows * columns)
+    row, column = patch // columns, patch % columns
+    vertical = row[:, None] - row + (rows - 1)  # from 0
+    horizontal = column[:, None] - column + (columns - 1)  # from 0
+    return vertical * (2 * columns - 1) + horizontal

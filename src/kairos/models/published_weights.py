@@ -32,7 +32,7 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
     if not state_dicts or not all(state_dicts):
         keys = ", ".join(map(str, list(content)[:8])) or "none"
         raise KairosError(f"{path}: contains no weights; its keys: {keys}")
-    return state_dicts[0], state_dicts[-1]
+    return state_dicts[0], state_dicts[-1]  # the only one twice, if there is no average or no raw weights
 
 
 def _select_tensors(state_dict: dict[str, Any]) -> Weights:
@@ -66,6 +66,7 @@ def _open_weights(path: Path) -> dict[str, Any]:
         ):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        # torch's message names the first object that is not allowed, such as "GLOBAL torch_utils.persistence ..."
         imported = re.search(r"GLOBAL (\S+)", str(error))
         content_name = imported[1] if imported else "more than tensors and numbers"
         raise KairosError(
@@ -86,7 +87,10 @@ def _split_latent_diffusion(state: Weights) -> tuple[Weights, Weights | None]:
     """
     prefix = "model.diffusion_model."
     raw = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    average_names = {name: "model_ema." + f"diffusion_model.{name}".replace(".", "") for name in raw}
-    if not any(name in state for name in average_names.values()):
+    average_names = {}  # such as model_ema.diffusion_modelout2bias for the weight out.2.bias
+    for name in raw:
+        average_names[name] = "model_ema." + f"diffusion_model.{name}".replace(".", "")
+    if not any(average_name in state for average_name in average_names.values()):
         return raw, None
-    return raw, {name: state.get(average_name, raw[name]) for name, average_name in average_names.items()}
+    average = {name: state.get(average_name, raw[name]) for name, average_name in average_names.items()}
+    return raw, average

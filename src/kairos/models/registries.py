@@ -1,8 +1,11 @@
-"""Backbones by name, with their options and published sizes."""
+"""Backbones by name, with their options and published sizes.
+
+An option whose default is None takes its value from the published size that option `size` selects.
+"""
 
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from kairos_timesteps.errors import demand
 from kairos_timesteps.options import Options, dump, option, public_name
@@ -53,7 +56,10 @@ def check_multipliers(widths: list[int]) -> None:
 
 
 class UNetOptions(Options):
-    """A U-Net as diffusers' UNet2DModel; by default DDPM's for CIFAR-10, of 35.7 M parameters."""
+    """A U-Net as diffusers' UNet2DModel; by default DDPM's for CIFAR-10, of 35.7 M parameters.
+
+    An option whose default is None takes its value from `size`.
+    """
 
     size: str = option("ddpm", "published size, which the fields below may change", choices=("ddpm", "speed"))
     channels: int = option(None, "width of the first level", ge=8)
@@ -81,8 +87,8 @@ class UNetOptions(Options):
         check_multipliers(self.widths)
         for name in ("norm_groups", "head_channels"):
             divisor = getattr(self, name)
-            good = not any(width % (divisor or width) for width in self.widths)
-            demand(good, name, divisor, f"a divisor of every width of {self.widths}")
+            divides_all = divisor == 0 or all(width % divisor == 0 for width in self.widths)  # 0: the full width
+            demand(divides_all, name, divisor, f"a divisor of every width of {self.widths}")
 
     @property
     def widths(self) -> list[int]:
@@ -106,7 +112,10 @@ DDPMPP_SIZES: dict[str, dict[str, Any]] = {"ddpmpp": {"multipliers": [2, 2, 2]},
 
 
 class DdpmppOptions(Options):
-    """EDM's DDPM++ for CIFAR-10 (Karras et al. 2022), of 55.7 M parameters."""
+    """EDM's DDPM++ for CIFAR-10 (Karras et al. 2022), of 55.7 M parameters.
+
+    An option whose default is None takes its value from `size`.
+    """
 
     size: str = option("ddpmpp", "published size, which the fields below may change", choices=tuple(DDPMPP_SIZES))
     channels: int = option(128, "width of the first convolution", ge=8)
@@ -120,19 +129,27 @@ class DdpmppOptions(Options):
     def __post_init__(self) -> None:
         fill_unset_fields(self, DDPMPP_SIZES[self.size])
         check_multipliers(self.multipliers)
-        demand(
-            self.channels % 4 == 0, "channels", self.channels, "a multiple of 4"
-        )  # for an even time embedding and groups of 4
+        # the width of the time embedding must be even, and a normalisation's group has at least 4 channels
+        demand(self.channels % 4 == 0, "channels", self.channels, "a multiple of 4")
 
 
-def _sizes(*rows: tuple[Any, ...], **more: Any) -> dict[str, dict[str, Any]]:
-    """Return published sizes by name, given rows (name, width, depth, heads, patch); `more` are equal for all."""
-    fields = ("width", "depth", "heads", "patch")
-    return {row[0]: dict(zip(fields, row[1:], strict=True)) | more for row in rows}
+def _sizes(*rows: tuple[str, int, int, int, int], **shared: Any) -> dict[str, dict[str, Any]]:
+    """Return published sizes of transformers by name.
+
+    Args:
+        rows: name, width, depth, heads and patch of each size.
+        shared: further options, equal for all sizes.
+    """
+    return {
+        name: {"width": width, "depth": depth, "heads": heads, "patch": patch, **shared}
+        for name, width, depth, heads, patch in rows
+    }
 
 
-_WIDTHS = (("s", 384, 12, 6), ("b", 768, 12, 12), ("l", 1024, 24, 16), ("xl", 1152, 28, 16))
-DIT_SIZES = _sizes(*((f"{name}/{patch}", *row, patch) for name, *row in _WIDTHS for patch in (2, 4, 8)))
+_DIT_WIDTHS = (("s", 384, 12, 6), ("b", 768, 12, 12), ("l", 1024, 24, 16), ("xl", 1152, 28, 16))
+DIT_SIZES: dict[str, dict[str, Any]] = {}
+for _name, _width, _depth, _heads in _DIT_WIDTHS:
+    DIT_SIZES |= _sizes(*((f"{_name}/{_patch}", _width, _depth, _heads, _patch) for _patch in (2, 4, 8)))
 UVIT_SIZES = _sizes(
     ("s/2", 512, 12, 8, 2), ("s/2-deep", 512, 16, 8, 2), ("s/4", 512, 12, 8, 4), ("m/4", 768, 16, 12, 4),
     ("l/2", 1024, 20, 16, 2), convolution=True,
@@ -142,12 +159,18 @@ VIT_SIZES = _sizes(("b/2", 768, 12, 12, 2), ("xl/2", 1152, 28, 16, 2), ("printed
 _SIZE = "published size, which the fields below may change"
 
 
-class DiTOptions(Options):
-    """A diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero."""
+class TransformerOptions(Options):
+    """Options that all transformers share; each transformer's own options are in its subclass.
 
-    sizes = DIT_SIZES
+    An option whose default is None takes its value from `size`.
 
-    size: str = option("s/2", _SIZE, choices=tuple(DIT_SIZES))
+    Attributes:
+        sizes: published sizes by name; subclasses set them, and `size` selects one.
+    """
+
+    sizes: ClassVar[dict[str, dict[str, Any]]]
+
+    size: str = option("s/2", _SIZE)
     patch: int = option(None, "side of a patch", ge=1)
     width: int = option(None, "hidden width", ge=8)
     depth: int = option(None, "transformer blocks", ge=1)
@@ -160,9 +183,20 @@ class DiTOptions(Options):
         demand(self.width % self.heads == 0, "width", self.width, f"a multiple of heads = {self.heads}")
 
 
-class MDTOptions(DiTOptions):
+class DiTOptions(TransformerOptions):
+    """A diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero."""
+
+    sizes = DIT_SIZES
+
+    size: str = option("s/2", _SIZE, choices=tuple(DIT_SIZES))
+
+
+class MDTOptions(TransformerOptions):
     """The masked diffusion transformer, version 1 (Gao et al. 2023)."""
 
+    sizes = DIT_SIZES
+
+    size: str = option("s/2", _SIZE, choices=tuple(DIT_SIZES))
     decoder_depth: int = option(2, "last blocks, which process all patches in the masked pass too", ge=1)
     ratio: float = option(0.3, "share of the patches that the masked pass hides", ge=0, lt=1)
 
@@ -171,7 +205,7 @@ class MDTOptions(DiTOptions):
         demand(self.decoder_depth <= self.depth, "decoder_depth", self.decoder_depth, f"at most depth = {self.depth}")
 
 
-class UViTOptions(DiTOptions):
+class UViTOptions(TransformerOptions):
     """U-ViT (Bao et al. 2023): everything a token, long skips. Size printed: Kim et al. 2025, table 9."""
 
     sizes = UVIT_SIZES
@@ -185,7 +219,7 @@ class UViTOptions(DiTOptions):
         demand(self.width % 2 == 0, "width", self.width, "an even number")
 
 
-class ViTOptions(DiTOptions):
+class ViTOptions(TransformerOptions):
     """The plain vision transformer of Min-SNR (Hang et al. 2023); size printed: of depth 12."""
 
     sizes = VIT_SIZES
@@ -195,18 +229,20 @@ class ViTOptions(DiTOptions):
     timesteps: int = option(1000, "rows of the learned table of times: at least those of the process", ge=1)
 
 
-MODELS = Registry("model")  # `takes`: conditions of a backbone; `text`: tokens or pooled; `masks`: it can hide tokens
-_TAKES = ("class", "text", "low_resolution")
-_unet = partial(MODELS.add, code="kairos.models.unet:UNet", takes=_TAKES[::2])
+# Facts of a backbone: `takes`: its conditions; `text`: form of a text, tokens or pooled; `masks`: it can hide tokens
+MODELS = Registry("model")
+_WITHOUT_TEXT = ("class", "low_resolution")
+_WITH_TEXT = ("class", "text", "low_resolution")
+_unet = partial(MODELS.add, code="kairos.models.unet:UNet", takes=_WITHOUT_TEXT)
 _unet("unet", options=UNetOptions, help="DDPM U-Net, opens in diffusers")
 _unet("ldm_unet", options=LdmOptions, help="latent diffusion's U-Net")
 _unet("adm", options=AdmOptions, help="ADM's U-Net")
 MODELS.add("ddpmpp", "kairos.models.ddpmpp:DDPMpp", DdpmppOptions, "EDM's DDPM++", takes=("class",))
-_dit = partial(MODELS.add, takes=_TAKES, text="pooled")
+_dit = partial(MODELS.add, takes=_WITH_TEXT, text="pooled")
 _dit("dit", "kairos.models.dit:DiT", DiTOptions, "diffusion transformer in its published layout")
 _dit("mdt", "kairos.models.mdt:MDT", MDTOptions, "masked diffusion transformer", masks=True)
-MODELS.add("uvit", "kairos.models.uvit:UViT", UViTOptions, "U-ViT, long skips", takes=_TAKES, text="tokens")
-MODELS.add("vit", "kairos.models.vit:ViT", ViTOptions, "Min-SNR's vision transformer", takes=_TAKES[::2])
+MODELS.add("uvit", "kairos.models.uvit:UViT", UViTOptions, "U-ViT, long skips", takes=_WITH_TEXT, text="tokens")
+MODELS.add("vit", "kairos.models.vit:ViT", ViTOptions, "Min-SNR's vision transformer", takes=_WITHOUT_TEXT)
 
 
 def omit_overridden_size(model: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +251,8 @@ def omit_overridden_size(model: dict[str, Any]) -> dict[str, Any]:
         return model
     options = MODELS.entry(model["name"]).options
     published = dump(MODELS.parse(model["name"], {"size": model["size"]}, "model"))
-    size_fields = [public_name(field) for field in fields(options) if field.default is None]
-    if all(model.get(name) == published[name] for name in size_fields):
+    size_fields = [public_name(field) for field in fields(options) if field.default is None]  # taken from the size
+    is_overridden = any(model.get(name) != published[name] for name in size_fields)
+    if not is_overridden:
         return model
     return {name: value for name, value in model.items() if name != "size"}

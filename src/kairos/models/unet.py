@@ -1,5 +1,6 @@
 """The U-Nets of DDPM, latent diffusion and ADM: diffusers' UNet2DModel, padded to sizes that its levels can halve."""
 
+import math
 from typing import Any
 
 import torch
@@ -32,14 +33,18 @@ class UNet(Backbone):
                 f"model.pad: got false with images of {height}x{width}, allowed: sizes that are multiples of {factor} "
                 f"({len(options.widths)} levels), or pad: true"
             )
-        side = -(-height // factor) * factor
+        side = math.ceil(height / factor) * factor
         has_attention = [side // 2**level in options.attention for level in range(len(options.widths))]
         if options.resample == "resnet":
             plain_down, plain_up = "ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D"
         else:
             plain_down, plain_up = "DownBlock2D", "UpBlock2D"
         is_adm = options.embedding == "adm"
-        classes = conditions["class"]["num_classes"] + options.null_class if "class" in conditions else None
+        class_rows = None  # rows of the table of classes
+        if "class" in conditions:
+            class_rows = conditions["class"]["num_classes"]
+            if options.null_class:
+                class_rows += 1  # the row after the last class means no class
         self.unet = UNet2DModel(
             sample_size=side,
             in_channels=self.inputs,
@@ -60,33 +65,33 @@ class UNet(Backbone):
             time_embedding_dim=4 * options.channels,
             flip_sin_to_cos=is_adm,
             freq_shift=0 if is_adm else 1,
-            num_class_embeds=classes,
+            num_class_embeds=class_rows,
         )
-        if (
-            options.widths[0] != options.channels
-        ):  # ADM for 512: diffusers would embed t in the width of the first level
+        if options.widths[0] != options.channels:
+            # ADM for 512 pixels embeds t in the width `channels`, diffusers in the width of the first level
             self.unet.time_proj.num_channels = options.channels
             self.unet.time_embedding.linear_1 = nn.Linear(options.channels, 4 * options.channels)
         if options.init != "diffusers":
-            self._initialise(options.init == "ddpm")
+            self._initialise(all_layers=options.init == "ddpm")
 
     @torch.no_grad()
-    def _initialise(self, ddpm: bool) -> None:
+    def _initialise(self, all_layers: bool) -> None:
         """Initialise the last layer of every branch by 0.
 
-        With `ddpm`, initialise all other layers as DDPM's code: weights uniform by fan average, biases 0.
+        With `all_layers`, also initialise the other layers as DDPM's code: weights uniform by fan average, biases 0.
         """
         modules = list(self.unet.modules())
         for module in modules:
-            if ddpm and isinstance(module, (nn.Conv2d, nn.Linear)):
+            if all_layers and isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        branches = [module.conv2 for module in modules if isinstance(module, ResnetBlock2D)]
-        branches += [module.to_out[0] for module in modules if isinstance(module, Attention)]
-        for last in (*branches, self.unet.conv_out):
-            nn.init.zeros_(last.weight)
-            nn.init.zeros_(last.bias)
+        last_layers = [module.conv2 for module in modules if isinstance(module, ResnetBlock2D)]
+        last_layers += [module.to_out[0] for module in modules if isinstance(module, Attention)]
+        last_layers.append(self.unet.conv_out)
+        for layer in last_layers:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return the prediction, (batch, outputs, height, width)."""

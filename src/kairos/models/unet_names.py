@@ -4,11 +4,12 @@ ddpm-torch is tqch/ddpm-torch. Latent diffusion has ADM's names.
 """
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-# parts of names: diffusers' to ADM's
+# names within a block, or outside of all blocks: from diffusers to ADM
 _ADM = {
     "conv_in": "input_blocks.0.0", "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
     "class_embedding": "label_emb", "conv_norm_out": "out.0", "conv_out": "out.2",
@@ -16,16 +17,80 @@ _ADM = {
     "conv2": "out_layers.3", "conv_shortcut": "skip_connection", "group_norm": "norm", "to_out.0": "proj_out",
     "to_q": "qkv", "to_k": "qkv", "to_v": "qkv",
 }  # fmt: skip
-# parts of names: diffusers' to ddpm-torch's
-_DDPM = {
+# names within a block, or outside of all blocks: from diffusers to ddpm-torch
+_DDPM_TORCH = {
     "conv_in": "in_conv", "time_embedding.linear_1": "embed.0", "time_embedding.linear_2": "embed.2",
     "conv_norm_out": "out_conv.0", "conv_out": "out_conv.2", "time_emb_proj": "fc", "conv_shortcut": "skip",
     "group_norm": "norm", "to_out.0": "project_out", "to_q": "project_in", "to_k": "project_in", "to_v": "project_in",
 }  # fmt: skip
-# side, level, kind of module, its number, and the rest of a name
-_DIFFUSERS_NAME = re.compile(
-    r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|(?:down|up)samplers)\.(\d+)\.(.+)"
+# such as down_blocks.2.attentions.1.to_q.weight or mid_block.resnets.0.norm1.bias, see `_BlockWeight`
+_BLOCK_WEIGHT = re.compile(
+    r"(?P<side>down|up|mid)_blocks?\.(?:(?P<block>\d+)\.)?"
+    r"(?P<modules>resnets|attentions|downsamplers|upsamplers)\.(?P<index>\d+)\.(?P<parameter>.+)"
 )
+_LATENT_DIFFUSION_PREFIX = "model.diffusion_model."
+
+
+@dataclass(frozen=True)
+class _BlockWeight:
+    """Weight in a block of diffusers' U-Net, parsed from its name, such as ``down_blocks.2.attentions.1.to_q.bias``.
+
+    Attributes:
+        side: ``down``, ``mid`` or ``up``; in the example ``down``.
+        block: index of the block on its side, in the example 2. Blocks of ``up`` count from the lowest resolution.
+        modules: ``resnets``, ``attentions``, ``downsamplers`` or ``upsamplers``; in the example
+            ``attentions``.
+        index: index among these modules of the block, in the example 1.
+        parameter: name within the module, in the example ``to_q.bias``.
+    """
+
+    side: str
+    block: int
+    modules: str
+    index: int
+    parameter: str
+
+    @staticmethod
+    def parse(name: str) -> "_BlockWeight | None":
+        """Parse a name of diffusers; return None for a weight outside of all blocks, such as ``conv_in.weight``."""
+        match = _BLOCK_WEIGHT.match(name)
+        if match is None:
+            return None
+        block = int(match["block"] or 0)  # there is one middle block, without an index
+        return _BlockWeight(match["side"], block, match["modules"], int(match["index"]), match["parameter"])
+
+    @property
+    def is_attention(self) -> bool:
+        """True for a weight of attention."""
+        return self.modules == "attentions"
+
+    @property
+    def is_resampling(self) -> bool:
+        """True for a weight of a change of resolution, at the end of a block."""
+        return self.modules in ("downsamplers", "upsamplers")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Numbers that decide the published names of the weights of a U-Net.
+
+    Attributes:
+        levels: number of levels.
+        blocks: residual blocks per level; side ``up`` has one more.
+        attention_levels: levels with attention; 0 is the full resolution.
+    """
+
+    levels: int
+    blocks: int
+    attention_levels: frozenset[int]
+
+    def level_of(self, weight: _BlockWeight) -> int:
+        """Return the level of a weight on side ``down`` or ``up``."""
+        return weight.block if weight.side == "down" else self.levels - 1 - weight.block
+
+    def has_attention(self, weight: _BlockWeight) -> bool:
+        """Return True if the level of a weight has attention."""
+        return self.level_of(weight) in self.attention_levels
 
 
 def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
@@ -39,106 +104,120 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
         options: options of the model. Its `qkv` is the order of the rows of attention's qkv: by head, then q, k, v
             (legacy), or by q, k, v, then head.
     """
-    prefix = "model.diffusion_model."
-    prefixed = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-    weights = prefixed or weights
+    without_prefix = {}
+    for name, value in weights.items():
+        if name.startswith(_LATENT_DIFFUSION_PREFIX):
+            without_prefix[name.removeprefix(_LATENT_DIFFUSION_PREFIX)] = value
+    weights = without_prefix or weights
     if "conv_in.weight" in weights:  # diffusers' names already
         return weights
-    levels, blocks = len(options.widths), options.blocks
     attention_levels = set()
     for name in model:
-        if name.startswith("down_blocks") and "attentions" in name:
-            attention_levels.add(int(name.split(".")[1]))
-    is_adm = "in_conv.weight" not in weights
-    published_names = {name: _published_name(name, levels, blocks, attention_levels, is_adm) for name in model}
+        weight = _BlockWeight.parse(name)
+        if weight is not None and weight.side == "down" and weight.is_attention:
+            attention_levels.add(weight.block)
+    layout = _Layout(len(options.widths), options.blocks, frozenset(attention_levels))
+    is_ddpm_torch = "in_conv.weight" in weights
+    published_name = _ddpm_torch_name if is_ddpm_torch else _adm_name
+    published_names = {name: published_name(name, layout) for name in model}
     known = set(published_names.values())
     converted = {name: value for name, value in weights.items() if name not in known}
     for name, current in model.items():
         value = weights.get(published_names[name])
         if value is None:
             continue
-        projection = re.search(r"\.to_([qkv])\.", name)
+        projection = re.search(r"\.to_([qkv])\.", name)  # such as .to_q.
         if projection and value.numel() == 3 * current.numel():
             value = _select_projection(value, current, "qkv".index(projection[1]), options)
-        if value.numel() == current.numel():
+        if value.numel() == current.numel():  # a convolution with kernel 1 and a linear layer have different shapes
             value = value.reshape(current.shape)
         converted[name] = value
     return converted
 
 
-def _select_projection(qkv: Tensor, current: Tensor, number: int, options: Any) -> Tensor:
-    """Return the query (0), key (1) or value (2) part of attention's joint weights, (heads, rows per head, ...).
+def _select_projection(qkv: Tensor, current: Tensor, projection: int, options: Any) -> Tensor:
+    """Return the rows of one projection from attention's joint weights, (heads, rows per head, ...).
 
     Args:
         qkv: joint weights of query, key and value, 3 times the size of `current`.
         current: weights of one projection of the model.
-        number: number of the projection.
+        projection: 0 for the query, 1 for the key, 2 for the value.
         options: options of the model, see `to_diffusers_names`.
     """
     heads = current.shape[0] // (options.head_channels or current.shape[0])
     if options.qkv == "legacy":
-        return qkv.reshape(heads, 3, -1, *current.shape[1:]).select(1, number)
-    return qkv.reshape(3, heads, -1, *current.shape[1:]).select(0, number)
+        return qkv.reshape(heads, 3, -1, *current.shape[1:]).select(1, projection)
+    return qkv.reshape(3, heads, -1, *current.shape[1:]).select(0, projection)
 
 
-def _published_name(name: str, levels: int, blocks: int, attention_levels: set[int], is_adm: bool) -> str:
-    """Return the published name of a weight.
+def _ddpm_torch_name(name: str, layout: _Layout) -> str:
+    """Return ddpm-torch's name of a weight, given diffusers' name.
 
-    Args:
-        name: diffusers' name.
-        levels: number of levels.
-        blocks: residual blocks per level.
-        attention_levels: levels with attention.
-        is_adm: return ADM's name, not ddpm-torch's.
+    A block without attention is one module, and a block with attention is a pair of modules. A change of resolution
+    follows the blocks of a level. It is a pair of which the second module is the convolution. Examples with 4 levels,
+    2 blocks and attention on level 1:
+
+    * ``down_blocks.0.resnets.1.conv1.bias`` is ``downsamples.level_0.1.conv1.bias``;
+    * ``down_blocks.1.resnets.0.conv1.bias`` is ``downsamples.level_1.0.0.conv1.bias``;
+    * ``down_blocks.1.attentions.0.to_q.bias`` is ``downsamples.level_1.0.1.project_in.bias``;
+    * ``down_blocks.0.downsamplers.0.conv.bias`` is ``downsamples.level_0.2.1.bias``;
+    * ``up_blocks.0.upsamplers.0.conv.bias`` is ``upsamples.level_3.3.1.bias``;
+    * ``mid_block.resnets.1.conv1.bias`` is ``middle.2.conv1.bias``.
     """
-    table = _ADM if is_adm else _DDPM
-    parts = _DIFFUSERS_NAME.match(name)
-    if parts is None:
-        return _translate(name, table)
-    side, kind, rest = parts[1], parts[3], parts[5]
-    block_level, number = int(parts[2] or 0), int(parts[4])  # diffusers counts the blocks of `up` from the last level
-    if side == "mid":
-        middle = "middle_block" if is_adm else "middle"
-        position = 1 if kind == "attentions" else 2 * number
-        return f"{middle}.{position}.{_translate(rest, table)}"
-    level = block_level if side == "down" else levels - 1 - block_level
-    has_attention = level in attention_levels
-    if is_adm:
-        return _adm_name(side, block_level, kind, number, rest, blocks, has_attention)
-    return _ddpm_torch_name(side, level, kind, number, rest, blocks, has_attention)
+    weight = _BlockWeight.parse(name)
+    if weight is None:
+        return _translate(name, _DDPM_TORCH)
+    parameter = _translate(weight.parameter, _DDPM_TORCH)
+    if weight.side == "mid":
+        return f"middle.{_middle_index(weight)}.{parameter}"
+    level = f"{weight.side}samples.level_{layout.level_of(weight)}"
+    if weight.is_resampling:
+        blocks_before = layout.blocks if weight.side == "down" else layout.blocks + 1
+        return f"{level}.{blocks_before}.1.{weight.parameter.removeprefix('conv.')}"
+    if not layout.has_attention(weight):
+        return f"{level}.{weight.index}.{parameter}"
+    position_in_pair = 1 if weight.is_attention else 0
+    return f"{level}.{weight.index}.{position_in_pair}.{parameter}"
 
 
-def _ddpm_torch_name(side: str, level: int, kind: str, number: int, rest: str, blocks: int, has_attention: bool) -> str:
-    """Return ddpm-torch's name of a weight on side ``down`` or ``up``.
+def _adm_name(name: str, layout: _Layout) -> str:
+    """Return ADM's name of a weight, given diffusers' name.
 
-    A block with attention is a pair. Resampling is a pair with its convolution last.
+    ADM numbers the blocks through all levels of a side, and ``input_blocks.0`` is the first convolution. A change of
+    resolution is a block of its own on side ``down``, and the last module of a level's last block on side ``up``.
+    Examples with 4 levels, 2 blocks and attention on level 1:
+
+    * ``down_blocks.1.resnets.0.conv1.bias`` is ``input_blocks.4.0.in_layers.2.bias``;
+    * ``down_blocks.1.attentions.0.to_q.bias`` is ``input_blocks.4.1.qkv.bias``;
+    * ``down_blocks.0.downsamplers.0.conv.bias`` is ``input_blocks.3.0.op.bias``;
+    * ``up_blocks.2.upsamplers.0.conv.bias`` is ``output_blocks.8.2.conv.bias``;
+    * ``mid_block.resnets.1.conv1.bias`` is ``middle_block.2.in_layers.2.bias``.
     """
-    if kind.endswith("samplers"):
-        position = blocks + (side == "up")
-        return f"{side}samples.level_{level}.{position}.1.{rest.removeprefix('conv.')}"
-    pair = f".{int(kind == 'attentions')}" if has_attention else ""
-    return f"{side}samples.level_{level}.{number}{pair}.{_translate(rest, _DDPM)}"
+    weight = _BlockWeight.parse(name)
+    if weight is None:
+        return _translate(name, _ADM)
+    if weight.side == "mid":
+        return f"middle_block.{_middle_index(weight)}.{_translate(weight.parameter, _ADM)}"
+    # a level has blocks + 1 of ADM's blocks: the last is the change of resolution (down) or contains it (up)
+    index_in_level = layout.blocks if weight.is_resampling else weight.index
+    block = weight.block * (layout.blocks + 1) + index_in_level
+    module = 1 if weight.is_attention else 0
+    if weight.side == "up":
+        if weight.is_resampling:
+            module = 2 if layout.has_attention(weight) else 1
+        return f"output_blocks.{block}.{module}.{_translate(weight.parameter, _ADM)}"
+    parameter = weight.parameter
+    if parameter.startswith("conv."):  # the strided convolution of a downsampler
+        parameter = f"op.{parameter.removeprefix('conv.')}"
+    return f"input_blocks.{1 + block}.{module}.{_translate(parameter, _ADM)}"
 
 
-def _adm_name(side: str, block_level: int, kind: str, number: int, rest: str, blocks: int, has_attention: bool) -> str:
-    """Return ADM's name of a weight on side ``down`` or ``up``.
-
-    ADM numbers blocks through all levels. Resampling is a block on side ``down``, and the last part of a block on side
-    ``up``.
-    """
-    is_resampling = kind.endswith("samplers")
-    position = int(kind == "attentions")
-    block = block_level * (blocks + 1) + (blocks if is_resampling else number)
-    if side == "down":
-        if rest.startswith("conv."):
-            rest = f"op.{rest.removeprefix('conv.')}"
-        return f"input_blocks.{1 + block}.{position}.{_translate(rest, _ADM)}"
-    if is_resampling:
-        position = 1 + has_attention
-    return f"output_blocks.{block}.{position}.{_translate(rest, _ADM)}"
+def _middle_index(weight: _BlockWeight) -> int:
+    """Return the index of a module in the published middle block: residual block, attention, residual block."""
+    return 1 if weight.is_attention else 2 * weight.index
 
 
-def _translate(name: str, table: dict[str, str]) -> str:
+def _translate(name: str, module_names: dict[str, str]) -> str:
     """Return the name of a weight with the module's name translated and ``weight`` or ``bias`` kept."""
-    module, _, kind = name.rpartition(".")
-    return f"{table.get(module, module)}.{kind}"
+    module, _, parameter = name.rpartition(".")
+    return f"{module_names.get(module, module)}.{parameter}"

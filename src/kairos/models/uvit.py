@@ -28,19 +28,20 @@ class UViT(Backbone):
         width, patch, half = options.width, options.patch, options.depth // 2
         self.patches = math.prod(self.patch_grid(patch))
         self.patch_embed = build_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
-        count = 1 + self.patches
+        tokens = 1 + self.patches  # the time, and the patches
         if "class" in conditions:  # the row after the last class means no class
             self.label_emb = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
-            count += 1
+            tokens += 1
         if "text" in conditions:
             self.null = NullText(conditions["text"], axes=2)
-            tokens, text_width = conditions["text"]["shape"]
+            text_tokens, text_width = conditions["text"]["shape"]
             self.context_embed = nn.Linear(text_width, width)
-            count += tokens
-        self.pos_embed = nn.Parameter(torch.empty(1, count, width))
+            tokens += text_tokens
+        self.pos_embed = nn.Parameter(torch.empty(1, tokens, width))
 
         def build_block(skip: bool = False) -> PlainBlock:
-            return PlainBlock(width, Attention(width, options.heads, qkv_bias=False), options.mlp_ratio, 1e-5, skip)
+            attention = Attention(width, options.heads, qkv_bias=False)
+            return PlainBlock(width, attention, options.mlp_ratio, eps=1e-5, skip=skip)
 
         self.in_blocks = nn.ModuleList(build_block() for _ in range(half))
         self.mid_block = build_block()
@@ -53,17 +54,19 @@ class UViT(Backbone):
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a published file's weights; a table of classes without a row for no class (ImageNet 64) gets zeros."""
-        table = weights.get("label_emb.weight")
+        table = weights.get("label_emb.weight")  # (classes, width)
         if table is None or "class" not in self.conditions or len(table) + 1 != self.label_emb.num_embeddings:
             return weights
-        return weights | {"label_emb.weight": nn.functional.pad(table, (0, 0, 0, 1))}
+        no_class = torch.zeros_like(table[:1])
+        return weights | {"label_emb.weight": torch.cat([table, no_class])}
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return the prediction, (batch, outputs, height, width)."""
         tokens = self.patch_embed(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2)  # row by row
         condition_tokens = [embed_time(t, self.options.width)[:, None]]
         if "class" in self.conditions:
-            condition_tokens.insert(0, self.label_emb(conditions["class"])[:, None])
+            class_token = self.label_emb(conditions["class"])[:, None]
+            condition_tokens = [class_token, *condition_tokens]
         if "text" in self.conditions:
             condition_tokens.append(self.context_embed(self.null(conditions["text"])))
         tokens = torch.cat([*condition_tokens, tokens], dim=1) + self.pos_embed

@@ -23,7 +23,7 @@ class BeitAttention(Attention):
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention output of tokens x, (batch, tokens, width)."""
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        return self.attend(nn.functional.linear(x, self.qkv.weight, bias))
+        return self.attend_packed(nn.functional.linear(x, self.qkv.weight, bias))
 
 
 class ViT(Backbone):
@@ -41,9 +41,10 @@ class ViT(Backbone):
         self.time_embedding = nn.Embedding(options.timesteps, width)
         if "class" in conditions:  # the row after the last class means no class
             self.class_embedding = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
-        self.pos_embed = nn.Parameter(torch.empty(1, 1 + ("class" in conditions) + self.patches, width))
+        condition_tokens = 2 if "class" in conditions else 1  # the time, and the class
+        self.pos_embed = nn.Parameter(torch.empty(1, condition_tokens + self.patches, width))
         blocks = (
-            PlainBlock(width, BeitAttention(width, options.heads), options.mlp_ratio, 1e-6)
+            PlainBlock(width, BeitAttention(width, options.heads), options.mlp_ratio, eps=1e-6)
             for _ in range(options.depth)
         )
         self.blocks = nn.ModuleList(blocks)
@@ -55,9 +56,9 @@ class ViT(Backbone):
         """Initialise all weights as the published code."""
         nn.init.normal_(self.pos_embed, std=0.02)
         initialise_normal(self)
-        for number, block in enumerate(self.blocks, start=1):  # keeps the variance of the residuals
-            for last in (block.attn.proj, block.mlp[2]):
-                last.weight /= math.sqrt(2 * number)
+        for depth, block in enumerate(self.blocks, start=1):  # keeps the variance of the residuals
+            for last in (block.attn.proj, block.mlp.fc2):  # the last layers of the two branches
+                last.weight /= math.sqrt(2 * depth)
         self.linear_projection.weight *= 0.001
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
