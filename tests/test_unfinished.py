@@ -51,6 +51,15 @@ def test_existing_results_are_shown_and_missing_ones_listed(tree, capsys):
     assert "is missing" in capsys.readouterr().err and not (results / "report.html").exists()
 
 
+def test_the_page_shows_a_run_that_has_snapshots_and_has_not_ended(tmp_path):
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "p2"))
+    for name in ("training.json", "metrics.jsonl", "evaluation/0000400.json"):
+        (results / "p2/seed0" / name).unlink()
+    content = page_of(config, results, unfinished=True)
+    assert "p2 seed 0: evaluated up to step 200;" in content
+    assert re.search(r"<td><b>p2</b></td><td[^>]*>0</td><td[^>]*>200</td>", content)
+
+
 @pytest.mark.long
 def test_the_finished_report_replaces_the_unfinished_one_and_needs_no_network(tmp_path):
     _, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "p2"))

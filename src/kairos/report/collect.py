@@ -88,7 +88,7 @@ class RunResults:
         return bool(self.last_snapshot.record.get("learned"))
 
 
-# a run with its valid snapshots, and an error for each part that is missing or outdated
+# a run with its valid snapshots, and an error for each result that is missing or outdated
 _RunWithErrors = tuple[RunResults, list[KairosError]]
 
 
@@ -119,7 +119,7 @@ class MethodMeasurements:
         return rows.pivot(index="seed", columns="step", values="value").reindex(self.seeds).astype(float)
 
     @cached_property
-    def common_part(self) -> "MethodMeasurements":
+    def common_measurements(self) -> "MethodMeasurements":
         """Measurements up to the last snapshot that all methods have, of the seeds that all methods have there.
 
         All seeds are kept if no seed is evaluated for all methods at that snapshot.
@@ -128,12 +128,14 @@ class MethodMeasurements:
             KairosError: no snapshot after step 0 is evaluated for all methods.
         """
         trained = self.table[self.table["step"] > 0]
-        seeds_by_step = trained.groupby(["step", "method"])["seed"].agg(set).unstack()  # columns: methods
-        common_steps = seeds_by_step.reindex(columns=self.methods).dropna()
-        if common_steps.empty:
+        # a row per step and a column per method; a cell is the set of evaluated seeds, NaN if there are none
+        seed_sets = trained.groupby(["step", "method"])["seed"].agg(set).unstack().reindex(columns=self.methods)
+        seed_sets = seed_sets.dropna()  # steps that all methods have
+        if seed_sets.empty:
             raise KairosError(f"{', '.join(self.methods)}: no snapshot after step 0 is evaluated for all of them")
-        table = self.table[self.table["step"] <= common_steps.index[-1]]
-        common_seeds = set.intersection(*common_steps.iloc[-1])
+        last_common_step = seed_sets.index[-1]
+        common_seeds = set.intersection(*seed_sets.loc[last_common_step])
+        table = self.table[self.table["step"] <= last_common_step]
         if not common_seeds:
             return replace(self, table=table)
         seeds = [seed for seed in self.seeds if seed in common_seeds]
@@ -152,8 +154,8 @@ class Results:
         dataset: manifest of the data set.
         autoencoder: manifest of the autoencoder.
         jobs: time records of the jobs.
-        missing: a line per run that lacks results.
-        outdated: results that are left out because they were computed with other settings.
+        missing: a line per run that lacks results, such as ``uniform seed 1: evaluated up to step 200; <reason>``.
+        outdated: a line per change of settings that makes results outdated; these results are left out.
         notes: lines about results that count although their code or rounding differs.
     """
 
@@ -214,7 +216,12 @@ class Results:
     def measurements(self) -> MethodMeasurements:
         """Measurements of the methods, for their comparison."""
         return MethodMeasurements(
-            self.table, self.methods, self.experiment.seeds, self.primary_metric, self.baseline, self.missing
+            table=self.table,
+            methods=self.methods,
+            seeds=self.experiment.seeds,
+            metric=self.primary_metric,
+            baseline=self.baseline,
+            missing=self.missing,
         )
 
     @property
@@ -259,7 +266,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
     for _, errors in runs_with_errors:
         if errors and not unfinished:
             raise errors[0]
-    runs = [run for run, _ in runs_with_errors if _last_step(run)]
+    runs = [run for run, _ in runs_with_errors if _last_step(run) > 0]
     missing = [_describe_missing(run, errors) for run, errors in runs_with_errors if errors]
     outdated = _describe_outdated(runs_with_errors)
     if not runs:
@@ -326,8 +333,10 @@ def _describe_missing(run: RunResults, errors: list[KairosError]) -> str:
     """Describe in one line how far a run is evaluated, and at most two reasons why results are missing."""
     last_step = _last_step(run)
     progress = f"evaluated up to step {last_step:,}" if last_step else "not evaluated yet"
-    reasons = sorted((str(error).split(";")[0] for error in errors), key=lambda line: "is missing" in line)
-    return "; ".join([f"{run.method} seed {run.seed}: {progress}", *list(dict.fromkeys(reasons))[:2]])
+    problems = [str(error).partition(";")[0] for error in errors]  # the remedy follows the semicolon
+    problems.sort(key=lambda problem: "is missing" in problem)  # damaged and outdated files come first
+    distinct_problems = list(dict.fromkeys(problems))
+    return "; ".join([f"{run.method} seed {run.seed}: {progress}", *distinct_problems[:2]])
 
 
 def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...]:
@@ -351,33 +360,62 @@ def _restrict_to_runs(experiment: Experiment, runs: list[RunResults]) -> Experim
 def _read_run(
     expected: ExpectedSettings, method: str, seed: int, reference: Record, unfinished: bool
 ) -> _RunWithErrors:
-    """Read the valid snapshots of a run, and collect an error for each part that is missing or outdated."""
+    """Read the valid snapshots of a run, and collect an error for each result that is missing or outdated.
+
+    Snapshots of an unfinished experiment may belong to several runs, of which only the newest counts. Its files
+    training.json and metrics.jsonl exist once it has ended, and may belong to an earlier run before.
+    """
     folder = expected.results / method / f"seed{seed}"
-    snapshots, errors = list[SnapshotResults](), list[KairosError]()
+    errors: list[KairosError] = []
+    snapshots = _read_snapshots(expected, method, seed, reference, errors)
+    metrics, record = pd.DataFrame(), Record()
+    if unfinished and snapshots:
+        newest = snapshots[-1]
+        snapshots = _select_run(snapshots, newest.record["identity"], errors)
+        record = newest.record | {"steps": newest.step, "components": {}}  # in the form of training.json
+    with _collect_error(errors):
+        run_record = _read(folder / "training.json", "train")
+        run_metrics = pd.json_normalize(_read(folder / "metrics.jsonl", "train", _read_json_lines))
+        if not unfinished or run_record["identity"] == record.get("identity"):
+            record, metrics = run_record, run_metrics
+    timing_file = folder / "timing.jsonl"
+    timing = _read(timing_file, "train", _read_json_lines) if timing_file.exists() else []
+    run = RunResults(
+        method=method,
+        seed=seed,
+        snapshots=tuple(snapshots),
+        metrics=metrics,
+        seconds_by_step={entry["step"]: float(entry["seconds"]) for entry in timing},
+        started=datetime.fromisoformat(timing[0]["started"]) if timing else None,
+        record=record,
+    )
+    return run, errors
+
+
+def _read_snapshots(
+    expected: ExpectedSettings, method: str, seed: int, reference: Record, errors: list[KairosError]
+) -> list[SnapshotResults]:
+    """Read the valid snapshots of a run; append an error to `errors` for each one that is missing or outdated."""
+    folder = expected.results / method / f"seed{seed}"
+    snapshots = []
     for step in expected.experiment.milestones:
         with _collect_error(errors):
             path = folder / "milestones" / step_name(step) / "milestone.json"
             if changes := expected.find_changes(method, seed, path):
                 raise OutdatedError(format_changes(changes))
             snapshots.append(_read_snapshot(folder, step, reference))
-    metrics, record = pd.DataFrame(), Record()
-    if unfinished and snapshots:
-        record = snapshots[-1].record | {"components": {}}
-        identity = record["identity"]
-        other_steps = [snapshot.step for snapshot in snapshots if snapshot.record["identity"] != identity]
-        errors += [KairosError(f"step {step:,} belongs to another training run") for step in other_steps]
-        snapshots = [snapshot for snapshot in snapshots if snapshot.step not in other_steps]
-    with _collect_error(errors):
-        run_record = _read(folder / "training.json", "train")
-        run_metrics = pd.json_normalize(_read(folder / "metrics.jsonl", "train", _read_json_lines))
-        # the files of an unfinished run may belong to an earlier run
-        if not unfinished or run_record["identity"] == record.get("identity"):
-            record, metrics = run_record, run_metrics
-    timing_file = folder / "timing.jsonl"
-    timing = _read(timing_file, "train", _read_json_lines) if timing_file.exists() else []
-    seconds_by_step = {line["step"]: float(line["seconds"]) for line in timing}
-    started = datetime.fromisoformat(timing[0]["started"]) if timing else None
-    return RunResults(method, seed, tuple(snapshots), metrics, seconds_by_step, started, record), errors
+    return snapshots
+
+
+def _select_run(snapshots: list[SnapshotResults], identity: str, errors: list[KairosError]) -> list[SnapshotResults]:
+    """Return the snapshots of the run with this identity; append an error to `errors` for each other snapshot."""
+    selected = []
+    for snapshot in snapshots:
+        if snapshot.record["identity"] == identity:
+            selected.append(snapshot)
+        else:
+            errors.append(KairosError(f"step {snapshot.step:,} belongs to another training run"))
+    return selected
 
 
 def _without_other_protocols(
@@ -388,17 +426,17 @@ def _without_other_protocols(
     All evaluations stay if every one differs: they compare with each other, and the experiment that the snapshots
     record may be older than they are.
     """
-    snapshots = [snapshot for run, _ in runs_with_errors for snapshot in run.snapshots]
-    changes = {
-        id(snapshot): format_changes(expected.find_evaluation_changes(snapshot.evaluation)) for snapshot in snapshots
-    }
-    if all(changes.values()):
-        return runs_with_errors
-    kept = []
+    kept: list[_RunWithErrors] = []
     for run, errors in runs_with_errors:
-        valid = tuple(snapshot for snapshot in run.snapshots if not changes[id(snapshot)])
-        outdated = [OutdatedError(changes[id(snapshot)]) for snapshot in run.snapshots if changes[id(snapshot)]]
-        kept.append((replace(run, snapshots=valid), [*errors, *outdated]))
+        valid, outdated = list[SnapshotResults](), list[OutdatedError]()
+        for snapshot in run.snapshots:
+            if changes := expected.find_evaluation_changes(snapshot.evaluation):
+                outdated.append(OutdatedError(format_changes(changes)))
+            else:
+                valid.append(snapshot)
+        kept.append((replace(run, snapshots=tuple(valid)), [*errors, *outdated]))
+    if not any(run.snapshots for run, _ in kept):
+        return runs_with_errors
     return kept
 
 
@@ -458,20 +496,28 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
     """Read the time records of the jobs that the report depends on.
 
     These are the jobs of the experiment's methods and seeds, and the jobs of the stages that all methods share. The
-    jobs of the report and of the tracking import are left out.
+    jobs of the report and of the tracking import are left out. Records of numbers of shards or segments that the
+    experiment no longer has do not count. Examples of file names::
+
+        timing/prepare.json                            stage that all methods share
+        timing/.parts/encode.2of4.json                 shard of such a stage
+        timing/train/uniform_seed1/3.json              segment 3 of a run
+        timing/.parts/sample/uniform_seed1/3.2of4.json shard of that segment
     """
     run_names = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
     shards_folder = "timing/.parts"
-    sampling_shards, segments = experiment.sampling.shards, len(experiment.segments)
     shared_paths = sorted(folder.glob("timing/*.json"))
+    encode_paths = sorted(folder.glob(f"{shards_folder}/encode.*of{experiment.autoencoder.shards}.json"))
     run_paths = [
         *folder.glob("timing/*/*/*.json"),
-        *folder.glob(f"{shards_folder}/*/*/*of{sampling_shards}.json"),
+        *folder.glob(f"{shards_folder}/*/*/*of{experiment.sampling.shards}.json"),
     ]
-    run_paths = [path for path in sorted(run_paths) if path.parent.name in run_names]
-    run_paths = [path for path in run_paths if int(path.stem.split(".")[0]) <= segments]
-    encode_paths = sorted(folder.glob(f"{shards_folder}/encode.*of{experiment.autoencoder.shards}.json"))
-    records = [_read(path, "--timing") for path in [*shared_paths, *run_paths, *encode_paths]]
+    expected_run_paths = []
+    for path in sorted(run_paths):
+        segment = int(path.name.partition(".")[0])
+        if path.parent.name in run_names and segment <= len(experiment.segments):
+            expected_run_paths.append(path)
+    records = [_read(path, "--timing") for path in [*shared_paths, *expected_run_paths, *encode_paths]]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
 
 

@@ -33,8 +33,8 @@ _LINKS = {
     "summary.csv": "summary.csv",
     "picture": "figures/metric_vs_steps.svg",
 }
-_UNKNOWN = Ratio(math.nan, math.nan, math.nan)
-_BASELINE_TO_ITSELF = Ratio(1, math.nan, math.nan)
+_UNKNOWN = Ratio(value=math.nan, low=math.nan, high=math.nan)
+_BASELINE_TO_ITSELF = Ratio(value=1, low=math.nan, high=math.nan)
 Selection = Sequence[tuple[Results, list[str]]]  # experiments, each with its selected methods
 
 
@@ -58,17 +58,42 @@ def join_experiments(selection: Selection, baseline: str | None = None) -> Metho
         tables.append(rows.assign(experiment=label, method=rows["method"].map(new_names)))
         names += new_names.values()
     table = pd.concat(tables)
-    first_results = selection[0][0]
+    first_results, _ = selection[0]
     protocols = [results.runs[0].last_snapshot.evaluation["protocol"] for results, _ in selection]
     protocol_fields = [name for name in dict.fromkeys(chain(*protocols)) if name not in _NO_PROTOCOL]
     differences = _find_differences(table, ["metric", *_loss_settings(first_results), *protocol_fields])
     if differences:
         raise KairosError(f"not compared: the protocols of the numbers differ in {'; '.join(differences)}")
-    requested = baseline or first_results.baseline
-    matches = [name for name in names if requested in (name, name.rpartition("/")[2])]
-    demand(matches or not baseline, "--baseline", baseline, ", ".join(names))
-    seeds = sorted({*table["seed"]})
-    return MethodMeasurements(table, names, seeds, first_results.primary_metric, (matches or names)[0])
+    return MethodMeasurements(
+        table=table,
+        methods=names,
+        seeds=sorted({*table["seed"]}),
+        metric=first_results.primary_metric,
+        baseline=_choose_baseline(names, baseline, first_results.baseline),
+    )
+
+
+def _choose_baseline(names: list[str], requested: str | None, default: str | None) -> str:
+    """Return the first of the names that is the baseline: the requested method, the default one, or else any.
+
+    Args:
+        names: names of the methods, such as ``experiment/method``.
+        requested: name that the user requests, with or without its experiment.
+        default: name of the default baseline, without its experiment; it may be absent from `names`.
+
+    Raises:
+        ConfigError: the requested method is not among the names.
+    """
+    searched = requested or default
+    matches = [name for name in names if searched in (name, _method_name(name))]
+    if requested:
+        demand(matches, "--baseline", requested, ", ".join(names))
+    return matches[0] if matches else names[0]
+
+
+def _method_name(name: str) -> str:
+    """Return the method in a name such as ``experiment/method`` or ``method``."""
+    return name.rpartition("/")[2]
 
 
 def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
@@ -117,7 +142,7 @@ def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
             ratio = _BASELINE_TO_ITSELF
         row = {
             "experiment": experiments[comparison.method],
-            "method": comparison.method.rpartition("/")[2],
+            "method": _method_name(comparison.method),
             "seeds": comparison.seed_count,
             "step": int(comparison.curve.steps[-1]),
             "metric": measurements.metric,
@@ -146,13 +171,13 @@ def format_table(table: pd.DataFrame, form: str) -> str:
         return table.to_json(orient="records", indent=1, double_precision=15) + "\n"
     cells = table.map(_format_cell)
     if form == "md":
-        lines = [cells.columns, ["---"] * cells.shape[1], *cells.to_numpy(str)]
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        rows = [cells.columns, ["---"] * cells.shape[1], *cells.to_numpy(str)]
+        return "".join(f"| {' | '.join(row)} |\n" for row in rows)
     return _format_for_terminal(cells)
 
 
 def _format_for_terminal(cells: pd.DataFrame) -> str:
-    """Align columns of text for a terminal, below a line with the columns whose cells are all equal."""
+    """Align columns of text for a terminal, below a line with those columns of `_SHARED` whose cells are all equal."""
     equal_columns = [name for name in _SHARED if cells[name].nunique() == 1]
     shared = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
     padded_columns = []
@@ -160,7 +185,7 @@ def _format_for_terminal(cells: pd.DataFrame) -> str:
         width = max(map(len, [str(name), *column]))
         alignment = "<" if name in ("experiment", "method") else ">"
         padded_columns.append([f"{cell:{alignment}{width}}" for cell in (name, *column)])
-    lines = ["  ".join(line).rstrip() for line in zip(*padded_columns)]
+    lines = ["  ".join(row).rstrip() for row in zip(*padded_columns)]
     return f"{shared}\n\n" + "".join(line + "\n" for line in lines)
 
 
@@ -177,8 +202,12 @@ def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | st
         for label, file in _LINKS.items():
             if (folder / file).exists():
                 links[label] = os.path.relpath(folder / file, out.parent)
-        ranking_warnings = [] if isinstance(entry, str) else list(find_ranking_warnings([(entry[0], [])]))
-        experiments.append((folder.name, entry, links.pop("picture", None), links, ranking_warnings))
+        ranking_warnings = []
+        if not isinstance(entry, str):
+            results, _ = entry
+            ranking_warnings = list(find_ranking_warnings([(results, results.methods)]))
+        picture = links.pop("picture", None)
+        experiments.append((folder.name, entry, picture, links, ranking_warnings))
     template = formatting.load_template(Path(__file__).with_suffix(".html.jinja"))
     return template.render(formatting=formatting, experiments=experiments)
 
@@ -191,23 +220,38 @@ def find_ranking_warnings(selection: Selection) -> Iterator[str]:
 
 
 def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> Iterator[str]:
-    """Yield the notes below a comparison table: unfinished or outdated results, and seeds that are left out."""
+    """Yield the notes below a comparison table.
+
+    They report unfinished and outdated results, results that count although their code or rounding differs
+    (`Results.notes`), and seeds that are left out.
+
+    Args:
+        selection: the compared experiments, each with its selected methods.
+        measurements: the joined measurements of the selection, see `join_experiments`.
+    """
     for (results, _), label in zip(selection, _experiment_labels(selection)):
         if results.missing:
-            shown = ", ".join(line.partition(";")[0] for line in results.missing[:3])
-            yield f"{label} is unfinished, {formatting.format_count(len(results.missing), 'training run')}: {shown}"
+            # without the reason, which follows the semicolon: "uniform seed 1: evaluated up to step 200; ..."
+            progress = [line.partition(";")[0] for line in results.missing[:3]]
+            run_count = formatting.format_count(len(results.missing), "training run")
+            yield f"{label} is unfinished, {run_count}: {', '.join(progress)}"
         for changes in results.outdated:
             yield f"{label}: results of other settings are left out: {changes}"
-        yield from (f"{label}: {note}" for note in results.notes)
-    if left_out := [str(seed) for seed in measurements.seeds if seed not in measurements.common_part.seeds]:
-        seeds = formatting.join_names(left_out)
+        for note in results.notes:
+            yield f"{label}: {note}"
+    common_seeds = measurements.common_measurements.seeds
+    omitted_seeds = [str(seed) for seed in measurements.seeds if seed not in common_seeds]
+    if omitted_seeds:
+        seeds = formatting.join_names(omitted_seeds)
         yield f"left out, since not all methods have them at the last common snapshot: seeds {seeds}"
 
 
 def _experiment_labels(selection: Selection) -> list[str]:
     """Return the name of each experiment, or its results folder if two experiments have the same name."""
     names = [results.experiment.experiment for results, _ in selection]
-    return names if len(set(names)) == len(names) else [str(results.folder) for results, _ in selection]
+    if len(set(names)) < len(names):
+        return [str(results.folder) for results, _ in selection]
+    return names
 
 
 def _format_cell(value: object) -> str:

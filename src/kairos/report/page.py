@@ -36,7 +36,7 @@ def render_page(results: Results, figures: Path, interactive_figures: dict[str, 
     last_snapshot = results.runs[0].last_snapshot
     protocol = last_snapshot.evaluation["protocol"]
     metrics_of_runs = [run.last_snapshot.evaluation["metrics"] for run in results.runs]
-    common = results.measurements.common_part
+    common = results.measurements.common_measurements
 
     def final_value(method: str, column: str) -> float:
         """Return a column of a method at the last common snapshot, mean over seeds."""

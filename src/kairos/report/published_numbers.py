@@ -83,7 +83,7 @@ def published_csv(results: Results) -> str:
 
 def compute_accelerations(results: Results) -> Iterator[Acceleration]:
     """Compute SpeeD's acceleration of every method over the baseline, or over the first method without a baseline."""
-    common = results.measurements.common_part
+    common = results.measurements.common_measurements
     baseline = results.baseline or results.methods[0]
     for method in results.methods:
         if method != baseline:
@@ -100,7 +100,7 @@ def judge_claim(results: Results) -> str:
     claim = results.experiment.claim
     if claim is None or not {claim.method, claim.baseline} <= {*results.methods}:
         return ""
-    common = results.measurements.common_part
+    common = results.measurements.common_measurements
     curve, baseline_curve = build_curve(common, claim.method), build_curve(common, claim.baseline)
     factor = compute_cost_factor(curve, baseline_curve, "steps" if claim.cost == "steps" else "seconds_by_seed")
     value, interval = formatting.format_factor(factor)

@@ -147,7 +147,7 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
         KairosError: no snapshot after step 0 is evaluated for all methods.
     """
     measurements = results.measurements if isinstance(results, Results) else results
-    common = measurements.common_part
+    common = measurements.common_measurements
     curves = [build_curve(common, method) for method in common.methods]
     final_values = np.array([curve.values_by_seed[:, -1] for curve in curves])  # (methods, seeds)
     has_logarithm = np.isfinite(final_values) & (final_values > 0)
