@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,10 +29,6 @@ _ROUNDING = (
     "training.threads", "training.deterministic", "training.compile", "autoencoder.encode_batch_size",
     "text_encoder.batch_size",
 )  # fmt: skip
-_HASHES = {  # section: manifest of its stage, field of the hash in it, and field of the hash in a snapshot's record
-    "dataset": ("dataset/manifest.json", "content_sha256", "dataset_sha256"),
-    "autoencoder": ("autoencoder/manifest.json", "sha256", "autoencoder_sha256"),
-}
 _EVALUATION_FIELDS = {  # setting: field of an evaluation's protocol
     "num_samples": "n_samples",
     "sets": "sets",
@@ -40,6 +36,27 @@ _EVALUATION_FIELDS = {  # setting: field of an evaluation's protocol
     "precision": "eval_precision",
 }
 _DEVICES = {"auto": ("cpu", "cuda")}  # a snapshot does not record which of the two computed it
+
+
+class _StageHash(NamedTuple):
+    """Where the hash of a stage's result is recorded.
+
+    Attributes:
+        manifest: manifest of the stage, which contains the present hash.
+        manifest_field: field of the hash in the manifest.
+        record_field: field of the hash in a snapshot's record.
+    """
+
+    manifest: str
+    manifest_field: str
+    record_field: str
+
+
+_STAGE_HASHES = {  # by section of the experiment file
+    "dataset": _StageHash("dataset/manifest.json", "content_sha256", "dataset_sha256"),
+    "autoencoder": _StageHash("autoencoder/manifest.json", "sha256", "autoencoder_sha256"),
+}
+_STAGE_SECTIONS = ("dataset", "autoencoder", "text_encoder")  # sections of the stages before training
 
 
 @dataclass(frozen=True)
@@ -62,8 +79,8 @@ class Change:
 
 def format_changes(changes: Sequence[Change]) -> str:
     """Format the first three changes in one line, with the number of further changes."""
-    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
-    return ", ".join(str(change) for change in changes[:3]) + more
+    shown = ", ".join(str(change) for change in changes[:3])
+    return f"{shown} and {len(changes) - 3} more" if len(changes) > 3 else shown
 
 
 class ExpectedSettings:
@@ -78,6 +95,7 @@ class ExpectedSettings:
         self.experiment, self.results = experiment, results
         self.plain = experiment.plain()
         self._manifests: dict[str, Record] = {}
+        # caches of this object: a decorated method would keep every object alive
         self._settings_of = cache(self._collect_settings)
         self.identities = cache(self._compute_identities)
         self.snapshot_record = cache(_read_snapshot_record)
@@ -96,16 +114,9 @@ class ExpectedSettings:
         changes = [change for change in self._find_all_changes(method, record) if change.field not in _ROUNDING]
         if changes and record["identity"] in self.identities(method, seed):
             # the training settings are equal by content, e.g. after training.start_from has moved
-            changes = [change for change in changes if _section(change) in ("dataset", "autoencoder", "text_encoder")]
-        for section, (manifest, _, _) in _HASHES.items():
-            before, now = self._stage_hashes(section, record)
-            if before != now:
-                explained = any(_section(change) == section for change in changes)
-                changes += [] if explained else [Change(f"{section} (SHA-256)", before[:12], now[:12])]
-            elif now and _is_newer(self.results / manifest, path):  # the stage ran again with an equal result
-                changes = [
-                    change for change in changes if _section(change) != section or change.field in _READ_BY_ENCODE
-                ]
+            changes = [change for change in changes if _section(change) in _STAGE_SECTIONS]
+        for section in _STAGE_HASHES:
+            changes = self._compare_stage_hashes(section, changes, record, path)
         if record["seed"] != seed:
             changes.append(Change("seed", record["seed"], seed))
         return changes or self._find_latents_change(method, seed, record)
@@ -152,22 +163,18 @@ class ExpectedSettings:
         latents = self._read_manifest("latents")
         if not latents:
             return []
-        device = self.plain["training"]["device"].partition(":")[0]
-        kinds = _DEVICES.get(device, (device,))
+        device = self.plain["training"]["device"].partition(":")[0]  # cuda:1 is of kind cuda
+        device_kinds = _DEVICES.get(device, (device,))
         with suppress(ConfigError):  # the file of training.start_from does not exist
-            return [compute_identity(self.plain, method, seed, latents, kind)["identity"] for kind in kinds]
+            return [compute_identity(self.plain, method, seed, latents, kind)["identity"] for kind in device_kinds]
         return []
 
     def _collect_settings(self, method: str) -> Record:
         """Collect the settings that decide the results of a method, by section."""
-        dataset, autoencoder = self.plain["dataset"], self.plain["autoencoder"]
-        unused = ("path", "scaling", "shards") if autoencoder["kind"] == "train" else ("shards",)
-        fields_by_kind = {"none": ("kind",), "pretrained": ("kind", "path", "scaling", "encode_batch_size")}
-        all_used = [name for name in autoencoder if name not in unused]
-        autoencoder_fields = fields_by_kind.get(autoencoder["kind"], all_used)
+        dataset = self.plain["dataset"]
         return {
             "dataset": {name: value for name, value in dataset.items() if name not in _NO_EFFECT},
-            "autoencoder": {name: autoencoder[name] for name in autoencoder_fields},
+            "autoencoder": _select_used_fields(self.plain["autoencoder"]),
             "text_encoder": self.plain["text_encoder"],
             "model": self.plain["model"],
             "diffusion": self.plain["diffusion"],
@@ -189,11 +196,30 @@ class ExpectedSettings:
         recorded = record["config"] | {"methods": {method: recorded_method}}
         return _compare_settings(self._settings_of(method), recorded)
 
-    def _stage_hashes(self, section: str, record: Record) -> tuple[str, str]:
-        """Return the hash of a stage's result in a snapshot's record, and the present one; both empty if unknown."""
-        _, manifest_field, record_field = _HASHES[section]
-        before, now = record[record_field], self._read_manifest(section).get(manifest_field)
-        return (before, now) if before and now else ("", "")
+    def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
+        """Return `changes`, corrected by the hash of a stage's result in a snapshot's record and by the present hash.
+
+        If the hashes differ although no setting of the section has changed, the hash itself is the change. If they are
+        equal and the stage ran again after the snapshot, its changed settings do not change its result.
+
+        Args:
+            section: section of the experiment file that contains the stage's settings.
+            changes: changed settings of all sections.
+            record: record of the snapshot.
+            path: file of this record.
+        """
+        stage_hash = _STAGE_HASHES[section]
+        before = record[stage_hash.record_field]
+        now = self._read_manifest(section).get(stage_hash.manifest_field)
+        if not before or not now:  # unknown
+            return changes
+        if before != now:
+            if any(_section(change) == section for change in changes):
+                return changes
+            return [*changes, Change(f"{section} (SHA-256)", before[:12], now[:12])]
+        if not _is_newer(self.results / stage_hash.manifest, path):
+            return changes
+        return [change for change in changes if _section(change) != section or change.field in _READ_BY_ENCODE]
 
     def _find_latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
         """Find a change of the latents that no setting explains; it is known once the run has ended."""
@@ -202,7 +228,9 @@ class ExpectedSettings:
             return []
         before = run_record.get("parts", {}).get("data")
         now = self._read_manifest("latents").get("content_sha256")
-        return [Change("latents (SHA-256)", before[:12], now[:12])] if before and now and before != now else []
+        if not before or not now or before == now:
+            return []
+        return [Change("latents (SHA-256)", before[:12], now[:12])]
 
     def _read_manifest(self, stage: str) -> Record:
         """Read the manifest of a stage once; it is empty if there is none."""
@@ -211,10 +239,27 @@ class ExpectedSettings:
         return self._manifests[stage]
 
 
+def _select_used_fields(autoencoder: Record) -> Record:
+    """Select the fields of section `autoencoder` that decide the latents, by the section's kind."""
+    match autoencoder["kind"]:
+        case "none":
+            used: Sequence[str] = ("kind",)
+        case "pretrained":
+            used = ("kind", "path", "scaling", "encode_batch_size")
+        case _:  # train
+            used = [name for name in autoencoder if name not in ("path", "scaling", "shards")]
+    return {name: autoencoder[name] for name in used}
+
+
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     """Compare nested settings and return the differences.
 
     A field that one side lacks belongs to another version of kairos and does not count.
+
+    Args:
+        now: settings of the experiment, or a single value.
+        before: settings in a record, or a single value.
+        field: dotted name of these settings in the experiment file; empty for all sections.
     """
     if not (isinstance(now, dict) and isinstance(before, dict)):
         return [] if now == before else [Change(field, before, now)]
@@ -267,7 +312,7 @@ def read_samples_protocol(path: Path) -> Record:
 
 @lru_cache(maxsize=10_000)
 def _read_protocol(path: Path, modified_ns: int, size: int) -> Record:
-    """Read the protocol of a file; a file of equal modification time and size is read once."""
+    """Read the protocol of a file once; the modification time and the size are the key of the cache."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(json.loads(str(file["protocol"])))
