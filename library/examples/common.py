@@ -11,22 +11,30 @@ from torch import Tensor, nn
 
 
 def parser(description: str, strategy: str) -> argparse.ArgumentParser:
-    """The options that all examples have."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    made.add_argument("--strategy", default=strategy, help="SAMPLER, WEIGHTING or SAMPLER+WEIGHTING")
-    made.add_argument("--steps", type=int, default=300, help="optimiser steps")
-    made.add_argument("--batch", type=int, default=64, help="images a step")
-    made.add_argument("--lr", type=float, default=2e-3, help="learning rate")
-    made.add_argument("--width", type=int, default=32, help="channels of the network, a multiple of 8")
-    made.add_argument("--images", type=Path, help="folder of images; scikit-learn's handwritten digits without it")
-    made.add_argument("--size", type=int, default=32, help="height and width that images of a folder are brought to")
-    made.add_argument("--seed", type=int, default=0, help="of everything random")
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
-    return made
+    """Return a parser with the options that all examples have."""
+    arguments_parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    arguments_parser.add_argument("--strategy", default=strategy, help="SAMPLER, WEIGHTING or SAMPLER+WEIGHTING")
+    arguments_parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    arguments_parser.add_argument("--batch", type=int, default=64, help="images per step")
+    arguments_parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
+    arguments_parser.add_argument("--width", type=int, default=32, help="channels of the network, a multiple of 8")
+    arguments_parser.add_argument(
+        "--images", type=Path, help="folder of images; scikit-learn's handwritten digits without it"
+    )
+    arguments_parser.add_argument(
+        "--size", type=int, default=32, help="height and width that images of a folder are brought to"
+    )
+    arguments_parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
+    arguments_parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to train"
+    )
+    return arguments_parser
 
 
 def images(folder: Path | None, size: int) -> Tensor:
-    """Real images, float32 (count, channels, height, width) in [-1, 1]: 1,797 digits of 8x8, or those of a folder."""
+    """Return real images, float32 (count, channels, height, width) in [-1, 1]: 1,797 digits of 8x8, or those of a folder."""
     if folder is None:
         from sklearn.datasets import load_digits
 

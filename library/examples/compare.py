@@ -41,26 +41,28 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train twice and compare; the losses of the second training."""
+    """Train with both strategies, compare their validation losses, and return the losses of the second run."""
     options = parser(__doc__.splitlines()[0], strategy="log_normal")
-    options.add_argument("--baseline", default="uniform", help="what to compare with, named likewise")
-    options.add_argument("--coupling", default="independent", help="of noise with images: assignment, nearest")
+    options.add_argument("--baseline", default="uniform", help="strategy to compare with")
+    options.add_argument("--coupling", default="independent", help="coupling of noise with images: assignment, nearest")
     options.add_argument("--pictures", type=Path, help="folder for pictures, which need matplotlib")
     arguments = options.parse_args(argv)
     data = images(arguments.images, arguments.size)
     held_out, data = data[::10], data[[k for k in range(len(data)) if k % 10]]
 
-    found = []
+    validation_losses = []
     for name in (arguments.baseline, arguments.strategy):
         network, strategy, levels, losses = train(arguments, data, name)
         validation = kairos_timesteps.ValidationLoss(held_out, strategy.process, device=arguments.device)
-        found.append(validation(network))
-        print(f"{name}: validation loss {found[-1]['loss']:.4f} ± {found[-1]['error']:.4f}")
+        validation_losses.append(validation(network))
+        print(f"{name}: validation loss {validation_losses[-1]['loss']:.4f} ± {validation_losses[-1]['error']:.4f}")
         if arguments.pictures:
             arguments.pictures.mkdir(parents=True, exist_ok=True)
             levels.picture(arguments.pictures / f"{name} losses.png")
             strategy.preview(arguments.pictures / f"{name} draws.png")
-    difference = found[1]["by_image"] - found[0]["by_image"]  # of the same images, noise and times
+    difference = (
+        validation_losses[1]["by_image"] - validation_losses[0]["by_image"]
+    )  # of the same images, noise and times
     print(f"difference: {difference.mean():+.4f} ± {difference.std(ddof=1) / len(difference) ** 0.5:.4f}")
     return losses
 

@@ -1,8 +1,11 @@
 """Rectified flow: x_t = (1 - t) x0 + t noise with t in [0, 1], the network predicts noise - x0 (Liu et al. 2023).
 
-python examples/flow_matching.py --strategy log_normal              # SD3's density (Esser et al. 2024)
-python examples/flow_matching.py --strategy mode --shift 3          # its mode sampling, shifted as for large images
-python examples/flow_matching.py --strategy log_normal+min_snr      # a weighting of diffusion, converted to this target
+SD3's density (Esser et al. 2024), SD3's mode sampling shifted as for large images, and a weighting of diffusion that is
+converted to this target::
+
+    python examples/flow_matching.py --strategy log_normal
+    python examples/flow_matching.py --strategy mode --shift 3
+    python examples/flow_matching.py --strategy log_normal+min_snr
 """
 
 import torch

@@ -13,9 +13,9 @@ import kairos_timesteps
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; the loss of every step."""
+    """Train and return the loss of every step."""
     options = parser(__doc__.splitlines()[0], strategy="adaptive+min_snr")
-    options.add_argument("--checkpoint", type=Path, help="file to go on from, where it exists, and to write at the end")
+    options.add_argument("--checkpoint", type=Path, help="file to resume from if it exists, and to write at the end")
     arguments = options.parse_args(argv)
     device = arguments.device
     torch.manual_seed(arguments.seed)
