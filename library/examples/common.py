@@ -34,7 +34,7 @@ def parser(description: str, strategy: str) -> argparse.ArgumentParser:
 
 
 def images(folder: Path | None, size: int) -> Tensor:
-    """Return real images, float32 (count, channels, height, width) in [-1, 1]: 1,797 digits of 8x8, or those of a folder."""
+    """Return real images in [-1, 1], float32 (count, channels, height, width): 1,797 digits of 8x8, or a folder's."""
     if folder is None:
         from sklearn.datasets import load_digits
 

@@ -20,7 +20,7 @@ import kairos_timesteps
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train, save a pipeline and a grid of samples; the loss of every step."""
+    """Train, save a pipeline and a grid of samples, and return the loss of every step."""
     options = parser(__doc__.splitlines()[0], strategy="speed+change_aware")
     options.add_argument("--prediction", default="epsilon", choices=("epsilon", "sample", "v_prediction"))
     options.add_argument("--output", type=Path, default=Path("ddpm-pipeline"), help="folder of the pipeline")

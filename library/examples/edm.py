@@ -12,7 +12,7 @@ import kairos_timesteps
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; the loss of every step."""
+    """Train and return the loss of every step."""
     arguments = parser(__doc__.splitlines()[0], strategy="edm_log_normal+edm").parse_args(argv)
     device = arguments.device
     torch.manual_seed(arguments.seed)

@@ -15,7 +15,7 @@ import kairos_timesteps
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; the loss of every step."""
+    """Train and return the loss of every step."""
     options = parser(__doc__.splitlines()[0], strategy="log_normal")
     options.add_argument("--shift", type=float, default=1.0, help="t = shift u/(1 + (shift - 1) u)")
     arguments = options.parse_args(argv)

@@ -33,7 +33,7 @@ def parsed(settings: list[str]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train a rectified flow, x_t = (1 - t) x0 + t noise, on digits; returns the loss of every step."""
+    """Train a rectified flow, x_t = (1 - t) x0 + t noise, on digits, and return the loss of every step."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--steps", type=int, default=300, help="optimizer steps")
     options.add_argument("--batch", type=int, default=64, help="images of a step")
