@@ -1,7 +1,9 @@
 """The command line: ``kairos SUBCOMMAND``.
 
-A subcommand's module declares its arguments without importing the code that it runs, so that ``--help`` is quick. Exit
-status: 0 success, 1 failure with a message, 2 wrong usage (command line or experiment file).
+A subcommand's module declares its arguments without importing the code that it runs, so that ``--help`` is quick. Its
+function `run` imports that code, after the checks of the arguments: imports of torch take seconds.
+
+Exit status: 0 success, 1 failure with a message, 2 wrong usage (command line or experiment file).
 """
 
 import argparse
@@ -44,18 +46,20 @@ COMMANDS = {
     "ledger": ("kairos.cli.ledger", "maintain the records of Snakemake and DVC: fingerprints, record, adopt"),
 }
 
-_REASONS = dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is where a folder should be")
-_REASONS[errno.EISDIR] = "a folder is where a file should be"
+# messages for errors of the operating system whose own messages do not help
+_OS_ERROR_MESSAGES = {
+    errno.EEXIST: "a file is where a folder should be",
+    errno.ENOTDIR: "a file is where a folder should be",
+    errno.EISDIR: "a folder is where a file should be",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status.
+    """Run a subcommand and return its exit status; an error becomes a message on standard error.
 
     Args:
         argv: arguments without the name of the program; None: those of the process.
     """
-    from kairos import portable
-    from kairos.workflow import fork_server
     from kairos_timesteps.errors import ConfigError, KairosError
 
     # imports allocate many objects that live on: 1.5 s of 10 s are saved; `resource_usage.end_startup` enables it again
@@ -64,42 +68,64 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout = _open_null()
     if sys.stderr is None:
         sys.stderr = _open_null()
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        from kairos_timesteps.options import instead
-
-        return _fail(f"unknown command {argv[0]!r}{instead(argv[0], COMMANDS)}", 2)
-    parser = argparse.ArgumentParser(prog="kairos", description="Train diffusion models on the timesteps that matter.")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, help) in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-        if argv[:1] == [name]:
-            importlib.import_module(module).add_arguments(name, subparser)
     try:
-        arguments = parser.parse_args(argv)
-        if portable.is_requested(arguments):
-            portable.set_variables()
-        if arguments.command in fork_server.FORKED_STAGES and (status := fork_server.run_on_server(argv)) is not None:
-            return status
-        importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
-        sys.stdout.flush()
+        return _run_subcommand(sys.argv[1:] if argv is None else argv)
     except SystemExit as stop:  # argparse: 0 after --help, 2 after wrong usage
         return stop.code if isinstance(stop.code, int) else 1
     except KairosError as error:
-        return _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
-    except BrokenPipeError:
+        return _fail(str(error), status=2 if isinstance(error, ConfigError) else 1)
+    except BrokenPipeError:  # the reader of a pipe has ended, as `head` does
         with _open_null() as null:  # Python flushes stdout again at its end
             os.dup2(null.fileno(), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return _fail("interrupted; complete results and checkpoints are kept", 1)
+        return _fail("interrupted; complete results and checkpoints are kept", status=1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
-        return _fail(f"{where}{reason}; results that were complete are kept", 1)
+        reason = _OS_ERROR_MESSAGES.get(error.errno or 0, error.strerror or str(error))
+        return _fail(f"{where}{reason}; results that were complete are kept", status=1)
     finally:
         gc.enable()
+
+
+def _run_subcommand(argv: list[str]) -> int:
+    """Parse a command line, run its subcommand, and return the exit status.
+
+    The subcommand runs in a fork of the controller's fork server if there is one, else in this process. If the
+    experiment is portable, environment variables that limit CPU instructions are set first.
+
+    Raises:
+        SystemExit: argparse has printed the help or an error.
+    """
+    from kairos import portable
+    from kairos.workflow import fork_server
+
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        from kairos_timesteps.options import instead
+
+        return _fail(f"unknown command {argv[0]!r}{instead(argv[0], COMMANDS)}", status=2)
+    arguments = _build_parser(argv[0] if argv else None).parse_args(argv)
+    if portable.is_requested(arguments):
+        portable.set_variables()
+    if arguments.command in fork_server.FORKED_STAGES:
+        status = fork_server.run_on_server(argv)
+        if status is not None:
+            return status
+    module, _ = COMMANDS[arguments.command]
+    importlib.import_module(module).run(arguments)
+    sys.stdout.flush()
     return 0
+
+
+def _build_parser(command: str | None) -> argparse.ArgumentParser:
+    """Return the parser of the command line: all subcommands, with arguments for `command` alone, as that is quick."""
+    parser = argparse.ArgumentParser(prog="kairos", description="Train diffusion models on the timesteps that matter.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, help) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        if name == command:
+            importlib.import_module(module).add_arguments(name, subparser)
+    return parser
 
 
 def _open_null() -> TextIO:

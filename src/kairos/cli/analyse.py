@@ -19,29 +19,43 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure a snapshot, or write table and figure."""
+    """Measure one snapshot for an analysis, or write table and figure of the analysis.
+
+    With ``--milestone``, the measurements of that snapshot on the latents are written to the CSV file in ``--out``.
+    Without, the results are read, and ``analyses/NAME.csv`` and ``.png`` are written into their folder.
+
+    Raises:
+        ConfigError: the experiment has no such analysis, or the options do not belong together.
+    """
     from kairos.config import load
 
-    a, experiment = arguments, load(arguments.config)
+    experiment, name, snapshot = load(arguments.config), arguments.analysis, arguments.milestone
     analyses = {settings["name"]: settings for settings in experiment.analyses}
-    allowed = f"{', '.join(analyses) or 'none'}: the analyses of {a.config}"
-    demand(a.analysis in analyses, "analysis", a.analysis, allowed)
-    has_both = (a.milestone is None) == (a.out is None)
-    demand(has_both, "out", a.out, "a CSV file with --milestone, none without")
+    allowed = f"{', '.join(analyses) or 'none'}: the analyses of {arguments.config}"
+    demand(name in analyses, "analysis", name, allowed)
+    both_or_neither = (snapshot is None) == (arguments.out is None)
+    demand(both_or_neither, "out", arguments.out, "a CSV file with --milestone, none without")
+
+    # imported after the checks of the arguments, since it takes seconds
     from kairos import resource_usage
     from kairos.analyses import tables
     from kairos.analyses.registries import ANALYSES
     from kairos.report.analysis_figures import write_analysis
 
-    entry, results = ANALYSES.entry(a.analysis), a.results or Path("results", experiment.experiment)
+    entry = ANALYSES.entry(name)
     entry.load()  # its imports count as start-up
     resource_usage.end_startup()
-    if a.milestone is None:
-        write_analysis(analyses[a.analysis], experiment, results)
+    results = arguments.results or Path("results", experiment.experiment)
+    if snapshot is None:
+        write_analysis(analyses[name], experiment, results)
     else:
-        allowed = f"none: {a.analysis} does not measure single snapshots"
-        demand(entry.facts["reads"] == "milestone", "milestone", a.milestone, allowed)
+        measures_snapshots = entry.facts["reads"] == "milestone"
+        demand(measures_snapshots, "milestone", snapshot, f"none: {name} does not measure single snapshots")
         tables.measure_snapshot(
-            analyses[a.analysis], a.milestone, results / "latents", a.out, set_up_device(experiment)
+            analyses[name],
+            snapshot=snapshot,
+            latents=results / "latents",
+            out=arguments.out,
+            device=set_up_device(experiment),
         )
     write_timing(arguments)

@@ -13,6 +13,7 @@ from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.registry import Registry
 
 _WIDTH = 100  # columns of the output
+_GAP = 2  # columns between the cells of a table, as `progress.table` prints them
 _Table = list[tuple[str, ...]]  # rows of cells; the first is the header
 
 
@@ -35,7 +36,10 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the schema, or check one experiment file or a folder of them."""
+    """Print the JSON schema, or check one experiment file or all files below a folder; no file is written.
+
+    The check also reads the data that the experiment names, the profile of a cluster and earlier results.
+    """
     from kairos.config import Experiment
     from kairos.config.plugins import load_plugins
 
@@ -49,28 +53,30 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_file(arguments: argparse.Namespace) -> None:
-    """Check an experiment file and print jobs, methods, settings and warnings.
+    """Check an experiment file and print jobs, methods, settings and warnings; with ``--folder``, only that folder.
 
     Raises:
         ConfigError: the experiment is not valid, or is certain to fail.
     """
     from kairos.config import load
-    from kairos.downloads import warn_of_missing
-    from kairos.evaluation.registries import EXTRACTORS
-    from kairos.evaluation.separation import warning_before_run
     from kairos.workflow.layout import Layout
 
     configured = load(arguments.file)
     if arguments.folder:
         print(Layout(configured, arguments.file).results)
         return
+
+    # imported after `--folder`, which the Makefile calls before every run
     from kairos.costs.preflight import find_warnings
+    from kairos.downloads import warn_of_missing
+    from kairos.evaluation.registries import EXTRACTORS
+    from kairos.evaluation.separation import warning_before_run
 
     experiment, messages = configured.resolve()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     if warning := warning_before_run(experiment.evaluation, experiment.dataset, Path(layout.results)):
-        print(textwrap.fill(f"warning: {warning}", _WIDTH, subsequent_indent="  ") + "\n")
+        print(_wrap(f"warning: {warning}") + "\n")
     job_rows: _Table = [("stage", "jobs")]
     job_rows += [(stage, str(count)) for stage, count in layout.count_jobs().items()]
     print(_render_table(job_rows) + "\n")
@@ -80,11 +86,21 @@ def _check_file(arguments: argparse.Namespace) -> None:
         extractor = experiment.evaluation.extractor
         settings["extractor"] = _describe_component(EXTRACTORS, extractor, arguments.all_options)
     for name, setting in settings.items():
-        print(textwrap.fill(f"{name}: {setting}", _WIDTH, subsequent_indent="  "))
-    messages += find_warnings(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)
+        print(_wrap(f"{name}: {setting}"))
+    messages += find_warnings(
+        experiment,
+        profile=arguments.profile,
+        gpu_memory=arguments.gpu_memory,
+        steps_per_second=arguments.steps_per_second,
+    )
     messages += warn_of_missing(experiment)
     for message in messages:
         print(message)
+
+
+def _wrap(text: str) -> str:
+    """Return a text in lines of at most `_WIDTH` columns; lines after the first are indented."""
+    return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
 
 
 def _method_rows(experiment: Any, all_options: bool) -> _Table:
@@ -101,9 +117,9 @@ def _method_rows(experiment: Any, all_options: bool) -> _Table:
         registries["coupling"] = COUPLINGS
     rows: _Table = [("method", *registries)]
     for name, method in experiment.methods.items():
-        cells = (
-            _describe_component(registry, getattr(method, part), all_options) for part, registry in registries.items()
-        )
+        cells = []
+        for part, registry in registries.items():  # part: sampler, weighting or coupling
+            cells.append(_describe_component(registry, getattr(method, part), all_options))
         rows.append((name, *cells))
     return rows
 
@@ -148,7 +164,8 @@ def _check_folder(folder: Path) -> None:
         try:
             experiment, _ = load(file).resolve()
         except ConfigError as error:
-            problems.append(str(error) if str(file) in str(error) else f"{file}: {error}")
+            message = str(error)
+            problems.append(message if str(file) in message else f"{file}: {message}")
             continue
         layout = Layout(experiment, file)
         job_count = sum(layout.count_jobs().values())
@@ -160,7 +177,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _describe_component(registry: Registry, component: Any, all_options: bool) -> str:
-    """Return a component, a list of components or a value as text, components with their options.
+    """Return a component as text, such as ``speed (k 5, tau 700)``; lists of components and plain values as well.
+
+    Options of components may be components of the same registry, such as the parts of a mixture of samplers.
 
     Args:
         registry: registry of the component.
@@ -178,7 +197,8 @@ def _describe_component(registry: Registry, component: Any, all_options: bool) -
     for option, value in but_name(component).items():
         text = _describe_component(registry, value, all_options)
         is_default = option in defaults and text == _describe_component(registry, defaults[option], all_options)
-        if not is_default or (all_options and value not in (None, [])):
+        is_empty = value in (None, [])
+        if not is_default or (all_options and not is_empty):
             options.append(f"{option} {text}")
     return str(component["name"]) + (f" ({', '.join(options)})" if options else "")
 
@@ -186,11 +206,13 @@ def _describe_component(registry: Registry, component: Any, all_options: bool) -
 def _render_table(rows: _Table) -> str:
     """Return a table with a rule below its header; cells of a table wider than `_WIDTH` are wrapped."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    while sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
-        widths[widths.index(max(widths))] -= 1
+    while sum(widths) + _GAP * (len(widths) - 1) > _WIDTH:
+        widest = widths.index(max(widths))
+        widths[widest] -= 1
     lines: _Table = []
     for row in rows:
-        cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths)]
-        lines += zip_longest(*cells, fillvalue="")
+        wrapped_cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths)]
+        lines += zip_longest(*wrapped_cells, fillvalue="")
+    header, *body = lines
     rule = tuple("-" * width for width in widths)
-    return table([lines[0], rule, *lines[1:]], lambda is_header, column, cell: False)
+    return table([header, rule, *body], right=lambda is_header, column, cell: False)

@@ -27,7 +27,7 @@ def add_plugins(parser: argparse.ArgumentParser) -> None:
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--timing F``, the file of the job's duration."""
+    """Declare ``--timing F``, the JSON file that `write_timing` writes."""
     parser.add_argument("--timing", type=Path, metavar="F", help="write wall, CPU and start-up time of the job to F")
 
 
@@ -57,9 +57,11 @@ def listen(host: str, port: int) -> socket.socket:
         KairosError: the port is in use or needs privileges, or this machine does not have the address.
     """
     demand(0 < port < 65536, "port", port, "1 to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, UnicodeError) as error:
+        return socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that is too long
+        # the socket module adds the address: "Address already in use (while attempting to bind ...)"
         reason = str(getattr(error, "strerror", error)).partition(" (")[0]
         if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
             raise KairosError(f"--port: {port} cannot be used ({reason}); choose another, e.g. {port + 1}") from None
@@ -92,7 +94,8 @@ def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
 def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]]:
     """Return a tuple of values for each repetition of options that are repeated together.
 
-    The last option may be omitted; its values are then None.
+    ``--samples a --out x --samples b --out y`` results in ``[(a, x, None), (b, y, None)]`` for options samples, out and
+    milestone: the last option may be omitted.
 
     Args:
         arguments: arguments of the command.
@@ -102,13 +105,13 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
         ConfigError: the numbers of values differ.
     """
     *required, optional = [getattr(arguments, option) or [] for option in options]
-    counts = {len(values) for values in required}
-    if len(counts) > 1 or len(optional) not in (0, len(required[0])):
+    count = len(required[0])
+    if any(len(values) != count for values in required) or len(optional) not in (0, count):
         names = ", ".join(f"--{option}" for option in options)
         numbers = ", ".join(str(len(values)) for values in (*required, optional))
         allowed = f"an equal number of each, or none of --{options[-1]}"
         raise ConfigError(f"{names}: got {numbers} values; allowed: {allowed}")
-    return list(zip(*required, optional or [None] * len(required[0])))
+    return list(zip(*required, optional or [None] * count))
 
 
 def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
@@ -133,12 +136,13 @@ def load_experiment_at(path: Path) -> tuple[Any, Path]:
     from kairos.report.collect import load_recorded_experiment
     from kairos.status.run_progress import load_outline
 
-    resolved = load_outline(path)
-    return resolved.experiment or load_recorded_experiment(resolved.results), resolved.results
+    outline = load_outline(path)
+    # an outline has no experiment if no experiment file is known for the folder of results
+    return outline.experiment or load_recorded_experiment(outline.results), outline.results
 
 
 def set_up_device(experiment: Any, device: str | None = None) -> Any:
-    """Set threads and determinism as an experiment configures them, and return the device to compute on.
+    """Set threads and determinism of torch as an experiment configures them, and return the `torch.device`.
 
     Args:
         experiment: the checked experiment.
@@ -151,11 +155,11 @@ def set_up_device(experiment: Any, device: str | None = None) -> Any:
 
 
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:
-    """Write the timing record of the job if ``--timing`` is set.
+    """Write durations and peak memory of this process to the file of ``--timing``, if the option is set.
 
     Args:
         arguments: arguments of the command.
-        facts: further entries of the record.
+        facts: further entries of the record, such as the number of images.
     """
     if arguments.timing is not None:
         resource_usage.write_record(arguments.timing, arguments.command, machine=portable.machine(), **facts)

@@ -24,7 +24,10 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print or write a comparison, or write an index of reports."""
+    """Read the results of experiments, and print their comparison or write it to ``--out``.
+
+    With ``--index``, a page of all experiments in a folder is written instead, and its path is printed.
+    """
     if arguments.index:
         _write_index(arguments)
     else:
@@ -42,14 +45,17 @@ def _write_index(arguments: argparse.Namespace) -> None:
     from kairos.report.compare import render_index
     from kairos.report.ranking import compare_methods
 
-    root, *others = arguments.paths
-    folders = [] if others or not root.is_dir() else sorted(filter(_is_experiment_folder, root.iterdir()))
+    root, *further_paths = arguments.paths
+    folders = []
+    if not further_paths and root.is_dir():
+        folders = sorted(filter(_is_experiment_folder, root.iterdir()))
     allowed = "one folder that contains folders of results, e.g. results"
     demand(folders, "index", " ".join(map(str, arguments.paths)), allowed)
-    entries = dict[Path, Any]()
+    entries = dict[Path, Any]()  # by folder: results with their ranking, or the error as text
     for folder in folders:
         try:
-            results = collect(load_experiment_at(folder)[0], folder, unfinished=True)
+            experiment, _ = load_experiment_at(folder)
+            results = collect(experiment, folder, unfinished=True)
             entries[folder] = results, compare_methods(results)
         except errors.KairosError as error:
             entries[folder] = str(error)
@@ -93,10 +99,11 @@ def _collect_experiments(paths: list[Path]) -> list[tuple[Any, list[str]]]:
     """
     from kairos.report.collect import collect
 
-    by_folder: dict[Path, tuple[Any, list[str]]] = {}
+    by_folder: dict[Path, tuple[Any, list[str]]] = {}  # paths of two methods may share an experiment's folder
     for path in paths:
-        has_seeds = not path.exists() or any(path.glob("seed*"))
-        is_method = _is_experiment_folder(path.parent) and has_seeds
+        # a path that does not exist, below an experiment's folder, is a mistyped method: the message lists the methods
+        may_be_method = not path.exists() or any(path.glob("seed*"))
+        is_method = may_be_method and _is_experiment_folder(path.parent)
         experiment, folder = load_experiment_at(path.parent if is_method else path)
         if is_method:
             allowed = ", ".join(experiment.methods)
@@ -112,5 +119,5 @@ def _collect_experiments(paths: list[Path]) -> list[tuple[Any, list[str]]]:
 
 
 def _is_experiment_folder(folder: Path) -> bool:
-    """Return True for the folder of results of one experiment."""
+    """Return True for the folder of results of one experiment, which contains ``<method>/seed<N>``."""
     return any(folder.glob("*/seed*"))

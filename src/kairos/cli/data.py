@@ -33,7 +33,16 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the folder of the subcommand."""
+    """Read the experiment file and the folders of earlier stages, write the folder of one stage, and log its content.
+
+    - `prepare` reads images and writes ``dataset``: equal sizes, training and held-out images, captions.
+    - `autoencoder` reads ``dataset`` and writes the trained or fetched autoencoder.
+    - `text` reads ``dataset`` and writes its encoded captions.
+    - `encode` reads all three and writes ``latents``, one shard of them, or the latents merged from shards.
+
+    Raises:
+        KairosError: a folder that the stage reads is missing or damaged.
+    """
     from kairos.config import load
     from kairos.data.dataset import open_dataset
     from kairos.progress import log
@@ -45,23 +54,31 @@ def run(arguments: argparse.Namespace) -> None:
         description, facts = _prepare(experiment, out)
     else:
         dataset = open_dataset(arguments.dataset or results / "dataset")
-        stays_in_pixels = experiment.autoencoder.kind == "none" and command != "text"
-        merges_shards = bool(getattr(arguments, "part", None))
-        # the workflow requests no GPU for jobs that compute no network
-        device = set_up_device(experiment, "cpu" if stays_in_pixels or merges_shards else None)
-        if command == "encode":
-            arguments.autoencoder = arguments.autoencoder or results / "autoencoder"
-            arguments.text = (arguments.text or results / "text") if "text" in experiment.conditions else None
-            description, facts = _encode(arguments, experiment, dataset, out, device)
+        device = _choose_device(arguments, experiment)
+        if command == "autoencoder":
+            description, facts = _autoencoder(experiment, dataset, out, device)
+        elif command == "text":
+            description, facts = _text(experiment, dataset, out, device)
         else:
-            stage = {"text": _text, "autoencoder": _autoencoder}[command]
-            description, facts = stage(experiment, dataset, out, device)
+            description, facts = _encode(arguments, experiment, dataset, out, device)
     log(f"{out}: {description}")
     write_timing(arguments, **facts)
 
 
+def _choose_device(arguments: argparse.Namespace, experiment: Any) -> Any:
+    """Set up torch and return the device of `autoencoder`, `text` or `encode`.
+
+    The device is the CPU if no network is computed, because the workflow then requests no GPU: in pixel space, and if
+    `encode` merges shards.
+    """
+    merges_shards = arguments.command == "encode" and bool(arguments.part)
+    stays_in_pixels = arguments.command != "text" and experiment.autoencoder.kind == "none"
+    computes_no_network = merges_shards or stays_in_pixels
+    return set_up_device(experiment, "cpu" if computes_no_network else None)
+
+
 def _prepare(experiment: Any, out: Path) -> Outcome:
-    """Write the prepared data set."""
+    """Prepare the images and captions of the data set, write them to `out`, and describe them."""
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
 
@@ -76,17 +93,23 @@ def _prepare(experiment: Any, out: Path) -> Outcome:
 
 
 def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
-    """Train the autoencoder or copy a pretrained one."""
+    """Train the autoencoder or copy a pretrained one, write it to `out`, and describe it."""
     from kairos.autoencoders.train_or_load import make_autoencoder
 
-    manifest = make_autoencoder(experiment.autoencoder, dataset, out, device, experiment.dataset.flips)
-    quality = "" if manifest["psnr"] is None else f", PSNR {manifest['psnr']:.1f} dB on {manifest['psnr_of']}"
+    manifest = make_autoencoder(experiment.autoencoder, dataset, out, device, flips=experiment.dataset.flips)
+    quality = ""
+    if manifest["psnr"] is not None:
+        quality = f", PSNR {manifest['psnr']:.1f} dB on {manifest['psnr_of']}"
     shape = "×".join(map(str, manifest["latent_shape"]))
     return f"{manifest['kind']}, x0 of shape {shape}{quality}", {"psnr": manifest["psnr"]}
 
 
 def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
-    """Encode the captions of the data set."""
+    """Encode the captions of the data set, write them to `out`, and describe them.
+
+    Raises:
+        ConfigError: the experiment has no text encoder.
+    """
     from kairos.text_encoders.encode_captions import encode_captions
 
     demand(experiment.text_encoder, "text_encoder", "null", "{path: ...}, the encoder of the captions")
@@ -96,17 +119,33 @@ def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
 
 
 def _encode(arguments: Any, experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
-    """Encode the images of the data set, or one shard of them, or merge shards."""
+    """Encode the images of the data set or one shard of them, or merge shards; write them to `out`, and describe them.
+
+    A model that is conditioned on text gets the encoded captions, too.
+    """
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
 
-    codec = load_codec(arguments.autoencoder, device)
+    results = Path("results") / experiment.experiment
+    codec = load_codec(arguments.autoencoder or results / "autoencoder", device)
+    text = None
+    if "text" in experiment.conditions:
+        text = arguments.text or results / "text"
     resource_usage.end_startup()
-    size, flips = experiment.autoencoder.encode_batch_size, experiment.dataset.flips
-    factor, text = experiment.dataset.low_resolution, arguments.text
-    manifest = encode(dataset, codec, out, flips, size, arguments.shard, arguments.part, factor, text)
+    manifest = encode(
+        dataset,
+        codec,
+        out,
+        flips=experiment.dataset.flips,
+        batch_size=experiment.autoencoder.encode_batch_size,
+        shard=arguments.shard,
+        parts=arguments.part,
+        factor=experiment.dataset.low_resolution,
+        text=text,
+    )
     if arguments.shard is not None:
         return "images {first} to {end}, shard {number} of {of}".format(**manifest["shard"]), {}
-    shape, flipped = "×".join(map(str, manifest["shape"])), ", with flipped images" if manifest["flips"] else ""
+    shape = "×".join(map(str, manifest["shape"]))
+    flipped = ", with flipped images" if manifest["flips"] else ""
     description = f"{manifest['kind']} of {manifest['count']} images, x0 of shape {shape}{flipped}"
     return description, {"images": manifest["count"]}

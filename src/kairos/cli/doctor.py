@@ -28,22 +28,47 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a line per finding, with a remedy for each problem.
+    """Check this machine and print a line per finding, with a remedy for each problem.
+
+    With ``--config``, the files that the experiment needs are checked too. Only temporary files are written.
 
     Raises:
         KairosError: something is not usable.
     """
     from kairos.config import load
-    from kairos.status import cluster_checks, tool_checks
+    from kairos.status import cluster_checks
     from kairos_timesteps.errors import KairosError
 
-    profile = arguments.profile or cluster_checks.PROFILE
-    has_profile = not arguments.profile or cluster_checks.profile_file(profile)
-    demand(has_profile, "profile", repr(str(profile)), "a folder that contains a profile.yaml")
+    profile = cluster_checks.PROFILE
+    if arguments.profile:
+        profile = arguments.profile
+        has_file = cluster_checks.profile_file(profile) is not None
+        demand(has_file, "profile", repr(str(profile)), "a folder that contains a profile.yaml")
     experiment = load(arguments.config) if arguments.config is not None else None
+    findings = _check_machine(experiment, profile)
+    if experiment is not None:
+        findings += _experiment(arguments.config, experiment)
+    for usable, name, description in findings:
+        print(f"{'ok ' if usable else 'NO '} {name:<22} {description}")
+    unusable = [name for usable, name, _ in findings if not usable]
+    if unusable:
+        different_names = ", ".join(dict.fromkeys(unusable))
+        raise KairosError(f"not usable on this machine: {different_names}")
+
+
+def _check_machine(experiment: Any, profile: Path) -> list[Finding]:
+    """Return the findings about software, devices, SLURM, disks, git, MLflow, DVC and weights.
+
+    Args:
+        experiment: the experiment whose results folder and MLflow store are checked; None: the default ones.
+        profile: folder of the cluster's profile.
+    """
+    from kairos.status import cluster_checks, tool_checks
+
     results = Path("results") / (experiment.experiment if experiment else "")
+    tracking_uri = experiment.tracking.uri if experiment else None
     with ThreadPoolExecutor() as pool:  # MLflow and DVC are checked while torch is imported
-        mlflow = pool.submit(tool_checks.mlflow, experiment.tracking.uri if experiment else None)
+        mlflow = pool.submit(tool_checks.mlflow, tracking_uri)
         dvc = pool.submit(tool_checks.dvc)
         cluster = [
             *cluster_checks.slurm(profile),
@@ -51,20 +76,13 @@ def run(arguments: argparse.Namespace) -> None:
             *cluster_checks.locks(results),
             *cluster_checks.limits(),
         ]
-        devices, gpus = _devices()
-        findings = [*_software(), *devices, *cluster_checks.job(gpus), *cluster]
-        findings += [_git(), *mlflow.result(), *dvc.result(), _weights()]
-    if experiment is not None:
-        findings += _experiment(arguments.config, experiment)
-    for usable, name, description in findings:
-        print(f"{'ok ' if usable else 'NO '} {name:<22} {description}")
-    unusable = [name for usable, name, _ in findings if not usable]
-    if unusable:
-        raise KairosError(f"not usable on this machine: {', '.join(dict.fromkeys(unusable))}")
+        devices, gpu_count = _devices()
+        findings = [*_software(), *devices, *cluster_checks.job(gpu_count), *cluster]
+        return [*findings, _git(), *mlflow.result(), *dvc.result(), _weights()]
 
 
 def _software() -> list[Finding]:
-    """Return a finding for Python and each package."""
+    """Return a finding for Python, which has to be 3.11 or later, and each package that kairos needs."""
     findings = [(sys.version_info >= (3, 11), "python", platform.python_version())]
     for package in (*_PACKAGES, *_TOOLS):
         try:
@@ -75,12 +93,13 @@ def _software() -> list[Finding]:
 
 
 def _devices() -> tuple[list[Finding], int]:
-    """Return findings about CPUs, GPUs and free disk space, and the number of GPUs."""
+    """Return findings about CPUs, GPUs and free disk space, and the number of GPUs; less than 1 GiB is not usable."""
     try:
         import torch
     except ImportError as error:
         return [(False, "devices", f"torch cannot be imported: {error}")], 0
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    can_be_limited = hasattr(os, "sched_getaffinity")  # on Linux, a job may use only some of the machine's CPUs
+    cpus = len(os.sched_getaffinity(0)) if can_be_limited else os.cpu_count()
     threads = f"{torch.get_num_threads()} by default; every job sets training.threads instead"
     findings = [(True, "CPUs", f"{cpus} usable, {platform.machine()}"), (True, "threads", threads)]
     if torch.cuda.is_available():
@@ -91,8 +110,8 @@ def _devices() -> tuple[list[Finding], int]:
         has_driver = shutil.which("nvidia-smi") is not None
         reason = "torch cannot use it; see nvidia-smi" if has_driver else "nvidia-smi is not installed"
         findings.append((True, "GPU", f"none ({reason}); everything runs on the CPU"))
-    free = shutil.disk_usage(".").free / 2**30
-    findings.append((free > 1, "disk", f"{free:.1f} GiB free in the working directory"))
+    free_gib = shutil.disk_usage(".").free / 2**30
+    findings.append((free_gib > 1, "disk", f"{free_gib:.1f} GiB free in the working directory"))
     return findings, torch.cuda.device_count()
 
 
@@ -105,7 +124,10 @@ def _git() -> Finding:
 
 
 def _weights() -> Finding:
-    """Return a finding about the weights of Inception, which only some experiments need."""
+    """Return a finding about the weights of Inception; their absence is no problem, as only some experiments need them.
+
+    The location of the file is part of the finding.
+    """
     from kairos.evaluation import inception_weights
 
     path = inception_weights.default_path()

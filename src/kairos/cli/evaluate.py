@@ -50,16 +50,32 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the subcommand."""
-    facts = {"extractor": _extractor, "reference": _reference, "evaluate": _evaluate}[arguments.command](arguments)
-    write_timing(arguments, **facts)
+    """Write the folder of the extractor or of the reference, or evaluate samples.
+
+    - `extractor` reads the data set, and writes a feature extractor that is trained on it or fetched.
+    - `reference` reads data set, autoencoder, latents and extractor. It writes the statistics of real images and the
+      reference rows.
+    - `evaluate` reads npz files of samples and the reference, and writes a JSON record of metrics for each npz file. It
+      logs warnings about the numbers of images.
+    """
+    if arguments.command == "extractor":
+        _extractor(arguments)
+        write_timing(arguments)
+    elif arguments.command == "reference":
+        _reference(arguments)
+        write_timing(arguments)
+    else:
+        _evaluate(arguments)
+        write_timing(arguments, files=len(arguments.samples))
 
 
-def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
-    """Train or copy the feature extractor; return no entries for the timing record."""
+def _extractor(arguments: argparse.Namespace) -> None:
+    """Train the feature extractor on the CPU or copy a published one, and write its folder."""
     from kairos.config import load
 
     experiment, _ = load(arguments.config).resolve()
+
+    # imported after the check of the experiment file, since it takes seconds
     from kairos import resource_usage
     from kairos.data.dataset import open_dataset
     from kairos.evaluation import extractors
@@ -70,28 +86,40 @@ def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
     set_up_device(experiment, "cpu")
     resource_usage.end_startup()
     extractors.build_extractor(extractor, dataset, arguments.out)
-    return {}
 
 
-def _reference(arguments: argparse.Namespace) -> dict[str, int]:
-    """Write the statistics of real images; return no entries for the timing record."""
+def _reference(arguments: argparse.Namespace) -> None:
+    """Write the statistics of real images and the reference rows, such as the distance of held-out images."""
     from kairos.config import load
 
-    a, experiment = arguments, load(arguments.config)
-    from kairos.evaluation import reference
+    experiment = load(arguments.config)
 
-    folders = a.dataset, a.autoencoder, a.latents, a.extractor, a.out
-    reference.build_reference(experiment.evaluation, set_up_device(experiment), *folders)
-    return {}
+    from kairos.evaluation import reference  # imported after the check of the experiment file, since it takes seconds
+
+    reference.build_reference(
+        experiment.evaluation,
+        set_up_device(experiment),
+        dataset=arguments.dataset,
+        autoencoder=arguments.autoencoder,
+        latents=arguments.latents,
+        extractor=arguments.extractor,
+        out=arguments.out,
+    )
 
 
-def _evaluate(arguments: argparse.Namespace) -> dict[str, int]:
-    """Evaluate files of samples; return their number for the timing record."""
-    pairs = pair_options(arguments, "samples", "out", "milestone")
+def _evaluate(arguments: argparse.Namespace) -> None:
+    """Compare each file of samples with the reference, and write its record."""
+    outputs = pair_options(arguments, "samples", "out", "milestone")
     demand(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
-    from kairos.evaluation import evaluate
 
-    jobs = [evaluate.EvaluationJob(*paths) for paths in pairs]
-    metrics = arguments.metrics.split(",") if arguments.metrics else None
-    evaluate.run(jobs, arguments.reference, arguments.extractor, arguments.latents, arguments.sets, metrics)
-    return {"files": len(jobs)}
+    from kairos.evaluation import evaluate  # imported after the checks of the arguments, since it takes seconds
+
+    jobs = [evaluate.EvaluationJob(samples, out, milestone) for samples, out, milestone in outputs]
+    evaluate.run(
+        jobs,
+        arguments.reference,
+        extractor=arguments.extractor,
+        latents=arguments.latents,
+        sets=arguments.sets,
+        metric_names=arguments.metrics.split(",") if arguments.metrics else None,
+    )

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from kairos.cli.common import load_experiment_at
 from kairos_timesteps.errors import demand, rejection
@@ -22,7 +23,13 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the folder, or list the snapshots that ``hub`` can export."""
+    """Write the results of an experiment, or for ``hub`` one snapshot, as a new folder ``--out``, and print its path.
+
+    ``hub`` without a snapshot lists the snapshots that it can export.
+
+    Raises:
+        ConfigError: ``--out`` is missing or exists, or ``hub`` has no snapshot to export.
+    """
     from kairos.report.collect import collect
     from kairos.tracking import export
 
@@ -32,7 +39,10 @@ def run(arguments: argparse.Namespace) -> None:
         _list_milestones(path, out)
         return
     demand(out, "--out", "nothing", "a new folder")
-    content = path if arguments.form == "hub" else collect(*load_experiment_at(path), unfinished=True)
+    content: Any = path  # the snapshot
+    if arguments.form != "hub":
+        experiment, results = load_experiment_at(path)
+        content = collect(experiment, results, unfinished=True)
     export.export(export.FORMS[arguments.form], content, out)
     print(out)
 
@@ -48,7 +58,10 @@ def _list_milestones(path: Path, out: Path | None) -> None:
         ConfigError: there is none, or `out` is set, although only a single snapshot can be exported.
     """
     allowed = "a snapshot's folder, which contains milestone.json"
-    folder = load_experiment_at(path)[1] if path.is_file() else path
+    if path.is_file():
+        _, folder = load_experiment_at(path)
+    else:
+        folder = path
     records = [record for pattern in _MILESTONES for record in folder.glob(f"{pattern}/milestone.json")]
     demand(records, "PATH", path, allowed)
     for record in sorted(records):

@@ -12,7 +12,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Download missing files and print the path of each.
+    """Download the files that an experiment's jobs need and print the path of each; files that exist are kept.
+
+    The environment variable ``HF_HUB_OFFLINE``, which would forbid downloads, is removed from this process.
 
     Raises:
         KairosError: a file is missing and cannot be downloaded.
@@ -22,7 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos_timesteps.errors import KairosError
 
     requirements = downloads.list_requirements(load(arguments.config))
-    os.environ.pop(downloads.OFFLINE, None)  # the hub's client reads it when it is imported
+    os.environ.pop(downloads.OFFLINE, None)  # now, as the hub's client reads it when `locate` imports the client
     if not requirements:
         print("nothing to download: the images are embedded and everything else is computed")
     failed = []

@@ -27,38 +27,71 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the snapshot."""
-    a, shape = arguments, None
-    if a.shape is not None:
-        parts = a.shape.split(",")
-        is_shape = len(parts) == 3 and all(part.isdigit() and int(part) for part in parts)
-        demand(is_shape, "shape", a.shape, "C,H,W such as 4,32,32")
-        channels, height, width = map(int, parts)
-        shape = channels, height, width
-    demand(a.classes is None or a.classes > 0, "classes", a.classes, "1 or more")
-    demand(a.step >= 0, "step", a.step, "0 or more")
-    is_replaceable = a.out.is_dir() and (not any(a.out.iterdir()) or _is_imported(a.out / "milestone.json"))
-    allowed = "a new folder, or a folder that import-weights has written"
-    demand(is_replaceable or not a.out.exists(), "out", a.out, allowed)
-    experiment = _experiment(a)
+    """Read published weights, write them as a snapshot to ``--out``, and log the command that generates images.
+
+    Files read: the weights, and the experiment file, latents or autoencoder that describe the input of the network.
+
+    Raises:
+        ConfigError: an argument is not allowed, or the options do not describe the model.
+        KairosError: the weights cannot be read, or do not fit the model.
+    """
+    out: Path = arguments.out
+    shape = None if arguments.shape is None else _parse_shape(arguments.shape)
+    demand(arguments.classes is None or arguments.classes > 0, "classes", arguments.classes, "1 or more")
+    demand(arguments.step >= 0, "step", arguments.step, "0 or more")
+    demand(_is_writable(out), "out", out, "a new folder, or a folder that import-weights has written")
+    experiment = _describe_experiment(arguments)
+
+    # imported after the checks of the arguments, since it takes seconds
     from kairos.progress import log
     from kairos.training.import_weights import import_weights
 
-    record = import_weights(a.file, experiment, a.out, a.latents, a.autoencoder, shape, a.classes, a.step)
+    record = import_weights(
+        arguments.file,
+        experiment,
+        out,
+        latents=arguments.latents,
+        autoencoder=arguments.autoencoder,
+        shape=shape,
+        classes=arguments.classes,
+        step=arguments.step,
+    )
     x0_shape = "×".join(map(str, record["shape"]))
-    command = f"kairos sample --milestone {a.out} --autoencoder DIR --out F.npz --num N"
-    log(f"{a.out}: snapshot of {experiment['model']['name']}, x0 of shape {x0_shape}; generate images: {command}")
+    command = f"kairos sample --milestone {out} --autoencoder DIR --out F.npz --num N"
+    log(f"{out}: snapshot of {experiment['model']['name']}, x0 of shape {x0_shape}; generate images: {command}")
 
 
-def _is_imported(record: Path) -> bool:
-    """Return True if a snapshot's record exists and is from import-weights."""
+def _parse_shape(text: str) -> tuple[int, int, int]:
+    """Return channels, height and width of ``C,H,W``.
+
+    Raises:
+        ConfigError: the text is not three positive integers.
+    """
+    sizes = text.split(",")
+    is_shape = len(sizes) == 3 and all(size.isdigit() and int(size) > 0 for size in sizes)
+    demand(is_shape, "shape", text, "C,H,W such as 4,32,32")
+    channels, height, width = map(int, sizes)
+    return channels, height, width
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return True if a snapshot may be written to a folder: it is new, empty, or an imported snapshot."""
     from kairos.files import read_json
 
+    if not folder.exists():
+        return True
+    if not folder.is_dir():
+        return False
+    if not any(folder.iterdir()):
+        return True
+    record = folder / "milestone.json"
     return record.is_file() and "imported" in read_json(record)
 
 
-def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
+def _describe_experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the experiment of the weights as plain values, from ``--config`` and ``--model``.
+
+    Without ``--config``, the process and the prediction target are those of the model's published weights.
 
     Raises:
         ConfigError: both are missing, or the model needs an experiment file.
@@ -69,15 +102,19 @@ def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     model = {"name": arguments.model} if isinstance(arguments.model, str) else arguments.model
     demand(model or arguments.config, "model", "no value, and no --config", "one of the two")
     if arguments.config is not None:
-        config = load(arguments.config).plain()
-        return validate({**config, "model": model}, str(arguments.config)).plain() if model else config
-    conditions = str(model.get("conditions")) if isinstance(model, dict) else ""
-    for name in ("text", "low_resolution"):
-        demand(name not in conditions, "config", f"none with a model conditioned on {name}", "an experiment file")
-    values: dict[str, Any] = {"methods": {"imported": {}}, "model": model, "diffusion": published_diffusion(model)}
-    config = validate({"experiment": "imported", **values}, "--model").plain()
-    conditions, name = config["model"].get("conditions"), config["model"]["name"]
-    if conditions and config["model"].get("null_class", name != "ddpmpp"):
-        # published models are trained for guidance, except ADM's and EDM's
-        config["training"]["condition_dropout"] = 0.1
-    return config
+        values = load(arguments.config).plain()
+        if model:
+            values = validate({**values, "model": model}, str(arguments.config)).plain()
+        return values
+    # `validate` checks the model later: until then, --model may be any YAML
+    conditions_text = str(model.get("conditions")) if isinstance(model, dict) else ""
+    for condition in ("text", "low_resolution"):
+        got = f"none with a model conditioned on {condition}"
+        demand(condition not in conditions_text, "config", got, "an experiment file")
+    sections = {"methods": {"imported": {}}, "model": model, "diffusion": published_diffusion(model)}
+    values = validate({"experiment": "imported", **sections}, "--model").plain()
+    # published models are trained for guidance, except ADM's (null_class: false) and EDM's (ddpmpp)
+    has_null_class = values["model"].get("null_class", values["model"]["name"] != "ddpmpp")
+    if values["model"].get("conditions") and has_null_class:
+        values["training"]["condition_dropout"] = 0.1
+    return values

@@ -21,7 +21,13 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the action of ``kairos ledger`` that the command line selects."""
+    """Write fingerprints of stages, run a stage, or record or adopt results, as ``ACTION`` selects.
+
+    - `fingerprints` writes the YAML file that DVC compares to find outdated stages.
+    - `run` replaces this process by Snakemake, which computes the results of one stage.
+    - `record` fills DVC's cache with Snakemake's results and writes ``dvc.lock``.
+    - `adopt` pulls the results in ``dvc.lock`` and marks them in Snakemake's metadata as computed here.
+    """
     from kairos.workflow.dvc_records import adopt, record, run_stage, write_dependencies
 
     if arguments.action == "fingerprints":

@@ -33,11 +33,20 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write a project, the small form of a recipe, or an experiment file for a folder of images."""
+    """Write a project's folder or an experiment file, and print what was written and the command that runs it.
+
+    - `init` writes the files of a project, such as the Snakefile.
+    - `new` reads a folder of images, times a short run in a temporary folder, and writes an experiment file.
+    - `small` reads a recipe and writes the experiment file of its small form.
+
+    Raises:
+        ConfigError: an argument is not allowed, or the file exists.
+    """
     if arguments.command == "init":
         from kairos.workflow.project import create_project
 
-        print(f"{arguments.folder}: {', '.join(create_project(arguments.folder))}; `snakemake` there runs the demo")
+        files = ", ".join(create_project(arguments.folder))
+        print(f"{arguments.folder}: {files}; `snakemake` there runs the demo")
         return
     file = arguments.file
     if file.exists() or file.is_symlink():
@@ -45,22 +54,32 @@ def run(arguments: argparse.Namespace) -> None:
     demand(file.parent.is_dir(), "file", repr(str(file)), "a file in a folder that exists")
     if arguments.command == "small":
         _small(arguments)
-        return
-    minutes = arguments.minutes
+    else:
+        _new(arguments)
+
+
+def _new(arguments: argparse.Namespace) -> None:
+    """Write an experiment file for a folder of images, with a length that fits ``--minutes`` on this machine."""
+    file, minutes = arguments.file, arguments.minutes
     demand(0 < minutes < 1e6, "minutes", minutes, "more than 0, less than a million")
 
+    # imported after the checks of the arguments, since it takes seconds
     from kairos.costs import new_experiment
     from kairos.files import write_text
 
+    # "my images.yaml" results in experiment my-images: the name is also that of a folder
     name = re.sub(r"[^A-Za-z0-9_.+-]", "-", file.stem).lstrip("_.+-") or "mine"
     schema = os.path.relpath("experiments/schema.json", file.parent)
-    text, summary = new_experiment.propose_experiment(arguments.data, name, minutes, schema)
+    text, summary = new_experiment.propose_experiment(arguments.data, name, minutes=minutes, schema=schema)
     write_text(file, text)
     print(f"{file}: {summary}\nkairos check {file} lists its jobs; make run EXPERIMENT={file} runs it")
 
 
 def _small(arguments: argparse.Namespace) -> None:
-    """Write the small form of a recipe."""
+    """Write the small form of a recipe, which runs in minutes on a CPU.
+
+    Paths of data in the file are absolute, so that the file can be moved.
+    """
     import yaml
 
     from kairos.config import load
@@ -70,6 +89,12 @@ def _small(arguments: argparse.Namespace) -> None:
     recipe, file, steps = arguments.recipe, arguments.file, arguments.steps
     experiment = load(recipe)
     methods = arguments.methods or select_two_methods(experiment)
-    values = shrink_experiment(experiment, arguments.data.resolve(), arguments.text_encoder, methods, steps)
+    values = shrink_experiment(
+        experiment,
+        data=arguments.data.resolve(),
+        encoder=arguments.text_encoder,
+        methods=methods,
+        steps=steps,
+    )
     write_text(file, f"# the small form of {recipe}\n" + yaml.safe_dump(values, sort_keys=False))
     print(f"{file}: {' and '.join(methods)}, {steps} steps; make run EXPERIMENT={file} runs it")

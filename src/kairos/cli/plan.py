@@ -1,6 +1,7 @@
 """``kairos plan``: estimate the cost of an experiment, or of a folder of experiments, before anything runs."""
 
 import argparse
+import json
 from pathlib import Path
 
 from kairos.cli.common import demand
@@ -29,7 +30,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the estimate."""
+    """Print the estimated cost of one experiment, or of all experiments in a folder, as tables or JSON.
+
+    Files read: experiment files, and prepared data and timings of earlier training runs if there are any. No file is
+    written.
+    """
     if arguments.file.is_dir():
         _plan_folder(arguments)
     else:
@@ -38,15 +43,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _plan_file(arguments: argparse.Namespace) -> None:
     """Print the cost of one experiment."""
-    import json
-
     from kairos.config import load
 
     experiment = load(arguments.file)
-    numbers = {"shape": arguments.shape or [], "classes": [arguments.classes or 1], "text": arguments.text or []}
-    for option, values in numbers.items():
+    counts = {"shape": arguments.shape or [], "classes": [arguments.classes or 1], "text": arguments.text or []}
+    for option, values in counts.items():
         demand(all(value >= 1 for value in values), option, " ".join(map(str, values)), "1 or more")
 
+    # imported after the checks of the arguments, since it takes seconds
     from kairos.costs.estimate import estimate_cost
     from kairos.costs.rendering import estimate_values, render_estimate
 
@@ -72,16 +76,15 @@ def _plan_folder(arguments: argparse.Namespace) -> None:
         demand(value is None, name.replace("_", "-"), value, "none with a folder")
     utilisation = arguments.utilisation
     demand(0 < utilisation <= 1, "utilisation", utilisation, "more than 0, at most 1")
+
+    # imported after the checks of the arguments, since it takes seconds
     from kairos.costs.recipes import load_recipes, render_recipes
+    from kairos.costs.rendering import estimate_values
 
     recipes = load_recipes(arguments.file)
     if arguments.format == "text":
         print(render_recipes(recipes, utilisation))
         return
-    import json
-
-    from kairos.costs.rendering import estimate_values
-
     values = {}
     for recipe in recipes:
         gpu_hours = {"gpu_hours": recipe.gpu_hours_by_gpu(utilisation)}

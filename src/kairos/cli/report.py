@@ -20,11 +20,15 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the report, or import the results into MLflow."""
+    """Read the results of an experiment, and write its report or import the results into MLflow.
+
+    `report` writes tables, figures and the page into the folder of results, and prints the path of the page. `track`
+    writes runs into MLflow's store and a record of the import to ``--out``.
+    """
     from kairos import resource_usage
 
-    experiment, folder = load_experiment_at(arguments.path or arguments.config)
-    results = arguments.results or folder
+    experiment, default_results = load_experiment_at(arguments.path or arguments.config)
+    results = arguments.results or default_results
     if arguments.command == "report":
         from kairos.report.build import build_report
 

@@ -57,23 +57,37 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Generate the images."""
+    """Generate images from the snapshots in ``--milestone``, and write them to the npz files in ``--out``.
+
+    With ``--shard``, each npz file contains one shard of the images. With ``--part``, the npz files in ``--part`` are
+    shards, which are merged into ``--out`` in place of generating images. With ``--grid``, the first images are written
+    as PNG too. Files read: snapshots, and the autoencoder and latents that they were trained on.
+
+    Raises:
+        ConfigError: options that are repeated together have different numbers of values.
+    """
     outputs = pair_options(arguments, "milestone", "out", "grid")
-    shards_per_output = len(arguments.part) // len(outputs)
-    is_even = len(arguments.part) == shards_per_output * len(outputs)
-    demand(is_even, "part", len(arguments.part), f"an equal number for each of {len(outputs)} --out")
-    from kairos.sampling import sample
+    shard_files = arguments.part
+    shards_per_output, remainder = divmod(len(shard_files), len(outputs))
+    demand(remainder == 0, "part", len(shard_files), f"an equal number for each of {len(outputs)} --out")
+
+    from kairos.sampling import sample  # imports torch, after the checks of the arguments
 
     jobs = []
-    for number, (milestone, out, grid) in enumerate(outputs):
-        first = number * shards_per_output
-        shards = tuple(arguments.part[first : first + shards_per_output])
+    for index, (milestone, out, grid) in enumerate(outputs):
+        first = index * shards_per_output
+        shards = tuple(shard_files[first : first + shards_per_output])
         jobs.append(sample.SamplingJob(milestone, out, grid, shards))
     overrides = {name: value for name, value in vars(arguments).items() if name in _SETTINGS}
     if arguments.grid_images is not None:
         overrides["grid"] = arguments.grid_images
     request = sample.SamplingRequest(
-        arguments.num, arguments.seed, overrides, arguments.autoencoder, arguments.latents, arguments.shard
+        num=arguments.num,
+        seed=arguments.seed,
+        overrides=overrides,
+        autoencoder=arguments.autoencoder,
+        latents=arguments.latents,
+        shard=arguments.shard,
     )
     sample.run(jobs, request)
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))

@@ -31,7 +31,14 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the stages, then a line per training run; repeat with ``--watch``, or serve a page."""
+    """Print the stages of an experiment and a line per training run; ``--watch`` repeats it, ``--serve`` serves a page.
+
+    Results and the controller's records are read. With ``--remove-unclaimed``, training states of earlier settings are
+    deleted.
+
+    Raises:
+        ConfigError: ``--watch`` is not a number of seconds up to a day.
+    """
     from kairos import resource_usage
     from kairos.status.render import render_lines
 
@@ -41,23 +48,28 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.serve:
         _serve(arguments)
         return
-    clear_screen = "\x1b[H\x1b[J" if interval and sys.stdout.isatty() else ""
+    repeats_on_terminal = interval is not None and sys.stdout.isatty()
+    clear_screen = "\x1b[H\x1b[J" if repeats_on_terminal else ""  # escape codes: cursor to the top, erase below
     while True:
         text = render_lines(arguments.experiment, arguments.remove_unclaimed)
         print(clear_screen + text, flush=True)
-        if not interval:
+        if interval is None:
             return
         time.sleep(interval)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Serve the page until Ctrl-C or SIGTERM."""
+    """Serve a page with the state of the experiment until Ctrl-C or SIGTERM, and print its address.
+
+    A warning is logged if other machines can open the page.
+    """
     from kairos.progress import log
     from kairos.status.server import Server
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with suppress(KeyboardInterrupt), listen(arguments.host, arguments.port) as listener:
-        server, host = Server(listener, arguments.experiment, arguments.watch or 5.0), arguments.host
+    host = arguments.host
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
+    with suppress(KeyboardInterrupt), listen(host, arguments.port) as listener:
+        server = Server(listener, arguments.experiment, arguments.watch or 5.0)
         if not server.loopback:
             log(f"--host {host}: other machines can read {server.results} without a password")
         address = f"[{host}]" if ":" in host else host

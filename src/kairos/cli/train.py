@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from kairos import resource_usage
 from kairos.cli.common import add_config, add_timing, demand, write_timing
@@ -29,7 +30,15 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train, or resume training."""
+    """Train one method with one seed, or resume its training run, and write the snapshots to ``--out``.
+
+    Files read: the experiment file and the latents. Files written to ``--out``: snapshots, checkpoint, metrics, and at
+    the end the record of the run. A signal to stop (SIGTERM, Ctrl-C) ends training after the current step, with a
+    checkpoint; the reason is logged.
+
+    Raises:
+        StoppedEarly: training stopped after a signal; the exit status is not 0.
+    """
     from kairos.progress import log
     from kairos.training.launch import is_reporting_process
 
@@ -43,7 +52,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
-    """Train as the arguments request; with several processes, launch them.
+    """Check the arguments, and train in this process, or launch the processes of a distributed run.
+
+    A launched process runs this command again, as one rank of the run.
 
     Args:
         arguments: arguments of the command.
@@ -53,18 +64,12 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
         ConfigError: an argument is not allowed.
     """
     from kairos.config import load
-    from kairos.config.plugins import check_unedited
     from kairos.training import launch
 
-    experiment, method, seed, out = load(arguments.config), arguments.method, arguments.seed, arguments.out
+    experiment, method, seed = load(arguments.config), arguments.method, arguments.seed
     demand(method in experiment.methods, "method", repr(method), ", ".join(experiment.methods))
     demand(seed >= 0, "seed", seed, "0 or more")
-    milestones = sorted(set(arguments.milestones or experiment.milestones))
-    demand(milestones[0] >= 0, "milestones", milestones[0], "0 or more")
-    if arguments.until is not None:
-        milestones = [step for step in milestones if step <= arguments.until]
-        demand(arguments.until in milestones, "until", arguments.until, f"one of {list(experiment.milestones)}")
-    latents = arguments.latents or Path("results") / experiment.experiment / "latents"
+    milestones = _select_milestones(arguments, experiment)
     is_distributed = experiment.training.processes > 1
     if is_distributed and launch.local_rank() is None:
         launch.launch(experiment.training)
@@ -73,17 +78,64 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
     with launch.report_first_failure():
         if is_distributed:
             launch.die_with_launcher()
-        from kairos.staging import staged
-        from kairos.tracking.live import reporting
-        from kairos.training.run import import_components, train
-
-        plain = experiment.plain()
-        check_unedited(arguments.config, method, plain["methods"][method])
-        import_components(plain, method)
-        resource_usage.end_startup()
-        switches = {name: getattr(arguments, name) for name in ("restart", "wait", "accept_versions")}
-        switches["milestones_only"] = arguments.part
-        with reporting(experiment, method, seed, out), staged(latents) as local_latents:
-            facts = train(plain, method, seed, out, local_latents, milestones, stop_request=stop_request, **switches)
+        facts = _train_in_this_process(arguments, experiment, milestones, stop_request)
         if launch.is_reporting_process():
             write_timing(arguments, method=method, seed=seed, **facts)
+
+
+def _select_milestones(arguments: argparse.Namespace, experiment: Any) -> list[int]:
+    """Return the steps of the snapshots, ascending: those of ``--milestones`` or the experiment, up to ``--until``.
+
+    Raises:
+        ConfigError: a step is negative, or ``--until`` is no step of a snapshot.
+    """
+    milestones = sorted(set(arguments.milestones or experiment.milestones))
+    demand(milestones[0] >= 0, "milestones", milestones[0], "0 or more")
+    if arguments.until is not None:
+        milestones = [step for step in milestones if step <= arguments.until]
+        demand(arguments.until in milestones, "until", arguments.until, f"one of {list(experiment.milestones)}")
+    return milestones
+
+
+def _train_in_this_process(
+    arguments: argparse.Namespace, experiment: Any, milestones: list[int], stop_request: StopRequest
+) -> dict[str, Any]:
+    """Train as the only process or as one rank, and return the entries of the timing record.
+
+    Latents are read from a local disk if `staged` copies them. The run reports to the MLflow server of the experiment,
+    if it sets one.
+
+    Args:
+        arguments: arguments of the command.
+        experiment: the checked experiment.
+        milestones: steps of the snapshots.
+        stop_request: signal to stop after the current step.
+
+    Raises:
+        KairosError: a plugin was edited since the run began, or training is not possible.
+    """
+    from kairos.config.plugins import check_unedited
+    from kairos.staging import staged
+    from kairos.tracking.live import reporting
+    from kairos.training.run import import_components, train
+
+    method, seed, out = arguments.method, arguments.seed, arguments.out
+    latents = arguments.latents or Path("results") / experiment.experiment / "latents"
+    plain = experiment.plain()
+    check_unedited(arguments.config, method, plain["methods"][method])
+    import_components(plain, method)
+    resource_usage.end_startup()
+    with reporting(experiment, method, seed, out), staged(latents) as local_latents:
+        return train(
+            plain,
+            method,
+            seed,
+            out,
+            local_latents,
+            milestones,
+            restart=arguments.restart,
+            milestones_only=arguments.part,
+            wait=arguments.wait,
+            stop_request=stop_request,
+            accept_versions=arguments.accept_versions,
+        )

@@ -28,7 +28,14 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve MLflow's pages until Ctrl-C."""
+    """Start MLflow's server, print the address of each experiment's comparison, and serve until Ctrl-C or SIGTERM.
+
+    The first comparison is opened in a browser, unless ``--no-open`` is set or this machine has no display. The store
+    is read; output of the server goes to a temporary file.
+
+    Raises:
+        KairosError: the store cannot be used, the port is not available, or the server does not start.
+    """
     from kairos.tracking import mlflow_store
 
     uri = mlflow_store.tracking_uri(None)
@@ -37,8 +44,10 @@ def run(arguments: argparse.Namespace) -> None:
     base = f"http://127.0.0.1:{arguments.port}/"
     options = ["--backend-store-uri", uri, "--host", "127.0.0.1", "--port", str(arguments.port), "--workers", "1"]
     command = [sys.executable, "-m", "mlflow", "server", *options]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server must end with this process
+    # SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that the server ends with this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryFile("w+") as log:
+        # a session of its own: MLflow starts workers, and `os.killpg` reaches all of them
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             _wait_until_ready(server, base, log)
@@ -47,8 +56,9 @@ def run(arguments: argparse.Namespace) -> None:
             if not comparisons:
                 print(f"{base}: no comparison yet; the import of results (make run, kairos track) prepares it")
             print("Ctrl-C ends it", flush=True)
-            if not arguments.no_open and ({"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ) or sys.platform == "darwin"):
-                webbrowser.open(base + next(iter(comparisons.values()), ""))
+            if not arguments.no_open and _has_display():
+                first_path = next(iter(comparisons.values()), "")
+                webbrowser.open(base + first_path)
             server.wait()
         except KeyboardInterrupt:
             pass
@@ -56,6 +66,11 @@ def run(arguments: argparse.Namespace) -> None:
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGTERM)
                 server.wait()
+
+
+def _has_display() -> bool:
+    """Return True if a browser can open a window: on macOS, or with X11 or Wayland."""
+    return sys.platform == "darwin" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
 
 
 def _check_store(uri: str, port: int) -> None:
@@ -69,10 +84,11 @@ def _check_store(uri: str, port: int) -> None:
     if uri.startswith(("http://", "https://", "databricks")):
         shown = without_credentials(uri)
         raise KairosError(f"MLFLOW_TRACKING_URI: {shown} is a server with pages of its runs; open that address")
+    # sqlite:///mlflow.db, sqlite+pysqlite:///mlflow.db and file:///data/mlruns are paths; other databases are not
     path = re.sub(r"^(sqlite(\+\w+)?:///|file://)", "", uri)
     if "://" not in path and not Path(path).exists():
         raise KairosError(f"{path}: no runs have been imported yet; make run or kairos track imports results")
-    listen("127.0.0.1", port).close()
+    listen("127.0.0.1", port).close()  # raises an error if the port is in use
 
 
 def _find_comparisons(uri: str) -> dict[str, str]:
@@ -111,5 +127,7 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]
             time.sleep(0.2)
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()] or ["no answer"]
-    reasons = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    raise KairosError(f"MLflow's server did not start: {[*lines, *reasons][-1][:300]}")
+    # last lines of tracebacks, such as "mlflow.exceptions.MlflowException: ..."
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    reason = errors[-1] if errors else lines[-1]
+    raise KairosError(f"MLflow's server did not start: {reason[:300]}")

@@ -13,27 +13,39 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a line ``component sha256`` for each component.
+    """Check the files of a training run or a snapshot, or with ``--against`` all results; no file is written.
+
+    For a training run or a snapshot, a line ``component sha256`` is printed for each component.
 
     Raises:
         KairosError: a file is missing or damaged, or results differ from the recording.
     """
-    from kairos.files import open_record, sha256_file
     from kairos.milestones import check_milestone
-    from kairos_timesteps.errors import DamagedError, KairosError
+    from kairos_timesteps.errors import KairosError
 
+    folder = arguments.folder
     if arguments.against:
         _compare_with_recording(arguments.against)
-        return
-    folder = arguments.folder
-    if (folder / "milestone.json").exists():
+    elif (folder / "milestone.json").exists():
         record = check_milestone(folder)
-        print(*(f"{name} {digest}" for name, digest in sorted(record["files"].items())), sep="\n")
-        return
-    if not folder.is_dir():
+        for name, digest in sorted(record["files"].items()):
+            print(f"{name} {digest}")
+    elif folder.is_dir():
+        _verify_training_run(folder)
+    else:
         raise KairosError(f"{folder}: no such folder; pass the folder of a training run or of a snapshot")
 
+
+def _verify_training_run(folder: Path) -> None:
+    """Check the final checkpoint, the metrics and all snapshots of a training run against their records.
+
+    Raises:
+        DamagedError: a file is missing or damaged.
+    """
+    from kairos.files import open_record, sha256_file
+    from kairos.milestones import check_milestone
     from kairos.training.checkpoint import component_hashes, read
+    from kairos_timesteps.errors import DamagedError
 
     record = open_record(folder, "train", "training.json")
     checkpoint = folder / "checkpoint.pt"
@@ -41,7 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
         if not path.is_file():
             raise DamagedError(f"{path}: missing")
     hashes = {**component_hashes(read(checkpoint)), "metrics": sha256_file(folder / "metrics.jsonl")}
-    print(*(f"{name} {digest}" for name, digest in hashes.items()), sep="\n")
+    for name, digest in hashes.items():
+        print(f"{name} {digest}")
     mismatched = [name for name, digest in hashes.items() if record["components"][name] != digest]
     if mismatched:
         raise DamagedError(f"{folder}: damaged or from another training run: {', '.join(mismatched)}")
@@ -50,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _compare_with_recording(lock: Path) -> None:
-    """Print the results that differ from the hashes in a dvc.lock.
+    """Print the results that differ from the hashes in a dvc.lock, and the numbers of results by state.
 
     Raises:
         KairosError: a result differs or is missing.
@@ -58,11 +71,12 @@ def _compare_with_recording(lock: Path) -> None:
     from kairos.workflow.dvc_records import compare
     from kairos_timesteps.errors import KairosError
 
-    counts: Counter[str] = Counter()
+    counts: Counter[str] = Counter()  # by state: same, differs, missing, not compared
     for path, state, reason in compare(lock):
         counts[state] += 1
         if state != "same":
-            print(f"{path}: {state}{f', {reason}' if reason else ''}")
+            explanation = f", {reason}" if reason else ""
+            print(f"{path}: {state}{explanation}")
     summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     if counts["differs"] or counts["missing"]:
         raise KairosError(f"results differ from {lock}: {summary}")
