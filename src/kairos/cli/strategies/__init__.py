@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kairos.cli.common import add_plugins
 
+# action: (module in this package, help in one line)
 _ACTIONS = {
     "list": ("listing", "list samplers, weightings, couplings, presets, and combinations from papers"),
     "show": ("show", "show p(t), w(t) and p(t) w(t) of a strategy or a preset as table, CSV or figure"),
@@ -56,9 +57,14 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the action that the command line selects."""
-    if plugins := getattr(arguments, "plugin", []):
+    """Import the plugins of ``--plugin``, and run `list`, `show` or `increments`.
+
+    All of them print a table; `show` and `increments` write a CSV or a figure to ``--out`` instead.
+    """
+    plugins = getattr(arguments, "plugin", [])  # `increments` has no plugins
+    if plugins:
         from kairos.config.plugins import load_plugins
 
         load_plugins(plugins)
-    importlib.import_module(f"kairos.cli.strategies.{_ACTIONS[arguments.action][0]}").run(arguments)
+    module, _ = _ACTIONS[arguments.action]
+    importlib.import_module(f"kairos.cli.strategies.{module}").run(arguments)

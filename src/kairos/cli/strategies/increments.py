@@ -7,18 +7,33 @@ from kairos.cli.strategies.show import build_process_with_warnings
 from kairos.increments import AREAS, PROCESSES, Increments, increments
 from kairos.strategy_file import strategy_csv
 
+_TABLE_COLUMNS = {  # header by attribute of `Increments`
+    "mean": "mean / x0",
+    "variance": "variance",
+    "own_variance": "of it, given x0",
+    "variance_bound": "variance >=",
+    "change": "change per t",
+    "magnitude": "magnitude",
+}
+
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show the increments of a process as table, CSV or figure."""
+    """Compute the increments of a process, and show them as table, CSV or figure, in the terminal or in ``--out``.
+
+    No file is read. A warning is logged if ``--schedule`` has no effect.
+    """
     process = {"name": "discrete", "schedule": arguments.schedule or "linear", "timesteps": arguments.timesteps}
     schedule = build_process_with_warnings({"process": process, "prediction": "epsilon"}).schedule
-    if arguments.process in PROCESSES[1:] and arguments.schedule is not None:
+    defines_noise_levels = arguments.process in PROCESSES and arguments.process != "vp"
+    if defines_noise_levels and arguments.schedule is not None:
         warn(f"--schedule {arguments.schedule} is not used: process {arguments.process} defines its noise levels")
-    result = increments(arguments.process, schedule, schedule.timesteps, arguments.r)
-    title, name = result.process.upper(), f"increments_{result.process}"
+    result = increments(arguments.process, schedule, timesteps=schedule.timesteps, r=arguments.r)
+    title = result.process.upper()
+    name = f"increments_{result.process}"
     if result.process == "vp":
-        title, name = f"{title}, {schedule.name} schedule", f"{name}_{schedule.name}"
-    title = f"{title}, T = {len(result.t)}"
+        title += f", {schedule.name} schedule"
+        name += f"_{schedule.name}"
+    title += f", T = {len(result.t)}"
     write_output(
         arguments,
         name,
@@ -30,36 +45,41 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _render_csv(result: Increments) -> str:
     """Return a CSV with a row per increment; the last column is its area."""
-    lines = strategy_csv(result.columns()).splitlines()
-    return "".join(f"{line},{area}\n" for line, area in zip(lines, ["area", *result.area()], strict=True))
+    csv_lines = strategy_csv(result.columns()).splitlines()
+    area_column = ["area", *result.area()]  # header and cells
+    return "".join(f"{line},{cell}\n" for line, cell in zip(csv_lines, area_column, strict=True))
 
 
 def _render_table(result: Increments, title: str) -> str:
-    """Return a description of the areas, and a table of means over ranges of timesteps."""
+    """Return a description of the areas, and a table of means over ranges of timesteps with bars of the variance."""
+    rows = [["t", *_TABLE_COLUMNS.values(), "area", ""]]
+    areas = result.area()
+    for timesteps in timestep_ranges(len(areas)):
+        t = result.t[timesteps]
+        times = f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}"
+        means = {attribute: getattr(result, attribute)[timesteps].mean() for attribute in _TABLE_COLUMNS}
+        area_names = "/".join(area for area in AREAS if area in areas[timesteps])
+        bar = text_bar(means["variance"], largest=result.variance.max())
+        rows.append([times, *(f"{mean:.4g}" for mean in means.values()), area_names, bar])
+    description = "".join(f"{label:13} {text}\n" for label, text in _describe_areas(result, title).items())
+    return f"{description}\n{align_columns(rows)}"
+
+
+def _describe_areas(result: Increments, title: str) -> dict[str, str]:
+    """Return lines about the process, by label: where its areas begin, and the share of increments in each area."""
     areas = result.area()
     growth = "evenly" if "steady" in areas else "ever faster"
-    converges = f"{_format_time(result.convergence, 'not reached')}, where the magnitude exceeds r = {result.r:g}"
+    convergence = _format_time(result.convergence, "not reached")
     description = {
         "process": f"{title}, x_(t+1) - x_t for t = 0 ... {result.t[-1]:.6g}",
         "slows at": _format_time(result.deceleration, f"no time: the variance grows {growth}"),
-        "converges": converges,
+        "converges": f"{convergence}, where the magnitude exceeds r = {result.r:g}",
     }
     for area in AREAS:
         count = int((areas == area).sum())
         if count:
             description[area] = f"{count} increments, {100 * count / len(areas):.1f} %"
-    header = ["t", "mean / x0", "variance", "of it, given x0", "variance >=", "change per t", "magnitude", "area", ""]
-    rows = [header]
-    columns = ("mean", "variance", "own_variance", "variance_bound", "change", "magnitude")
-    for timesteps in timestep_ranges(len(areas)):
-        t = result.t[timesteps]
-        times = f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}"
-        means = [getattr(result, column)[timesteps].mean() for column in columns]
-        area_names = "/".join(area for area in AREAS if area in areas[timesteps])
-        bar = text_bar(means[1], result.variance.max())
-        rows.append([times, *(f"{mean:.4g}" for mean in means), area_names, bar])
-    lines = "".join(f"{label:13} {text}\n" for label, text in description.items())
-    return f"{lines}\n{align_columns(rows)}"
+    return description
 
 
 def _format_time(t: float | None, otherwise: str) -> str:

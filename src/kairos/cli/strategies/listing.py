@@ -3,7 +3,7 @@
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kairos_timesteps import options
@@ -23,26 +23,32 @@ COMBINATIONS = {
 }
 
 _COMMON = options.dump(FixedDensity.Options())  # options of every fixed sampler
+_WIDTH = 118  # columns of name and text
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print samplers, weightings, couplings, presets, unavailable strategies, and combinations."""
-    presets = [row.name for row in TABLE]
-    width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS, *presets)))
-    for title, entries in (
-        (f"samplers, with options and defaults; fixed ones also have {describe_options(_COMMON)}", _entries(SAMPLERS)),
-        ("\nweightings, with options and defaults", _entries(WEIGHTINGS)),
-        ("\ncouplings of noise with images, with options and defaults", _entries(COUPLINGS)),
-        ("\npresets, options of other trainers with their defaults; kairos strategies show NAME", _presets()),
-        ("\nnot available, with the reason", {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}.items()),
-        ("\ncombinations from papers; every sampler can be combined with every weighting", COMBINATIONS.items()),
-    ):
+    unavailable = {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}
+    sections: dict[str, Iterable[tuple[str, str]]] = {
+        f"samplers, with options and defaults; fixed ones also have {describe_options(_COMMON)}": _entries(SAMPLERS),
+        "weightings, with options and defaults": _entries(WEIGHTINGS),
+        "couplings of noise with images, with options and defaults": _entries(COUPLINGS),
+        "presets, options of other trainers with their defaults; kairos strategies show NAME": _presets(),
+        "not available, with the reason": unavailable.items(),
+        "combinations from papers; every sampler can be combined with every weighting": COMBINATIONS.items(),
+    }
+    preset_names = [row.name for row in TABLE]
+    name_width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS, *preset_names)))
+    for title, entries in sections.items():
         print(title)
         for name, text in entries:
-            indent = "" if name else "  "
-            for number, line in enumerate(textwrap.wrap(text, 118 - width)):
-                print(f"  {'' if number else name:{width}}  {indent}{line}")
-    print("\nkairos strategies show NAME prints density and weights of a strategy")
+            indent = "" if name else "  "  # options are indented below the description of their component
+            label = name
+            for line in textwrap.wrap(text, _WIDTH - name_width):  # no line for a component without options
+                print(f"  {label:{name_width}}  {indent}{line}")
+                label = ""  # only the first line has the name
+        print()
+    print("kairos strategies show NAME prints density and weights of a strategy")
 
 
 def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
@@ -67,8 +73,10 @@ def _presets() -> Iterator[tuple[str, str]]:
 
 def describe_options(values: Mapping[str, Any]) -> str:
     """Return options and values as text, such as ``k=5, tau=null``; options that all fixed samplers share come last."""
+    special = [item for item in values.items() if item[0] not in _COMMON]
+    shared = [item for item in values.items() if item[0] in _COMMON]
     texts = []
-    for option, value in sorted(values.items(), key=lambda item: item[0] in _COMMON):
+    for option, value in special + shared:
         text = f"{value:.15g}" if isinstance(value, float) else json.dumps(value).strip('"')
         texts.append(f"{option}={text}")
     return ", ".join(texts)

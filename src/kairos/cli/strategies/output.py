@@ -31,7 +31,8 @@ def write_output(
     """
     out: Path | None = arguments.out
     suffix = out.suffix.lower() if out else ""
-    output_format = arguments.format or {".csv": "csv", ".png": "png"}.get(suffix, "table")
+    format_of_suffix = {".csv": "csv", ".png": "png"}.get(suffix, "table")
+    output_format = arguments.format or format_of_suffix
     if output_format == "png":
         from kairos.report import strategy_figures
 
@@ -54,13 +55,17 @@ def warn(text: str) -> None:
 
 def timestep_ranges(count: int, most: int = 20) -> list[slice]:
     """Split `count` timesteps into at most `most` ranges whose sizes differ by at most one."""
-    parts = min(count, most)
-    return [slice(*ends) for ends in pairwise(count * number // parts for number in range(parts + 1))]
+    range_count = min(count, most)
+    ends = [count * index // range_count for index in range(range_count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 def text_bar(value: float, largest: float) -> str:
-    """Return a bar of characters whose length is proportional to a value; the largest value has the longest bar."""
-    if not (largest > 0 and value > 0 and value != math.inf):
+    """Return a bar of ``#`` whose length is proportional to a value, at least one for a positive value.
+
+    The largest value has `_BAR_LENGTH` characters. The bar is empty for values that are not positive and finite.
+    """
+    if not (largest > 0 and value > 0 and value != math.inf):  # false for NaN as well
         return ""
     return "#" * max(round(_BAR_LENGTH * value / largest), 1)
 

@@ -50,13 +50,26 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
         raise KairosError(f"--checkpoint {path}: no checkpoint found; allowed: {allowed}")
     content = _read_checkpoint(file)
     record_of_run = None
-    for record_file in (*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))):
-        record = read_json(record_file)
-        if "identity" in content and record["identity"] == content["identity"]:
-            record_of_run = record
-            if record["step"] == content["step"]:
-                return _view_of_snapshot(record_file, arguments)
+    for record_file in _find_snapshots_of_run(file, content):
+        record_of_run = read_json(record_file)
+        if record_of_run["step"] == content["step"]:
+            return _view_of_snapshot(record_file, arguments)
     return _view_of_checkpoint(file, content, record_of_run, arguments)
+
+
+def _find_snapshots_of_run(file: Path, content: dict[str, Any]) -> list[Path]:
+    """Return the records of the snapshots from the training run that wrote a checkpoint, sorted by path.
+
+    A checkpoint of another training loop has no identity, hence no snapshots.
+
+    Args:
+        file: the checkpoint, in the folder of its training run or in a folder inside that one.
+        content: content of the checkpoint.
+    """
+    if "identity" not in content:
+        return []
+    record_files = [*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))]
+    return [record_file for record_file in record_files if read_json(record_file)["identity"] == content["identity"]]
 
 
 def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
@@ -102,7 +115,7 @@ def _read_checkpoint(file: Path) -> dict[str, Any]:
     from kairos.training import checkpoint
 
     with open(file, "rb") as opened:
-        saved_by_torch = opened.read(2) == b"PK"
+        saved_by_torch = opened.read(2) == b"PK"  # torch writes zip archives, which begin with these bytes
     if not saved_by_torch:
         return checkpoint.read(file)
     try:
@@ -161,12 +174,13 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
         ConfigError: the arguments contain another strategy, or a setting that the record contains.
     """
     method = record["config"]["methods"][record["method"]]
-    recorded = method["sampler"]["name"], method["weighting"]["name"]
+    recorded_sampler, recorded_weighting = method["sampler"]["name"], method["weighting"]["name"]
     if arguments.strategy is not None:
         sampler, weighting = parse_name(arguments.strategy)
-        is_only_sampler = arguments.strategy.strip() in SAMPLERS
-        if sampler != recorded[0] or (not is_only_sampler and weighting != recorded[1]):
-            problem = f"got {arguments.strategy!r}, but the checkpoint contains {'+'.join(recorded)}"
+        names_only_sampler = arguments.strategy.strip() in SAMPLERS  # then the weighting may be any
+        agrees = sampler == recorded_sampler and (names_only_sampler or weighting == recorded_weighting)
+        if not agrees:
+            problem = f"got {arguments.strategy!r}, but the checkpoint contains {recorded_sampler}+{recorded_weighting}"
             raise ConfigError(f"strategy: {problem}; omit the name")
     options = ("process", "schedule", "timesteps", "prediction", "set")
     superfluous = [f"--{option}" for option in options if getattr(arguments, option) not in (None, [])]

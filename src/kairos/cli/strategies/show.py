@@ -23,6 +23,8 @@ from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.options import but_name, dump, unknown_key
 
+_SIGMA_DATA = 0.5  # standard deviation of pixels, the default of weighting edm; a training run measures its data
+_MOST_EXACT = 1e15  # integers below are exact in float64
 # name and options of a sampler, name and options of a weighting, section `diffusion`
 StrategySettings = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
@@ -68,41 +70,71 @@ def build_strategy_view(
         notes: sentences about the state, step or context of the table.
     """
     process = diffusion["process"]
-    name = process["name"]
-    if name == "discrete":
-        process = {"name": f"{process['schedule']} schedule, T = {process['timesteps']}"}
-    lines = {}
-    for label, component in (("sampler", sampler), ("weighting", weighting), ("process", process)):
-        options = describe_options(but_name(component))
-        lines[label] = f"{component['name']}: {options}" if options else component["name"]
+    if process["name"] == "discrete":
+        process_text = f"{process['schedule']} schedule, T = {process['timesteps']}"
+    else:
+        process_text = _describe_component(process)
     if diffusion["prediction"] is not None:
-        lines["process"] += f", prediction {diffusion['prediction']}"
-    return View(f"{sampler['name']}+{weighting['name']}", name, columns, tuple(lines.items()), notes)
+        process_text += f", prediction {diffusion['prediction']}"
+    description = (
+        ("sampler", _describe_component(sampler)),
+        ("weighting", _describe_component(weighting)),
+        ("process", process_text),
+    )
+    return View(
+        name=f"{sampler['name']}+{weighting['name']}",
+        process=process["name"],
+        columns=columns,
+        description=description,
+        notes=notes,
+    )
+
+
+def _describe_component(component: dict[str, Any]) -> str:
+    """Return name and options of a component as text, such as ``speed: k=5, tau=null``."""
+    options = describe_options(but_name(component))
+    return f"{component['name']}: {options}" if options else str(component["name"])
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show a strategy or preset, or two of them with ``--compare``."""
+    """Show a strategy or preset, or two of them with ``--compare``, as table, CSV or figure.
+
+    The output goes to the terminal or to ``--out``. Only the folder or the checkpoint in ``--checkpoint`` is read. A
+    warning is logged for each fault of a strategy, such as a negative weight.
+    """
     views = build_views(arguments)
     for view in views:
-        for problem in find_faults(view.columns):
-            warn(problem if len(views) == 1 else f"{view.name}: {problem}")
-    first = views[0]
-
-    def draw(figures: Any) -> Any:
-        figure_views = []
-        for view in views:
-            lines = [f"{label}  {text}" for label, text in view.header()[1:]]
-            figure_views.append((view.columns, view.name, lines))
-        compared = figures.ComparedStrategy(*figure_views[1]) if len(views) > 1 else None
-        return figures.draw_strategy(*figure_views[0], first.process, compared)
-
+        for fault in find_faults(view.columns):
+            warn(fault if len(views) == 1 else f"{view.name}: {fault}")
     write_output(
         arguments,
-        first.name.replace(":", "-"),
+        views[0].name.replace(":", "-"),  # names of presets contain a colon, which some file systems do not allow
         table=lambda: _render_table(views),
         csv=lambda: strategy_csv(_join_columns(views)),
-        picture=draw,
+        picture=lambda figures: _draw(views, figures),
     )
+
+
+def _draw(views: list[View], figures: Any) -> Any:
+    """Return the matplotlib figure of one or two views.
+
+    Args:
+        views: the view of a strategy, and the view to compare with, if any.
+        figures: module `report.strategy_figures`, which imports matplotlib.
+    """
+    first, *others = views
+    compared = None
+    if others:
+        other = others[0]
+        compared = figures.ComparedStrategy(other.columns, title=other.name, lines=_figure_lines(other))
+    return figures.draw_strategy(
+        first.columns, title=first.name, lines=_figure_lines(first), process=first.process, compared=compared
+    )
+
+
+def _figure_lines(view: View) -> list[str]:
+    """Return the header lines of a view without the first, the name, which is the title of a figure."""
+    return [f"{label}  {text}" for label, text in view.header()[1:]]
 
 
 def build_views(arguments: argparse.Namespace) -> list[View]:
@@ -129,6 +161,7 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
         if arguments.compare is not None:
             views.append(build_initial_view(compared_arguments(arguments), context))
     notes = [note for view in views for note in view.notes]
+    # `select_context` has added a note "tokens = 4096" for each property that a sampler depends on
     unused = [name for name in context if not any(note.startswith(f"{name} =") for note in notes)]
     demand(not unused, "context", ", ".join(unused), "properties that the strategy depends on, such as tokens of shift")
     return views
@@ -166,10 +199,11 @@ def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[di
     Raises:
         ConfigError: the sampler requires a property that `context` does not contain.
     """
-    missing = sampler.required_context(sampler.options) - {*context, "progress", "step"}
+    provided = {*context, "progress", "step"}  # progress and step are options of the command
+    missing = sorted(sampler.required_context(sampler.options) - provided)
     if missing:
-        examples = (f"--context {key}={'4096' if key == 'tokens' else '1'}" for key in sorted(missing))
-        raise ConfigError(f"{name} depends on {', '.join(sorted(missing))} of a sample; add {', '.join(examples)}")
+        examples = [f"--context {key}=" + ("4096" if key == "tokens" else "1") for key in missing]
+        raise ConfigError(f"{name} depends on {', '.join(missing)} of a sample; add {', '.join(examples)}")
     properties = {key: value for key, value in context.items() if key in sampler.context_names}
     return properties, [f"{key} = {value}" for key, value in properties.items()]
 
@@ -185,15 +219,16 @@ def _join_columns(views: list[View]) -> dict[str, Array]:
 def find_faults(columns: dict[str, Array]) -> list[str]:
     """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn."""
     faults = []
-    for problem, affected in (
-        ("weight is negative", columns["w"] < 0),
-        ("weight is not finite", ~np.isfinite(columns["w"])),
-        ("timestep is never drawn (p = 0)", columns["p"] == 0),
-    ):
-        if affected.any():
-            first, last = columns["t"][affected][[0, -1]]
-            timesteps = f"{affected.sum()} of {len(affected)} timesteps"
-            faults.append(f"{problem} at {timesteps} between t = {first:g} and {last:g}")
+    is_affected_by = {  # mask of the affected timesteps, (T,), by fault
+        "weight is negative": columns["w"] < 0,
+        "weight is not finite": ~np.isfinite(columns["w"]),
+        "timestep is never drawn (p = 0)": columns["p"] == 0,
+    }
+    for fault, is_affected in is_affected_by.items():
+        affected_times = columns["t"][is_affected]
+        if len(affected_times):
+            count = f"{len(affected_times)} of {len(is_affected)} timesteps"
+            faults.append(f"{fault} at {count} between t = {affected_times[0]:g} and {affected_times[-1]:g}")
     return faults
 
 
@@ -213,10 +248,8 @@ def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
         value = getattr(arguments, option)
         if value is not None:
             options["process"][option] = value
-    complete_process = {"name": process, **dump(PROCESSES.parse(process, options["process"]))}
-    complete_process = with_sigma_data(
-        complete_process, 0.5
-    )  # standard deviation of pixels, the default of weighting edm
+    complete_process = {"name": process, **dump(PROCESSES.parse(process, options["process"]))}  # with defaults
+    complete_process = with_sigma_data(complete_process, _SIGMA_DATA)
     diffusion = {"process": complete_process, "prediction": select_prediction(process, arguments.prediction)}
     return {"name": sampler, **options["sampler"]}, {"name": weighting, **options["weighting"]}, diffusion
 
@@ -232,9 +265,9 @@ def build_process_with_warnings(diffusion: dict[str, Any]) -> Process:
 
 
 def parse_settings(settings: list[str], names: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Parse settings ``part.option=value``; return the values of options by part and option.
+    """Parse settings such as ``sampler.k=5``; return the values of options by part and option: sampler, k.
 
-    The part may be omitted if only one of sampler, weighting and process has the option.
+    The part may be omitted, as in ``k=5``, if only one of sampler, weighting and process has the option.
 
     Args:
         settings: values of ``--set``.
@@ -250,7 +283,11 @@ def parse_settings(settings: list[str], names: dict[str, str]) -> dict[str, dict
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
         demand(equals, "set", repr(setting), "OPTION=VALUE, such as sampler.k=5")
-        matches = [name for name in existing if key in (name, name.partition(".")[2])]
+        matches = []
+        for name in existing:  # such as sampler.k
+            _, _, option = name.partition(".")
+            if key in (name, option):
+                matches.append(name)
         if len(matches) > 1:
             raise ConfigError(f"--set {key}: the option is ambiguous; allowed: {' or '.join(matches)}")
         if not matches:
@@ -263,7 +300,7 @@ def parse_settings(settings: list[str], names: dict[str, str]) -> dict[str, dict
 
 
 def parse_scalar(text: str, setting: str) -> Any:
-    """Parse a value in YAML; also numbers such as 1e-3, which YAML reads as text.
+    """Parse a value in YAML; also numbers such as 1e-3, which YAML reads as text. 1e3 is the integer 1000.
 
     Args:
         text: the value.
@@ -279,7 +316,7 @@ def parse_scalar(text: str, setting: str) -> Any:
     if isinstance(value, str):
         with suppress(ValueError):
             number = float(value)
-            return int(number) if number.is_integer() and abs(number) < 1e15 else number
+            return int(number) if number.is_integer() and abs(number) < _MOST_EXACT else number
     return value
 
 
@@ -295,8 +332,12 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
     """
     sampler_settings, weighting_settings, diffusion = parse_strategy(arguments)
     sampler_name, weighting_name = sampler_settings["name"], weighting_settings["name"]
-    process, names = build_process_with_warnings(diffusion), (sampler_name, weighting_name)
-    sampler, weighting = build_pair(process, names, but_name(sampler_settings), but_name(weighting_settings))
+    sampler, weighting = build_pair(
+        build_process_with_warnings(diffusion),
+        names=(sampler_name, weighting_name),
+        sampler=but_name(sampler_settings),
+        weighting=but_name(weighting_settings),
+    )
     curriculum, notes = _curriculum_context(sampler, sampler_name, arguments.progress)
     properties, context_notes = select_context(sampler, f"sampler {sampler_name}", context or {})
     notes += context_notes
@@ -332,6 +373,7 @@ def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> 
         return {}, []
     shown_progress = 0.0 if progress is None else progress
     demand(0 <= shown_progress <= 1, "progress", f"{shown_progress:g}", "0 to 1")
+    # sampler clts has a length; sampler schedule has `values`, the steps at which its components begin
     length = getattr(sampler, "length", 0) or max(getattr(sampler, "values", [0]))
     step = round(shown_progress * length)
     note = f"curriculum at step {step} of {length}"
@@ -341,33 +383,52 @@ def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> 
 
 
 def _render_table(views: list[View]) -> str:
-    """Return the descriptions of one or two views, and a table with a row per range of times."""
-    description = "\n".join("".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views)
+    """Return the descriptions of one or two views, a table with a row per range of times, and the sums of p and p w.
+
+    Each quantity has a column per view. The bar in the last column is the share of p w of the first view.
+    """
     first = views[0]
-    t = first.columns["t"]
-    ranges = timestep_ranges(len(t))
     is_discrete = first.process == "discrete"
-    time_header = "timesteps" if is_discrete else PROCESSES[first.process].load().time_symbol
-    header = [time_header]
-    for column in ("mass of p", "mean w", "share of p*w"):
-        header += [column, "compared"][: len(views)]
+    header = ["timesteps" if is_discrete else PROCESSES[first.process].load().time_symbol]
+    for quantity in ("mass of p", "mean w", "share of p*w"):
+        header.append(quantity)
+        if len(views) > 1:
+            header.append("compared")
     rows = [[*header, ""]]
-    range_ends = [[f"{t[index]:.5g}" for index in (timesteps.start, timesteps.stop - 1)] for timesteps in ranges]
-    width = max(len(end) for ends in range_ends for end in ends)
+    ranges = timestep_ranges(len(first.columns["t"]))
     shares = [_effective_shares(view, ranges) for view in views]
     largest_share = max(filter(np.isfinite, shares[0]), default=0.0)
-    for number, (timesteps, ends) in enumerate(zip(ranges, range_ends)):
-        times = " - ".join(end.rjust(width) for end in dict.fromkeys(ends))  # one time if both ends are equal
+    for index, (timesteps, times) in enumerate(zip(ranges, _describe_ranges(first.columns["t"], ranges))):
         masses = [f"{100 * view.columns['p'][timesteps].sum():.2f} %" for view in views]
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):  # weights may be infinite, which `find_faults` reports
             weights = [f"{view.columns['w'][timesteps].mean():.4g}" for view in views]
-        percentages = [f"{100 * view_shares[number]:.2f} %" for view_shares in shares]
-        rows.append([times, *masses, *weights, *percentages, text_bar(shares[0][number], largest_share)])
+        percentages = [f"{100 * view_shares[index]:.2f} %" for view_shares in shares]
+        bar = text_bar(shares[0][index], largest_share)
+        rows.append([times, *masses, *weights, *percentages, bar])
+    descriptions = ["".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views]
     sums = ""
     for view in views:
         p_sum, effective_sum = view.columns["p"].sum(), view.columns["effective"].sum()
         sums += f"sum of p = {p_sum:.15g}, sum of p*w = {effective_sum:.6g}\n"
-    return f"{description}\n{align_columns(rows)}{sums}"
+    return "\n".join(descriptions) + f"\n{align_columns(rows)}{sums}"
+
+
+def _describe_ranges(t: Array, ranges: list[slice]) -> list[str]:
+    """Return the first and the last time of each range as aligned text, such as `` 50 -  99``, or one time alone.
+
+    Args:
+        t: the times, (T,).
+        ranges: ranges of timesteps.
+    """
+    ends = [(f"{t[timesteps.start]:.5g}", f"{t[timesteps.stop - 1]:.5g}") for timesteps in ranges]
+    width = max(len(end) for first_and_last in ends for end in first_and_last)
+    texts = []
+    for first, last in ends:
+        text = first.rjust(width)
+        if last != first:
+            text += f" - {last.rjust(width)}"
+        texts.append(text)
+    return texts
 
 
 def _effective_shares(view: View, ranges: list[slice]) -> list[float]:

@@ -30,6 +30,7 @@ PROCESS_BY_TIME_UNIT: dict[str, dict[str, Any]] = {
     "step": {"name": "discrete", "schedule": "scaled_linear"},
 }
 _ROWS = {row.name: row for row in TABLE}
+_NOTED_SHARE = 1e-4  # share of draws outside of the process's time above which a note reports them
 _PROCESS_ARGUMENTS = ("process", "schedule", "timesteps")  # a preset determines them
 
 
@@ -45,17 +46,20 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
     Raises:
         ConfigError: a name or an option is not allowed, or two presets have different times.
     """
-    arguments_of_views = [arguments] if arguments.compare is None else [arguments, compared_arguments(arguments)]
+    arguments_of_views = [arguments]
+    if arguments.compare is not None:
+        arguments_of_views.append(compared_arguments(arguments))
+    # for each view its preset, or None for a strategy
     presets = [_build_preset(view) if is_preset(view.strategy) else None for view in arguments_of_views]
-    names = [preset.name for preset in presets if preset is not None]
-    units = {name: CONVENTIONS[_ROWS[name].convention].time for name in names}
-    if len({*units.values()}) > 1:
+    units = {preset.name: CONVENTIONS[_ROWS[preset.name].convention].time for preset in presets if preset is not None}
+    if len(set(units.values())) > 1:
         times = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
         raise ConfigError(f"--compare: got {times}; allowed: presets in the same time")
+    preset_name, unit = next(iter(units.items()))
     for option in (*_PROCESS_ARGUMENTS, "progress"):
         value = getattr(arguments, option)
-        demand(value is None, option, value, f"none, since {names[0]} determines it")
-    process = PROCESS_BY_TIME_UNIT[next(iter(units.values()))]
+        demand(value is None, option, value, f"none, since {preset_name} determines it")
+    process = PROCESS_BY_TIME_UNIT[unit]
     process_arguments = {"process": process["name"], "schedule": process.get("schedule")}
     views = []
     for view_arguments, preset in zip(arguments_of_views, presets, strict=True):
@@ -79,7 +83,10 @@ def _build_preset(arguments: argparse.Namespace) -> Any:
 
 
 def build_preset_view(preset: Any, process: dict[str, Any], context: dict[str, Any]) -> View:
-    """Return the view of a preset.
+    """Return the view of a preset: its density and weights in each cell of the process's time.
+
+    The density is the increment of the preset's cumulative distribution over a cell. Draws outside of the process's
+    time belong to the outer cells; a note reports them if they are more than 0.01 %.
 
     Args:
         preset: the preset.
@@ -95,18 +102,25 @@ def build_preset_view(preset: Any, process: dict[str, Any], context: dict[str, A
     )
     properties, notes = select_context(preset.sampler, f"preset {preset.name}", context)
     schedule, unit = built_process.schedule, CONVENTIONS[row.convention].time
-    cells = np.arange(schedule.timesteps + 1) / schedule.timesteps  # edges of the cells of time in [0, 1]
-    edges = built_process.times(cells) if unit == "sigma" else cells
+    unit_edges = np.arange(schedule.timesteps + 1) / schedule.timesteps  # edges of T equal cells of [0, 1]
+    edges = built_process.times(unit_edges) if unit == "sigma" else unit_edges
     cumulative = preset.cdf(edges, **properties)
-    p = np.diff(np.concatenate([[0.0], cumulative[1:-1], [1.0]]))  # the outer cells contain what is beyond them
+    # 0 and 1 in place of the outer values: the outer cells include the draws beyond them
+    p = np.diff(np.concatenate([[0.0], cumulative[1:-1], [1.0]]))
     outside = cumulative[0] + 1 - cumulative[-1]
-    if outside > 1e-4:
+    if outside > _NOTED_SHARE:
         ends = f"{built_process.time_symbol} below {edges[0]:g} or above {edges[-1]:g}"
         notes.append(f"{100 * outside:.2g} % of the draws, {ends}, belong to the first and the last row")
     t = schedule.times
-    w = preset.weights(t / len(t) if unit == "step" else t).double().numpy()
-    columns = {"t": t, "p": p, "w": w, "effective": p * w}
-    return View(preset.name, process_name, columns, _describe_preset(preset, row), tuple(notes))
+    preset_times = t / len(t) if unit == "step" else t  # presets have steps as fractions of T
+    w = preset.weights(preset_times).double().numpy()
+    return View(
+        name=preset.name,
+        process=process_name,
+        columns={"t": t, "p": p, "w": w, "effective": p * w},
+        description=_describe_preset(preset, row),
+        notes=tuple(notes),
+    )
 
 
 def _describe_preset(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
