@@ -67,39 +67,66 @@ def encode(
     }
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
-    text_manifest = open_encoded_captions(text, dataset).manifest if text else {}
+    text_manifest = open_encoded_captions(text, dataset).manifest if text else None
     partial = prepare_folder(out, _ARRAYS)
-    files: dict[str, str] = {}
-    if codec.manifest["kind"] != "none":
-        rows = range(len(dataset.images))
-        if parts:
-            files = _join_shards(parts, identity, partial, rows)
-        else:
-            files = _encode_moments(dataset, codec, partial, identity, rows)
-    conditions = dict(dataset.manifest["conditions"])
-    if factor:
-        shape = codec.manifest["latent_shape"]
-        conditions["low_resolution"] = {"kind": "image", "shape": shape, "factor": factor}
+    all_rows = range(len(dataset.images))
+    if codec.manifest["kind"] == "none":
+        files: dict[str, str] = {}  # training reads the pixels of the data set
+    elif parts:
+        files = _join_shards(parts, identity, partial, all_rows)
+    else:
+        files = _encode_moments(dataset, codec, partial, identity, all_rows)
+    manifest = _describe_content(dataset, codec, files, flips, factor, text_manifest)
+    manifest["dataset"] = _relative_path(dataset.folder, out)
     if text:
-        conditions["text"] = text_manifest["condition"]
-    manifest = {
+        manifest["text"] = _relative_path(text, out)
+    publish_arrays(out, manifest)
+    return manifest
+
+
+def _describe_content(
+    dataset: PreparedDataset,
+    codec: Codec,
+    files: dict[str, str],
+    flips: bool,
+    factor: int | None,
+    text_manifest: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the fields of the manifest that determine the training data, and their hash ``content_sha256``.
+
+    Args:
+        dataset: the prepared data set.
+        codec: the autoencoder.
+        files: hash of each array file by name; empty for pixels.
+        flips: flipped images were encoded too.
+        factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
+        text_manifest: record of stage text; None: no captions.
+    """
+    manifest: dict[str, Any] = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
         "count": len(dataset.images),
-        **{name: codec.manifest[name] for name in ("scaling_factor", "shift_factor")},
+        "scaling_factor": codec.manifest["scaling_factor"],
+        "shift_factor": codec.manifest["shift_factor"],
         "flips": flips,
-        "conditions": conditions,
-        **({"text_sha256": text_manifest["content_sha256"]} if text else {}),
         "autoencoder_sha256": codec.manifest["sha256"],
         "dataset_sha256": dataset.manifest["content_sha256"],
         "files": files,
     }
-    manifest["content_sha256"] = sha256_json(manifest)  # of all fields above, which determine the training data
-    folders = {"dataset": dataset.folder, **({"text": text} if text else {})}
-    for name, folder in folders.items():
-        manifest[name] = Path(os.path.relpath(folder.resolve(), out.resolve())).as_posix()
-    publish_arrays(out, manifest)
-    return manifest
+    conditions = dict(dataset.manifest["conditions"])
+    if factor:
+        shape = codec.manifest["latent_shape"]
+        conditions["low_resolution"] = {"kind": "image", "shape": shape, "factor": factor}
+    if text_manifest is not None:
+        conditions["text"] = text_manifest["condition"]
+        manifest["text_sha256"] = text_manifest["content_sha256"]
+    manifest["conditions"] = conditions
+    return {**manifest, "content_sha256": sha256_json(manifest)}
+
+
+def _relative_path(folder: Path, start: Path) -> str:
+    """Return the path of a folder relative to the folder `start`, with slashes; both may be symbolic links."""
+    return Path(os.path.relpath(folder.resolve(), start.resolve())).as_posix()
 
 
 def _check_shapes(dataset: PreparedDataset, codec: Codec, factor: int | None) -> None:
@@ -119,10 +146,14 @@ def _check_shapes(dataset: PreparedDataset, codec: Codec, factor: int | None) ->
 def _encode_shard(
     dataset: PreparedDataset, codec: Codec, out: Path, identity: dict[str, Any], shard: Shard
 ) -> dict[str, Any]:
-    """Encode one shard of the images, write its folder atomically, and return its manifest."""
+    """Encode one shard of the images, write its folder atomically, and return its manifest.
+
+    An interrupted job resumes from the hidden folder ``.<name of out>`` next to `out`.
+    """
     if codec.manifest["kind"] == "none":
         raise ConfigError("--shard: got one with autoencoder.kind none, allowed: none, since pixels are not encoded")
-    count, batch_size = len(dataset.images), identity["batch_size"]
+    count = len(dataset.images)
+    batch_size = identity["batch_size"]
     partial = out.with_name(f".{out.name}")
     out.parent.mkdir(parents=True, exist_ok=True)
     files = _encode_moments(dataset, codec, partial, identity, shard.rows(count, batch_size))
@@ -154,14 +185,17 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
     for file in records[0]["files"]:
         shard_arrays = [ArrayFile(parts[position] / file) for position in order]
         name = Path(file).stem
-        arrays[name] = shard_arrays[0].shape[1:], shard_arrays[0].dtype
+        row_shape = shard_arrays[0].shape[1:]
+        arrays[name] = row_shape, shard_arrays[0].dtype
         batches[name] = iterate_blocks(shard_arrays, batch_size)
     shutil.rmtree(partial, ignore_errors=True)  # joining cannot resume: `batches` start at the first image
 
+    # `fill_arrays` computes batches in order, and all shards except the last end at the end of a batch: the next blocks
+    # are therefore the rows `indices`
     def read_batch(indices: np.ndarray) -> dict[str, np.ndarray]:
-        return {name: next(batch) for name, batch in batches.items()}
+        return {name: next(blocks) for name, blocks in batches.items()}
 
-    return fill_arrays(partial, identity, arrays, rows, batch_size, read_batch, "join", "image")
+    return fill_arrays(partial, identity, arrays, rows, batch_size, compute=read_batch, label="join", unit="image")
 
 
 def _encode_moments(
@@ -175,13 +209,14 @@ def _encode_moments(
         images = dataset.load_tensor(indices)
         arrays: dict[str, np.ndarray] = {}
         for suffix in suffixes:
-            moments = _moments(codec, images.flip(3) if suffix else images, factor)
+            moments = _moments(codec, images.flip(3) if suffix == "_flipped" else images, factor)
             arrays |= {name + suffix: values.float().cpu().numpy() for name, values in moments.items()}
         return arrays
 
-    names = compute(np.arange(1))
+    names = list(compute(np.arange(1)))  # the first image shows which arrays the autoencoder has
     arrays = dict.fromkeys(names, (tuple(codec.manifest["latent_shape"]), np.float32))
-    return fill_arrays(partial, identity, arrays, rows, identity["batch_size"], compute, "encode", "image")
+    batch_size = identity["batch_size"]
+    return fill_arrays(partial, identity, arrays, rows, batch_size, compute=compute, label="encode", unit="image")
 
 
 def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:

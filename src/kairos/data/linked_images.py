@@ -58,18 +58,27 @@ class LinkedImages:
             DamagedError: an image is missing or differs from the one that stage prepare read.
         """
         rows = row_indices(index, len(self))
-        images = np.fromiter(map(self._read, rows.flat), np.dtype((np.uint8, self.shape[1:])), rows.size)
+        image_dtype = np.dtype((np.uint8, self.shape[1:]))
+        images = np.fromiter(map(self._read, rows.flat), image_dtype, count=rows.size)
         return images.reshape((*rows.shape, *self.shape[1:]))
 
     def _read(self, row: int) -> np.ndarray:
         """Read and verify one image, uint8 (height, width, channels)."""
-        index, config = int(self._indices[row]), self._config
-        name = f"{self._folder}: refers to {self._source.name(index)}, which"
+        index = int(self._indices[row])  # of the image in the source
+        config = self._config
+        name = f"{self._folder}: refers to {self._source.name(index)}, which"  # start of an error message
         try:
             image = self._source.read(index)
         except ValueError as error:
             raise DamagedError(f"{name} cannot be read any more ({error}); {_ADVICE}") from None
-        pixels = to_pixels(image, config.color, config.crop, config.resolution, name, config.resample)
+        pixels = to_pixels(
+            image,
+            color=config.color,
+            crop=config.crop,
+            resolution=config.resolution,
+            name=name,
+            resample=config.resample,
+        )
         if pixels.shape != self.shape[1:] or (checksum(pixels) != self._checksums[row]).any():
             raise DamagedError(f"{name} has changed since kairos prepare; {_ADVICE}")
         return pixels

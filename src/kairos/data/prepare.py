@@ -60,11 +60,7 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
 
 def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
     """Write the folder of a data set from a source that is already open, and return its manifest; see `prepare`."""
-    (out / "conditions").mkdir(parents=True, exist_ok=True)
-    (out / "manifest.json").unlink(missing_ok=True)
-    for old in (*(out / f"{name}.npy" for name in _ARRAYS), *out.glob("conditions/*.npy")):
-        old.unlink(missing_ok=True)
-
+    _delete_old_files(out)
     selected, unmatched_counts = _select_images(config, source)
     decoded = _decode_images(config, source, selected, out)
     train, heldout = _split(config, source, decoded.indices)
@@ -73,19 +69,10 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     for name, (description, _) in source.conditions.items():
         conditions[name] = {**description, "file": f"conditions/{name}.npy"}
     arrays = {"train": train, "heldout": heldout, **_collect_arrays(config, source, decoded)}
-    names = [f"{name}.npy" for name in arrays]
-    if config.store != "refer":
-        os.replace(out / _TEMPORARY, out / "images.npy")
-        names.insert(0, "images.npy")
-    for name, values in arrays.items():
-        np.save(out / f"{name}.npy", values)
-    for name in (*names, "."):
-        sync_folder(out / name)
+    files = _write_arrays(out, arrays, has_images=config.store != "refer")
 
     height, width, channels = decoded.shape
-    mean, mean_square = decoded.sums[train].sum(axis=0) / (len(train) * height * width)
-    std = np.sqrt(np.maximum(mean_square - mean**2, 0.0))
-    files = {name: sha256_file(out / name) for name in names}
+    mean, std = _pixel_statistics(decoded, train)
     manifest = {
         "source": config.source,
         "count": len(decoded.indices),
@@ -95,8 +82,8 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
         "classes": source.classes,
         "train_count": len(train),
         "heldout_count": len(heldout),
-        "channel_mean": (mean / 255).tolist(),
-        "channel_std": (std / 255).tolist(),
+        "channel_mean": mean.tolist(),
+        "channel_std": std.tolist(),
         "conditions": conditions,
         "skipped": decoded.skipped,
         "content_sha256": sha256_json({"files": files, "conditions": conditions}),
@@ -108,6 +95,50 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
         manifest["refers"] = {**config.model_dump(mode="json"), "captions": None, "heldout_captions": None}
     write_json(out / "manifest.json", manifest)
     return manifest
+
+
+def _delete_old_files(out: Path) -> None:
+    """Create the folder of a data set if necessary, and delete the files of an earlier one, manifest first."""
+    (out / "conditions").mkdir(parents=True, exist_ok=True)
+    (out / "manifest.json").unlink(missing_ok=True)
+    for name in _ARRAYS:
+        (out / f"{name}.npy").unlink(missing_ok=True)
+    for file in out.glob("conditions/*.npy"):
+        file.unlink()
+
+
+def _write_arrays(out: Path, arrays: dict[str, np.ndarray], has_images: bool) -> dict[str, str]:
+    """Write arrays durably, give the temporary file of the images its name, and return the hash of each file.
+
+    Args:
+        out: folder of the data set.
+        arrays: arrays by file name without suffix.
+        has_images: the images were copied into the temporary file.
+    """
+    names = []
+    if has_images:
+        os.replace(out / _TEMPORARY, out / "images.npy")
+        names.append("images.npy")
+    for name, values in arrays.items():
+        np.save(out / f"{name}.npy", values)
+        names.append(f"{name}.npy")
+    for name in names:
+        sync_folder(out / name)
+    sync_folder(out)
+    return {name: sha256_file(out / name) for name in names}
+
+
+def _pixel_statistics(decoded: _DecodedImages, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation of each channel over the training images, (channels,), on a scale of 0 to 1.
+
+    Args:
+        decoded: the decoded images.
+        train: positions of the training images in `decoded`, int64.
+    """
+    height, width, _ = decoded.shape
+    mean, mean_square = decoded.sums[train].sum(axis=0) / (len(train) * height * width)
+    variance = np.maximum(mean_square - mean**2, 0.0)  # rounding can make the difference negative
+    return mean / 255, np.sqrt(variance) / 255
 
 
 def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], dict[str, int]]:
@@ -147,11 +178,13 @@ def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[
         KairosError: fewer than two images are usable, or none is left for training.
         ConfigError: the number of training images is not `dataset.train_images`.
     """
-    is_heldout = indices >= source.count - source.heldout_count
-    if not source.heldout_count:
+    if source.heldout_count:  # held-out images from another path are the last ones of the source
+        is_heldout = indices >= source.count - source.heldout_count
+    else:
         count = config.heldout_count(len(indices))
         is_heldout = np.isin(indices, _random_subset(indices.tolist(), count, config.split_seed, "heldout"))
-    train, heldout = np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout)
+    train = np.flatnonzero(~is_heldout)
+    heldout = np.flatnonzero(is_heldout)
     if len(indices) < 2 or not len(train):
         counts = f"{len(indices)} usable image, {len(heldout)} held out"
         raise KairosError(f"dataset: {counts}, allowed: at least 2, one to train on")
@@ -197,45 +230,66 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
     skipped: list[str] = []
     images: Any = None  # the array file, and `sums`, are created when the first image shows the shape
     sums: Any = None
-    count = 0
+    count = 0  # usable images so far
     progress = Progress(len(selected), f"prepare {config.source}", "image")
     for index in selected:
-        name = source.name(index)
         progress.advance()
-        try:
-            image = source.read(index)
-        except ValueError as error:
-            if config.broken == "refuse":
-                raise KairosError(
-                    f"dataset: {name} is broken ({error}); repair or remove it, or set dataset.broken: skip"
-                ) from None
-            skipped.append(name)
-            log(f"prepare: skipped {name} ({error})")
+        pixels = _read_pixels(config, source, index)
+        if pixels is None:
+            skipped.append(source.name(index))
             continue
-        pixels = to_pixels(image, config.color, config.crop, config.resolution, name, config.resample)
-        if sums is None:
+        if count == 0:
             shape = pixels.shape
             sums = np.empty((len(selected), 2, shape[2]), np.int64)
             if config.store != "refer":
                 images = create_array(out / _TEMPORARY, (len(selected), *shape), np.uint8)
         elif pixels.shape != shape:
             raise ConfigError(
-                f"dataset.resolution: got null, but {name} has {pixels.shape[1]}×{pixels.shape[0]} pixels and those "
-                f"before it {shape[1]}×{shape[0]}; allowed: a resolution for all"
+                f"dataset.resolution: got null, but {source.name(index)} has {pixels.shape[1]}×{pixels.shape[0]} "
+                f"pixels and those before it {shape[1]}×{shape[0]}; allowed: a resolution for all"
             )
         if images is None:
             checksums[count] = checksum(pixels)
         else:
             images.write(count, pixels)
-        wide = pixels.astype(np.int64)
+        wide = pixels.astype(np.int64)  # squares of uint8 would overflow
+        sums[count, 0] = wide.sum(axis=(0, 1))
+        sums[count, 1] = (wide**2).sum(axis=(0, 1))
         indices[count] = index
-        sums[count] = wide.sum(axis=(0, 1)), (wide**2).sum(axis=(0, 1))
         count += 1
     progress.close()
-    if not count:
+    if count == 0:
         raise KairosError(f"dataset: none of the {len(selected)} images is usable; the first is {skipped[0]}")
     if images is not None:
         images.flush()
         if skipped:
             truncate_array(out / _TEMPORARY, count)
-    return _DecodedImages(indices[:count], skipped, checksums[:count], sums[:count], shape)
+    return _DecodedImages(
+        indices=indices[:count], skipped=skipped, checksums=checksums[:count], sums=sums[:count], shape=shape
+    )
+
+
+def _read_pixels(config: DatasetConfig, source: Source, index: int) -> np.ndarray | None:
+    """Read an image and convert it, uint8 (height, width, channels); log a broken image and return None.
+
+    Raises:
+        KairosError: the image is broken and `dataset.broken` is ``refuse``, or its size does not fit `dataset.crop`.
+    """
+    name = source.name(index)
+    try:
+        image = source.read(index)
+    except ValueError as error:
+        if config.broken == "refuse":
+            raise KairosError(
+                f"dataset: {name} is broken ({error}); repair or remove it, or set dataset.broken: skip"
+            ) from None
+        log(f"prepare: skipped {name} ({error})")
+        return None
+    return to_pixels(
+        image,
+        color=config.color,
+        crop=config.crop,
+        resolution=config.resolution,
+        name=name,
+        resample=config.resample,
+    )
