@@ -1,6 +1,7 @@
 """Figures of the analyses, each drawn from the table of its analysis alone; lines are means over seeds."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kairos.report.plot_style import (
     Label,
     assign_looks,
     create_figure,
+    grid_height,
     label_lines,
     style_log_axis,
     time_axis_settings,
@@ -30,6 +32,8 @@ from kairos.report.strategy_figures import SHADES, write_png
 _BLUE, _SHADE = "#0072B2", "#DDE1E5"
 _AREA_COLORS = {"acceleration": "#D55E00", "steady": "#7A4FA3", "deceleration": _BLUE, "convergence": MUTED}
 _DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
+_AGREEMENT_STEPS = 4  # snapshots that the figure of agreement shows
+_INCREMENT_MOMENTS = {"variance": (_BLUE, "variance"), "mean": ("#B27C00", "‖mean‖ / ‖x0‖")}  # colour and label
 _TITLES: dict[Any, str] = {  # of losses and columns
     "training": "training loss",
     "vlb": "VLB loss",
@@ -63,34 +67,42 @@ def _draw_gradient_variance(table: pd.DataFrame, experiment: Any) -> Figure:
     The background is the density at the last snapshot.
     """
     methods, colors = list(table.groupby("method", sort=False)), _snapshot_colors(table)
-    figure, grid = create_figure(14.2, 3.0 * len(methods) - 0.8, len(methods), 4, column_space=1.25, row_space=0.8)
+    height = grid_height(len(methods), panel_height=2.2, row_space=0.8)
+    figure, grid = create_figure(14.2, height, len(methods), 4, column_space=1.25, row_space=0.8)
     for panels, (method, rows) in zip(grid, methods):
-        density = rows[rows["step"] == rows["step"].max()].groupby("t")["density"].mean()
+        density = _last_snapshot_rows(rows).groupby("t")["density"].mean()
         for axes, (loss, column) in zip(panels, product(("training", "vlb"), ("variance", "loss_mean"))):
-            background = axes.twinx()
-            background.fill_between(density.index, density, color=_SHADE, linewidth=0)
-            background.set(ylim=(0, 1.3 * max(1.6, density.max())))
-            background.grid(visible=False)
-            axes.set_zorder(2)
-            axes.patch.set_visible(False)
-            _draw_group_lines(axes, rows[rows["loss"] == loss], "t", column, "step", colors)
+            _shade_density(axes, density)
+            _draw_group_lines(axes, rows[rows["loss"] == loss], x="t", y=column, by="step", colors=colors)
             time_settings = time_axis_settings(experiment.diffusion.process["name"])
             axes.set(title=f"{method}, {_TITLES[loss]}", **time_settings)
     _draw_snapshot_legend(figure, colors, Patch(facecolor=_SHADE, label="T · p(t) at the last snapshot (right axis)"))
     return figure
 
 
+def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
+    """Shade the area below a density as the background of the axes, on a second y axis at the right."""
+    background = axes.twinx()
+    background.fill_between(density.index, density, color=_SHADE, linewidth=0)
+    background.set(ylim=(0, 1.3 * max(1.6, density.max())))
+    background.grid(visible=False)
+    # twinx draws the second axes above the first: bring the first to the front, without its opaque background
+    axes.set_zorder(2)
+    axes.patch.set_visible(False)
+
+
 def _draw_areas(table: pd.DataFrame, experiment: Any) -> Figure:
     """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area."""
     groups = list(table.groupby(["method", "loss"], sort=False))
-    figure, grid = create_figure(7.4, 2.5 * len(groups) - 0.7, len(groups), 2, column_space=0.9, row_space=0.7)
+    height = grid_height(len(groups), panel_height=1.8, row_space=0.7)
+    figure, grid = create_figure(7.4, height, len(groups), 2, column_space=0.9, row_space=0.7)
     for panels, ((method, loss), rows) in zip(grid, groups):
         for axes, column in zip(panels, ("loss_mean", "variance")):
-            _draw_group_lines(axes, rows, "step", column, "area", _AREA_COLORS)
+            _draw_group_lines(axes, rows, x="step", y=column, by="area", colors=_AREA_COLORS)
             axes.set(xlabel="training step")
-        last = rows[rows["step"] == rows["step"].max()].groupby("area", sort=False).mean(numeric_only=True)
+        last_means = _last_snapshot_rows(rows).groupby("area", sort=False).mean(numeric_only=True)
         labels = []
-        for area, values in last.iterrows():
+        for area, values in last_means.iterrows():
             process_share = 100 * (values["u_high"] - values["u_low"])
             draw_share = process_share * values["density"]
             text = f"{area}: {process_share:.0f} % of the process, {draw_share:.0f} % of the draws"
@@ -103,47 +115,66 @@ def _draw_areas(table: pd.DataFrame, experiment: Any) -> Figure:
 def _draw_agreement(table: pd.DataFrame, experiment: Any) -> Figure:
     """Draw cosines between gradients at levels of ln SNR, at up to four snapshots.
 
-    Panels below show size and noise of the gradient by level.
+    Panels below show size and noise of the gradient by level. The last of them is in Adam's metric, and is drawn if
+    the table has rows of loss ``preconditioned``.
     """
     plain, preconditioned = table[table["loss"] == "training"], table[table["loss"] == "preconditioned"]
     methods, colors = list(plain["method"].unique()), _snapshot_colors(plain)
-    size = (11.5, 5.2 * len(methods))
-    figure, grid = create_figure(*size, 2 * len(methods), 4, column_space=0.9, row_space=0.75)
-    for (upper, lower), method in zip(grid.reshape(-1, 2, 4), methods):
+    steps = list(colors)[-_AGREEMENT_STEPS:]
+    row_count, column_count = 2 * len(methods), _AGREEMENT_STEPS
+    width, height = 11.5, 5.2 * len(methods)
+    figure, grid = create_figure(width, height, row_count, column_count, column_space=0.9, row_space=0.75)
+    for (upper, lower), method in zip(grid.reshape(len(methods), 2, column_count), methods):
         rows = plain[plain["method"] == method]
+        _draw_cosines(upper, rows, steps, method)
+        panels = [(rows, "squared_mean"), (rows, "variance"), (rows, "noise_scale")]
         preconditioned_rows = preconditioned[preconditioned["method"] == method]
-        for axes, step in zip(upper, list(colors)[-4:]):
-            mean = rows[rows["step"] == step].groupby("level").mean(numeric_only=True)
-            cosines = mean[[f"cosine_{level}" for level in mean.index]]
-            names = [f"{value:.0f}" for value in mean["log_snr"]]
-            image = _draw_matrix(axes, cosines, names, names, vmin=-1, vmax=1)
-            axes.set(title=f"{method}, step {step:,}", xlabel="ln SNR", ylabel="ln SNR" if axes is upper[0] else "")
-        figure.colorbar(image, cax=axes.inset_axes((1.05, 0, 0.05, 1)), label="cosine")
-        columns = ("squared_mean", "variance", "noise_scale", "noise_scale")
-        for axes, column, column_rows in zip(lower, columns, (rows, rows, rows, preconditioned_rows)):
-            _draw_group_lines(axes, column_rows[column_rows[column] > 0], "log_snr", column, "step", colors)
+        if len(preconditioned_rows):
+            panels.append((preconditioned_rows, "noise_scale"))
+        for axes, (column_rows, column) in zip(lower, panels):
+            positive = column_rows[column_rows[column] > 0]  # a log axis has no zero
+            _draw_group_lines(axes, positive, x="log_snr", y=column, by="step", colors=colors)
             axes.set(xlabel="ln SNR (left: almost clean)")
             axes.xaxis.set_inverted(True)
         lower[3].set_ylabel(f"{_TITLES['noise_scale']}, Adam's metric")
-        unused = [*upper[len(colors) :], *lower[4 if len(preconditioned_rows) else 3 :]]
-        for axes in unused:
+        for axes in [*upper[len(steps) :], *lower[len(panels) :]]:
             axes.remove()
     _draw_snapshot_legend(figure, colors)
     return figure
 
 
+def _draw_cosines(panels: Sequence[Axes], rows: pd.DataFrame, steps: Sequence[int], method: str) -> None:
+    """Draw the matrix of cosines between the gradients of two levels, a panel per snapshot, with a colour bar.
+
+    Args:
+        panels: axes of the snapshots, at least one per step.
+        rows: rows of the method.
+        steps: steps of the snapshots.
+        method: name of the method, for the titles.
+    """
+    for axes, step in zip(panels, steps):
+        mean = rows[rows["step"] == step].groupby("level").mean(numeric_only=True)
+        cosines = mean[[f"cosine_{level}" for level in mean.index]]
+        names = [f"{value:.0f}" for value in mean["log_snr"]]
+        image = _draw_matrix(axes, cosines, names, names, vmin=-1, vmax=1)
+        axes.set(title=f"{method}, step {step:,}", xlabel="ln SNR", ylabel="ln SNR" if axes is panels[0] else "")
+    right_of_last = panels[len(steps) - 1].inset_axes((1.05, 0, 0.05, 1))
+    right_of_last.get_figure(root=True).colorbar(image, cax=right_of_last, label="cosine")
+
+
 def _draw_interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
     """Draw a matrix per snapshot: change of the loss on every part in %, a row for each part that was trained on."""
-    figure, panels = _create_panels(table, ["method", "step"], 3, 3.6, 3.6, 0.95)
+    figure, panels = _create_panels(table, ["method", "step"], columns=3, width=3.6, height=3.6, row_space=0.95)
     for axes, (method, step), rows in panels:
         mean = rows.groupby(["trained", "part"], sort=False)[["before", "change"]].mean()
-        change = 100 * (mean["change"] / mean["before"]).unstack("part")
+        change = 100 * (mean["change"] / mean["before"]).unstack("part")  # rows: trained, columns: part
         parts = sorted({*zip(rows["u_low"], rows["u_high"])})
         names = [f"{100 * low:.0f}–{100 * high:.0f} %" for low, high in parts]
         _draw_matrix(axes, change, names, [*names, "all"], norm=SymLogNorm(1, vmin=-1000, vmax=1000))
         for (row, column), value in np.ndenumerate(change.to_numpy()):
-            color = "white" if value > 100 or value < -20 else INK
-            text = f"{value:+.{int(abs(value) < 10)}f}"
+            is_dark = value > 100 or value < -20
+            text = f"{value:+.1f}" if abs(value) < 10 else f"{value:+.0f}"
+            color = "white" if is_dark else INK
             axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
         axes.set(xlabel="measured on (0: clean)", ylabel="trained on")
         axes.set_title(f"{method}, step {step:,}: change of loss, %")
@@ -156,12 +187,13 @@ def _draw_density(table: pd.DataFrame, experiment: Any) -> Figure:
     The dashed line is p(t) over its mean, at the last snapshot.
     """
     colors, process = _snapshot_colors(table), experiment.diffusion.process["name"]
-    figure, panels = _create_panels(table, ["method"], 4, 2.3, 2.3, 0.9)
+    figure, panels = _create_panels(table, ["method"], columns=4, width=2.3, height=2.3, row_space=0.9)
+    highest = max(2, table["trained"].max())
     for axes, (method,), rows in panels:
-        last = rows[rows["step"] == rows["step"].max()].groupby("t").mean(numeric_only=True)
-        _draw_group_lines(axes, rows, "t", "trained", "step", colors)
-        axes.plot(last.index, last["density"], color=INK, **_DASHED)
-        axes.set(title=method, ylim=(0.02, 1.5 * max(2, table["trained"].max())), ylabel="relative to uniform")
+        last_density = _last_snapshot_rows(rows).groupby("t")["density"].mean()
+        _draw_group_lines(axes, rows, x="t", y="trained", by="step", colors=colors)
+        axes.plot(last_density.index, last_density, color=INK, **_DASHED)
+        axes.set(title=method, ylim=(0.02, 1.5 * highest), ylabel="relative to uniform")
         axes.set(**time_axis_settings(process) | {"yscale": "log"})
         style_log_axis(axes)
     _draw_snapshot_legend(figure, colors, Line2D([], [], color=INK, **_DASHED, label="p(t) alone, without weights"))
@@ -182,14 +214,17 @@ def _draw_subset_size(table: pd.DataFrame, experiment: Any) -> Figure:
     """
     figure, grid = create_figure(12.6, 3.2, 1, 3, column_space=2.1)
     _draw_distance_over_time(grid[0, 0], table, experiment)
-    last = table[table["step"] == table["step"].max()]
-    last = last.assign(rate=1000 * last["seconds"] / last["step"])
-    for axes, (column, label) in zip(grid[0, 1:], (("rate", "time of a step in ms"), ("distance", "last distance"))):
-        mean = last.groupby("selected")[column].agg(["mean", "std"]).fillna(0)
-        axes.errorbar(mean.index, mean["mean"], mean["std"], color=_BLUE, marker="o", capsize=2)
-        axes.axhline(last[last["selected"].isna()][column].mean(), color=INK, **_DASHED)
+    last = _last_snapshot_rows(table)
+    last = last.assign(step_milliseconds=1000 * last["seconds"] / last["step"])
+    baseline = last[last["selected"].isna()]
+    panels = (("step_milliseconds", "time of a step in ms"), ("distance", "last distance"))
+    for axes, (column, label) in zip(grid[0, 1:], panels):
+        by_size = last.groupby("selected")[column]
+        means, stds = by_size.mean(), by_size.std().fillna(0)  # over seeds; one seed has no standard deviation
+        axes.errorbar(means.index, means, stds, color=_BLUE, marker="o", capsize=2)
+        axes.axhline(baseline[column].mean(), color=INK, **_DASHED)
         axes.set(xscale="log", xlabel=f"|S| (dashed: {experiment.baseline})", ylabel=label)
-        axes.set_xticks(mean.index, [f"{size:.0f}" for size in mean.index])
+        axes.set_xticks(means.index, [f"{size:.0f}" for size in means.index])
         axes.set_xticks([], minor=True)
     return figure
 
@@ -199,29 +234,39 @@ def _draw_increments(table: pd.DataFrame, experiment: Any) -> Figure:
 
     The background shows SpeeD's areas, whose shares are in the title.
     """
-    moments = {"variance": (_BLUE, "variance"), "mean": ("#B27C00", "‖mean‖ / ‖x0‖")}
-    figure, panels = _create_panels(table, ["process"], 4, 2.2, 2.4, 0.8)
+    figure, panels = _create_panels(table, ["process"], columns=4, width=2.2, height=2.4, row_space=0.8)
     for axes, (name,), rows in panels:
-        shares = 100 * rows["area"].value_counts(normalize=True, sort=False)
-        rows = rows.iloc[1:].assign(mean=rows["mean"].abs(), mean_bound=rows["mean_squared_bound"] ** 0.5)
-        for column, (color, _) in moments.items():
-            axes.plot(rows["t"], rows[column].where(rows[column] > 0), color=color, linewidth=1.5)
-            bound = rows[f"{column}_bound"]
-            axes.plot(rows["t"], bound.where(bound > 0), color=INK, **_DASHED)
+        area_shares = 100 * rows["area"].value_counts(normalize=True, sort=False)
+        rows = rows.iloc[1:]  # a log axis has no t = 0
+        _draw_increment_moments(axes, rows)
         for area, shade in SHADES.items():
-            inside = (rows["area"] == area).to_numpy()[:-1]
+            is_in_area = (rows["area"] == area).to_numpy()[:-1]
             look: dict[str, Any] = {"fill": True, "alpha": 0.6, "linewidth": 0, "zorder": 0}
-            axes.stairs(inside, rows["t"].to_numpy(), color=shade, transform=axes.get_xaxis_transform(), **look)
+            axes.stairs(is_in_area, rows["t"].to_numpy(), color=shade, transform=axes.get_xaxis_transform(), **look)
         scale = "log" if name in ("ve", "edm") else "linear"
         axes.set(xscale=scale, yscale="log", xlabel="time t", xlim=(rows["t"].iloc[0], rows["t"].iloc[-1]))
-        axes.set_title(f"{name}: {' / '.join(f'{share:.0f}' for share in shares)} %", fontsize=9.5)
-    handles: list[Any] = [Line2D([], [], color=color, label=label) for color, label in moments.values()]
+        shares_text = " / ".join(f"{share:.0f}" for share in area_shares)
+        axes.set_title(f"{name}: {shares_text} %", fontsize=9.5)
+    handles: list[Any] = [Line2D([], [], color=color, label=label) for color, label in _INCREMENT_MOMENTS.values()]
     handles += [Line2D([], [], color=INK, **_DASHED, label="bounds")]
     handles += [Patch(facecolor=SHADES[area], label=area) for area in _AREA_COLORS]
     _draw_snapshot_legend(figure, {}, *handles)
     return figure
 
 
+def _draw_increment_moments(axes: Axes, rows: pd.DataFrame) -> None:
+    """Draw variance and size of the mean of a process' increments over time, with their bounds as dashed lines.
+
+    Values that are not positive are left out, since the y axis is logarithmic.
+    """
+    rows = rows.assign(mean=rows["mean"].abs(), mean_bound=rows["mean_squared_bound"] ** 0.5)
+    for column, (color, _) in _INCREMENT_MOMENTS.items():
+        moment, bound = rows[column], rows[f"{column}_bound"]
+        axes.plot(rows["t"], moment.where(moment > 0), color=color, linewidth=1.5)
+        axes.plot(rows["t"], bound.where(bound > 0), color=INK, **_DASHED)
+
+
+# each draws a figure from the table of its analysis and the experiment
 _DRAW_FUNCTIONS: dict[str, Callable[[pd.DataFrame, Any], Figure]] = {
     "gradient_variance": _draw_gradient_variance,
     "areas": _draw_areas,
@@ -251,12 +296,17 @@ def _create_panels(
     """
     groups = list(table.groupby(by, sort=False))
     columns = min(columns, len(groups))
-    rows = -(-len(groups) // columns)
-    size = (width + 0.75) * columns, (height + row_space) * rows - row_space
-    figure, grid = create_figure(*size, rows, columns, column_space=0.75, row_space=row_space)
+    rows = math.ceil(len(groups) / columns)
+    figure_width, figure_height = (width + 0.75) * columns, grid_height(rows, height, row_space)
+    figure, grid = create_figure(figure_width, figure_height, rows, columns, column_space=0.75, row_space=row_space)
     for axes in grid.flat[len(groups) :]:
         axes.remove()
     return figure, ((axes, key, group) for axes, (key, group) in zip(grid.flat, groups))
+
+
+def _last_snapshot_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the last snapshot in a table."""
+    return table[table["step"] == table["step"].max()]
 
 
 def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:
@@ -269,14 +319,21 @@ def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, 
     """Draw column `y` against column `x` on a log axis, a line per group of column `by`."""
     for key, rows in table.groupby(by, sort=False):
         mean = rows.groupby(x)[y].mean()
-        marker = "o" if len(mean) < 40 else ""
+        marker = "o" if len(mean) < 40 else ""  # many markers would hide the line
         axes.plot(mean.index, mean, color=colors[key], linewidth=1.3, marker=marker, markersize=2.5)
     axes.set(yscale="log", ylabel=_TITLES.get(y, y))
     style_log_axis(axes)
 
 
 def _draw_matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: list[str], **scale: Any) -> Any:
-    """Draw a matrix as an image and return the image; orange is above 0, purple below, grey unknown."""
+    """Draw a matrix as an image and return the image; orange is above 0, purple below, grey unknown.
+
+    Args:
+        axes: axes to draw into.
+        values: the matrix; it may have fewer rows than `rows` has labels.
+        columns, rows: labels of columns and rows.
+        scale: arguments of `imshow` that map values to colours.
+    """
     image = axes.imshow(values, cmap="PuOr_r", interpolation="nearest", **scale)
     axes.set_facecolor(_SHADE)
     axes.set_xticks(range(len(columns)), columns, fontsize=7.5)
@@ -292,7 +349,7 @@ def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Any) -
         groups = table[(table["method"] == method) & (table["step"] > 0)].groupby("step")
         x, y = groups["relative_time"].mean(), groups["distance"].mean()
         std = groups["distance"].std().fillna(0)
-        lower = (y - std).clip(lower=1e-3 * y)
+        lower = (y - std).clip(lower=1e-3 * y)  # a log axis has no zero
         axes.fill_between(x, lower, y + std, color=look["color"], alpha=0.13, linewidth=0)
         axes.plot(x, y, **look | {"markersize": 4.5})
         labels.append(Label(float(y.iloc[-1]), method, look["color"], x=float(x.iloc[-1])))
@@ -305,5 +362,6 @@ def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Any) -
 def _draw_snapshot_legend(figure: Figure, colors: dict[int, Any], *more_handles: Any) -> None:
     """Draw a legend above the figure, with the colour of each snapshot and further handles."""
     handles = [Line2D([], [], color=color, linewidth=2, label=f"step {step:,}") for step, color in colors.items()]
-    corner = (-0.014, 1 + 0.72 / figure.get_figheight())
-    figure.legend(handles=[*handles, *more_handles], loc="upper left", ncols=8, bbox_to_anchor=corner)
+    left = -0.014  # the legend's padding would move its text right of the panels' edge
+    top = 1 + 0.72 / figure.get_figheight()  # 0.72 inches above the panels, over their titles
+    figure.legend(handles=[*handles, *more_handles], loc="upper left", ncols=8, bbox_to_anchor=(left, top))

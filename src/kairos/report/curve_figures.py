@@ -1,5 +1,6 @@
 """Figures of curves: distance and losses over training, distance by option of a sweep, and strategies over time."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kairos.config.sweeps import parse_sweep_name
-from kairos.report.collect import Results, RunResults
+from kairos.report.collect import Results, RunResults, SnapshotResults
 from kairos.report.plot_style import (
     INK,
     MUTED,
@@ -20,6 +21,7 @@ from kairos.report.plot_style import (
     Look,
     create_figure,
     draw_method_lines,
+    grid_height,
     label_lines,
     style_log_axis,
     time_axis_settings,
@@ -31,7 +33,7 @@ _STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
 
 
 def metric_label(name: str) -> str:
-    """Return the axis label of a metric."""
+    """Return the axis label of a metric: ``val_loss``, ``fid``, or ``frechet_<extractor>``."""
     if name == "val_loss":
         return "validation loss (lower is better)"
     if name == "fid":
@@ -42,26 +44,33 @@ def metric_label(name: str) -> str:
 def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw smoothed training losses, mean over seeds: the minimised loss, and the squared error without weights."""
     figure, grid = create_figure(7.8, 2.95, 1, 2, column_space=1.9)
-    logs = {method: [run.metrics for run in results.runs_of(method)] for method in looks}
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
     for axes, (column, title) in zip(grid[0], panels):
         lines = {}
         for method in looks:
-            losses = [log.set_index("step")[column] for log in logs[method] if column in log]
+            logs = [run.metrics for run in results.runs_of(method)]
+            losses = [log.set_index("step")[column] for log in logs if column in log]
             if losses:
-                mean = pd.concat(losses, axis=1, join="inner").mean(axis=1)
-                mean = mean.rolling(max(1, len(mean) // 40), center=True, min_periods=1).mean()
-                lines[method] = mean.iloc[:: -(-len(mean) // _POINTS)]
+                lines[method] = _smooth_mean(losses)
         settings = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)", "yscale": "log"}
         draw_method_lines(axes, looks, lines, settings)
     return figure
+
+
+def _smooth_mean(losses: "list[pd.Series[float]]") -> "pd.Series[float]":
+    """Return the mean over seeds at common steps, smoothed over a fortieth of the steps, with at most 1500 points."""
+    mean = pd.concat(losses, axis=1, join="inner").mean(axis=1)
+    window = max(1, len(mean) // 40)
+    stride = max(1, math.ceil(len(mean) / _POINTS))
+    return mean.rolling(window, center=True, min_periods=1).mean().iloc[::stride]
 
 
 def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the validation loss per timestep at the last snapshot: linear, logarithmic, and relative to the baseline."""
     baseline = results.baseline
     rows = 1 if baseline is None else 2
-    figure, grid = create_figure(7.8, 3.7 * rows - 0.95, rows, 2, row_space=0.95, column_space=0.8)
+    height = grid_height(rows, panel_height=2.75, row_space=0.95)
+    figure, grid = create_figure(7.8, height, rows, 2, row_space=0.95, column_space=0.8)
     losses = {method: _loss_per_timestep(results, method) for method in looks}
     settings = time_axis_settings(results.experiment.diffusion.process["name"]) | {"ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
@@ -69,9 +78,10 @@ def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
         draw_method_lines(axes, looks, losses, settings | {"title": title, "yscale": scale}, labelled=scale == "log")
     if baseline is None:
         return figure
+    whole_row = grid[1][0].get_gridspec()[1, :]
     for axes in grid[1]:
         axes.remove()
-    axes = figure.add_subplot(grid[1][0].get_gridspec()[1, :])
+    axes = figure.add_subplot(whole_row)
     ratios = {method: values / losses[baseline] for method, values in losses.items()}
     settings |= {"ylabel": f"loss / loss of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
     draw_method_lines(axes, looks, ratios, settings | {"yscale": "log"})
@@ -89,7 +99,8 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
     curves = {method: build_curve(results.measurements, method) for method in looks}
-    unit, unit_seconds = _choose_time_unit(max(np.nan_to_num(curve.seconds).max() for curve in curves.values()))
+    longest_seconds = max(np.nan_to_num(curve.seconds).max() for curve in curves.values())  # NaN: no clock
+    unit, unit_seconds = _choose_time_unit(longest_seconds)
     labels = []
     right_end = 0.0
     for method, look in looks.items():
@@ -116,7 +127,9 @@ def _choose_time_unit(longest: float) -> tuple[str, int]:
     """Return the unit for training times up to `longest` seconds, and its length in seconds."""
     if longest > 3 * 3600:
         return "h", 3600
-    return ("min", 60) if longest > 180 else ("s", 1)
+    if longest > 3 * 60:
+        return "min", 60
+    return "s", 1
 
 
 def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, look: Look) -> Label:
@@ -139,28 +152,39 @@ def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:
         value = row.get(results.primary_metric)
         if value is not None and value > 0:
             axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1, label=name)
-            labels.append(Label(float(value), "floor: real, held out" if name == "floor" else name, MUTED))
+            text = "floor: real, held out" if name == "floor" else name  # floor: held-out real images
+            labels.append(Label(float(value), text, MUTED))
     return labels
 
 
 def _style_step_axis(axes: Axes, steps: np.ndarray) -> None:
-    """Put ticks at the snapshots; the axis is logarithmic past the first one if steps grow by orders of magnitude."""
-    if steps[-1] / steps[1] > 20:
-        axes.set_xscale("symlog", linthresh=steps[1], linscale=0.4)
+    """Put ticks at the snapshots; the axis is logarithmic past the first one if steps grow by orders of magnitude.
+
+    Args:
+        axes: axes to style.
+        steps: ascending steps of the snapshots; the first is 0.
+    """
+    first_trained, last = steps[1], steps[-1]
+    left = -0.015 * last
+    if last / first_trained > 20:
+        axes.set_xscale("symlog", linthresh=first_trained, linscale=0.4)  # linear from 0 to the first snapshot
+        left = -0.03 * first_trained
     axes.set_xticks(steps, [f"{step:,.0f}" for step in steps])
-    axes.set_xlim(left=-0.03 * steps[1] if steps[-1] / steps[1] > 20 else -0.015 * steps[-1])
+    axes.set_xlim(left=left)
 
 
 def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str, str]]]:
     """Group the methods of a sweep, whose names contain options of a `grid` and their values.
 
     Returns:
-        Method by value of an option, by name without the option, by option.
+        Method by value of an option, by name without the option, by option. For example, methods ``a-k=1`` and
+        ``a-k=2`` give ``{"k": {"a": {"1": "a-k=1", "2": "a-k=2"}}}``.
     """
     groups: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for method in methods:
         for option, value in parse_sweep_name(method):
-            groups[option][method.replace(f"-{option}={value}", "", 1)][value] = method
+            name_without_option = method.replace(f"-{option}={value}", "", 1)
+            groups[option][name_without_option][value] = method
     return groups
 
 
@@ -170,24 +194,27 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
     The x axis is numeric if all values of the option are numbers; otherwise the values are evenly spaced in order.
     """
     panels, baseline = group_swept_methods(results.methods), results.baseline
-    figure, grid = create_figure(4.6, 3.4 * len(panels) - 0.8, len(panels), row_space=0.8)
+    height = grid_height(len(panels), panel_height=2.6, row_space=0.8)
+    figure, grid = create_figure(4.6, height, len(panels), row_space=0.8)
     for axes, (option, lines) in zip(grid[:, 0], panels.items()):
         positions = _option_positions(lines)
         labels = []
         for name, method_by_value in lines.items():
             values = sorted(method_by_value, key=lambda value: positions[value])
-            curves = [build_curve(results.measurements, method_by_value[value]) for value in values]
-            look = looks[method_by_value[values[0]]]
+            methods = [method_by_value[value] for value in values]
+            curves = [build_curve(results.measurements, method) for method in methods]
             x = [positions[value] for value in values]
             y = [float(curve.mean[-1]) for curve in curves]
-            std = np.nan_to_num([curve.std[-1] for curve in curves])
+            std = np.nan_to_num([curve.std[-1] for curve in curves])  # no bar where it is unknown
+            look = looks[methods[0]]
             axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
             labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
-        if baseline is not None and not parse_sweep_name(baseline):
+        if baseline is not None and not parse_sweep_name(baseline):  # a baseline outside of the sweep
             final_value = float(build_curve(results.measurements, baseline).mean[-1])
             labels.append(Label(final_value, baseline, MUTED))
             axes.axhline(final_value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-        spans_decades = 0 < 20 * min(positions.values()) < max(positions.values())
+        lowest, highest = min(positions.values()), max(positions.values())
+        spans_decades = lowest > 0 and highest > 20 * lowest
         axes.set(xscale="log" if spans_decades else "linear", yscale="log", xlabel=option)
         axes.set_ylabel(results.primary_metric)
         axes.set_xticks(list(positions.values()), list(positions))
@@ -198,10 +225,16 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
 
 
 def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Return the position on the x axis of each value of an option: the number itself, or its place in the order."""
+    """Return the position on the x axis of each value of an option: the number itself, or its index in the order.
+
+    Args:
+        lines: method by value of the option, by name without the option.
+    """
     values = list(dict.fromkeys(value for method_by_value in lines.values() for value in method_by_value))
-    numbers = pd.to_numeric(pd.Series(values), errors="coerce")
-    return dict(zip(values, range(len(values)) if numbers.isna().any() else numbers.astype(float)))
+    numbers = pd.to_numeric(pd.Series(values), errors="coerce")  # NaN: not a number
+    if numbers.isna().any():
+        return {value: index for index, value in enumerate(values)}
+    return dict(zip(values, numbers.astype(float)))
 
 
 def draw_strategies(results: Results, looks: dict[str, Look], column: str, label: str, scale: str) -> Figure:
@@ -217,31 +250,21 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
     methods, steps = results.methods, results.experiment.milestones
     time_settings = time_axis_settings(results.experiment.diffusion.process["name"])
     columns = min(_STRATEGY_COLUMNS, len(methods))
-    rows = -(-len(methods) // columns)
-    height = 2.25 * rows - 0.55
+    rows = math.ceil(len(methods) / columns)
+    height = 2.25 * rows - 0.55  # inches
     figure, grid = create_figure(8.7, height, rows, columns, column_space=0.3, row_space=0.5)
     colors = matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))
-    handles = {"does not change": Line2D([], [], color=INK, linewidth=1.6)}
     highest = 0.0
     for axes in grid.flat[len(methods) :]:
         axes.remove()
     for panel, (axes, method) in enumerate(zip(grid.flat, methods)):
         runs = results.runs_of(method)
-        fixed = _is_fixed(runs, column)
-        lines: list[Any] = [(runs[0].last_snapshot, INK)]
-        if not fixed:
-            lines = [pair for run in runs for pair in zip(run.snapshots, colors)]
-            for step, color in zip(steps, colors):
-                handles[f"step {step:,}"] = Line2D([], [], color=color, linewidth=2)
-        for snapshot, color in lines:
-            table = snapshot.strategy_table
-            values = table[column].to_numpy(float) * len(table)
-            highest = max(highest, float(values.max()))
-            axes.plot(table["t"], values, color=color, linewidth=1.4 if fixed else 1.2)
+        highest = max(highest, _draw_strategy_lines(axes, runs, column, colors))
         axes.axhline(1, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
         axes.set_title(method, fontsize=9.5)
         axes.text(1, 1.05, _movement_note(runs), transform=axes.transAxes, ha="right", fontsize=8, color=MUTED)
-        is_lowest, is_leftmost = panel + columns >= len(methods), panel % columns == 0
+        is_lowest = panel + columns >= len(methods)  # no panel below
+        is_leftmost = panel % columns == 0
         axes.set(xscale=time_settings["xscale"], xlabel=time_settings["xlabel"] if is_lowest else "")
         axes.set(yscale=scale, ylabel=label if is_leftmost else "")
         axes.tick_params(labelbottom=is_lowest, labelleft=is_leftmost)
@@ -249,9 +272,39 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
     limits = (0, highest * 1.08) if scale == "linear" else (highest * 1e-4, highest * 2)
     for axes in figure.axes:
         axes.set_ylim(*limits)
-    corner: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.014, 1 + 0.75 / height)}
-    figure.legend(handles.values(), handles, ncols=len(handles), fontsize=8.5, **corner)
+    handles = {"does not change": Line2D([], [], color=INK, linewidth=1.6)}
+    if any(not _is_fixed(results.runs_of(method), column) for method in methods):
+        for step, color in zip(steps, colors):
+            handles[f"step {step:,}"] = Line2D([], [], color=color, linewidth=2)
+    corner = (-0.014, 1 + 0.75 / height)  # 0.75 inches above the panels, over their titles
+    figure.legend(handles.values(), handles, ncols=len(handles), fontsize=8.5, loc="upper left", bbox_to_anchor=corner)
     return figure
+
+
+def _draw_strategy_lines(axes: Axes, runs: list[RunResults], column: str, colors: np.ndarray) -> float:
+    """Draw a column of the strategy tables of a method, multiplied by T, and return the highest value.
+
+    A strategy that changes has a line per seed and snapshot, any other strategy has a single dark line.
+
+    Args:
+        axes: axes to draw into.
+        runs: training runs of the method.
+        column: ``p`` or ``effective``.
+        colors: a colour per snapshot.
+    """
+    if _is_fixed(runs, column):
+        linewidth = 1.4
+        lines: list[tuple[SnapshotResults, Any]] = [(runs[0].last_snapshot, INK)]
+    else:
+        linewidth = 1.2
+        lines = [snapshot_and_color for run in runs for snapshot_and_color in zip(run.snapshots, colors)]
+    highest = 0.0
+    for snapshot, color in lines:
+        table = snapshot.strategy_table
+        values = table[column].to_numpy(float) * len(table)
+        highest = max(highest, float(values.max()))
+        axes.plot(table["t"], values, color=color, linewidth=linewidth)
+    return highest
 
 
 def _is_fixed(runs: list[RunResults], column: str) -> bool:
@@ -268,4 +321,5 @@ def _movement_note(runs: list[RunResults]) -> str:
     distances = [distance for distance in map(distance_from_start, runs) if distance is not None]
     if not distances:
         return "fixed"
-    return f"moved by {max(distances):.2f}" if max(distances) >= NOT_MOVED else "has not moved"
+    largest = max(distances)
+    return f"moved by {largest:.2f}" if largest >= NOT_MOVED else "has not moved"

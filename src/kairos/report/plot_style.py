@@ -56,8 +56,12 @@ class Label:
 def assign_looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
     """Assign each method a look by its position in the configuration; the baseline is black."""
     others = [method for method in methods if method != baseline]
-    black = {} if baseline is None else {baseline: {"color": "#000000", "marker": "o", "linestyle": "-"}}
-    return dict(zip(others, (_DASHES * (_COLORS + _MARKERS))())) | black
+    # a colour has one marker, and the dash changes after all colours; () repeats the cycle without end
+    all_looks = (_DASHES * (_COLORS + _MARKERS))()
+    looks: dict[str, Look] = dict(zip(others, all_looks))
+    if baseline is not None:
+        looks[baseline] = {"color": "#000000", "marker": "o", "linestyle": "-"}
+    return looks
 
 
 def create_figure(
@@ -86,6 +90,11 @@ def create_figure(
     return figure, figure.subplots(rows, columns, squeeze=False, gridspec_kw=spaces)
 
 
+def grid_height(rows: int, panel_height: float, row_space: float) -> float:
+    """Return the height of a grid in inches, from the height of a panel and the space between rows."""
+    return rows * panel_height + (rows - 1) * row_space
+
+
 def tight_bounding_box(figure: Figure) -> Bbox:
     """Return the box in inches around everything drawn, with the style's padding, for ``savefig(bbox_inches=)``."""
     figure.draw_without_rendering()  # texts and ticks get their positions
@@ -103,12 +112,12 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     if not labels:
         return
     figure = axes.get_figure(root=True)
-    gap = size * 1.3 / 72 * figure.dpi / axes.get_window_extent().height  # type: ignore[union-attr]  # of the axes
+    text_pixels = size * 1.3 / 72 * figure.dpi  # type: ignore[union-attr]  # 72 points an inch; 1.3: line spacing
+    gap = text_pixels / axes.get_window_extent().height  # as a fraction of the axes' height
     ordered = sorted(labels, key=lambda label: label.y)
-    to_axes = axes.transAxes.inverted()
-    heights = [float(to_axes.transform(axes.transData.transform((1, label.y)))[1]) for label in ordered]
+    heights = [_height_in_axes(axes, label.y) for label in ordered]
     for label, line_height, text_height in zip(ordered, heights, space_out_heights(heights, gap)):
-        if label.x is not None:
+        if label.x is not None:  # a dotted line from the end of the line to the right edge
             right = axes.get_xlim()[1]
             axes.plot([label.x, right], [label.y, label.y], color=label.color, lw=0.7, ls=(0, (1, 2)), alpha=0.7)
         dark = tuple(0.78 * channel for channel in to_rgb(label.color))  # letters in a light colour are not readable
@@ -127,8 +136,18 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
         )
 
 
+def _height_in_axes(axes: Axes, y: float) -> float:
+    """Convert a height in data coordinates to a fraction of the axes' height."""
+    pixels = axes.transData.transform((1, y))  # any x does: it does not change the height
+    _, height = axes.transAxes.inverted().transform(pixels)
+    return float(height)
+
+
 def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
-    """Move ascending heights apart to at least `gap` from each other, with the least sum of squared moves."""
+    """Move ascending heights apart to at least `gap` from each other, with the least sum of squared moves.
+
+    Without the gaps that the heights must have, this is the closest ascending sequence: isotonic regression.
+    """
     gaps = gap * np.arange(len(heights))
     return (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
 
@@ -137,8 +156,10 @@ def style_log_axis(axes: Axes) -> None:
     """Label a logarithmic y axis with numbers instead of powers of ten, with enough ticks for a short axis."""
     low, high = axes.get_ylim()
     decades = np.log10(high / low)
-    ticks = LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,))
-    axes.yaxis.set_major_locator(MaxNLocator(6) if decades < 0.6 else ticks)
+    if decades < 0.6:
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
 
@@ -169,6 +190,7 @@ def draw_method_lines(
 def time_axis_settings(process: str) -> dict[str, Any]:
     """Return label and scale of an x axis that shows the time of the process with this name."""
     symbol = PROCESSES.entry(process).load().time_symbol
-    if symbol != "t":
+    if symbol != "t":  # a noise level, such as sigma
         return {"xlabel": f"{symbol} (small: almost clean)", "xscale": "log"}
-    return {"xlabel": f"{'timestep' if process == 'discrete' else 'time'} t (0: almost clean)", "xscale": "linear"}
+    quantity = "timestep" if process == "discrete" else "time"
+    return {"xlabel": f"{quantity} t (0: almost clean)", "xscale": "linear"}

@@ -1,5 +1,6 @@
 """Figures of images: samples over training, final samples next to real images, and samples with their conditions."""
 
+import math
 import textwrap
 from itertools import product
 from pathlib import Path
@@ -9,9 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
+from kairos.data.dataset import open_dataset, reduce_resolution, to_uint8
 from kairos.data.image_grid import tile_images
 from kairos.report.collect import Results, load_real_images
 from kairos.report.plot_style import INK, MUTED, Look, create_figure
+from kairos.sampling.samples_file import open_samples
 
 _IMAGES_ONE_BY_ONE = 4  # images that are shown by method and snapshot
 _CONDITIONED_IMAGES = 8  # captions or low-resolution images that are shown
@@ -42,8 +45,9 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
     for method in results.methods:
         pictures.append((method, load_sample_grid(results.runs_of(method)[0].last_snapshot.grid_file)))
     columns = min(4, len(pictures))
-    rows = -(-len(pictures) // columns)
-    figure, grid = create_figure(9.5, 2.65 * rows - 0.25, rows, columns, column_space=0.15, row_space=0.4)
+    rows = math.ceil(len(pictures) / columns)
+    height = 2.65 * rows - 0.25  # inches
+    figure, grid = create_figure(9.5, height, rows, columns, column_space=0.15, row_space=0.4)
     for axes, (title, pixels) in zip(grid.flat, pictures):
         _show_image(axes, pixels)
         axes.set_title(title, fontsize=9.5, color=MUTED if title == real_label else INK)
@@ -53,9 +57,10 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
 
 
 def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw the first images one by one, each in a panel with a row per method and a column per snapshot."""
-    from kairos.sampling.samples_file import open_samples
+    """Draw the first images one by one, each in a panel with a row per method and a column per snapshot.
 
+    Images are those of the first seed that has the snapshot; a snapshot without images is white.
+    """
     methods, steps = results.methods, results.experiment.milestones
     grid_files = {}
     for run in reversed(results.runs):  # the first seed overwrites the others
@@ -68,11 +73,15 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
     blank = np.full_like(next(iter(first_images.values())), 255)
     cells = [first_images.get(method_and_step, blank) for method_and_step in product(methods, steps)]
     images = np.stack(cells)  # (methods x steps, images, height, width, channels)
-    height = 9.5 / len(blank) * len(methods) * blank.shape[1] / len(steps) / blank.shape[2]
-    figure, grid = create_figure(9.5, height, 1, len(blank), column_space=0.1)
+    image_count, image_height, image_width, _ = blank.shape
+    figure_width = 9.5
+    panel_width = figure_width / image_count
+    # the height at which pixels are square
+    panel_height = panel_width * (len(methods) * image_height) / (len(steps) * image_width)
+    figure, grid = create_figure(figure_width, panel_height, 1, image_count, column_space=0.1)
     for index, axes in enumerate(grid[0]):
         pixels = tile_images(images[:, index], columns=len(steps)).squeeze()
-        extent = (0, len(steps), len(methods), 0)
+        extent = (0, len(steps), len(methods), 0)  # left, right, bottom, top: an image has size 1
         axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest", extent=extent, aspect="auto")
         axes.set_title(f"image {index + 1}", fontsize=9.5, color=MUTED)
         axes.set_xticks(np.arange(len(steps)) + 0.5, [f"{step:,}" for step in steps], fontsize=8)
@@ -85,25 +94,30 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
 def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the first conditions (captions or low-resolution images), their real images, and each method's last samples.
 
-    Samples are of the first seed.
+    A row shows one condition. Samples are of the first seed.
     """
-    from kairos.data.dataset import open_dataset, reduce_resolution, to_uint8
-    from kairos.sampling.conditions import select_condition_sources
-    from kairos.sampling.samples_file import open_samples
+    from kairos.sampling.conditions import select_condition_sources  # imports torch, which other figures do not need
 
     snapshots = {method: results.runs_of(method)[0].last_snapshot for method in results.methods}
-    samples = {name: open_samples(snapshot.grid_file.with_suffix(".npz")) for name, snapshot in snapshots.items()}
+    samples = {method: open_samples(snapshot.grid_file.with_suffix(".npz")) for method, snapshot in snapshots.items()}
+    # conditions are equal for all methods
     first_method = results.methods[0]
-    first_samples, conditions = samples[first_method], snapshots[first_method].record["conditions"]
+    first_samples = samples[first_method]
     count = min(_CONDITIONED_IMAGES, len(first_samples.images))
     dataset = open_dataset(results.folder / "dataset")
     sources = select_condition_sources(
-        dataset, range(count), conditions, first_samples.protocol["labels"], first_samples.protocol["seed"]
+        dataset,
+        indices=range(count),
+        descriptions=snapshots[first_method].record["conditions"],
+        labels=first_samples.protocol["labels"],
+        seed=first_samples.protocol["seed"],
     )
-    columns = {"real": dataset.images[sources]}
-    columns |= {method: method_samples.images[:count] for method, method_samples in samples.items()}
+    columns = {}
     if factor := results.experiment.dataset.low_resolution:
-        columns = {"low resolution": to_uint8(reduce_resolution(dataset.load_tensor(sources), factor))} | columns
+        columns["low resolution"] = to_uint8(reduce_resolution(dataset.load_tensor(sources), factor))
+    columns["real"] = dataset.images[sources]
+    for method in results.methods:
+        columns[method] = samples[method].images[:count]
     width, height = 1.3 * len(columns), 1.4 * count
     figure, grid = create_figure(width, height, count, len(columns), column_space=0.1, row_space=0.1)
     for column, (name, images) in enumerate(columns.items()):
@@ -112,8 +126,9 @@ def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure
             _show_image(axes, image)
     captions = first_samples.conditions["text"][:count] if "text" in first_samples.conditions else ()
     for axes, caption in zip(grid[:, 0], captions):
-        lines = textwrap.fill(caption.decode().replace("$", r"\$"), 30, max_lines=6)
-        axes.text(-0.08, 0.5, lines, transform=axes.transAxes, ha="right", va="center", fontsize=9)
+        text = caption.decode().replace("$", r"\$")  # "$" would begin a formula
+        wrapped = textwrap.fill(text, 30, max_lines=6)
+        axes.text(-0.08, 0.5, wrapped, transform=axes.transAxes, ha="right", va="center", fontsize=9)
     return figure
 
 

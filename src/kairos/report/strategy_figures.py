@@ -25,6 +25,7 @@ _STAIRS = 60  # timesteps up to which each one is drawn as a step
 _STRATEGY_HEIGHT = 2.05  # inches of the panels of a strategy
 _INCREMENTS_HEIGHT = 4.75  # inches of the panels of process increments
 _EXPLODING = ("ve", "edm")  # processes whose variance grows over orders of magnitude
+_DASHES = (0, (3, 2))
 
 
 class ComparedStrategy(NamedTuple):
@@ -39,6 +40,40 @@ class ComparedStrategy(NamedTuple):
     columns: dict[str, np.ndarray]
     title: str
     lines: Sequence[str]
+
+
+class _StrategyPanel(NamedTuple):
+    """A panel of the figure of a strategy.
+
+    Attributes:
+        title: title of the panel.
+        column: column of the strategy that is drawn.
+        factor: factor that the column is multiplied by.
+        color: colour of the curve.
+        logarithmic: True for a logarithmic y axis.
+    """
+
+    title: str
+    column: str
+    factor: float
+    color: str
+    logarithmic: bool
+
+
+class _Line(NamedTuple):
+    """A line in a panel of process increments.
+
+    Attributes:
+        label: label in the legend; empty without one.
+        values: values at the times of the increments, (T,).
+        color: colour of the line.
+        dash: dash of the line, in matplotlib's terms.
+    """
+
+    label: str
+    values: np.ndarray
+    color: str
+    dash: Any = "-"
 
 
 def draw_strategy(
@@ -60,17 +95,25 @@ def draw_strategy(
     figure, grid = create_figure(9.45, _STRATEGY_HEIGHT, 1, 3, column_space=0.62)
     _write_descriptions(figure, title, lines, compared)
     other_strategies = [] if compared is None else [compared.columns]
-    t, timesteps = columns["t"], len(columns["t"])
+    timestep_count = len(columns["t"])
     weights_span_decades = _span_decades(np.concatenate([table["w"] for table in (columns, *other_strategies)]))
     panels = (
-        ("Drawn: T · p(t)", "p", timesteps, _BLUE, False),
-        ("Weighted: w(t)", "w", 1, _ORANGE, weights_span_decades),
-        ("Effective: T · p(t) · w(t)", "effective", timesteps, INK, weights_span_decades),
+        _StrategyPanel("Drawn: T · p(t)", "p", timestep_count, _BLUE, logarithmic=False),
+        _StrategyPanel("Weighted: w(t)", "w", 1, _ORANGE, logarithmic=weights_span_decades),
+        _StrategyPanel(
+            "Effective: T · p(t) · w(t)", "effective", timestep_count, INK, logarithmic=weights_span_decades
+        ),
     )
-    for axes, (label, column, scale, color, logarithmic) in zip(grid.flat, panels):
-        other_values = [table[column] * scale for table in other_strategies]
-        _draw_filled_curve(axes, t, columns[column] * scale, color, logarithmic, other_values)
-        axes.set(title=label, **time_axis_settings(process))
+    for axes, panel in zip(grid.flat, panels):
+        _draw_filled_curve(
+            axes,
+            t=columns["t"],
+            values=columns[panel.column] * panel.factor,
+            color=panel.color,
+            logarithmic=panel.logarithmic,
+            compared_values=[table[panel.column] * panel.factor for table in other_strategies],
+        )
+        axes.set(title=panel.title, **time_axis_settings(process))
         axes.margins(x=0)
     density_axes = grid[0, 0]
     density_axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
@@ -88,34 +131,50 @@ def draw_strategy(
 
 
 def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compared: ComparedStrategy | None) -> None:
-    """Write name and description of a strategy above the panels, and those of the compared one on the right."""
-    descriptions = [(title, lines)]
-    if compared is not None:
-        descriptions.append((compared.title, compared.lines))
-    characters = 150 if compared is None else 72
-    wrapped = []
-    for _, description in descriptions:
-        parts = [textwrap.wrap(line, characters, subsequent_indent="    ") for line in description]
-        wrapped.append([part for line_parts in parts for part in line_parts])
-    top = 0.65 + 0.17 * max(map(len, wrapped))  # inches above the panels
-    for column, ((name, _), notes) in enumerate(zip(descriptions, wrapped)):
-        left = 0.52 * column
-        height = 1 + (top + 0.18) / _STRATEGY_HEIGHT
+    """Write name and description of a strategy above the panels, and those of the compared one on the right.
+
+    With a compared strategy, a short line before each name shows the look of its curves.
+    """
+    if compared is None:
+        names, descriptions = [title], [_wrap_lines(lines, width=150)]
+    else:
+        names = [title, compared.title]
+        descriptions = [_wrap_lines(lines, width=72), _wrap_lines(compared.lines, width=72)]
+    text_height = 0.17 * max(map(len, descriptions))  # inches; the panels' titles are below the text
+    name_top = _inches_above_panels(0.83 + text_height)
+    line_height = _inches_above_panels(0.75 + text_height)  # the middle of the name's letters
+    description_top = _inches_above_panels(0.51 + text_height)
+    for column, (name, description) in enumerate(zip(names, descriptions)):
+        left = 0.52 * column  # fraction of the figure's width
         indent = 0.0
         if compared is not None:
             indent = 0.045
-            look = _COMPARED if column else {"color": MUTED}
-            middle = height - 0.08 / _STRATEGY_HEIGHT
-            figure.add_artist(Line2D([left, left + 0.035], [middle, middle], linewidth=1.8, **look))
-        figure.text(left + indent, height, name, va="top", fontsize=13, fontweight="bold")
-        below = 1 + (top - 0.14) / _STRATEGY_HEIGHT
-        figure.text(left, below, "\n".join(notes), va="top", fontsize=8.5, color=MUTED, linespacing=1.35)
+            look = {"color": MUTED} if column == 0 else _COMPARED
+            figure.add_artist(Line2D([left, left + 0.035], [line_height, line_height], linewidth=1.8, **look))
+        figure.text(left + indent, name_top, name, va="top", fontsize=13, fontweight="bold")
+        text = "\n".join(description)
+        figure.text(left, description_top, text, va="top", fontsize=8.5, color=MUTED, linespacing=1.35)
+
+
+def _wrap_lines(lines: Sequence[str], width: int) -> list[str]:
+    """Wrap each line to `width` characters, with an indent from its second line on."""
+    wrapped: list[str] = []
+    for line in lines:
+        wrapped += textwrap.wrap(line, width, subsequent_indent="    ")
+    return wrapped
+
+
+def _inches_above_panels(inches: float) -> float:
+    """Return a height above the panels of a strategy's figure as a fraction of the figure's height."""
+    return 1 + inches / _STRATEGY_HEIGHT
 
 
 def _span_decades(weights: np.ndarray) -> bool:
     """Return True if weights are not negative and differ by a factor of more than 1000."""
+    if (weights < 0).any():
+        return False
     positive = weights[np.isfinite(weights) & (weights > 0)]
-    return bool(not (weights < 0).any() and positive.max(initial=0) > 1e3 * positive.min(initial=np.inf))
+    return len(positive) > 0 and bool(positive.max() > 1e3 * positive.min())
 
 
 def _draw_filled_curve(
@@ -145,7 +204,7 @@ def _draw_filled_curve(
             axes.plot(t, compared_curve, linewidth=1.6, **_COMPARED)
     is_invalid = ~np.isfinite(values) | (values < 0)
     if is_invalid.any():
-        heights = np.full(is_invalid.sum(), 0.02)
+        heights = np.full(is_invalid.sum(), 0.02)  # fractions of the axes' height: just above the x axis
         axes.plot(t[is_invalid], heights, "|", color=_RED, transform=axes.get_xaxis_transform())
         note = "red: negative or not finite"
         axes.text(0.02, 0.96, note, transform=axes.transAxes, va="top", fontsize=8, color=_RED)
@@ -157,12 +216,13 @@ def _set_value_limits(axes: Axes, values: np.ndarray, logarithmic: bool) -> floa
     if logarithmic and len(positive):
         axes.set_yscale("log")
         highest = min(positive.max(), 1e280)  # matplotlib's ticks overflow beyond
-        bottom = max(min(positive.min(), highest), highest * 1e-12) / 2
-        axes.set_ylim(bottom, highest * 3)
-        return float(bottom)
+        lowest = np.clip(positive.min(), 1e-12 * highest, highest)  # at most twelve decades are visible
+        axes.set_ylim(lowest / 2, highest * 3)
+        return float(lowest / 2)
     lowest, highest = np.nanmin([0, *values]), np.nanmax([0, *values])
-    room = 0.12 * ((highest - lowest) or 1.0)
-    axes.set_ylim(lowest - room * (lowest < 0), highest + room)
+    room = 0.12 * (highest - lowest) if highest > lowest else 0.12
+    bottom = lowest - room if lowest < 0 else 0.0
+    axes.set_ylim(bottom, highest + room)
     return 0.0
 
 
@@ -179,34 +239,47 @@ def draw_increments(increments: Increments, title: str) -> Figure:
     areas = increments.area()
     names = [name for name in SHADES if (areas == name).any()]
     exploding = increments.process in _EXPLODING
-    variance_lines = [
-        ("as the paper has it", increments.variance, _BLUE, "-"),
-        ("its lower bound", increments.variance_bound, INK, (0, (3, 2))),
-    ]
-    mean_lines = [
-        ("size of the mean", abs(increments.mean), _BLUE, "-"),
-        ("its upper bound", increments.mean_squared_bound**0.5, INK, (0, (3, 2))),
-    ]
-    panels: tuple[tuple[Axes, str, bool, list[Any]], ...] = (
-        (grid[0, 0], "Variance of $x_{t+1} - x_t$", exploding, variance_lines),
-        (
-            grid[0, 1],
-            "Growth of that variance by t",
-            increments.process == "edm",
-            [("", increments.change, _ORANGE, "-")],
-        ),
-        (grid[1, 0], "Own variance, given x0", exploding, [("", increments.own_variance, _GREEN, "-")]),
-        (grid[1, 1], "Mean, in multiples of x0", not exploding, mean_lines),
+    _draw_increment_panel(
+        grid[0, 0],
+        increments,
+        title="Variance of $x_{t+1} - x_t$",
+        logarithmic=exploding,
+        lines=[
+            _Line("as the paper has it", increments.variance, _BLUE),
+            _Line("its lower bound", increments.variance_bound, INK, _DASHES),
+        ],
+        legend_position="lower right",
     )
-    for axes, panel_title, logarithmic, lines in panels:
-        legend_position = "lower right" if axes is grid[0, 0] else "best"
-        _draw_increment_panel(axes, increments, panel_title, logarithmic, lines, legend_position)
+    _draw_increment_panel(
+        grid[0, 1],
+        increments,
+        title="Growth of that variance by t",
+        logarithmic=increments.process == "edm",
+        lines=[_Line("", increments.change, _ORANGE)],
+    )
+    _draw_increment_panel(
+        grid[1, 0],
+        increments,
+        title="Own variance, given x0",
+        logarithmic=exploding,
+        lines=[_Line("", increments.own_variance, _GREEN)],
+    )
+    _draw_increment_panel(
+        grid[1, 1],
+        increments,
+        title="Mean, in multiples of x0",
+        logarithmic=not exploding,
+        lines=[
+            _Line("size of the mean", abs(increments.mean), _BLUE),
+            _Line("its upper bound", increments.mean_squared_bound**0.5, INK, _DASHES),
+        ],
+    )
     _mark_boundaries(grid[0, 1], increments)
     _draw_area_shares(grid[0, 2], areas, names)
     _draw_variance_histogram(grid[1, 2], increments, areas, names)
     handles: list[Any] = [Patch(facecolor=SHADES[name], label=name) for name in names]
     handles += [Line2D([], [], **_BOUNDARY, label="boundary of two areas")]
-    corner = (-0.011, 1 + 0.9 / _INCREMENTS_HEIGHT)
+    corner = (-0.011, 1 + 0.9 / _INCREMENTS_HEIGHT)  # below the heading; its text begins at the panels' left edge
     figure.legend(handles=handles, loc="upper left", ncols=4, bbox_to_anchor=corner, fontsize=9, columnspacing=1.6)
     return figure
 
@@ -216,8 +289,8 @@ def _draw_increment_panel(
     increments: Increments,
     title: str,
     logarithmic: bool,
-    lines: Sequence[tuple[str, np.ndarray, str, Any]],
-    legend_position: str,
+    lines: Sequence[_Line],
+    legend_position: str = "best",
 ) -> None:
     """Draw moments of the increments over time, with the areas as background.
 
@@ -226,18 +299,19 @@ def _draw_increment_panel(
         increments: increments of the process.
         title: title of the panel.
         logarithmic: True for a logarithmic y axis.
-        lines: label, values (T,), colour and dash of each line.
+        lines: lines to draw.
         legend_position: position of the legend, for several lines.
     """
     exploding = increments.process in _EXPLODING
-    visible = slice(int(exploding), None)  # a log axis has no 0
+    visible = slice(1, None) if exploding else slice(None)  # a log axis has no t = 0
     t = increments.t[visible]
     axes.set(xscale="log" if exploding else "linear", yscale="log" if logarithmic else "linear")
-    for label, values, color, dash in lines:
-        axes.plot(t, values[visible], color=color, linestyle=dash, linewidth=1.6, label=label or None)
+    for line in lines:
+        values = line.values[visible]
+        axes.plot(t, values, color=line.color, linestyle=line.dash, linewidth=1.6, label=line.label or None)
     axes.set(xlim=(t[0], t[-1]), title=title, xlabel="time t")
     _shade_areas(axes, increments)
-    if not any(values.any() for _, values, _, _ in lines):
+    if not any(line.values.any() for line in lines):
         axes.set_ylim(-1, 1)
         note = "none: the scale of x0 is constant"
         axes.text(0.5, 0.62, note, transform=axes.transAxes, ha="center", fontsize=9, bbox=_PAPER)
@@ -258,18 +332,23 @@ def _shade_areas(axes: Axes, increments: Increments) -> None:
 
 def _mark_boundaries(axes: Axes, increments: Increments) -> None:
     """Label the boundaries of the areas with their times, above the curve."""
+    # the labels need 28 % of the height of the curve
     low, high = axes.get_ylim()
-    axes.set_ylim((low, high * (high / low) ** 0.28) if axes.get_yscale() == "log" else (0, high * 1.28))
+    if axes.get_yscale() == "log":
+        axes.set_ylim(low, high * (high / low) ** 0.28)
+    else:
+        axes.set_ylim(0, high * 1.28)
     boundaries = ((increments.deceleration, 0.97, ""), (increments.convergence, 0.88, f" (r = {increments.r:g})"))
     for time, height, note in boundaries:
         if time is None:
             continue
-        is_left = axes.transAxes.inverted().transform(axes.transData.transform((time, high)))[0] < 0.6
+        x_in_axes, _ = axes.transAxes.inverted().transform(axes.transData.transform((time, high)))
+        has_room_on_right = x_in_axes < 0.6
         axes.annotate(
             f"t = {time:.5g}{note}",
             xy=(time, height),
-            xytext=(4, 0) if is_left else (-4, 0),
-            ha="left" if is_left else "right",
+            xytext=(4, 0) if has_room_on_right else (-4, 0),
+            ha="left" if has_room_on_right else "right",
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
             va="top",
@@ -293,10 +372,10 @@ def _draw_variance_histogram(axes: Axes, increments: Increments, areas: np.ndarr
     variance = increments.variance
     edges = np.linspace(0, variance.max(), 21)
     if increments.process in _EXPLODING:
-        edges = np.geomspace(variance.min(), variance.max() * 1.0001, 21)
+        edges = np.geomspace(variance.min(), variance.max() * 1.0001, 21)  # rounding must not exclude the maximum
         axes.set_xscale("log")
     values = [variance[areas == name] for name in names]
-    weights = [np.full(len(area_values), 100 / len(areas)) for area_values in values]
+    weights = [np.full(len(area_values), 100 / len(areas)) for area_values in values]  # bars in % of all timesteps
     shades = [SHADES[name] for name in names]
     axes.hist(values, edges.tolist(), weights=weights, stacked=True, color=shades, edgecolor=MUTED, linewidth=0.6)
     axes.set(title="Timesteps by variance, %", xlabel="variance, as the paper has it")
