@@ -94,18 +94,24 @@ def compute_gradient_moments(
         u = low + (high - low) * Stream(seed, "analysed times").uniform(level, range(count))
         noise = Stream(seed, "analysed noise").normal(level, range(count), tuple(x0.shape[1:]))
         mean_gradient = torch.zeros((), dtype=torch.float64, device=x0.device)
-        for i in range(count):
-            row = slice(level * count + i, level * count + i + 1)
+        for i in range(count):  # one sample at a time: its gradient needs a backward pass of its own
+            in_level = slice(i, i + 1)
+            in_all = slice(level * count + i, level * count + i + 1)
             sample_conditions = None
             if conditions is not None:
-                sample_conditions = {name: values[row] for name, values in conditions.items()}
-            t = process.times(u[i : i + 1].to(x0.device))
-            samples = SampleCoordinates(seed, level, range(i, i + 1))
+                sample_conditions = {name: values[in_all] for name, values in conditions.items()}
             with evaluating(model):
-                prediction = _predict(model, process, x0[row], noise[i : i + 1].to(x0), t, sample_conditions, samples)
+                prediction = _predict(
+                    model,
+                    process,
+                    x0=x0[in_all],
+                    noise=noise[in_level].to(x0),
+                    t=process.times(u[in_level].to(x0.device)),
+                    conditions=sample_conditions,
+                    samples=SampleCoordinates(seed, level, range(i, i + 1)),
+                )
                 value = loss(prediction).sum()
-            parameter_gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
-            gradient = scale * torch.cat([part.flatten() for part in parameter_gradients])
+            gradient = scale * _flatten_gradients(value, parameters)
             losses[level, i] = value.item()
             squared_norms[level, i] = torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
             mean_gradient = mean_gradient + gradient.double() / count
@@ -117,16 +123,24 @@ def compute_gradient_moments(
     return GradientMoments(losses, variance, products - np.diag(variance / count))
 
 
+def _flatten_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of a loss as one vector, (parameters,); 0 for parameters that it does not depend on."""
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
 def _flatten_metric(metric: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
     """Return the square root of a diagonal metric as one vector, (parameters,)."""
-    parts = [part.expand_as(parameter).sqrt() for part, parameter in zip(metric, parameters, strict=True)]
-    return torch.cat([part.flatten() for part in parts])
+    roots = []
+    for diagonal, parameter in zip(metric, parameters, strict=True):
+        roots.append(diagonal.expand_as(parameter).sqrt().flatten())
+    return torch.cat(roots)
 
 
 def _predict(
     model: Any, process: Any, x0: Tensor, noise: Tensor, t: Tensor, conditions: Any, samples: SampleCoordinates
 ) -> Prediction:
-    """Noise images to times t and return the network's prediction, which the loss functions take.
+    """Add noise to images up to times t, and return the network's prediction with all that loss functions read.
 
     Args:
         model: the network.
@@ -139,9 +153,12 @@ def _predict(
     """
     x_t = process.noised(x0, noise, t)
 
-    def predict(x_t: Tensor, further: dict[str, Tensor]) -> Tensor:
-        output: Tensor = process.predict(model, x_t, t, {**(conditions or {}), **further})
+    def predict(x_t: Tensor, more_conditions: dict[str, Tensor]) -> Tensor:
+        """Return the network's output for other inputs; losses that need a second forward pass call this."""
+        output: Tensor = process.predict(model, x_t, t, {**(conditions or {}), **more_conditions})
         return output
 
     output = process.predict(model, x_t, t, conditions)
-    return Prediction(process, x0, noise, t, x_t, output, predict, samples)
+    return Prediction(
+        process=process, x0=x0, noise=noise, t=t, x_t=x_t, output=output, predict=predict, coordinates=samples
+    )

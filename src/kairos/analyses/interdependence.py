@@ -49,23 +49,28 @@ def measure_interdependence(
     """
     snapshot = open_milestone(folder, "raw", device)
     optimizer_state = load_optimizer_state(folder, snapshot, device)
-    fixed_loss = build_fixed_loss(snapshot, latents, LossSettings(options.images, 1, options.seed), device)
-    cells = snapshot.process.schedule.timesteps
-    parts = list(pairwise(np.linspace(0, cells, options.parts + 1).round().astype(int).tolist()))
-    fractions = [spread_over((start / cells, end / cells), len(fixed_loss.images)) for start, end in parts]
+    loss_settings = LossSettings(images=options.images, strata=1, seed=options.seed)  # the strata are not used
+    fixed_loss = build_fixed_loss(snapshot, latents, loss_settings, device)
+    cell_count = snapshot.process.schedule.timesteps
+    edges = np.linspace(0, cell_count, options.parts + 1).round().astype(int).tolist()
+    parts = list(pairwise(edges))  # first and end cell of each part
+    image_fractions = []  # fractions of the process at which the images are noised, for each part
+    for start, end in parts:
+        image_fractions.append(spread_over((start / cell_count, end / cell_count), len(fixed_loss.images)))
 
     def compute_losses(network: Any) -> list[Tensor]:
         """Compute the loss of each image on every part, (images,) each."""
-        return [fixed_loss.errors(network, part, u, "prediction") for part, u in enumerate(fractions)]
+        return [fixed_loss.errors(network, part, u, "prediction") for part, u in enumerate(image_fractions)]
 
     losses_before = compute_losses(snapshot.model)
     rows = []
-    for trained_part, (start, end) in [*enumerate(parts), ("all", (0, cells))]:
+    trained_parts = [*enumerate(parts), ("all", (0, cell_count))]
+    for trained_part, (start, end) in trained_parts:
         training = _prepare_training(snapshot, optimizer_state, start, end, latents, device)
         for _ in train_steps(training, snapshot.record["step"] + options.steps):
-            pass
+            pass  # the generator trains; its metrics are not needed
         losses_after = compute_losses(training.model)
-        for columns in _compare_losses(losses_before, losses_after, parts, cells):
+        for columns in _compare_losses(losses_before, losses_after, parts, cell_count):
             rows.append({"trained": trained_part, **columns})
     return rows
 
@@ -88,16 +93,23 @@ def _prepare_training(
 
 
 def _compare_losses(
-    losses_before: list[Tensor], losses_after: list[Tensor], parts: list[tuple[int, int]], cells: int
+    losses_before: list[Tensor], losses_after: list[Tensor], parts: list[tuple[int, int]], cell_count: int
 ) -> Iterator[TableRow]:
-    """Yield a row per part with its fractions of the process, the mean losses, and their change with standard error."""
+    """Yield a row per part with its fractions of the process, the mean losses, and their change with standard error.
+
+    Args:
+        losses_before: loss of each image on every part before training, (images,) each.
+        losses_after: the losses after training.
+        parts: first and end cell of each part.
+        cell_count: number of cells of the process.
+    """
     for part, (before, after) in enumerate(zip(losses_before, losses_after)):
         start, end = parts[part]
         change = after - before
         yield {
             "part": part,
-            "u_low": start / cells,
-            "u_high": end / cells,
+            "u_low": start / cell_count,
+            "u_high": end / cell_count,
             "before": before.mean().item(),
             "after": after.mean().item(),
             "change": change.mean().item(),

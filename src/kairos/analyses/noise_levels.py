@@ -5,7 +5,7 @@ importance weights included. ``vlb`` is the terms of the variational bound.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from kairos_timesteps.registry import split
 
 TableRow = dict[str, Any]
 Level = tuple[TableRow, tuple[float, float]]  # columns that describe the level, and its fractions of the process
-_LOSSES: dict[str, Any] = {"training": None, "vlb": None}  # losses, with the plain metric of gradients
+_LOSSES: dict[str, Any] = {"training": None, "vlb": None}  # losses, with None: gradients without a diagonal metric
 
 
 def even_levels(bins: int) -> list[Level]:
@@ -45,14 +45,16 @@ def area_levels(process: Any, r: float) -> list[Level]:
         process: forward process.
         r: magnitude from which a time counts as converged.
     """
-    area_names = increments("vp", process.schedule, r=r).area()
-    # the paper's x_t is our timestep t - 1, and the last timestep has no increment
-    area_names = np.append(area_names[1:], area_names[-1:])
-    is_edge = np.concatenate([[True], area_names[1:] != area_names[:-1], [True]])
-    count = len(area_names)
+    increment_areas = increments("vp", process.schedule, r=r).area()
+    # the increment from the paper's x_t, t = 1, 2, ..., belongs to cell t - 1; the last cell has no increment
+    cell_areas = [*increment_areas[1:].tolist(), str(increment_areas[-1])]
+    cell_count = len(cell_areas)
     levels: list[Level] = []
-    for start, end in pairwise(np.flatnonzero(is_edge).tolist()):
-        levels.append(({"area": str(area_names[start])}, (start / count, end / count)))
+    start = 0
+    for area, cells in groupby(cell_areas):  # consecutive cells of one area
+        end = start + len(list(cells))
+        levels.append(({"area": area}, (start / cell_count, end / cell_count)))
+        start = end
     return levels
 
 
@@ -64,12 +66,13 @@ def log_snr_levels(process: Any, bins: int, least: float = -9.0, most: float = 9
         bins: number of levels.
         least, most: range of ln SNR.
     """
-    log_snr = np.log(process.schedule.snr)
+    log_snr = np.log(process.schedule.snr)  # of every cell, descending
+    cell_middles = (np.arange(len(log_snr)) + 0.5) / len(log_snr)
     edges = np.linspace(min(most, log_snr[0]), max(least, log_snr[-1]), bins + 1)
-    u = np.interp(-edges, -log_snr, (np.arange(len(log_snr)) + 0.5) / len(log_snr)).tolist()
+    edge_fractions = np.interp(-edges, -log_snr, cell_middles).tolist()  # np.interp needs ascending values
     levels: list[Level] = []
-    for ends, fractions in zip(pairwise(edges), pairwise(u)):
-        levels.append(({"log_snr": float(sum(ends) / 2)}, fractions))
+    for (cleaner_end, noisier_end), fractions in zip(pairwise(edges), pairwise(edge_fractions)):
+        levels.append(({"log_snr": float((cleaner_end + noisier_end) / 2)}, fractions))
     return levels
 
 
@@ -140,10 +143,15 @@ def load_optimizer_state(folder: Path, snapshot: Snapshot, device: Any) -> dict[
         snapshot: the snapshot.
         device: device of the tensors.
     """
-    path = folder.parents[1] / "checkpoint.pt"
-    content = checkpoint.read(path, device) if path.is_file() else {}
+    run_folder = folder.parents[1]  # above milestones/<step>
+    path = run_folder / "checkpoint.pt"
+    if not path.is_file():
+        return None
+    content = checkpoint.read(path, device)
     is_of_snapshot = all(content.get(name) == snapshot.record[name] for name in ("step", "identity"))
-    return content["optimizer"] if is_of_snapshot and content["optimizer"]["state"] else None
+    if not is_of_snapshot or not content["optimizer"]["state"]:  # a new optimiser has an empty state
+        return None
+    return content["optimizer"]
 
 
 def _measure_levels(
@@ -165,25 +173,50 @@ def _measure_levels(
         metrics: losses, each with the diagonal metric that its gradients are measured in, or None.
     """
     strategy = parse_strategy_csv((folder / "strategy.csv").read_text(encoding="utf-8"))
-    sample_indices = range(len(levels) * options.images)
-    image_stream, latent_stream = Stream(options.seed, "analysed images"), Stream(options.seed, "analysed latents")
-    images = latents.train[image_stream.integers(0, len(latents.train), sample_indices).numpy()]
-    latent_noise = latent_stream.normal(0, sample_indices, latents.shape)
-    device, all_conditions = next(snapshot.model.parameters()).device, latents.load_conditions(images)
-    conditions = {name: all_conditions[name].to(device) for name in snapshot.record["conditions"]}
-    x0 = latents.load_x0(images, noise=latent_noise).to(device)
+    x0, conditions = _load_training_images(options, snapshot, latents, len(levels) * options.images)
     fractions = [ends for _, ends in levels]
     rows = []
     for loss_name, metric in metrics.items():
         loss = _vlb_loss if loss_name == "vlb" else _build_training_loss(snapshot, strategy["w"])
         moments = compute_gradient_moments(
-            snapshot.model, snapshot.process, x0, fractions, loss, conditions, metric, options.seed
+            snapshot.model,
+            snapshot.process,
+            x0=x0,
+            levels=fractions,
+            loss=loss,
+            conditions=conditions,
+            metric=metric,
+            seed=options.seed,
         )
-        for k, level in enumerate(levels):
-            row = {"loss": loss_name, "level": k}
+        for index, level in enumerate(levels):
+            row = {"loss": loss_name, "level": index}
             row |= _describe_level(level, snapshot.process, strategy["p"])
-            rows.append(row | _moments_of_level(moments, k))
+            rows.append(row | _moments_of_level(moments, index))
     return rows
+
+
+def _load_training_images(
+    options: SnapshotOptions, snapshot: Snapshot, latents: Latents, count: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Draw training images at random, and return them in model space with the conditions of the network.
+
+    Args:
+        options: options of the analysis, with the seed.
+        snapshot: the snapshot.
+        latents: data that the snapshot was trained on.
+        count: number of images.
+
+    Returns:
+        Images (count, ...), and each condition (count, ...), on the network's device.
+    """
+    sample_indices = range(count)
+    positions = Stream(options.seed, "analysed images").integers(0, len(latents.train), sample_indices)
+    images = latents.train[positions.numpy()]
+    latent_noise = Stream(options.seed, "analysed latents").normal(0, sample_indices, latents.shape)
+    device = next(snapshot.model.parameters()).device
+    all_conditions = latents.load_conditions(images)
+    conditions = {name: all_conditions[name].to(device) for name in snapshot.record["conditions"]}
+    return latents.load_x0(images, noise=latent_noise).to(device), conditions
 
 
 def _describe_level(level: Level, process: Any, probabilities: Array) -> TableRow:
@@ -195,11 +228,11 @@ def _describe_level(level: Level, process: Any, probabilities: Array) -> TableRo
         probabilities: probability of each cell of the process, (T,).
     """
     columns, (low, high) = level
-    cells = len(probabilities)
-    first_cell = int(low * cells)
-    inside = slice(first_cell, max(first_cell + 1, round(high * cells)))
+    cell_count = len(probabilities)
+    first_cell = int(low * cell_count)
+    end_cell = max(first_cell + 1, round(high * cell_count))  # at least one cell
     middle = process.times(torch.tensor((low + high) / 2, dtype=torch.float64)).item()
-    density = cells * probabilities[inside].mean()
+    density = cell_count * probabilities[first_cell:end_cell].mean()
     return {**columns, "u_low": low, "u_high": high, "t": middle, "density": density}
 
 
@@ -232,6 +265,7 @@ def _build_training_loss(snapshot: Snapshot, weights: Array) -> Loss:
         terms.append((LOSSES.parse(name, options), LOSSES.entry(name).load()))
 
     def loss(prediction: Prediction) -> Tensor:
+        """Return the sum of the loss terms, each with its scale and, if it is weighted, the weight at time t."""
         cell = (snapshot.process.fractions(prediction.t) * len(weights)).long().clamp(0, len(weights) - 1)
         weight = torch.from_numpy(weights).to(cell.device, torch.float32)[cell]
         contributions = []

@@ -65,17 +65,17 @@ def collect_relative_times(options: NoOptions, experiment: Any, results: Path) -
     rows = []
     for (name, method), seed in product(experiment.methods.items(), experiment.seeds):
         run_folder = results / name / f"seed{seed}"
-        selected = method.sampler.get("selected") if method.sampler["name"] in ADAPTIVE else None
+        subset_size = method.sampler.get("selected") if method.sampler["name"] in ADAPTIVE else None
         timing_file = run_folder / "timing.jsonl"
         timing = read_timing(timing_file) if timing_file.is_file() else ()
-        seconds_by_step = {0: 0.0} | {line["step"]: line["seconds"] for line in timing}
+        seconds_by_step = {0: 0.0} | {entry["step"]: entry["seconds"] for entry in timing}
         for step in experiment.milestones:
             if step not in seconds_by_step:
                 raise KairosError(f"{timing_file}: has no time of step {step}; results that were pulled have no times")
             evaluation = read_json(run_folder / f"evaluation/{step:07d}.json")
             row = {
                 "method": name,
-                "selected": selected,
+                "selected": subset_size,
                 "seed": seed,
                 "step": step,
                 "seconds": seconds_by_step[step],
@@ -89,16 +89,21 @@ def collect_relative_times(options: NoOptions, experiment: Any, results: Path) -
 
 def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
     """Return the baseline's mean time over seeds at the step at which its mean distance over seeds is lowest."""
-    means = []
-    for step in experiment.milestones[1:]:
+    distance_and_time = []  # means over seeds, by step
+    for step in experiment.milestones[1:]:  # without the untrained network
         step_rows = [row for row in rows if row["method"] == experiment.baseline and row["step"] == step]
-        means.append([np.mean([row[column] for row in step_rows]) for column in ("distance", "seconds")])
-    _, best_time = min(means)
+        mean_distance = np.mean([row["distance"] for row in step_rows])
+        mean_time = np.mean([row["seconds"] for row in step_rows])
+        distance_and_time.append((mean_distance, mean_time))
+    _, best_time = min(distance_and_time)
     return float(best_time)
 
 
 def collect_subset_sizes(options: NoOptions, experiment: Any, results: Path) -> list[TableRow]:
-    """Collect the rows of `collect_relative_times` of adaptive samplers and the baseline (Kim et al. 2025, figure 7).
+    """Collect distance and time by subset size |S|: the rows of `collect_relative_times` that have one.
+
+    These are the rows of adaptive samplers, whose |S| is in column ``selected``, and the rows of the baseline for
+    comparison, whose ``selected`` is None. Source: Kim et al. 2025, figure 7.
 
     Args:
         options: not used; the analysis has no options.
@@ -113,7 +118,9 @@ def collect_subset_sizes(options: NoOptions, experiment: Any, results: Path) -> 
 
 
 def compute_increments(options: IncrementsOptions, experiment: Any, results: Path) -> list[TableRow]:
-    """Compute the moments of x_{t+1} - x_t of eight processes in 1000 steps, see `kairos.increments`.
+    """Compute moments and areas of x_{t+1} - x_t of eight processes in 1000 steps, a row per process and time.
+
+    Source: `kairos.increments`.
 
     Args:
         options: options of the analysis.
@@ -122,9 +129,11 @@ def compute_increments(options: IncrementsOptions, experiment: Any, results: Pat
     """
     rows: list[TableRow] = []
     for name in ("linear", "cosine", "quadratic", "scaled_linear", "vp", "flow", "ve", "edm"):
-        kind = name if name in process_increments.PROCESSES[1:] else "vp"
-        schedule = as_process("linear" if kind == "ve" else name).schedule
-        moments = process_increments.increments(kind, schedule, r=options.r)
+        has_own_formulas = name in ("ve", "edm", "flow")  # all other schedules are variance preserving
+        process = name if has_own_formulas else "vp"
+        schedule = None if has_own_formulas else as_process(name).schedule
+        moments = process_increments.increments(process, schedule, r=options.r)
         columns = {**moments.columns(), "area": moments.area()}
-        rows += [{"process": name, **dict(zip(columns, values))} for values in zip(*columns.values())]
+        for values in zip(*columns.values()):
+            rows.append({"process": name, **dict(zip(columns, values))})
     return rows

@@ -148,17 +148,19 @@ def check_analyses(experiment: Any) -> None:
     names = [analysis["name"] for analysis in experiment.analyses]
     samplers = [method.sampler for method in experiment.methods.values()]
     subset_sizes = {sampler["selected"] for sampler in samplers if sampler["name"] in ADAPTIVE}
+    has_baseline = experiment.baseline is not None
     baseline_needed = "with a method of sampler uniform and weighting none: its time is 1"
     sizes_needed = "with adaptive methods of several |S|: grid: {sampler.selected: [1, 3, 10]}"
     held_out_needed = "with held-out images; dataset.heldout is 0"
-    requirements = (
-        ("relative_time", experiment.baseline, baseline_needed),
-        ("subset_size", experiment.baseline, baseline_needed),
+    requirements = (  # analysis, True if the experiment satisfies its requirement, and the requirement
+        ("relative_time", has_baseline, baseline_needed),
+        ("subset_size", has_baseline, baseline_needed),
         ("subset_size", len(subset_sizes) > 1, sizes_needed),
         ("interdependence", experiment.dataset.heldout != 0, held_out_needed),
     )
-    for name, satisfied, allowed in requirements:
-        demand(satisfied or name not in names, "analyses", name, allowed)
+    for name, satisfied, requirement in requirements:
+        if name in names:
+            demand(satisfied, "analyses", name, requirement)
     for analysis in experiment.analyses:
         name = analysis["name"]
         demand(names.count(name) == 1, "analyses", f"{name} twice", "each once")
@@ -172,5 +174,9 @@ def _check_selection(field: str, selection: list[Any] | None, allowed: list[Any]
     Raises:
         ConfigError: the selection is empty, or contains an element twice or one that is not allowed.
     """
-    is_valid = selection is None or (selection and len({*selection} & {*allowed}) == len(selection))
+    if selection is None:  # all
+        return
+    is_allowed = set(selection) <= set(allowed)
+    has_duplicates = len(set(selection)) < len(selection)
+    is_valid = bool(selection) and is_allowed and not has_duplicates
     demand(is_valid, field, selection, f"of {', '.join(map(str, allowed))}, each once; null: all")
