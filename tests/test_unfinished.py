@@ -1,8 +1,5 @@
 """Tests of `kairos report PATH`: a page of the results of an unfinished experiment, marked as unfinished."""
 
-import base64
-import gzip
-import json
 import re
 import shutil
 
@@ -13,7 +10,7 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json
-from kairos.report import curve_figures, interactive, plot_style, ranking
+from kairos.report import ranking
 from kairos.report.collect import collect
 from kairos.report.sample_figures import draw_image_by_image
 from kairos.sampling.samples_file import write_samples
@@ -67,10 +64,9 @@ def test_the_finished_report_replaces_the_unfinished_one_and_needs_no_network(tm
     assert main(["report", str(results)]) == 0
     assert not (results / "report_unfinished.html").exists()
     content = (results / "report.html").read_text()
-    without_library = content.partition("<script>")[0]
-    assert "unfinished" not in without_library
-    assert len(content) < 5e6 and content.count('class="live" id="live-') == 4
-    assert not re.search(r'(src|href)="(https?:)?//', without_library)
+    assert "unfinished" not in content
+    assert len(content) < 2e6
+    assert not re.search(r'(src|href)="(https?:)?//', content)
 
 
 def test_damaged_results_and_those_of_another_run_do_not_count(tree):
@@ -107,35 +103,6 @@ def test_methods_without_a_common_seed_are_shown_and_not_tested(tree):
     assert rows["uniform"].curve.mean[-1] == results_tree.distance("uniform", 1, 400)
     assert np.isnan(rows["min_snr"].ratio_to_baseline.value) and not any(row.is_ranked for row in rows.values())
     assert "Not ranked" in page_of(*tree, unfinished=True)
-
-
-def decode_arrays(value):
-    """Yield all arrays in the JSON of a Bokeh figure."""
-    if isinstance(value, dict):
-        if value.get("type") == "ndarray":
-            yield np.frombuffer(gzip.decompress(base64.b64decode(value["array"]["data"])), value["dtype"])
-        for part in value.values():
-            yield from decode_arrays(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from decode_arrays(part)
-
-
-def test_interactive_curves_have_the_numbers_of_the_figure(tree):
-    collected = collect(load(tree[0]), tree[1])
-    looks = plot_style.assign_looks(collected.methods, collected.baseline)
-    items = [
-        interactive.convert_figure(curve_figures.draw_distance(collected, looks, over_time=False), looks)
-        for _ in range(2)
-    ]
-    assert items[0] == items[1] and "<" not in items[0]
-    arrays = list(decode_arrays(json.loads(items[0])))
-    for method in collected.methods:
-        curve = ranking.build_curve(collected.measurements, method)
-        for expected in (curve.steps, curve.mean, curve.mean + curve.std):
-            assert any(len(expected) == len(array) and np.allclose(expected, array) for array in arrays), method
-    assert all(f'"value": "{name}"' in items[0] for name in (*collected.methods, "floor", "noise"))
-    assert '"click_policy": "hide"' in items[0] and "HoverTool" in items[0]
 
 
 def test_one_image_is_shown_by_method_and_snapshot(tree):

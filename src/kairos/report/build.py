@@ -34,15 +34,15 @@ def build_report(experiment: Experiment, folder: Path, unfinished: bool = False)
     unfinished_page = folder / "report_unfinished.html"
     if results.missing:
         with TemporaryDirectory() as temporary:
-            interactive_figures = draw_figures(results, Path(temporary))
-            write_text(unfinished_page, render_page(results, Path(temporary), interactive_figures))
+            draw_figures(results, Path(temporary))
+            write_text(unfinished_page, render_page(results, Path(temporary)))
         return unfinished_page
     with atomic_folder(folder / "figures") as figures:
-        interactive_figures = draw_figures(results, figures)
+        draw_figures(results, figures)
     write_text(folder / "summary.csv", summary_csv(results))
     if experiment.published:
         write_text(folder / "published.csv", published_csv(results))
-    write_text(folder / "report.html", render_page(results, folder / "figures", interactive_figures))
+    write_text(folder / "report.html", render_page(results, folder / "figures"))
     unfinished_page.unlink(missing_ok=True)
     return folder / "report.html"
 

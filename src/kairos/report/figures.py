@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from kairos.report import curve_figures, interactive, plot_style, sample_figures
+from kairos.report import curve_figures, plot_style, sample_figures
 from kairos.report.collect import Results
 
 DrawFunction = Callable[[Results, dict[str, plot_style.Look]], Figure]
@@ -43,13 +43,8 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
     return {name: draw for name, draw in FIGURES.items() if is_available.get(name, True)}
 
 
-def draw_figures(results: Results, folder: Path) -> dict[str, str]:
-    """Draw every available figure into `folder`, as PNG and SVG.
-
-    Returns:
-        JSON of the interactive figures by name, see `interactive.convert_figure`.
-    """
-    interactive_figures = {}
+def draw_figures(results: Results, folder: Path) -> None:
+    """Draw every available figure into `folder`, as PNG and SVG."""
     looks = plot_style.assign_looks(results.methods, results.baseline)
     for name, draw in available_figures(results).items():
         with matplotlib.rc_context(plot_style.STYLE):
@@ -57,6 +52,3 @@ def draw_figures(results: Results, folder: Path) -> dict[str, str]:
             box = plot_style.tight_bounding_box(figure)  # once: savefig would draw the figure again for each file
             figure.savefig(folder / f"{name}.png", dpi=plot_style.DPI, bbox_inches=box)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches=box)
-        if name in interactive.FIGURES:
-            interactive_figures[name] = interactive.convert_figure(figure, looks)
-    return interactive_figures

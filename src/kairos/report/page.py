@@ -10,7 +10,7 @@ from PIL import Image
 
 from kairos.analyses.registries import ANALYSES
 from kairos.models.registries import omit_overridden_size
-from kairos.report import findings, formatting, interactive, published_numbers
+from kairos.report import findings, formatting, published_numbers
 from kairos.report.collect import Record, Results
 from kairos.report.figures import available_figures
 from kairos.report.plot_style import DPI, assign_looks
@@ -22,13 +22,12 @@ from kairos_timesteps.options import dump
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
 
-def render_page(results: Results, figures: Path, interactive_figures: dict[str, str] | None = None) -> str:
+def render_page(results: Results, figures: Path) -> str:
     """Render the report as one HTML document.
 
     Args:
         results: results of the experiment.
         figures: folder of the drawn figures.
-        interactive_figures: JSON of the interactive figures by name.
     """
     comparisons = compare_methods(results)
     curves = {method: build_curve(results.measurements, method) for method in results.methods}
@@ -72,8 +71,6 @@ def render_page(results: Results, figures: Path, interactive_figures: dict[str, 
         varying_provenance=varying_provenance,
         figures={name: _load_figure(figures, name) for name in available_figures(results)},
         analyses=_load_analyses(results),
-        interactive_figures=interactive_figures or {},
-        library=interactive.LIBRARY.js_raw,
     )
 
 
