@@ -55,7 +55,7 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
     for comparison in comparisons:
         final_values[comparison.method] = format_plus_minus(comparison.curve.mean[-1], comparison.curve.std[-1])
     values_with_names = [f"{value} ({method})" for method, value in final_values.items()]
-    lowest, highest = values_with_names[0], values_with_names[-1]
+    lowest, highest = values_with_names[0], values_with_names[-1]  # comparisons are in this order
     best = [comparison.method for comparison in comparisons if comparison.may_be_best]
     if not best:
         seed_count = comparisons[0].seed_count
@@ -70,38 +70,51 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
 
 
 def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline: str) -> list[str]:
-    """Summarise which methods end below and above the baseline, and the steps that the best of them saves."""
-    changes: dict[str, list[str]] = {"Below": [], "Above": [], "Not told apart from": []}
-    first_below = None
+    """Summarise which methods end below and above the baseline, and the steps that the best of them saves.
+
+    The steps are those of the method with the lowest distance whose saving is significant.
+    """
+    methods_by_outcome: dict[str, list[str]] = {"Below": [], "Above": [], "Not told apart from": []}
+    saving_methods = []
     for comparison in comparisons:
         ratio = comparison.ratio_to_baseline
-        if not comparison.is_ranked or ratio is None:
+        if not comparison.is_ranked or ratio is None:  # None: the baseline itself
             continue
-        side = "Not told apart from"
+        outcome = "Not told apart from"
         if ratio.p_value < SIGNIFICANCE_LEVEL:
-            side = "Below" if ratio.value < 1 else "Above"
-        changes[side].append(f"{comparison.method} ({format_change(ratio)[0]})")
+            outcome = "Below" if ratio.value < 1 else "Above"
+        change, _ = format_change(ratio)
+        methods_by_outcome[outcome].append(f"{comparison.method} ({change})")
         step_factor = comparison.step_factor
-        if first_below is None and side == "Below" and step_factor is not None and step_factor.low > 1:
-            first_below = comparison
-    sentences = [f"{side} {baseline}: {join_names(members)}." for side, members in changes.items() if members]
-    if first_below is not None:
-        steps, interval = format_factor(first_below.step_factor)
-        in_time = ""
-        if first_below.time_factor:
-            time, time_interval = format_factor(first_below.time_factor)
-            in_time = f"; in time the factor is {time} ({time_interval})"
-        saving = f"{first_below.method} needs {steps} fewer steps for {baseline}'s final value"
-        sentences.append(f"{saving} (95 % interval {interval}){in_time}.")
+        if outcome == "Below" and step_factor is not None and step_factor.low > 1:
+            saving_methods.append(comparison)
+    sentences = []
+    for outcome, methods in methods_by_outcome.items():
+        if methods:
+            sentences.append(f"{outcome} {baseline}: {join_names(methods)}.")
+    if saving_methods:
+        sentences.append(_summarise_saving(saving_methods[0], baseline))
     return sentences
+
+
+def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
+    """Summarise by which factors a method saves steps and, with a clock, training time."""
+    steps, interval = format_factor(comparison.step_factor)
+    saving = f"{comparison.method} needs {steps} fewer steps for {baseline}'s final value (95 % interval {interval})"
+    if comparison.time_factor is None:
+        return f"{saving}."
+    time, time_interval = format_factor(comparison.time_factor)
+    return f"{saving}; in time the factor is {time} ({time_interval})."
 
 
 def find_warnings(results: Results) -> Iterator[str]:
     """Yield a sentence for everything that limits what the numbers may be used for."""
-    for run in filter(has_not_moved, results.runs):
-        moved = f"has not moved from its start (total variation distance {format_number(distance_from_start(run))})"
-        consequence = f"its sampler learns but {moved}; its numbers are those of the distribution it started from."
-        yield f"{run.method} seed {run.seed}: {consequence}"
+    for run in results.runs:
+        if has_not_moved(run):
+            distance = format_number(distance_from_start(run))
+            moved = f"has not moved from its start (total variation distance {distance})"
+            consequence = f"its sampler learns but {moved}; its numbers are those of the distribution it started from."
+            yield f"{run.method} seed {run.seed}: {consequence}"
     reason = cannot_rank(results.reference)
     if reason and results.primary_metric != results.metric:
         yield reason
@@ -125,8 +138,8 @@ def _find_evaluation_warnings(results: Results) -> Iterator[str]:
         for message in snapshot.evaluation.get("warnings") or []:
             evaluations[message].append(f"{run.method} seed {run.seed} step {snapshot.step:,}")
     for message, (first, *others) in evaluations.items():
-        more = f" and {format_count(len(others), 'other evaluation')}" if others else ""
-        yield f"{first}{more}: {message}."
+        subject = f"{first} and {format_count(len(others), 'other evaluation')}" if others else first
+        yield f"{subject}: {message}."
 
 
 def _find_distance_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:
@@ -141,8 +154,8 @@ def _find_distance_warnings(method: str, curve: Curve, gaussian: float | None) -
     if gaussian is not None and final_value >= gaussian:
         limit = f"not below a Gaussian fitted to the data, {format_number(gaussian)}"
         yield f"{method} ends at {format_number(final_value)}, {limit}."
-    for k, (before, after) in enumerate(pairwise(curve.mean)):
-        if after - before > curve.std[k] + curve.std[k + 1]:
-            start = f"{curve.steps[k]:,.0f} ({format_number(before)})"
-            end = f"{curve.steps[k + 1]:,.0f} ({format_number(after)})"
+    for before, after in pairwise(range(len(curve.mean))):
+        if curve.mean[after] - curve.mean[before] > curve.std[before] + curve.std[after]:
+            start = f"{curve.steps[before]:,.0f} ({format_number(curve.mean[before])})"
+            end = f"{curve.steps[after]:,.0f} ({format_number(curve.mean[after])})"
             yield f"{method} gets worse from step {start} to {end}, beyond the standard deviations."

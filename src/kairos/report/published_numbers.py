@@ -5,7 +5,7 @@ paper. If one differs, both numbers are shown with the reason. Settings that a p
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -102,42 +102,50 @@ def judge_claim(results: Results) -> str:
         return ""
     common = results.measurements.common_measurements
     curve, baseline_curve = build_curve(common, claim.method), build_curve(common, claim.baseline)
-    factor = compute_cost_factor(curve, baseline_curve, "steps" if claim.cost == "steps" else "seconds_by_seed")
-    value, interval = formatting.format_factor(factor)
+    in_time = claim.cost == "time"
+    factor = compute_cost_factor(curve, baseline_curve, "seconds_by_seed" if in_time else "steps")
+    value, _ = formatting.format_factor(factor)
+    saving = f"{claim.factor:g} times {'less training time' if in_time else 'fewer steps'}"
+    statement = f"{claim.method} needs {saving} for the final distance of {claim.baseline}"
+    return f"Claimed: {statement}. Measured: {value}, {_judge_factor(factor, claim.factor)}."
+
+
+def _judge_factor(factor: Ratio | None, claimed: float) -> str:
+    """Describe the outcome of a claim by the measured cost factor and its interval over seeds."""
+    _, remark = formatting.format_factor(factor)
     if factor is None or factor.missed_seed_count:
-        judgement = interval or "in no seed"
-    elif not factor.low < factor.high:
-        judgement = "which decides nothing, being of one seed"
+        return remark or "in no seed"
+    if not factor.low < factor.high:  # NaN with one seed
+        return "which decides nothing, being of one seed"
+    if factor.low >= claimed:
+        outcome = "confirmed"
+    elif factor.high < claimed:
+        outcome = "refuted"
     else:
         outcome = "left open"
-        if factor.low >= claim.factor:
-            outcome = "confirmed"
-        elif factor.high < claim.factor:
-            outcome = "refuted"
-        judgement = f"95 % interval {interval}: {outcome} at this length and with these settings"
-    saving = f"{claim.factor:g} times {'less training time' if claim.cost == 'time' else 'fewer steps'}"
-    statement = f"{claim.method} needs {saving} for the final distance of {claim.baseline}"
-    return f"Claimed: {statement}. Measured: {value}, {judgement}."
+    return f"95 % interval {remark}: {outcome} at this length and with these settings"
 
 
 def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
     """Compare a published number with the measured one at its step, or at the last step if that is no snapshot."""
+    not_measured = NumberComparison(block, row, measured=np.nan, std=np.nan, obstacle="not measured yet")
     if row.method is None:
-        return NumberComparison(block, row, np.nan, np.nan, block.missing[row.row])
+        return replace(not_measured, obstacle=block.missing[row.row])
     steps = results.experiment.milestones
     step = row.step if row.step in steps else steps[-1]
-    column = results.metric if block.column == "fid" else block.column
     snapshots = results.table[(results.table["method"] == row.method) & (results.table["step"] == step)]
-    values = results.measurements.values_of(row.method, column)
-    values = values[[trained_step for trained_step in values if trained_step]]  # papers have no untrained network
+    if snapshots.empty:
+        return not_measured
+    column = results.metric if block.column == "fid" else block.column
+    values = results.measurements.values_of(row.method, column)  # (seeds, steps)
+    values = values[[trained_step for trained_step in values if trained_step > 0]]  # papers have no untrained network
     if block.best_so_far:
         values = values.cummin(axis=1)
     measured = values.get(step, pd.Series(dtype=float)) / block.scale
-    if snapshots.empty or measured.isna().all():
-        obstacle = "not measured yet" if snapshots.empty else f"{column} is not measured"
-        return NumberComparison(block, row, np.nan, np.nan, obstacle)
+    if measured.isna().all():
+        return replace(not_measured, obstacle=f"{column} is not measured")
     protocol = snapshots.iloc[0]
-    settings = {
+    settings = {  # measured and published
         "extractor": (protocol["extractor"], block.extractor),
         "samples": (protocol["n_samples"], block.samples),
         "sampling steps": (protocol["steps"], block.sampling_steps),
@@ -146,20 +154,24 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
     }
     obstacles = []
     for name, (measured_setting, published_setting) in settings.items():
-        if published_setting not in (None, measured_setting):
+        if published_setting not in (None, measured_setting):  # None: the paper does not state it
             obstacles.append(f"{name} {measured_setting}, published {published_setting}")
     if block.differs:
         obstacles.append(block.differs)
-    return NumberComparison(block, row, measured.mean(), measured.std(), "; ".join(obstacles))
+    return NumberComparison(block, row, measured=measured.mean(), std=measured.std(), obstacle="; ".join(obstacles))
 
 
 def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline: str) -> float | None:
     """Compute the acceleration by the first published table that contains curves of both methods; None without one."""
     for block in blocks:
-        rows = {block.methods.get(row, row): values for row, values in block.rows.items()}
-        if block.column == "fid" and len(block.steps) > 1 and {method, baseline} <= rows.keys():
-            values, baseline_values = np.array(rows[method], float), np.array(rows[baseline], float)
-            is_known = np.isfinite(values + baseline_values)
+        values_by_method = {block.methods.get(row, row): values for row, values in block.rows.items()}
+        has_curves = block.column == "fid" and len(block.steps) > 1
+        if has_curves and {method, baseline} <= values_by_method.keys():
+            values = np.array(values_by_method[method], float)
+            baseline_values = np.array(values_by_method[baseline], float)
+            is_known = np.isfinite(values) & np.isfinite(baseline_values)
             steps = np.array(block.steps, float)[is_known]
-            return highest_cost_ratio(steps, baseline_values[is_known], steps, values[is_known])
+            return highest_cost_ratio(
+                baseline_costs=steps, baseline_values=baseline_values[is_known], costs=steps, values=values[is_known]
+            )
     return None
