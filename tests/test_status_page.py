@@ -233,7 +233,7 @@ def test_the_loss_curve_of_a_long_run_is_read_at_intervals(tmp_path: Path) -> No
             out.write(json.dumps(line) + "\n")
     for size in (file.stat().st_size, file.stat().st_size - 70):
         os.truncate(file, size)
-        result = render._read_loss_curve(0, size, file)
+        result = render._read_loss_curve(file)
         assert result is not None
         curve, last, loss = result
         points.append(re.findall(r"([\d.]+),", curve))
@@ -244,7 +244,7 @@ def test_the_loss_curve_of_a_long_run_is_read_at_intervals(tmp_path: Path) -> No
         assert max(abs(y - line) for y, line in zip(heights, straight)) < 0.5
     assert points[0][:-2] == points[1][: len(points[0]) - 2]  # earlier points do not move
     os.truncate(file, 0)
-    assert render._read_loss_curve(1, 0, file) is None
+    assert render._read_loss_curve(file) is None
 
 
 def test_the_loss_curve_of_any_length_has_a_last_point_and_at_most_81_points(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_the_loss_curve_of_any_length_has_a_last_point_and_at_most_81_points(tmp
     lines = [json.dumps({"step": step, "images": 1, "loss": -0.01 * step}) + "\n" for step in range(1, 30_000)]
     for count in (1, 2, 79, 80, 81, 160, 161, 1000, 5000, 29_999):
         file.write_text("".join(lines[:count]))
-        result = render._read_loss_curve(0, file.stat().st_size, file)
+        result = render._read_loss_curve(file)
         assert result is not None and "nan" not in result[0]
         assert min(count, 30) <= len(result[0].split()) <= 81 and result[1] > count * 0.95
 

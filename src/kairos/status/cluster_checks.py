@@ -15,16 +15,17 @@ from kairos.status.tool_checks import Finding, nearest_existing
 from kairos_timesteps.errors import KairosError
 
 PROFILE = Path("profiles/slurm")
-_OPEN_FILES = 1024  # largest number of files that a job may open at once
+_OPEN_FILES = 1024  # number of files that a job must be able to open at once
 _GPU_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")
 
-_TRY_LOCK = """
+_LOCKED = 3  # exit status of the code below if another process holds the lock
+_TRY_LOCK = f"""
 import fcntl, sys
 with open(sys.argv[1], "r+b") as file:
     try:
         getattr(fcntl, sys.argv[2])(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        sys.exit(3)
+        sys.exit({_LOCKED})
 """
 
 
@@ -45,11 +46,11 @@ def slurm(profile: Path = PROFILE) -> list[Finding]:
         return [(True, "slurm", "its commands are installed, but no cluster is configured (slurm.conf)")]
     if not succeeded:
         return [(False, "slurm", f"sinfo: {answer}; is slurmctld reachable, is SLURM_CONF right?")]
-    rows = [line.split("|") for line in answer.splitlines() if line.count("|") == 4]
+    rows = [line.split("|") for line in answer.splitlines() if line.count("|") == 4]  # others are warnings
     descriptions = [f"{name} ({state}, {nodes} nodes, {limit}, {gres})" for name, state, nodes, limit, gres in rows]
     partitions = ", ".join(descriptions) or "none: ask the administrators"
     findings: list[Finding] = [(bool(rows), "slurm partitions", partitions)]
-    known = {name.rstrip("*") for name, *_ in rows}
+    known = {name.rstrip("*") for name, *_ in rows}  # an asterisk marks the default partition
     requested = defaults.get("slurm_partition")
     if rows and requested and not known.issuperset(requested.split(",")):
         advice = f"{requested}, as in {profile}, is none of {', '.join(sorted(known))}: edit the profile"
@@ -99,8 +100,8 @@ def _default_resources(profile: Path) -> dict[str, str]:
     try:
         settings = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else None) or {}
         resources = settings.get("default-resources") or {}
-        if isinstance(resources, list):
-            resources = [item.split("=", 1) for item in resources]
+        if isinstance(resources, list):  # such as ["slurm_partition=gpu", "mem_mb=4000"]
+            resources = dict(item.split("=", 1) for item in resources)
         return {name: str(value).strip("'\"") for name, value in dict(resources).items() if value}
     except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
         raise KairosError(f"{file}: default-resources cannot be read: {' '.join(str(error).split())}") from None
@@ -112,14 +113,14 @@ def job(visible: int) -> list[Finding]:
     Args:
         visible: number of GPUs that torch sees.
     """
-    number = os.environ.get("SLURM_JOB_ID")
-    if number is None:
+    job_id = os.environ.get("SLURM_JOB_ID")
+    if job_id is None:
         return [(True, "slurm job", "none: a login node, or a machine of one's own")]
     variables = {name: os.environ[name] for name in _GPU_VARIABLES if os.environ.get(name)}
     assigned = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no GPU"
-    fact = f"job {number} on {os.environ.get('SLURMD_NODENAME', '?')}, given: {assigned}; torch sees {visible}"
-    count = _count_assigned_gpus(variables)
-    if count == visible or (count is None and not visible):
+    fact = f"job {job_id} on {os.environ.get('SLURMD_NODENAME', '?')}, given: {assigned}; torch sees {visible}"
+    assigned_count = _count_assigned_gpus(variables) or 0  # a job without these variables has no GPU
+    if assigned_count == visible:
         return [(True, "slurm job", fact)]
     advice = "check gres.conf" if visible else "the driver or torch's CUDA version may not fit this node"
     return [(False, "slurm job", f"{fact}: {advice}")]
@@ -133,7 +134,8 @@ def _count_assigned_gpus(variables: dict[str, str]) -> int | None:
     names = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
     devices = next((variables[name] for name in names if variables.get(name)), None)
     if devices is not None:
-        return 0 if devices in ("-1", "NoDevFiles") else len(devices.split(","))
+        is_none = devices in ("-1", "NoDevFiles")  # values with which CUDA and SLURM hide all GPUs
+        return 0 if is_none else len(devices.split(","))
     count = variables.get("SLURM_GPUS_ON_NODE", "")
     return int(count) if count.isdigit() and count != "0" else None
 
@@ -167,43 +169,48 @@ def locks(results: Path) -> list[Finding]:
     """
     folder = nearest_existing(results)
     findings: list[Finding] = []
-    for kind in ("flock", "lockf"):
+    for function in ("flock", "lockf"):
         try:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-lock-") as file:
-                fault = _try_lock(kind, file)
+                fault = _try_lock(function, file)
         except OSError as error:
             fault = f"{error.strerror}"
-        if not fault and kind == "flock":
-            fault = _not_between_machines(folder)
-        advice = "; two jobs could write one state: use another file system, or mount it with locks"
-        fact = f"{kind} works in {folder}" if not fault else f"{kind} in {folder}: {fault}{advice}"
-        findings.append((not fault, f"locks ({kind})", fact))
+        if not fault and function == "flock":
+            fault = _find_local_lock_options(folder)
+        if fault:
+            advice = "two jobs could write one state: use another file system, or mount it with locks"
+            fact = f"{function} in {folder}: {fault}; {advice}"
+        else:
+            fact = f"{function} works in {folder}"
+        findings.append((not fault, f"locks ({function})", fact))
     return findings
 
 
-def _not_between_machines(folder: Path) -> str:
+def _find_local_lock_options(folder: Path) -> str:
     """Return the mount options of a file system that confine locks to one machine, as a message; empty: none."""
     from kairos.staging import mount
 
-    kind, options = mount(folder)
-    local = {"localflock", "nolock", "local_lock=all", "local_lock=flock"} & set(options)
-    return f"{kind} is mounted with {', '.join(sorted(local))}: locks end at this machine" if local else ""
+    file_system, options = mount(folder)
+    local_options = {"localflock", "nolock", "local_lock=all", "local_lock=flock"} & set(options)
+    if not local_options:
+        return ""
+    return f"{file_system} is mounted with {', '.join(sorted(local_options))}: locks end at this machine"
 
 
-def _try_lock(kind: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> str:
+def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> str:
     """Test a lock with another process, while it is held and after its release, and return what failed; empty: nothing.
 
     Args:
-        kind: function of module fcntl, ``flock`` or ``lockf``.
+        function: function of module fcntl, ``flock`` or ``lockf``.
         file: the file to lock.
     """
-    lock = getattr(fcntl, kind)
-    command = [sys.executable, "-S", "-c", _TRY_LOCK, file.name, kind]
+    lock = getattr(fcntl, function)
+    command = [sys.executable, "-S", "-c", _TRY_LOCK, file.name, function]
     lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     status_while_locked = subprocess.run(command, capture_output=True, check=False).returncode
     lock(file, fcntl.LOCK_UN)
     status_after_release = subprocess.run(command, capture_output=True, check=False).returncode
-    if status_while_locked == 3 and status_after_release == 0:
+    if status_while_locked == _LOCKED and status_after_release == 0:
         return ""
     return "another process was not kept out" if status_while_locked == 0 else "another process could not try"
 
@@ -212,10 +219,10 @@ def limits() -> list[Finding]:
     """Report the resource limits of this user's processes; too few open files or limited addresses fail the check."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     enough = files == resource.RLIM_INFINITY or files >= _OPEN_FILES
-    words = f"{_limit(resource.RLIMIT_NOFILE)} open files, {_limit(resource.RLIMIT_NPROC)} processes, "
-    words += f"{_limit(resource.RLIMIT_MEMLOCK, 2**20)} MiB locked memory, core files {_limit(resource.RLIMIT_CORE)}"
+    fact = f"{_limit(resource.RLIMIT_NOFILE)} open files, {_limit(resource.RLIMIT_NPROC)} processes, "
+    fact += f"{_limit(resource.RLIMIT_MEMLOCK, 2**20)} MiB locked memory, core files {_limit(resource.RLIMIT_CORE)}"
     advice = "" if enough else f"; at least {_OPEN_FILES} open files: ulimit -n {_OPEN_FILES}"
-    findings: list[Finding] = [(enough, "limits", words + advice)]
+    findings: list[Finding] = [(enough, "limits", fact + advice)]
     memory = resource.getrlimit(resource.RLIMIT_AS)[0]
     if memory != resource.RLIM_INFINITY:
         advice = "CUDA reserves far more addresses than it uses: ulimit -v unlimited"

@@ -26,9 +26,11 @@ from kairos.status.run_progress import (
 from kairos.status.unclaimed_states import count_freed_bytes, delete_states, find_unclaimed_states
 
 _quote_path = partial(quote, errors="surrogateescape")
-_CURVE_POINTS = 80  # largest number of points of a loss curve
+_CURVE_POINTS = 80  # largest number of points of a loss curve, apart from the last point
+_CURVE_TOP, _CURVE_BOTTOM = 2, 28  # of the SVG, which is 30 units high
 _BLOCK = 2048  # bytes read at one position of metrics.jsonl, about ten lines
-_STEP_AND_LOSS = re.compile(rb'"step": (\d+).*?"loss": (-?\d[-+.\de]*)[,}]')  # does not match lines that are cut off
+# matches {"step": 400, ... "loss": 0.0123, ...} and no line that is cut off before the end of the loss
+_STEP_AND_LOSS = re.compile(rb'"step": (\d+).*?"loss": (-?\d[-+.\de]*)[,}]')
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     autoescape=jinja2.select_autoescape(["html.jinja"]),
@@ -53,11 +55,11 @@ def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
     freed_bytes = count_freed_bytes(states)
     if remove_unclaimed:
         delete_states(states)
-    return (
-        _TEMPLATES.get_template("lines.txt.jinja")
-        .render(status, experiment=experiment, states=states, freed_bytes=freed_bytes, removed=remove_unclaimed)
-        .rstrip()
+    template = _TEMPLATES.get_template("lines.txt.jinja")
+    text = template.render(
+        status, experiment=experiment, states=states, freed_bytes=freed_bytes, removed=remove_unclaimed
     )
+    return text.rstrip()
 
 
 @lru_cache(maxsize=1)
@@ -86,7 +88,7 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
 
 
 def _collect_status(experiment: Path) -> dict[str, Any]:
-    """Collect the values that both templates show."""
+    """Collect the values that both templates show: runs, their outputs, jobs in SLURM's queue, stages and a summary."""
     outline = load_outline(experiment)
     jobs, queue_error = slurm.list_jobs(outline.results)
     runs = list_run_progress(outline, jobs)
@@ -104,56 +106,86 @@ def _collect_status(experiment: Path) -> dict[str, Any]:
 
 
 def _build_row(run: RunProgress, outputs: RunOutputs, run_logs: RunLogs) -> dict[str, Any]:
-    """Return the values of a training run's row in the page."""
-    metrics_files: list[Path] = []
-    if run.state != "outdated":
-        metrics_files = [*outputs.folder.glob(".state/*/metrics.jsonl"), *outputs.folder.glob("metrics.jsonl")]
-    versions = [(file.stat().st_mtime_ns, file.stat().st_size, file) for file in metrics_files]
-    newest = max(versions, default=None)
-    logs = run.logs or run_logs.find(run.method, run.seed, None)
+    """Return the values of a training run's row in the page.
+
+    They are the run, a note, log files, paths of the last evaluation and image grid, and the loss curve. A missing
+    value is None or empty.
+    """
+    note, logs = run.note, run.logs or run_logs.find(run.method, run.seed, job=None)
+    if not note and run.state == "running":
+        note = read_last_line(logs)
+    # the curve of an outdated run would show a training with other settings
+    metrics_file = None if run.state == "outdated" else _find_newest_metrics(outputs.folder)
     return {
         "run": run,
-        "note": run.note or (read_last_line(logs) if run.state == "running" else ""),
+        "note": note,
         "logs": logs,
         "evaluation": outputs.last_evaluation,
         "grid": outputs.last_grid,
-        "losses": _read_loss_curve(*newest) if newest else None,
+        "losses": None if metrics_file is None else _read_loss_curve(metrics_file),
     }
 
 
-@lru_cache(maxsize=4096)
-def _read_loss_curve(modified_ns: int, size: int, metrics_file: Path) -> tuple[str, float, float] | None:
+def _find_newest_metrics(run_folder: Path) -> Path | None:
+    """Return the metrics.jsonl of a run that was written last; None: there is none.
+
+    Every state of the run has a file. The run's folder has a copy, which remains if the states are deleted.
+    """
+    files = [*run_folder.glob(".state/*/metrics.jsonl"), *run_folder.glob("metrics.jsonl")]
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+
+
+def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
     """Return a loss curve as points of an SVG polyline, 30 units high, with its last step and loss.
 
     A point is the mean over some lines. At most 81 blocks of a long file are read. Their distance doubles as the file
     grows, so that points keep their position.
 
     Args:
-        modified_ns: time of the file's last change, which is a key of the cache.
-        size: bytes of the file, which is a key of the cache too.
         metrics_file: path of metrics.jsonl.
 
     Returns:
         ``(points, step, loss)``, or None if the file contains no loss.
     """
-    with open(metrics_file, "rb") as file:
-        last_position = max(size - _BLOCK, 0)
-        positions = [*range(0, size - _BLOCK, _double_until_few(_BLOCK, size)), last_position]
-        blocks = [os.pread(file.fileno(), _BLOCK, position) for position in positions]
-    loss_of_step = dict(_STEP_AND_LOSS.findall(b"\n".join(blocks)))  # the last two blocks may overlap
-    points = np.array([*loss_of_step.items()], float)
+    stat = metrics_file.stat()
+    return _compute_loss_curve(metrics_file, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tuple[str, float, float] | None:
+    """Compute the loss curve of `_read_loss_curve`; the size and time of the file are keys of the cache."""
+    points = _sample_losses(metrics_file, size)
     if not len(points):
         return None
     lines_per_point = _double_until_few(1, len(points))
     groups = np.split(points, range(lines_per_point, len(points), lines_per_point))
-    groups[-1] = points[-lines_per_point:]
-    steps, losses = np.array([group.mean(axis=0) for group in groups]).T
+    groups[-1] = points[-lines_per_point:]  # the last group may have fewer lines
+    means = np.array([group.mean(axis=0) for group in groups])
+    steps, losses = means[:, 0], means[:, 1]
     heights = np.arcsinh(1000 * losses)  # close to a logarithm, but defined for losses up to 0 too
-    heights = np.interp(heights, (heights.min(), heights.max() + 1e-9), (28, 2))
+    value_range = heights.min(), heights.max() + 1e-9  # not empty for a constant loss
+    heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))
     polyline = " ".join(f"{x:.6g},{y:.1f}" for x, y in zip(steps, heights))
     return polyline, float(steps[-1]), float(losses[-1])
 
 
+def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
+    """Return steps and losses of some lines of metrics.jsonl, (lines, 2): those in blocks spread over the file.
+
+    Args:
+        metrics_file: path of the file.
+        size: bytes of the file to consider.
+    """
+    last_position = max(size - _BLOCK, 0)
+    positions = [*range(0, size - _BLOCK, _double_until_few(_BLOCK, size)), last_position]
+    with open(metrics_file, "rb") as file:
+        blocks = [os.pread(file.fileno(), _BLOCK, position) for position in positions]
+    loss_of_step = dict(_STEP_AND_LOSS.findall(b"\n".join(blocks)))  # the last two blocks may overlap
+    return np.array([*loss_of_step.items()], float)
+
+
 def _double_until_few(unit: int, length: int) -> int:
     """Return `unit` times the smallest power of two that divides `length` into at most `_CURVE_POINTS` units."""
-    return unit << max((length - 1) // (unit * _CURVE_POINTS), 0).bit_length()
+    while unit * _CURVE_POINTS < length:
+        unit *= 2
+    return unit

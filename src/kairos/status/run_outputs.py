@@ -75,15 +75,18 @@ class RunOutputs:
             return True
         evaluation, reference = glance(path), self._outline.reference
         protocol = evaluation.get("protocol", {})
-        if any(name in reference and protocol.get(name) != reference[name] for name in _SHARED_HASHES):
-            return False
+        for name in _SHARED_HASHES:
+            if name in reference and protocol.get(name) != reference[name]:
+                return False
         return self._is_of_present_run(path, protocol) and not expected.find_evaluation_changes(evaluation)
 
     def _is_grid_valid(self, path: Path) -> bool:
         """Return True if the samples of an image grid are valid; if they are deleted, the run must be valid."""
         if path.stem in self.samples:
             return self.samples[path.stem]
-        return self._outline.expected is None or bool(self._identity)
+        if self._outline.expected is None:
+            return True
+        return self._identity != ""
 
     def _is_of_present_run(self, path: Path, protocol: dict[str, Any]) -> bool:
         """Return True if a file is of one of the run's milestones, by the step in its name and by its protocol."""
@@ -101,6 +104,7 @@ class RunOutputs:
 
 def _find_last_step(paths: Iterable[Path]) -> Path | None:
     """Return the path with the highest step in its name; None: there is no path."""
+    # steps have at least 7 digits: a longer name has the higher step
     return max(paths, key=lambda path: (len(path.name), path.name), default=None)
 
 

@@ -29,7 +29,7 @@ _ACTIVE = ("running", "starting", "queued")
 _TROUBLE = ("failed", "dead", "stopped")
 _FRESH_SECONDS = 30.0  # age below which a progress file from another machine counts without a lock
 _SILENT_SECONDS = 300.0  # silence from which a running job gets a note, and a job that only has a log counts as failed
-_LOG_NAME = re.compile(r"train_(.+_seed\d+?)(?:_\d+)?\.log")
+_LOG_NAME = re.compile(r"train_(.+_seed\d+?)(?:_\d+)?\.log")  # train_uniform_seed0.log, or _2.log for segment 2
 _LOG_TAIL = 2000  # bytes at the end of a log that are searched for its last line
 
 
@@ -77,19 +77,44 @@ def load_outline(path: Path) -> Outline:
         ConfigError: the file is not a valid experiment.
     """
     results = path if path.is_dir() else None
-    if results and path.resolve() == (Path("results") / path.name).resolve():
-        kept_files = Path(".kairos/config").glob(f"{path.name}-" + "?" * 16 + ".yaml")
-        path = max(kept_files, key=os.path.getmtime, default=path)
-    if path.is_dir():
-        seed_folders = [folder for folder in path.glob("*/seed*") if folder.name[4:].isdigit()]
-        if not seed_folders:
-            raise KairosError(
-                f"{path}: no training run there; pass an experiment file or a folder results/<experiment>"
-            )
-        return Outline(path, sorted((folder.parent.name, int(folder.name[4:])) for folder in seed_folders))
-    experiment = load(path)
-    trainings = [(method, seed) for method in experiment.methods for seed in experiment.seeds]
-    return Outline(results or Path("results") / experiment.experiment, trainings, experiment.milestones, experiment)
+    experiment_file = path if results is None else _find_kept_experiment(results)
+    if experiment_file is None:
+        return Outline(path, _list_training_folders(path))
+    experiment = load(experiment_file)
+    return Outline(
+        results=results or Path("results") / experiment.experiment,
+        trainings=[(method, seed) for method in experiment.methods for seed in experiment.seeds],
+        milestones=experiment.milestones,
+        experiment=experiment,
+    )
+
+
+def _find_kept_experiment(results: Path) -> Path | None:
+    """Return the newest experiment file that the pipeline in the working directory has kept for a folder of results.
+
+    Returns None if there is no file, or if the folder is none of this pipeline's results.
+    """
+    if results.resolve() != (Path("results") / results.name).resolve():
+        return None
+    any_hash = "?" * 16
+    kept_files = Path(".kairos/config").glob(f"{results.name}-{any_hash}.yaml")
+    return max(kept_files, key=os.path.getmtime, default=None)
+
+
+def _list_training_folders(results: Path) -> list[tuple[str, int]]:
+    """Return method and seed of each folder of a training run, such as ``uniform/seed0``, in a folder of results.
+
+    Raises:
+        KairosError: there is no such folder.
+    """
+    trainings = []
+    for folder in results.glob("*/seed*"):
+        seed = folder.name.removeprefix("seed")
+        if seed.isdigit():
+            trainings.append((folder.parent.name, int(seed)))
+    if not trainings:
+        raise KairosError(f"{results}: no training run there; pass an experiment file or a folder results/<experiment>")
+    return sorted(trainings)
 
 
 @dataclass(frozen=True)
@@ -157,29 +182,29 @@ def _assess_run(
         run_logs: log files of the experiment.
     """
     folder = outline.run_folder(method, seed)
-    record = glance(folder / "training.json")
     begun_identity = progress.get("identity")
+    record = glance(folder / "training.json")
     if begun_identity and record.get("identity", begun_identity) != begun_identity:
         record = {}  # the run has started again with other settings
-    recorded_steps = record.get("steps", -1)
     last_milestone = outline.milestones[-1] if outline.milestones else None
-    if last_milestone is None:
-        last_step = progress.get("of", recorded_steps if record else None)
-    else:
-        last_step = max(last_milestone, recorded_steps)
+    last_step = _find_last_step(last_milestone, record, progress)
 
-    is_complete = bool(record) and (last_step is None or recorded_steps >= last_step)
+    is_complete = bool(record) and (last_step is None or record.get("steps", -1) >= last_step)
     state = _find_state(folder, progress, job, is_complete)
     if state not in _ACTIVE:
         changes = _find_changed_settings(outline, method, seed, begun_identity)
         if changes:
-            note = f"changed settings: {changes}"
-            return RunProgress(method, seed, "outdated", 0, last_milestone, rate=None, location="", note=note)
+            return RunProgress(
+                method=method,
+                seed=seed,
+                state="outdated",
+                step=0,
+                last_step=last_milestone,
+                rate=None,
+                location="",
+                note=f"changed settings: {changes}",
+            )
 
-    step = max(progress.get("step", 0), recorded_steps, 0)
-    if not progress and not record:
-        snapshots = folder.glob("milestones/[0-9]*/milestone.json")
-        step = max([step, *(int(path.parent.name) for path in snapshots)])
     needs_logs = state in _TROUBLE or (state == "waiting" and not progress)
     logs = run_logs.find(method, seed, progress.get("job")) if needs_logs else ()
     note = _find_note(state, progress, job, logs)
@@ -187,8 +212,42 @@ def _assess_run(
         # only a log: the job ended before its first step, or has not written its first message yet
         is_new = not note and time.time() - os.path.getmtime(logs[0]) < _SILENT_SECONDS
         state = "starting" if is_new else "failed"
-    rate = (progress.get("rate") or None) if state == "running" else None
-    return RunProgress(method, seed, state, step, last_step, rate, _find_location(state, progress, job), note, logs)
+    return RunProgress(
+        method=method,
+        seed=seed,
+        state=state,
+        step=_find_completed_steps(folder, record, progress),
+        last_step=last_step,
+        rate=(progress.get("rate") or None) if state == "running" else None,
+        location=_find_location(state, progress, job),
+        note=note,
+        logs=logs,
+    )
+
+
+def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress: dict[str, Any]) -> int | None:
+    """Return the step at which a training run is complete; None: unknown.
+
+    Args:
+        last_milestone: last milestone of the experiment; None: only a folder of results is known.
+        record: content of training.json; empty: there is none.
+        progress: content of the progress file; empty: there is none.
+    """
+    recorded_steps: int | None = record.get("steps")
+    if last_milestone is None:
+        last_step: int | None = progress.get("of", recorded_steps)
+        return last_step
+    if recorded_steps is None:
+        return last_milestone
+    return max(last_milestone, recorded_steps)  # more, if the run was longer before the experiment was shortened
+
+
+def _find_completed_steps(folder: Path, record: dict[str, Any], progress: dict[str, Any]) -> int:
+    """Return the number of completed steps, as far as known: from record and progress file, else from snapshots."""
+    if record or progress:
+        return max(record.get("steps", 0), progress.get("step", 0))
+    snapshots = folder.glob("milestones/[0-9]*/milestone.json")
+    return max((int(path.parent.name) for path in snapshots), default=0)
 
 
 def _find_state(folder: Path, progress: dict[str, Any], job: Job | None, is_complete: bool) -> str:
@@ -232,7 +291,9 @@ def _find_changed_settings(outline: Outline, method: str, seed: int, begun_ident
 
 
 def find_first_snapshot(folder: Path) -> Path | None:
-    """Return the record of the snapshot with the lowest step; None: there is none. A new run replaces it first.
+    """Return the record of the snapshot with the lowest step; None: there is none.
+
+    A run with new settings replaces this snapshot before all others, so its record has the present settings.
 
     Args:
         folder: folder of a training run, or of a state.
@@ -263,13 +324,16 @@ def format_age(unix_time: float) -> str:
 
 def _find_location(state: str, progress: dict[str, Any], job: Job | None) -> str:
     """Return host and job of a run as text."""
+    # a run that waits has no host yet, and the host of a complete run does not matter
     host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
     job_number = None
     if job is not None:
         job_number = job.number
     elif host:
         job_number = progress.get("job")
-    return " ".join(part for part in (host, f"job {job_number}" if job_number else "") if part)
+    if not job_number:
+        return host
+    return f"{host} job {job_number}".strip()
 
 
 def _is_alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
@@ -277,7 +341,8 @@ def _is_alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
 
     If locks end at the machine, the queue or a recent progress file replaces the lock.
     """
-    if job is not None and job.number == str(progress.get("job")) and (job.pending or job.state == "RUNNING"):
+    is_of_job = job is not None and job.number == str(progress.get("job"))
+    if job is not None and is_of_job and (job.pending or job.state == "RUNNING"):
         # an older progress file is from before SLURM requeued the job
         return job.begun is not None and progress["updated"] >= job.begun
     if is_locked(lock):
@@ -293,8 +358,10 @@ def is_locked(lock: Path) -> bool:
     try:
         with open(lock, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, FileNotFoundError)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
     return False
 
 
@@ -321,8 +388,10 @@ class RunLogs:
             job: number of its last SLURM job; None: unknown.
         """
         workflow_logs = self._workflow_logs.get(f"{method}_seed{seed}", [])
-        slurm_logs = [path for folder in self._slurm_folders for path in glob.glob(f"{folder}/{method}_{seed}/*.log")]
-        slurm_logs += [path for folder in self._slurm_folders for path in glob.glob(f"{folder}/{job}.log")]
+        slurm_logs: list[str] = []
+        for folder in self._slurm_folders:
+            slurm_logs += glob.glob(f"{folder}/{method}_{seed}/*.log")
+            slurm_logs += glob.glob(f"{folder}/{job}.log")  # of a job with several training runs
         return tuple(max(logs, key=os.path.getmtime) for logs in (workflow_logs, slurm_logs) if logs)
 
 

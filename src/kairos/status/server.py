@@ -64,7 +64,7 @@ class _Handler(SimpleHTTPRequestHandler):
             return self.send_error(403, "request localhost or 127.0.0.1")
         if self.path.partition("?")[0] != "/":
             return super().send_head()
-        moment = time.monotonic() // (server.interval / 2)
+        moment = time.monotonic() // (server.interval / 2)  # requests within half an interval get one page
         body = render_page(server.experiment, server.interval, moment).encode(errors="replace")
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")

@@ -12,6 +12,7 @@ from kairos.tracking.mlflow_store import find_database_file, redact_credentials,
 
 Finding = tuple[bool, str, str]  # success, name of the check, result or advice
 _TIMEOUT = 60  # seconds for an answer; requests to a missing server end after four
+# code for `_run_python`, the body of a try statement that _IN_ONE_LINE completes
 _ASK_MLFLOW = """
     from mlflow import MlflowClient
     MlflowClient().search_experiments(max_results=1)
@@ -80,16 +81,23 @@ def dvc() -> list[Finding]:
 
 
 def _run_python(code: str, **environment: str) -> tuple[bool, str]:
-    """Run code in a separate process; return True and its last line of output, or False and the error."""
+    """Run code in a separate process; return True and its last line of output, or False and the error.
+
+    Args:
+        code: indented statements.
+        **environment: environment variables of the process, in addition to `_QUIET` and those of this process.
+    """
     command = [sys.executable, "-c", f"try:{code}{_IN_ONE_LINE}"]
     variables = {**_QUIET, **os.environ, **environment}
     try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         return False, f"no answer within {_TIMEOUT} s"
-    succeeded = done.returncode == 0
-    lines = (done.stdout if succeeded else done.stderr).strip().splitlines()
-    return succeeded, lines[-1] if lines else f"exit status {done.returncode}"
+    succeeded = process.returncode == 0
+    output = process.stdout if succeeded else process.stderr
+    lines = output.strip().splitlines()
+    answer = lines[-1] if lines else f"exit status {process.returncode}"
+    return succeeded, answer
 
 
 def _why_read_only(path: Path) -> str | None:

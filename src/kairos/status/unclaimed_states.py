@@ -30,15 +30,17 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
             states[run] = [path for path in folder.glob("?" * 16) if path.is_dir()]
     if outline.experiment is None or not latents_manifest.is_file() or not any(states.values()):
         return []
-    from kairos.training.identity import compute_identity
+    from kairos.training.identity import compute_identity  # imports the registries, which most calls do not need
 
     plain, latents = outline.experiment.plain(), read_json(latents_manifest)
-    device = plain["training"]["device"].partition(":")[0]
+    device = plain["training"]["device"].partition(":")[0]  # cuda:1 has type cuda
     device_types = _DEVICE_TYPES.get(device, (device,))
     unclaimed = []
     for run, paths in states.items():
-        identities = [compute_identity(plain, run.method, run.seed, latents, kind)["identity"] for kind in device_types]
-        claimed_names = [identity[:16] for identity in identities]
+        claimed_names = []  # a state's folder is named by the first digits of the identity
+        for device_type in device_types:
+            identity = compute_identity(plain, run.method, run.seed, latents, device_type)["identity"]
+            claimed_names.append(identity[:16])
         unclaimed += [path for path in paths if path.name not in claimed_names]
     return unclaimed
 
@@ -52,6 +54,6 @@ def count_freed_bytes(states: list[Path]) -> int:
 def delete_states(states: list[Path]) -> None:
     """Delete states, except those of a run that a process is training."""
     for state in states:
-        with suppress(BlockingIOError), open(state.parent / "lock", "a") as lock:
+        with suppress(BlockingIOError), open(state.parent / "lock", "a") as lock:  # raised if the lock is held
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(state)
