@@ -236,6 +236,15 @@ def test_a_file_has_the_bytes_of_numpy_and_too_few_images_leave_no_file(tmp_path
     assert not (tmp_path / "c.npz").exists()
 
 
+def test_an_empty_first_batch_changes_no_byte_and_an_array_needs_a_batch(tmp_path):
+    images = np.arange(2 * 4 * 4, dtype=np.uint8).reshape(2, 4, 4, 1)
+    for name, batches in (("a", [images]), ("b", [images[:0], images, images[:0]])):
+        write_samples(tmp_path / f"{name}.npz", iter(batches), {}, num=2)
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+    with pytest.raises(ValueError, match="got no batch"):
+        write_samples(tmp_path / "c.npz", iter([]), {}, num=0)
+
+
 PEAK_MEMORY_CODE = """
 import re, sys
 from pathlib import Path
@@ -331,7 +340,8 @@ def test_a_pipeline_in_shards_gives_the_same_files(tmp_path_factory):
         result = copy.run("kairos", "ledger", "run", *stage.split())
         output += result.stdout + result.stderr
         assert result.returncode == 0, output
-    assert output.count("part 2 of 2") == 7  # once for the latents, twice for each of three snapshots
+    assert output.count("shard 2 of 2") == 1, "of the latents"
+    assert output.count("part 2 of 2") == 6, "twice for each of three snapshots"
     result = copy.snakemake(config="params.yaml")
     assert result.returncode == 0, result.stdout + result.stderr
     assert hashes() == before and len(before) > 12

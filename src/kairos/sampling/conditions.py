@@ -12,7 +12,8 @@ from kairos.data.latents import Latents, open_latents
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream
 
-_LATENTS = "pass --latents DIR, the latents that the model was trained on"
+_PASS_LATENTS = "pass --latents DIR, the latents that the model was trained on"
+_CAPTION_NUMBERS = 2**32  # caption numbers are drawn below it; they count modulo the captions of an image
 
 
 def select_condition_sources(
@@ -30,11 +31,15 @@ def select_condition_sources(
         seed: seed of the random choice.
     """
     has_other_than_class = any(item["kind"] != "class" for item in descriptions.values())
-    pool = latents.heldout if has_other_than_class and len(latents.heldout) else latents.train
-    positions = np.arange(indices.start, indices.stop)
+    if has_other_than_class and len(latents.heldout):
+        pool = latents.heldout
+    else:
+        pool = latents.train
     if labels == "data":
         positions = Stream(seed, "sample_conditions").integers(0, len(pool), indices).numpy()
-    return np.asarray(pool[positions % len(pool)])
+    else:
+        positions = np.arange(indices.start, indices.stop) % len(pool)
+    return np.asarray(pool[positions])
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,13 @@ class ImageConditions:
         return np.array([text.encode() for text in texts], f"S{captions.longest_bytes}")
 
     def _select_sources(self, latents: Latents, indices: range) -> tuple[np.ndarray, np.ndarray]:
-        """Return dataset indices, and which caption of each image is used, both (n,).
+        """Return the dataset indices of the sources, and which caption of each source is used, both (n,).
 
         Captions are drawn at random for labels ``data``. Otherwise each round through the images takes the next one.
+        The second array contains caption numbers, taken modulo the number of captions of the image.
         """
         if self.labels == "data":
-            caption_choice = Stream(self.seed, "sample_captions").integers(0, 2**32, indices).numpy()
+            caption_choice = Stream(self.seed, "sample_captions").integers(0, _CAPTION_NUMBERS, indices).numpy()
         else:
             images_per_round = len(latents.heldout) or len(latents.train)
             caption_choice = np.arange(indices.start, indices.stop) // images_per_round
@@ -90,26 +96,34 @@ class ImageConditions:
 def load_conditions(
     names: list[str], descriptions: dict[str, dict[str, Any]], latents: Path, labels: str = "balanced", seed: int = 0
 ) -> ImageConditions:
-    """Return the conditions of generated images for the conditions `names` that the model takes.
+    """Return the conditions of generated images.
 
     For labels ``balanced`` and a class as the only condition, image i has class i mod K, so that every set of images
     contains all classes equally often. Otherwise image i takes all its conditions from one image of the data set, see
     `select_condition_sources`.
 
+    Args:
+        names: names of the conditions that the model takes.
+        descriptions: descriptions of these conditions, and maybe of others.
+        latents: folder of the latents that the model was trained on; opened only if conditions are read from it.
+        labels: ``balanced`` or ``data``, see `select_condition_sources`.
+        seed: seed of random choices.
+
     Raises:
         KairosError: the latents are missing, or their conditions differ from the model's.
     """
-    taken = {name: descriptions[name] for name in names}
-    only_classes = all(item["kind"] == "class" for item in taken.values())
+    required = {name: descriptions[name] for name in names}
+    only_classes = all(item["kind"] == "class" for item in required.values())
     if not names or (labels != "data" and only_classes):
-        return ImageConditions(taken, None, labels, seed)
+        return ImageConditions(required, latents=None, labels=labels, seed=seed)
     if not latents.is_dir():
         raise KairosError(
-            f"condition {names[-1]!r} is taken from real images, but the folder {latents} does not exist; {_LATENTS}"
+            f"condition {names[-1]!r} is taken from real images, but the folder {latents} does not exist; "
+            f"{_PASS_LATENTS}"
         )
     opened = open_latents(latents)
-    check_conditions(opened, taken, latents)
-    return ImageConditions(taken, opened, labels, seed)
+    check_conditions(opened, required, latents)
+    return ImageConditions(required, opened, labels, seed)
 
 
 def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], folder: Path) -> None:
@@ -124,7 +138,7 @@ def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], 
         if available != required:
             raise KairosError(
                 f"{folder}: condition {name!r}: got {available or 'none'}, expected {required}, as in training; "
-                f"{_LATENTS}"
+                f"{_PASS_LATENTS}"
             )
 
 

@@ -33,8 +33,9 @@ def iterate_batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]
     """
     for start in range(rows.start, rows.stop, batch_size):
         kept = min(batch_size, rows.stop - start)
-        size = max(kept, min(SMALLEST_BATCH, batch_size))
-        yield range(start, start + size), kept
+        smallest_size = min(SMALLEST_BATCH, batch_size)
+        padded_size = max(kept, smallest_size)
+        yield range(start, start + padded_size), kept
 
 
 def make_noise_source(seed: int, indices: range, shape: tuple[int, ...], device: torch.device | str) -> NoiseSource:
@@ -70,11 +71,15 @@ class Guidance:
         """Return the guidance scale at the times t (batch,), float64 (batch,)."""
         scale = torch.full(t.shape, self.scale, dtype=torch.float64, device=t.device)
         if self.power is not None:
-            fraction = process.fractions(t) if t.is_floating_point() else t / process.schedule.timesteps
+            if t.is_floating_point():
+                fraction = process.fractions(t)
+            else:  # the formula has t/T, and `fractions` is the middle of a timestep
+                fraction = t / process.schedule.timesteps
             scale = (scale - 1) * (1 - (math.pi * (1 - fraction) ** self.power).cos()) / 2 + 1
         if self.interval is not None:
+            smallest, largest = self.interval
             sigma = process.snr(t) ** -0.5
-            scale = scale.where((self.interval[0] <= sigma) & (sigma <= self.interval[1]), 1.0)
+            scale = scale.where((smallest <= sigma) & (sigma <= largest), 1.0)
         return scale
 
 
@@ -105,13 +110,15 @@ def build_guided_predictor(
     def predict_guided(x_t: Tensor, t: Tensor) -> Tensor:
         scale = guidance.scales(process, t)
         # only a scale that depends on t can be 1; a constant scale is not compared, which would synchronise a GPU
-        if (guidance.power or guidance.interval) and bool((scale == 1).all()):
+        depends_on_time = guidance.power is not None or guidance.interval is not None
+        if depends_on_time and bool((scale == 1).all()):
             return predict_conditional(x_t, t)
         output = process.predict(model, x_t.repeat(2, 1, 1, 1), t.repeat(2), doubled)
         conditional, null = output.to(x_t.dtype).chunk(2)
-        guided = slice(guidance.channels or x_t.shape[1])
-        mixed = null[:, guided] + shaped(scale, null) * (conditional - null)[:, guided]
-        return torch.cat([mixed, conditional[:, guided.stop :]], 1)  # (batch, channels of the output, h, w)
+        guided_channels = guidance.channels or x_t.shape[1]
+        difference = (conditional - null)[:, :guided_channels]
+        guided = null[:, :guided_channels] + shaped(scale, null) * difference
+        return torch.cat([guided, conditional[:, guided_channels:]], 1)  # (batch, channels of the output, h, w)
 
     return predict_guided
 
@@ -138,7 +145,7 @@ class DataPrediction:
 
     def with_variance_channels(self, x: Tensor, point: GridPoint) -> tuple[Tensor, Tensor]:
         """Return x0 predicted at `point`, and the output's further channels, those of a learned variance (maybe 0)."""
-        x_t = point.scale * x  # (batch, c, h, w)
+        x_t = point.scale * x  # (batch, channels, height, width)
         time = torch.as_tensor(point.t)
         # filled with a number: copying the tensor `time` to a GPU would synchronise
         t = torch.full((len(x),), time.item(), dtype=time.dtype, device=x.device)

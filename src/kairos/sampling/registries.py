@@ -7,8 +7,8 @@ from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.options import Options, option
 from kairos_timesteps.registry import Registry
 
-DISCRETE = ("trailing", "leading", "linspace", "karras")
-CONTINUOUS = ("karras", "uniform")
+DISCRETE = ("trailing", "leading", "linspace", "karras")  # spacings of discrete processes; the first is the default
+CONTINUOUS = ("karras", "uniform")  # spacings of continuous processes; the first is the default
 SPACINGS = ("auto", "trailing", "leading", "linspace", "uniform", "karras")
 
 
@@ -24,8 +24,10 @@ class GridOptions(Options):
     evaluations = 1  # network evaluations per interval; the last interval has one in any case
 
     def __post_init__(self) -> None:
-        good = not (self.sigma_min and self.sigma_max) or self.sigma_min < self.sigma_max
-        demand(good, "sigma_min", self.sigma_min, f"less than sigma_max = {self.sigma_max}")
+        if self.sigma_min is not None and self.sigma_max is not None:
+            demand(
+                self.sigma_min < self.sigma_max, "sigma_min", self.sigma_min, f"less than sigma_max = {self.sigma_max}"
+            )
 
 
 class DdpmOptions(GridOptions):
@@ -73,7 +75,7 @@ SCHEDULERS.add("heun", "kairos.sampling.solvers:edm", HeunOptions, "EDM's sample
 
 
 def resolve_solver(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[str, Any]:
-    """Return a solver with spacing ``auto`` replaced by the default of the process.
+    """Check a solver against the forward process and replace spacing ``auto`` by the default of the process.
 
     Args:
         scheduler: the solver, ``{"name": ..., option: ...}`` with all options.
@@ -82,25 +84,44 @@ def resolve_solver(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[s
     Raises:
         ConfigError: the process does not allow an option's value.
     """
-    is_discrete = "timesteps" in process
-    spacings: tuple[str, ...] = DISCRETE if is_discrete else CONTINUOUS
-    if process["name"] == "flow":  # its noise over signal is unbounded, so karras has no end points
-        spacings = ("uniform",)
-    allowed: dict[str, tuple[Any, ...]] = {"spacing": ("auto", *spacings)}  # allowed values; the first is the default
-    if spacings != CONTINUOUS:
-        allowed["s_churn"] = (0,)  # churn needs continuous, unbounded noise levels
-    if scheduler.get("spacing") != "leading":
-        allowed["offset"] = (0,)
-    if not is_discrete:
-        allowed["end"] = ("image",)
-    if process.get("variance") != "learned_range":
-        allowed["variance"] = VARIANCES[:2]
-    reasons = {"offset": f"spacing {scheduler.get('spacing')}", "variance": f"variance {process.get('variance')}"}
-    for name, values in allowed.items():
-        if scheduler.get(name, values[0]) not in values:
-            reason = reasons.get(name, f"process {process['name']}")
+    spacings = _allowed_spacings(process)
+    for name, (values, reason) in _restricted_options(scheduler, process, spacings).items():
+        if name in scheduler and scheduler[name] not in values:
             choices = ", ".join(map(str, values))
             raise ConfigError(f"sampling.scheduler.{name}: got {scheduler[name]!r}, allowed with {reason}: {choices}")
     if scheduler.get("spacing") == "auto":
         return {**scheduler, "spacing": spacings[0]}
     return scheduler
+
+
+def _allowed_spacings(process: dict[str, Any]) -> tuple[str, ...]:
+    """Return the spacings of time grids that a process allows; the first is its default."""
+    if process["name"] == "flow":  # its noise over signal is unbounded, so karras has no end points
+        return ("uniform",)
+    if "timesteps" in process:
+        return DISCRETE
+    return CONTINUOUS
+
+
+def _restricted_options(
+    scheduler: dict[str, Any], process: dict[str, Any], spacings: tuple[str, ...]
+) -> dict[str, tuple[tuple[Any, ...], str]]:
+    """Return the options that the process or the spacing restricts: allowed values and the reason, by option.
+
+    Args:
+        scheduler: the solver, see `resolve_solver`.
+        process: the forward process.
+        spacings: spacings that the process allows.
+    """
+    of_process = f"process {process['name']}"
+    restricted: dict[str, tuple[tuple[Any, ...], str]] = {"spacing": (("auto", *spacings), of_process)}
+    if spacings != CONTINUOUS:  # churn needs continuous, unbounded noise levels
+        restricted["s_churn"] = ((0,), of_process)
+    if scheduler.get("spacing") != "leading":
+        restricted["offset"] = ((0,), f"spacing {scheduler.get('spacing')}")
+    if "timesteps" not in process:
+        restricted["end"] = (("image",), of_process)
+    if process.get("variance") != "learned_range":
+        fixed_variances = tuple(variance for variance in VARIANCES if variance != "learned_range")
+        restricted["variance"] = (fixed_variances, f"variance {process.get('variance')}")
+    return restricted

@@ -1,5 +1,6 @@
 """Stage `sample`: images from snapshots; the snapshot contains all settings that decide the images."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +138,8 @@ class _SnapshotSampler:
         device = set_up_device(self.record)
         snapshot = open_milestone(self.milestone, self.options.weights, device)
         codec = open_codec(self.milestone, self.record, self.autoencoder, device)
-        process, shape = snapshot.process, tuple(self.record["shape"])
+        process = snapshot.process
+        shape = tuple(self.record["shape"])
         grid = build_time_grid(process, self.options.steps, self.scheduler)
         clip = self.scheduler.get("clip", False)
         resource_usage.end_startup()
@@ -163,7 +165,37 @@ class _SnapshotSampler:
 
 
 def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
-    """Write the images of one snapshot, or of a shard: generated and decoded, or joined from files of all shards."""
+    """Write the images of one snapshot or of a shard, and log their number and file.
+
+    The images are generated and decoded, or joined if the job lists the files of all shards. Conditions and sampling
+    protocol are stored with them. The picture of the first images is written if the job asks for one.
+
+    Raises:
+        ConfigError: a setting does not fit the snapshot, or there are more shards than batches.
+        KairosError: the snapshot, the autoencoder, the latents or a shard is missing or damaged.
+    """
+    sampler, protocol = _prepare_sampler(job, request)
+    if job.parts:
+        images = join_parts(job.parts, protocol, request.num, sampler.options.batch_size)
+    else:
+        images = sampler.generate()
+    stored_conditions = {}
+    for name, description in sampler.conditions.descriptions.items():
+        if description["kind"] != "image":  # images as conditions would double the size of the file
+            stored_conditions[name] = sampler.stored_conditions(name)
+    write_samples(job.out, images, protocol, stored_conditions, num=len(sampler.rows))
+    if job.grid is not None:
+        write_image_grid(job.grid, open_samples(job.out).images[: sampler.options.grid])
+    log(f"{sampler.label}: {len(sampler.rows)} images in {job.out}")
+
+
+def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_SnapshotSampler, dict[str, Any]]:
+    """Resolve all settings of a job, and return its sampler and the sampling protocol to store.
+
+    Raises:
+        ConfigError: a setting does not fit the snapshot, or there are more shards than batches.
+        KairosError: the snapshot is missing, or the latents do not belong to it.
+    """
     options, record = load_settings(job.milestone, request.overrides)
     config = record["config"]
     seed = options.seed if request.seed is None else request.seed
@@ -171,33 +203,34 @@ def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
     names = config["model"].get("conditions") or []
     latents = request.latents or job.milestone / "../../../../latents"
     conditions = load_conditions(names, record["conditions"], latents, options.labels, seed)
-    protocol = _sampling_protocol(record, options, scheduler, seed, request.num)
     guidance = _guidance(options, record["shape"][0])
+    protocol = _sampling_protocol(record, options, scheduler, seed, request.num)
     label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
-    rows, shard = range(request.num), request.shard
+    rows = range(request.num)
+    shard = request.shard
     if shard is not None:
         rows = shard.rows(request.num, options.batch_size)
         protocol["shard"] = shard.record(request.num, options.batch_size)
         label += f" part {shard.number} of {shard.of}"
         if not rows:
-            batches = -(-request.num // options.batch_size)
+            batches = math.ceil(request.num / options.batch_size)
             raise ConfigError(
                 f"{label}: got {shard.of} parts, allowed: at most {batches}, the number of batches of "
                 f"{options.batch_size} images"
             )
     sampler = _SnapshotSampler(
-        job.milestone, record, options, scheduler, conditions, guidance, request.autoencoder, seed, rows, label
+        milestone=job.milestone,
+        record=record,
+        options=options,
+        scheduler=scheduler,
+        conditions=conditions,
+        guidance=guidance,
+        autoencoder=request.autoencoder,
+        seed=seed,
+        rows=rows,
+        label=label,
     )
-    if job.parts:
-        images = join_parts(job.parts, protocol, request.num, options.batch_size)
-    else:
-        images = sampler.generate()
-    # images that a model is conditioned on are not stored: they would double the size of the file
-    stored = [name for name in names if record["conditions"][name]["kind"] != "image"]
-    write_samples(job.out, images, protocol, {name: sampler.stored_conditions(name) for name in stored}, len(rows))
-    if job.grid is not None:
-        write_image_grid(job.grid, open_samples(job.out).images[: options.grid])
-    log(f"{label}: {len(rows)} images in {job.out}")
+    return sampler, protocol
 
 
 def _sampling_protocol(
@@ -205,13 +238,18 @@ def _sampling_protocol(
 ) -> dict[str, Any]:
     """Return everything that decides the images, as JSON values to store with them."""
     has_conditions = bool(record["config"]["model"].get("conditions"))
-    files = record["files"].items()
+    of_snapshot = {name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")}
+    of_sampling = {name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", *GUIDANCE)}
+    model_files = {}
+    for name, sha256 in record["files"].items():
+        if name.startswith(f"{options.weights}/"):  # the folder of the weights that are sampled
+            model_files[name] = sha256
     return {
-        **{name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")},
+        **of_snapshot,
         "training_seed": record["seed"],
-        "model_files": {name: sha256 for name, sha256 in files if name.startswith(f"{options.weights}/")},
+        "model_files": model_files,
         "scheduler": scheduler,
-        **{name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", *GUIDANCE)},
+        **of_sampling,
         "labels": options.labels if has_conditions else None,
         "seed": seed,
         "num": num,
@@ -224,8 +262,13 @@ def _guidance(options: SamplingConfig, channels: int) -> Guidance:
     Raises:
         ConfigError: more channels are guided than x0 has.
     """
-    guidance = Guidance(*(getattr(options, name) for name in GUIDANCE))
-    if (guidance.channels or 0) > channels:
+    guidance = Guidance(
+        scale=options.guidance_scale,
+        channels=options.guidance_channels,
+        power=options.guidance_power,
+        interval=options.guidance_interval,
+    )
+    if guidance.channels is not None and guidance.channels > channels:
         raise ConfigError(
             f"sampling.guidance_channels: got {guidance.channels}, allowed: at most {channels}, those of x0"
         )
@@ -239,7 +282,7 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
         milestone: folder of the snapshot.
         record: record of the snapshot.
         folder: folder of the autoencoder; None: ``../../../../autoencoder``, relative to the snapshot.
-        device: where the autoencoder is.
+        device: device for the autoencoder.
 
     Raises:
         KairosError: the autoencoder is missing, or is another one.
@@ -251,11 +294,12 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
     if not (folder / "manifest.json").is_file():
         raise KairosError(f"{folder}: no autoencoder; {advice}")
     codec = load_codec(folder, device)
-    required_hash = record["autoencoder_sha256"]  # None for imported weights: compare the shape of the latents instead
-    latent_shape, required_shape = list(codec.manifest["latent_shape"]), list(record["shape"])
-    if required_hash is None and latent_shape != required_shape:
-        raise KairosError(f"--autoencoder: {folder} has latents of shape {latent_shape}, allowed: {required_shape}")
-    if required_hash not in (None, codec.manifest["sha256"]):
+    required_hash = record["autoencoder_sha256"]
+    if required_hash is None:  # imported weights, whose autoencoder is unknown: only the shape can be compared
+        latent_shape, required_shape = list(codec.manifest["latent_shape"]), list(record["shape"])
+        if latent_shape != required_shape:
+            raise KairosError(f"--autoencoder: {folder} has latents of shape {latent_shape}, allowed: {required_shape}")
+    elif required_hash != codec.manifest["sha256"]:
         raise KairosError(
             f"{folder}: got autoencoder {codec.manifest['sha256'][:12]}, expected {required_hash[:12]}; {advice}"
         )

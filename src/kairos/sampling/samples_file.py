@@ -4,6 +4,7 @@ The arrays of a file are ``images``, ``protocol`` (JSON) and ``condition_<name>`
 ADM's, ``arr_0`` contains the images and ``arr_1`` the classes.
 """
 
+import itertools
 import json
 import shutil
 import struct
@@ -23,8 +24,10 @@ from kairos.shards import AGAIN, in_order
 from kairos_timesteps.errors import KairosError
 
 _BLOCK = 1 << 20  # bytes read at a time
-_ZIP_HEADER = 30  # bytes of a zip file's local file header, before the name and the extra field
-_ZIP_LENGTHS = 26  # position in this header of the lengths of name and extra field, two bytes each
+# A member of a zip file begins with a local file header: 30 bytes, then its name, then its extra field. The lengths of
+# name and extra field are little-endian 16-bit numbers at byte 26 of the header (PKWARE's APPNOTE, section 4.3.7).
+_LOCAL_HEADER_BYTES = 30
+_LENGTHS_OFFSET = 26
 _CONDITION = "condition_"
 Batches = Iterable[np.ndarray]
 
@@ -63,15 +66,13 @@ def write_samples(
     Raises:
         ValueError: the batches have another number of rows than `num`.
     """
-    arrays: dict[str, np.ndarray | Batches] = {
-        "images": images,
-        "protocol": np.array(json.dumps(protocol, sort_keys=True)),
-    }
+    protocol_text = json.dumps(protocol, sort_keys=True)
+    arrays: dict[str, np.ndarray | Batches] = {"images": images, "protocol": np.array(protocol_text)}
     for name, batches in (conditions or {}).items():
         arrays[_CONDITION + name] = batches
     with atomic(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, content in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:  # `open` writes no date
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:  # `open` writes a constant date
                 if isinstance(content, np.ndarray):
                     np.lib.format.write_array(member, content, allow_pickle=False)
                 else:
@@ -124,21 +125,29 @@ def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_
             opened.append(open_samples(path))
         except KairosError as error:
             raise KairosError(f"{error}; {AGAIN}") from None
-    protocols = [(path, shard.protocol) for path, shard in zip(paths, opened)]
-    order = in_order(protocols, protocol, num, batch_size)
+    shard_records = [(path, shard.protocol) for path, shard in zip(paths, opened)]
+    order = in_order(shard_records, protocol, count=num, batch_size=batch_size)
     return iterate_blocks([opened[index].images for index in order], batch_size)
 
 
 def _write_rows(file: Any, count: int, batches: Batches) -> None:
     """Write an array of `count` rows in .npy form from batches (n, ...).
 
+    Args:
+        file: file to write.
+        count: number of rows of all batches.
+        batches: at least one batch, which may be empty. The first one sets data type and shape of a row.
+
     Raises:
-        ValueError: the batches have another number of rows.
+        ValueError: there is no batch, or the batches have another number of rows.
     """
+    remaining = iter(batches)
+    first = next(remaining, None)
+    if first is None:
+        raise ValueError(f"got no batch, allowed: batches of {count} rows")
+    write_npy_header(file, (count, *first.shape[1:]), first.dtype)
     written = 0
-    for batch in batches:
-        if not written:
-            write_npy_header(file, (count, *batch.shape[1:]), batch.dtype)
+    for batch in itertools.chain([first], remaining):
         file.write(batch.tobytes())
         written += len(batch)
     if written != count:
@@ -148,18 +157,41 @@ def _write_rows(file: Any, count: int, batches: Batches) -> None:
 def _open_array(path: Path, archive: zipfile.ZipFile, name: str) -> ArrayFile:
     """Open an array of an npz file after checking its checksum; its rows are read from the file on access.
 
-    A compressed array is unpacked into a temporary file, which is deleted with the returned object.
+    A compressed array is first unpacked into a temporary file.
+
+    Args:
+        path: the npz file.
+        archive: the same file, opened as zip.
+        name: name of the array.
     """
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
-        with archive.open(info) as member, tempfile.NamedTemporaryFile() as unpacked:
-            shutil.copyfileobj(member, unpacked, _BLOCK)
-            unpacked.flush()
-            return ArrayFile(Path(unpacked.name))
+        return _unpack_array(archive, info)
     with archive.open(info) as member:
         while member.read(_BLOCK):  # the last read compares the checksum
             pass
+    return ArrayFile(path, start=_content_offset(path, info))
+
+
+def _unpack_array(archive: zipfile.ZipFile, member_info: zipfile.ZipInfo) -> ArrayFile:
+    """Unpack a compressed array into a temporary file and open it.
+
+    The file has no name any more when this function returns. `ArrayFile` has opened it before, and the kernel keeps an
+    open file until it is closed.
+    """
+    with archive.open(member_info) as member, tempfile.NamedTemporaryFile() as unpacked:
+        shutil.copyfileobj(member, unpacked, _BLOCK)
+        unpacked.flush()
+        return ArrayFile(Path(unpacked.name))
+
+
+def _content_offset(path: Path, member_info: zipfile.ZipInfo) -> int:
+    """Return the byte of a zip file at which the content of a member begins.
+
+    The local file header is read, because its extra field may be longer than that of `member_info`, which comes from
+    the directory at the end of the file.
+    """
     with open(path, "rb") as file:
-        file.seek(info.header_offset + _ZIP_LENGTHS)
+        file.seek(member_info.header_offset + _LENGTHS_OFFSET)
         name_length, extra_length = struct.unpack("<HH", file.read(4))
-    return ArrayFile(path, start=info.header_offset + _ZIP_HEADER + name_length + extra_length)
+    return member_info.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length

@@ -36,7 +36,8 @@ class SamplingConfig(Section):
     def nfe(self) -> int:
         """Number of network evaluations per image; with guidance, each evaluates the network twice."""
         per_interval = getattr(SCHEDULERS.entry(self.scheduler["name"]).options, "evaluations", 1)
-        return int(per_interval * (self.steps - 1) + 1)  # the last interval has one in any case
+        last_interval = 1  # every solver evaluates the network once there
+        return int(per_interval * (self.steps - 1) + last_interval)
 
     def check_fits(self, diffusion: dict[str, Any], conditions: list[str], dropout: float) -> None:
         """Check the section against other sections of the experiment.
@@ -51,13 +52,17 @@ class SamplingConfig(Section):
         """
         self._check_guidance(conditions, dropout)
         process = diffusion["process"]
-        timesteps = process.get("timesteps", self.steps)
-        allowed = f"at most diffusion.process.timesteps = {timesteps}"
-        demand(self.steps <= timesteps, "sampling.steps", self.steps, allowed)
+        timesteps = process.get("timesteps")  # None for a continuous process, which has a time for every step
+        if timesteps is not None:
+            allowed = f"at most diffusion.process.timesteps = {timesteps}"
+            demand(self.steps <= timesteps, "sampling.steps", self.steps, allowed)
         scheduler = resolve_solver(self.scheduler, process)
-        fits = not scheduler.get("offset") or self.steps < timesteps
-        demand(fits, "sampling.scheduler.offset", f"1 with all {timesteps} timesteps as steps", "0")
-        if scheduler.get("spacing") == "karras" and "timesteps" in process:
+        if timesteps is None:
+            return
+        if scheduler.get("offset"):
+            got = f"1 with all {timesteps} timesteps as steps"
+            demand(self.steps < timesteps, "sampling.scheduler.offset", got, "0")
+        if scheduler.get("spacing") == "karras":
             build_time_grid(build_process(diffusion), self.steps, scheduler)  # raises ConfigError if levels collide
 
     def _check_guidance(self, conditions: list[str], dropout: float) -> None:
@@ -67,13 +72,16 @@ class SamplingConfig(Section):
             ConfigError: a field does not fit.
         """
         scale_field = "sampling.guidance_scale"
-        guided = self.guidance_scale != 1
-        demand(not guided or conditions, scale_field, "other than 1", "1 for a model without conditions")
-        if guided and dropout == 0:
-            raise ConfigError(f"{scale_field}: other than 1 needs training.condition_dropout > 0")
-        for name in GUIDANCE[1:]:
-            value = getattr(self, name)
-            got = f"{value} with guidance_scale 1, which guides nothing"
-            demand(guided or value is None, f"sampling.{name}", got, "null")
-        smallest, largest = self.guidance_interval or (0, 1)
-        demand(0 <= smallest < largest, "sampling.guidance_interval", self.guidance_interval, "0 <= smallest < largest")
+        if self.guidance_scale != 1:
+            demand(len(conditions) > 0, scale_field, "other than 1", "1 for a model without conditions")
+            if dropout == 0:
+                raise ConfigError(f"{scale_field}: other than 1 needs training.condition_dropout > 0")
+        else:
+            for name in ("guidance_channels", "guidance_power", "guidance_interval"):
+                value = getattr(self, name)
+                got = f"{value} with guidance_scale 1, which guides nothing"
+                demand(value is None, f"sampling.{name}", got, "null")
+        if self.guidance_interval is not None:
+            smallest, largest = self.guidance_interval
+            is_ascending = 0 <= smallest < largest
+            demand(is_ascending, "sampling.guidance_interval", self.guidance_interval, "0 <= smallest < largest")

@@ -68,10 +68,10 @@ def ddim(
     x = grid[0].noise * noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
         x0 = predict_x0(x, point)
-        fresh = options.eta**2 * (1 - _snr_ratio_root(point, end) ** 2)  # share of the end's noise variance
-        x = end.signal * x0 + end.noise * (1 - fresh) ** 0.5 * _epsilon(x, x0, point)
-        if end.noise * fresh > 0:
-            x = x + end.noise * fresh**0.5 * noise(k)
+        fresh_share = options.eta**2 * (1 - _snr_ratio_root(point, end) ** 2)  # of the noise variance at `end`
+        x = end.signal * x0 + end.noise * (1 - fresh_share) ** 0.5 * _epsilon(x, x0, point)
+        if end.noise * fresh_share > 0:
+            x = x + end.noise * fresh_share**0.5 * noise(k)
     return x
 
 
@@ -84,16 +84,20 @@ def edm(
         x0 (batch, channels, height, width).
     """
     x = grid[0].noise * noise(0)
-    gamma = min(options.s_churn / (len(grid) - 1), 2**0.5 - 1)
+    intervals = len(grid) - 1
+    gamma = min(options.s_churn / intervals, 2**0.5 - 1)
+    largest_churned = math.inf if options.s_max is None else options.s_max
     for k, (point, end) in enumerate(pairwise(grid), 1):
-        if gamma > 0 and options.s_min <= point.noise <= (options.s_max or float("inf")):
-            level = point.noise
-            (point,) = grid_points_at(process, times_of_noise_levels(process, np.array([level * (1 + gamma)])))
-            x = x + (point.noise**2 - level**2) ** 0.5 * options.s_noise * noise(k)
+        if gamma > 0 and options.s_min <= point.noise <= largest_churned:
+            churned_level = point.noise * (1 + gamma)
+            (churned,) = grid_points_at(process, times_of_noise_levels(process, np.array([churned_level])))
+            x = x + (churned.noise**2 - point.noise**2) ** 0.5 * options.s_noise * noise(k)
+            point = churned
         x0 = predict_x0(x, point)
         epsilon = _epsilon(x, x0, point)
         x_end = end.signal * x0 + end.noise * epsilon
-        if options.evaluations == 2 and end.noise > 0:  # Heun: the mean slope of both ends; the image has no slope
+        is_heun = options.evaluations == 2
+        if is_heun and end.noise > 0:  # the mean slope of both ends; at the image the slope is undefined
             x0_end = predict_x0(x_end, end)
             mean_x0 = (x0 + x0_end) / 2
             mean_epsilon = (epsilon + _epsilon(x_end, x0_end, end)) / 2
@@ -120,10 +124,11 @@ def dpm_solver(
         return predict_x0(grid[index].signal * x, grid[index])
 
     x = sigma[0] * noise(0)
-    first = 0
-    for order in orders(len(grid) - 1, grid[-1].noise == 0):
-        x = _singlestep(x, sigma[first : first + order + 1], predict_at, first)
-        first += order
+    begin = 0
+    for order in orders(intervals=len(grid) - 1, to_image=grid[-1].noise == 0):
+        end = begin + order
+        x = _singlestep(x, sigma[begin : end + 1], predict_at, begin)
+        begin = end
     return grid[-1].signal * x
 
 
@@ -132,12 +137,14 @@ def orders(intervals: int, to_image: bool) -> list[int]:
 
     The orders sum to `intervals`. A step that ends at the image, where the noise is 0, can only be of order 1.
     """
-    threes, rest = divmod(intervals, 3)
-    if rest == 0:
+    threes, remainder = divmod(intervals, 3)
+    if remainder == 0:
         return [3] * (threes - 1) + [2, 1]
-    if rest == 1:
+    if remainder == 1:
         return [3] * threes + [1]
-    return [3] * threes + ([1, 1] if to_image else [2])
+    if to_image:
+        return [3] * threes + [1, 1]
+    return [3] * threes + [2]
 
 
 def _singlestep(x: Tensor, sigma: list[float], predict_at: Callable[[Tensor, int], Tensor], first: int) -> Tensor:
@@ -150,15 +157,17 @@ def _singlestep(x: Tensor, sigma: list[float], predict_at: Callable[[Tensor, int
         first: index of the grid point at which the step begins.
     """
     start, *levels = sigma
+    order = len(levels)
     x0 = predict_at(x, first)
     straight = [x0 + level / start * (x - x0) for level in levels]  # x at each level if x0 were constant
-    if len(levels) == 1:
+    if order == 1:
         return straight[0]
-    h = [math.log(start / level) for level in levels]
-    slope = (predict_at(straight[0], first + 1) - x0) / h[0]
-    if len(levels) == 2:
+    h = [math.log(start / level) for level in levels]  # steps in log-SNR/2 from the begin
+    slope = (predict_at(straight[0], first + 1) - x0) / h[0]  # of x0 over log-SNR/2
+    if order == 2:
         return straight[1] - math.expm1(-h[1]) * h[1] / 2 * slope
-    slope = (predict_at(straight[1] + _slope_weight(h[1]) * slope, first + 2) - x0) / h[1]
+    x_second = straight[1] + _slope_weight(h[1]) * slope
+    slope = (predict_at(x_second, first + 2) - x0) / h[1]
     return straight[2] + _slope_weight(h[2]) * slope
 
 

@@ -33,7 +33,7 @@ class GridPoint(NamedTuple):
     scale: float
 
 
-IMAGE_POINT = GridPoint(None, 1.0, 0.0, 1.0)
+IMAGE_POINT = GridPoint(t=None, signal=1.0, noise=0.0, scale=1.0)
 
 
 def build_time_grid(process: Any, steps: int, scheduler: dict[str, Any]) -> list[GridPoint]:
@@ -53,7 +53,8 @@ def build_time_grid(process: Any, steps: int, scheduler: dict[str, Any]) -> list
         return [*points, IMAGE_POINT]
     signal, noise = process.coefficients(np.array([0]))
     # latent diffusion takes x_t at the first timestep for the image, so x_t is not divided by the signal
-    return [*points, GridPoint(0, float(signal[0]), float(noise[0]), 1.0)]
+    first_timestep = GridPoint(t=0, signal=float(signal[0]), noise=float(noise[0]), scale=1.0)
+    return [*points, first_timestep]
 
 
 def _grid_times(process: Any, steps: int, scheduler: dict[str, Any]) -> Array:
@@ -78,8 +79,8 @@ def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
     signal, noise = process.coefficients(times)
     is_flow = np.isclose(signal + noise, 1)  # a flow's path is straight in x_t itself
     scale = np.where(is_flow, 1.0, signal)
-    coefficients = zip((signal / scale).tolist(), (noise / scale).tolist(), scale.tolist())
-    return [GridPoint(time, *values) for time, values in zip(times, coefficients)]
+    grid_signal, grid_noise = signal / scale, noise / scale
+    return list(map(GridPoint, times, grid_signal.tolist(), grid_noise.tolist(), scale.tolist()))
 
 
 def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int64]:
@@ -105,9 +106,11 @@ def karras_noise_levels(process: Any, steps: int, scheduler: dict[str, Any]) -> 
     The last level is the smallest one above 0; the image follows it.
     """
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
-    smallest, largest = noise / signal
-    low = max(smallest, scheduler["sigma_min"] or smallest)
-    high = min(largest, scheduler["sigma_max"] or largest)
+    low, high = noise / signal  # levels of the process at fractions 0 and 1
+    if scheduler["sigma_min"] is not None:
+        low = max(low, scheduler["sigma_min"])
+    if scheduler["sigma_max"] is not None:
+        high = min(high, scheduler["sigma_max"])
     rho = scheduler["rho"]
     position = np.linspace(0, 1, steps)
     return np.asarray(((1 - position) * high ** (1 / rho) + position * low ** (1 / rho)) ** rho)
@@ -119,11 +122,12 @@ def times_of_noise_levels(process: Any, sigma: Array) -> Array:
     A continuous process is inverted by bisection over its fractions.
     """
     if isinstance(process, Discrete):
-        return np.abs(process.schedule.snr[:, None] ** -0.5 - sigma).argmin(0)
+        timestep_levels = process.schedule.snr**-0.5  # (T,)
+        return np.abs(timestep_levels[:, None] - sigma).argmin(0)
     low = np.zeros_like(sigma)
     high = np.full_like(sigma, 2.0)  # churn adds noise beyond fraction 1
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        above = process.snr(process.times(middle)) ** -0.5 > sigma
-        low, high = np.where(above, low, middle), np.where(above, middle, high)
+        is_above = process.snr(process.times(middle)) ** -0.5 > sigma
+        low, high = np.where(is_above, low, middle), np.where(is_above, middle, high)
     return np.asarray(process.times((low + high) / 2))
