@@ -111,7 +111,7 @@ def _describe_experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     for condition in ("text", "low_resolution"):
         got = f"none with a model conditioned on {condition}"
         demand(condition not in conditions_text, "config", got, "an experiment file")
-    sections = {"methods": {"imported": {}}, "model": model, "diffusion": published_diffusion(model)}
+    sections: dict[str, Any] = {"methods": {"imported": {}}, "model": model, "diffusion": published_diffusion(model)}
     values = validate({"experiment": "imported", **sections}, "--model").plain()
     # published models are trained for guidance, except ADM's (null_class: false) and EDM's (ddpmpp)
     has_null_class = values["model"].get("null_class", values["model"]["name"] != "ddpmpp")

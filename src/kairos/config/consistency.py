@@ -8,7 +8,7 @@ from kairos.models import check_conditions_accepted
 from kairos.models.registries import MODELS
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
 from kairos_timesteps.diffusion.schedule import CELLS
-from kairos_timesteps.errors import demand
+from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.registry import split
 
 if TYPE_CHECKING:
@@ -39,14 +39,17 @@ def check_consistency(experiment: "Experiment") -> None:
 
 
 def _check_job_counts(experiment: "Experiment") -> None:
-    """Check that snapshots increase, and that there are no more jobs than snapshots or batches of samples."""
+    """Check that snapshots increase, and that `training.segments` and `sampling.shards` leave no job without work.
+
+    A training run has at most one segment per snapshot. Sampling has at most one shard per batch of images.
+    """
     training, sampling, steps = experiment.training, experiment.sampling, list(experiment.milestones)
     demand(steps == sorted(set(steps)), "training.milestones", training.milestones, "increasing lengths")
-    snapshots = len(steps) - 1
-    allowed = f"at most {snapshots}, the number of training.milestones"
-    demand(training.segments <= snapshots, "training.segments", training.segments, allowed)
+    trained_snapshots = len(steps) - 1  # without step 0, the untrained network, which needs no training job
+    allowed = f"at most {trained_snapshots}, the number of training.milestones"
+    demand(training.segments <= trained_snapshots, "training.segments", training.segments, allowed)
     images = experiment.evaluation.num_samples * experiment.evaluation.sets
-    batches = -(-images // sampling.batch_size)
+    batches = math.ceil(images / sampling.batch_size)
     allowed = f"at most {batches}, the number of batches of {sampling.batch_size} in the {images} images of a snapshot"
     demand(sampling.shards <= batches, "sampling.shards", sampling.shards, allowed)
 
@@ -55,52 +58,66 @@ def _check_conditions(experiment: "Experiment") -> None:
     """Check that the model accepts its conditions, and that it has an embedding for dropped classes."""
     check_conditions_accepted(experiment.model)
     dropout = experiment.training.condition_dropout
-    has_no_null_class = experiment.model.get("null_class") is False
-    drops_class = dropout and "class" in experiment.conditions
-    value = f"{dropout} with model.null_class: false"
-    allowed = "0, and no guidance (as published: the model has no embedding for a dropped class)"
-    demand(not (drops_class and has_no_null_class), "training.condition_dropout", value, allowed)
+    drops_class = dropout > 0 and "class" in experiment.conditions
+    if drops_class:
+        has_embedding = experiment.model.get("null_class") is not False
+        value = f"{dropout} with model.null_class: false"
+        allowed = "0, and no guidance (as published: the model has no embedding for a dropped class)"
+        demand(has_embedding, "training.condition_dropout", value, allowed)
 
 
 def _check_text(experiment: "Experiment") -> None:
-    """Check that captions and text encoder are set if the model takes texts, and that nothing needs texts if not."""
+    """Check that captions and text encoder are set if the model takes texts, and that nothing needs texts if not.
+
+    Captions may be set without such a model: they are then prepared, but not used.
+    """
     captions, encoder = experiment.dataset.captions, experiment.text_encoder
     if "text" in experiment.conditions:
         for field, value in (("dataset.captions", captions), ("text_encoder", encoder)):
             demand(value is not None, field, "null", "a value, since model.conditions contains text")
         return
     condition = "unless model.conditions contains text"
-    demand(encoder is None, "text_encoder", encoder and encoder.path, f"null, {condition}")
+    path = encoder.path if encoder is not None else None
+    demand(encoder is None, "text_encoder", path, f"null, {condition}")
     demand("clip" not in experiment.metrics, "evaluation.metrics", "clip", f"other metrics, {condition}")
 
 
 def _check_low_resolution(experiment: "Experiment") -> None:
-    """Check that images of low resolution are prepared if and only if the model takes them."""
-    is_condition, factor = "low_resolution" in experiment.conditions, experiment.dataset.low_resolution
-    if is_condition:
+    """Check that images of low resolution are prepared if and only if the model takes them.
+
+    Metric psnr compares generated images with the images of full resolution, so that it needs such a model.
+    """
+    factor = experiment.dataset.low_resolution
+    if "low_resolution" in experiment.conditions:
         allowed = "a number, since model.conditions contains low_resolution"
-    else:
-        allowed = "null, unless model.conditions contains low_resolution"
-    demand(is_condition == (factor is not None), "dataset.low_resolution", factor, allowed)
-    allowed = "other metrics, unless model.conditions contains low_resolution"
-    demand(is_condition or "psnr" not in experiment.metrics, "evaluation.metrics", "psnr", allowed)
+        demand(factor is not None, "dataset.low_resolution", "null", allowed)
+        return
+    condition = "unless model.conditions contains low_resolution"
+    demand(factor is None, "dataset.low_resolution", factor, f"null, {condition}")
+    demand("psnr" not in experiment.metrics, "evaluation.metrics", "psnr", f"other metrics, {condition}")
 
 
 def _check_shapes(experiment: "Experiment") -> None:
     """Check that patches divide the network's input and that guided channels exist."""
-    channels, side = experiment.x0_size or (math.inf, 0)
-    patch, guided_channels = experiment.model.get("patch") or 1, experiment.sampling.guidance_channels or 1
-    demand(side % patch == 0, "model.patch", patch, f"a divisor of the input's side, {side}")
-    allowed = f"at most {channels}, the channels of the network's input"
-    demand(guided_channels <= channels, "sampling.guidance_channels", guided_channels, allowed)
+    if experiment.x0_size is None:  # known once the data are prepared
+        return
+    channels, side = experiment.x0_size
+    patch = experiment.model.get("patch")
+    if patch:
+        demand(side % patch == 0, "model.patch", patch, f"a divisor of the input's side, {side}")
+    guided_channels = experiment.sampling.guidance_channels
+    if guided_channels is not None:
+        allowed = f"at most {channels}, the channels of the network's input"
+        demand(guided_channels <= channels, "sampling.guidance_channels", guided_channels, allowed)
 
 
 def _check_augmentation(experiment: "Experiment") -> None:
     """Check that augmentation transforms pixels, is the only flip, and is a condition of the model."""
-    augment, kind, model = experiment.training.augment, experiment.autoencoder.kind, experiment.model
+    augment, autoencoder, model = experiment.training.augment, experiment.autoencoder.kind, experiment.model
     if augment is None:
         return
-    demand(kind == "none", "autoencoder.kind", f"{kind} with training.augment", "none, since it transforms pixels")
+    value = f"{autoencoder} with training.augment"
+    demand(autoencoder == "none", "autoencoder.kind", value, "none, since it transforms pixels")
     allowed = "false, since training.augment flips images"
     demand(not experiment.dataset.flips, "dataset.flips", "true with training.augment", allowed)
     allowed = "null, or a model that is conditioned on the augmentation: ddpmpp with augment: 9"
@@ -111,29 +128,36 @@ def _check_losses(experiment: "Experiment") -> None:
     """Check that a masked loss has a model that can mask tokens."""
     model, losses = experiment.model["name"], [loss["name"] for loss in experiment.diffusion.losses]
     masked_losses = [loss for loss in losses if LOSSES.entry(loss).facts.get("masked")]
-    masking_models = [name for name, entry in MODELS.items() if entry.facts.get("masks")]
-    allowed = f"with a model that masks tokens: {', '.join(masking_models) or 'none is known'}"
-    value = f"{', '.join(masked_losses)} with model {model}"
-    demand(not masked_losses or model in masking_models, "diffusion.losses", value, allowed)
+    if masked_losses:
+        masking_models = [name for name, entry in MODELS.items() if entry.facts.get("masks")]
+        value = f"{', '.join(masked_losses)} with model {model}"
+        allowed = f"with a model that masks tokens: {', '.join(masking_models) or 'none is known'}"
+        demand(model in masking_models, "diffusion.losses", value, allowed)
 
 
 def _check_timesteps(experiment: "Experiment") -> None:
     """Check that model and strategies support the timesteps of the process.
 
-    A learned table of timesteps needs a row for each timestep of a discrete process. Samplers must not need context.
+    A learned table of timestep embeddings (`model.timesteps`) needs a row for each timestep of a discrete process.
+    Samplers must not need context.
     """
-    process, rows = experiment.diffusion.process, experiment.model.get("timesteps", math.inf)
-    if "timesteps" in process:
-        count = process["timesteps"] + process.get("first_index", 0)
-        demand(rows >= count, "model.timesteps", rows, f"at least {count}, the timesteps of the process")
-    else:
-        allowed = f"a model without this option, since process {process['name']} is continuous"
-        demand(rows == math.inf, "model.timesteps", rows, allowed)
+    process, table_rows = experiment.diffusion.process, experiment.model.get("timesteps")
+    if table_rows is not None:
+        if "timesteps" in process:
+            count = process["timesteps"] + process.get("first_index", 0)  # timesteps begin at first_index
+            demand(
+                table_rows >= count, "model.timesteps", table_rows, f"at least {count}, the timesteps of the process"
+            )
+        else:
+            allowed = f"a model without this option, since process {process['name']} is continuous"
+            raise rejection("model.timesteps", table_rows, allowed)
     timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
-    for name, method in experiment.methods.items():
+    for method_name, method in experiment.methods.items():
         sampler, options = split(method.sampler)
         required = SAMPLERS[sampler].load().required_context(SAMPLERS.parse(sampler, options))
         value = f"{sampler}, which requires {', '.join(sorted(required))}"
-        demand(not required, f"methods.{name}.sampler", value, "samplers that require no context")
+        demand(not required, f"methods.{method_name}.sampler", value, "samplers that require no context")
         for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
-            checked(registry, *split(getattr(method, part)), timesteps, schedule, f"methods.{name}.{part}")
+            component, options = split(getattr(method, part))
+            where = f"methods.{method_name}.{part}"
+            checked(registry, component, options, timesteps=timesteps, schedule=schedule, where=where)

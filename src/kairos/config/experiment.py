@@ -47,10 +47,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
 def _check_folder_name(value: str) -> str:
-    """Return a name unchanged.
+    """Return a name unchanged if it can be the name of a folder.
 
     Raises:
-        ValueError: it cannot name a folder.
+        ValueError: the name contains other characters than letters, digits and ``_.+-``, or begins with one of these.
     """
     if not _NAME.fullmatch(value):
         raise ValueError("letters, digits and _ . + - only (it names a folder)")
@@ -128,19 +128,36 @@ class Experiment(Section):
         return {name: value for name, value in serialize(self).items() if value or name not in added_later}
 
     def model_post_init(self, context: Any) -> None:
-        """Set fields whose values depend on other sections, and check that the sections are consistent."""
-        kind, store = self.autoencoder.kind, self.dataset.store
-        allowed = "copy or auto if autoencoder.kind is none, since training then reads prepared images"
-        demand((store, kind) != ("refer", "none"), "dataset.store", "refer", allowed)
-        if store == "auto":
-            store = "refer" if kind == "pretrained" and self.dataset.source != "digits" else "copy"
-            object.__setattr__(self, "dataset", self.dataset.model_copy(update={"store": store}))  # sections are frozen
+        """Check that the sections are consistent, and replace ``auto`` in `dataset.store` and `text_encoder`."""
+        self._resolve_store()
         check_listed(self.plugins, self.methods)
         check_consistency(self)
         check_analyses(self)
         if self.text_encoder is not None:
-            takes = MODELS.entry(self.model["name"]).facts.get("text")
-            object.__setattr__(self, "text_encoder", self.text_encoder.resolve_auto(takes))
+            accepted_form = MODELS.entry(self.model["name"]).facts.get("text")
+            self._replace("text_encoder", self.text_encoder.resolve_auto(accepted_form))
+
+    def _resolve_store(self) -> None:
+        """Replace `dataset.store: auto` by ``refer`` or ``copy``.
+
+        Training in pixel space reads prepared images, which therefore have to be copies. With ``auto``, data refer to
+        the user's images only if a pretrained autoencoder encodes them, as it reads each image once.
+
+        Raises:
+            ConfigError: `dataset.store` is ``refer`` in pixel space.
+        """
+        autoencoder, store = self.autoencoder.kind, self.dataset.store
+        if autoencoder == "none":
+            allowed = "copy or auto if autoencoder.kind is none, since training then reads prepared images"
+            demand(store != "refer", "dataset.store", store, allowed)
+        if store == "auto":
+            can_refer = autoencoder == "pretrained" and self.dataset.source != "digits"  # digits are no files
+            update = {"store": "refer" if can_refer else "copy"}
+            self._replace("dataset", self.dataset.model_copy(update=update))
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Set a field, although sections are frozen; only while the experiment is created."""
+        object.__setattr__(self, name, value)
 
     @property
     def conditions(self) -> list[str]:
@@ -185,9 +202,14 @@ class Experiment(Section):
 
     @property
     def segments(self) -> tuple[tuple[int, ...], ...]:
-        """Steps of the snapshots of each training job, in order; step 0 belongs to the first job."""
-        steps, count = self.milestones, self.training.segments
-        ends = [1 + round((len(steps) - 1) * number / count) for number in range(1, count + 1)]
+        """Steps of the snapshots of each training job, in order; step 0 belongs to the first job.
+
+        Four snapshots after step 0 in two segments are ``((0, 1000, 2000), (3000, 4000))``.
+        """
+        steps, segments = self.milestones, self.training.segments
+        trained_snapshots = len(steps) - 1
+        # the end of each segment as an index of `steps`; 1 is for step 0
+        ends = [1 + round(trained_snapshots * segment / segments) for segment in range(1, segments + 1)]
         return tuple(steps[begin:end] for begin, end in pairwise([0, *ends]))
 
     def resolve(self) -> tuple["Experiment", list[str]]:
@@ -197,7 +219,7 @@ class Experiment(Section):
             ConfigError: the weights that `training.start_from` names are missing, or the evaluation is not possible.
         """
         if start := self.training.start_from:
-            hash_start_weights(Path(start), self.model)
+            hash_start_weights(Path(start), self.model)  # only for its checks: the hash is not used here
         evaluation, messages = choose_extractor(self.evaluation, self.dataset, self.conditions)
         return self.model_copy(update={"evaluation": evaluation}), messages
 
@@ -243,7 +265,8 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     """
     plain = experiment.plain()
     codes = method_codes(plain["methods"])
-    path = Path(folder) / f"{experiment.experiment}-{sha256_json([plain, codes] if codes else plain)[:16]}.yaml"
+    content = [plain, codes] if codes else plain  # without plugins, the hash is that of earlier versions
+    path = Path(folder) / f"{experiment.experiment}-{sha256_json(content)[:16]}.yaml"
     if codes and not codes_file(path).exists():
         write_json(codes_file(path), codes)
     if not path.exists():

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ _plugins: dict[str, _Plugin] = {}  # by module name
 
 
 def load_plugins(paths: Any) -> Any:
-    """Import plugin files, each once per content; return `paths`.
+    """Import plugin files, each once per content; return `paths`, as pydantic expects of a validator.
 
     Raises:
         ConfigError: `paths` is no list of paths, or a file is missing, cannot be imported, or registers a name that
@@ -59,8 +60,10 @@ def load_plugins(paths: Any) -> Any:
 def _load(file: str) -> None:
     """Import a plugin file as the module of its name, unless this process has imported the same content before.
 
+    The folder of the file is appended to `sys.path`. A file that was edited since its import replaces its module.
+
     Raises:
-        ConfigError: see `load_plugins`.
+        ConfigError: the file is missing, another module has its name, or its import fails.
     """
     path = Path(os.path.abspath(file))
     name, text = path.stem, _read(file, path)
@@ -72,11 +75,7 @@ def _load(file: str) -> None:
         sys.path.append(folder)  # last, so that its files replace no installed module
     if earlier and earlier.text == text:
         return
-    importlib.invalidate_caches()
-    spec = importlib.util.find_spec(name)
-    if not (spec and spec.loader and spec.origin and os.path.exists(spec.origin) and path.samefile(spec.origin)):
-        other = spec.origin if spec else "not importable"
-        raise ConfigError(f"plugins: {file}: module {name!r} is {other}; rename the file")
+    spec = _find_module(file, path)
     if earlier is None and name in sys.modules:  # another plugin file has imported this one
         _plugins[name] = _Plugin(path, text)
         return
@@ -85,12 +84,33 @@ def _load(file: str) -> None:
     forget(name)
     _plugins[name] = _Plugin(path, text)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    set_source(Path(spec.origin), text)
+    source = str(spec.origin)
+    set_source(Path(source), text)
     try:
-        exec(compile(text, spec.origin, "exec"), vars(module))
+        # not by the loader, which would read the file again: it may have been edited since `text` was read
+        exec(compile(text, source, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         forget(name)
-        raise ConfigError(f"plugins: {file}{_line_of_error(error, spec.origin)}: {_describe(error)}") from None
+        raise ConfigError(f"plugins: {file}{_line_of_error(error, source)}: {_describe(error)}") from None
+
+
+def _find_module(file: str, path: Path) -> ModuleSpec:
+    """Return the specification of the module that a plugin file is.
+
+    Args:
+        file: path as the experiment file contains it, for error messages.
+        path: absolute path.
+
+    Raises:
+        ConfigError: an import of the file's name would import another module, such as an installed one.
+    """
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec(path.stem)
+    origin = spec.origin if spec is not None and spec.loader is not None else None
+    if spec is not None and origin is not None and os.path.exists(origin) and path.samefile(origin):
+        return spec
+    other = spec.origin if spec else "not importable"
+    raise ConfigError(f"plugins: {file}: module {path.stem!r} is {other}; rename the file")
 
 
 def _read(file: str, path: Path) -> str:
@@ -101,7 +121,7 @@ def _read(file: str, path: Path) -> str:
         path: absolute path.
 
     Raises:
-        ConfigError: the file is missing, is not UTF-8, or its name is not that of a module.
+        ConfigError: the file is missing, is not UTF-8, or its name cannot be the name of a module.
     """
     if path.suffix != ".py" or not path.stem.isidentifier():
         allowed = "a Python file whose name has letters, digits and _ only, such as my_strategies.py"
@@ -127,7 +147,9 @@ def _describe(error: BaseException) -> str:
     """Return type and message of an error in one line; only the message if kairos raised it."""
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     text = " ".join(message.split())
-    return text if isinstance(error, KairosError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    if isinstance(error, KairosError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def forget(name: str) -> None:
@@ -135,15 +157,28 @@ def forget(name: str) -> None:
     _plugins.pop(name, None)
     sys.modules.pop(name, None)
     for registry in _REGISTRIES.values():
-        for component in [component for component, entry in registry.items() if entry.module == name]:
+        registered = [component for component, entry in registry.items() if entry.module == name]
+        for component in registered:
             del registry[component]
 
 
 def _plugin_roots(method: dict[str, Any]) -> list[str]:
-    """Return the code of plugins that a method uses, as roots of a fingerprint."""
-    components = [(registry, method[part]) for part, registry in _REGISTRIES.items() if part in method]
-    roots = [root for registry, component in components for root in roots_of(registry, component)]
-    return [root for root in roots if root.partition(":")[0] in _plugins]
+    """Return the code of plugins that a method uses, as roots of a fingerprint, such as ``my_strategies:Ramp``.
+
+    Args:
+        method: the method as plain values.
+    """
+    roots: list[str] = []
+    for part, registry in _REGISTRIES.items():  # part: sampler, weighting or coupling
+        if part in method:
+            roots += roots_of(registry, method[part])
+    return [root for root in roots if _module_of(root) in _plugins]
+
+
+def _module_of(root: str) -> str:
+    """Return the module of a root of a fingerprint: ``my_strategies`` of ``my_strategies:Ramp``."""
+    module, _, _ = root.partition(":")
+    return module
 
 
 def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None:
@@ -152,21 +187,31 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
     Raises:
         ConfigError: a component is from a file that only another experiment of this process lists.
     """
+    if not _plugins:
+        return
     listed = {Path(path).stem for path in plugins}
     for name, method in methods.items():
-        for root in _plugin_roots(method.model_dump()) if _plugins else ():
-            module = root.partition(":")[0]
+        for root in _plugin_roots(method.model_dump()):
+            module = _module_of(root)
             if module not in listed:
                 raise ConfigError(f"methods.{name}: {root} is from {_plugins[module].path}; list that file in plugins")
 
 
 def source_files(paths: list[str]) -> list[str]:
-    """Return the files whose code counts for plugins: the plugin files and those that they import from their folder."""
-    names = modules(Path(path).stem for path in paths)
-    imported = [name for name in names if name.partition(".")[0] not in (*_PACKAGES, *_plugins)]
-    specs = [importlib.util.find_spec(name) for name in imported]
-    helpers = [os.path.relpath(spec.origin) for spec in specs if spec and spec.origin]
-    return [Path(path).as_posix() for path in (*dict.fromkeys(paths), *helpers)]
+    """Return the files whose code counts for plugins: the plugin files and those that they import from their folder.
+
+    Args:
+        paths: paths of the plugin files; repeated paths count once.
+    """
+    imported_files = []
+    for name in modules(Path(path).stem for path in paths):
+        package, _, _ = name.partition(".")
+        if package in _PACKAGES or package in _plugins:
+            continue
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin:
+            imported_files.append(os.path.relpath(spec.origin))
+    return [Path(path).as_posix() for path in (*dict.fromkeys(paths), *imported_files)]
 
 
 def method_codes(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -185,7 +230,7 @@ def check_unedited(config: Path, method: str, values: dict[str, Any]) -> None:
     """Check that the plugin code of a method is the code with which a run began.
 
     Args:
-        config: the frozen experiment; any other experiment file passes.
+        config: the frozen experiment. Any other experiment file passes the check, as it has no recorded code.
         method: name of the method.
         values: the method as plain values.
 
@@ -196,6 +241,6 @@ def check_unedited(config: Path, method: str, values: dict[str, Any]) -> None:
     recorded = read_json(file) if file.is_file() else {}
     for root, code in method_codes({method: values}).items():
         if recorded.get(root, code) != code:
-            path = os.path.relpath(_plugins[root.partition(":")[0]].path)
+            path = os.path.relpath(_plugins[_module_of(root)].path)
             advice = "run the same command again to compute all its runs with the edit, or undo the edit"
             raise KairosError(f"{path}: the code of method {method} was edited after this run began; {advice}")

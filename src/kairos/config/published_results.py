@@ -55,11 +55,13 @@ class PublishedConfig(Section):
     differs: str | None = field(None, "reason why no result of kairos is comparable, whatever the settings")
 
     def model_post_init(self, context: object) -> None:
-        """Check that every row has one number for each step."""
+        """Check that every row, and `printed` if it is set, has one number for each step."""
         count = len(self.steps)
-        for name, values in [*self.rows.items(), ("printed", self.printed or self.steps)]:
-            where = "published.printed" if name == "printed" else f"published.rows.{name}"
-            demand(len(values) == count, where, f"{len(values)} numbers", f"{count}, one for each of published.steps")
+        lengths = {f"published.rows.{name}": len(values) for name, values in self.rows.items()}
+        if self.printed:
+            lengths["published.printed"] = len(self.printed)
+        for where, length in lengths.items():
+            demand(length == count, where, f"{length} numbers", f"{count}, one for each of published.steps")
 
     def check_methods(self, methods: Collection[str]) -> None:
         """Check that every row has a method or a reason why there is none.

@@ -66,26 +66,32 @@ def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> 
         return values
     base, where = values["extends"], f"{path}: extends"
     demand(isinstance(base, str), where, repr(base), _EXPECTED)
-    base_path, extending = (path.parent / base).resolve(), (*extending, path.resolve())
+    base_path = (path.parent / base).resolve()
+    extending = (*extending, path.resolve())
     demand(base_path not in extending, where, repr(base), f"{_EXPECTED}, which does not extend this one")
     demand(base_path.is_file(), where, repr(base), f"{_EXPECTED}; {base_path} does not exist")
     base_values = read_experiment_file(base_path, extending)
     demand(isinstance(base_values, dict), where, repr(base), "a file that is a mapping")
     inherited = {key: value for key, value in base_values.items() if key not in _NOT_INHERITED}
-    return _merge(inherited, {key: value for key, value in values.items() if key != "extends"})
+    overrides = {key: value for key, value in values.items() if key != "extends"}
+    return _merge(inherited, overrides)
 
 
 def _merge(base: Any, values: Any) -> Any:
-    """Merge values into base values by the rules of ``extends``; a component as text is a name without options."""
+    """Return values merged into the values of a base file, by the rules of ``extends`` in the module's docstring.
+
+    A component that the base file writes as text, such as ``model: dit``, is a name without options.
+    """
     if isinstance(base, str) and isinstance(values, dict):
         base = {"name": base}
     if not (isinstance(base, dict) and isinstance(values, dict)):
         return values
     base_name = base.get("name")
-    if values.get("name", base_name) != base_name:
+    is_other_component = values.get("name", base_name) != base_name
+    if is_other_component:
         return values
-    shared_keys = base.keys() & values.keys() - {"methods"}
-    return base | values | {key: _merge(base[key], values[key]) for key in shared_keys}
+    merged_keys = (base.keys() & values.keys()) - {"methods"}  # section methods replaces that of the base file
+    return base | values | {key: _merge(base[key], values[key]) for key in merged_keys}
 
 
 def find_experiment_files(folder: Path) -> list[Path]:
@@ -96,7 +102,9 @@ def find_experiment_files(folder: Path) -> list[Path]:
     """
 
     def natural_order(path: Path) -> Any:
-        return path.parent, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.stem)]
+        # table10 is ["table", 10, ""]: text and numbers alternate, so that keys of two files can be compared
+        pieces = re.split(r"(\d+)", path.stem)
+        return path.parent, [int(piece) if piece.isdigit() else piece for piece in pieces]
 
     files = sorted(folder.rglob("*.yaml"), key=natural_order)
     demand(files, "FILE", repr(str(folder)), "an experiment file, or a folder with some (*.yaml)")

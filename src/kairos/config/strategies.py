@@ -25,9 +25,9 @@ class DiffusionConfig(Section):
     def _resolve_prediction(cls, value: str | None, info: ValidationInfo) -> str | None:
         """Return the prediction target; the default depends on the process."""
         process = info.data.get("process")
-        return (
-            select_prediction(process["name"], value) if process else value
-        )  # no process: it is invalid, which pydantic reports
+        if process is None:  # the process is not valid, which pydantic reports
+            return value
+        return select_prediction(process["name"], value)
 
     def model_post_init(self, context: Any) -> None:
         """Check the losses: a loss trains the variance if and only if the process learns the variance."""

@@ -16,6 +16,7 @@ from kairos_timesteps.errors import demand
 from kairos_timesteps.registry import split
 
 MOST_METHODS = 1000  # of an experiment
+# by part of a method: registry of its components, and name of the default component
 PARTS = {"sampler": (SAMPLERS, "uniform"), "weighting": (WEIGHTINGS, "none"), "coupling": (COUPLINGS, "independent")}
 _GRID_FORM = "lists of different numbers, texts, true, false or null: {sampler.k: [1, 2, 5], ...}"
 
@@ -34,10 +35,11 @@ def expand_grids(methods: dict[Any, Any]) -> dict[Any, Any]:
     grids = {}
     for name, method in methods.items():
         if isinstance(method, dict) and "grid" in method:
-            grid = grids[name] = method["grid"]
-            is_valid = isinstance(grid, dict) and grid and all(map(_is_valid_axis, grid.keys(), grid.values()))
-            demand(is_valid, f"methods.{name}.grid", repr(grid), _GRID_FORM)
-    count = sum(math.prod(map(len, grids.get(name, {}).values())) for name in methods)
+            grid = method["grid"]
+            demand(_is_valid_grid(grid), f"methods.{name}.grid", repr(grid), _GRID_FORM)
+            grids[name] = grid
+    # a method without a grid counts as one, the product of no numbers
+    count = sum(math.prod(len(values) for values in grids.get(name, {}).values()) for name in methods)
     demand(count <= MOST_METHODS, "methods", f"{count:,}, with those of grids", f"at most {MOST_METHODS:,}")
     expanded: dict[Any, Any] = {}
     for name, method in methods.items():
@@ -49,13 +51,26 @@ def expand_grids(methods: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def parse_sweep_name(name: str) -> list[tuple[str, str]]:
-    """Return the swept options and their values, as text, from a method's name; empty for other methods."""
-    return re.findall(r"-([A-Za-z][\w.]*)=(.*?)(?=-[A-Za-z][\w.]*=|$)", name)
+    """Return the swept options and their values, as text, from a method's name; empty for other methods.
+
+    ``speed-k=1e-3-curve=linear`` results in ``[("k", "1e-3"), ("curve", "linear")]``: a value ends at its last
+    character, or before a hyphen that an option and ``=`` follow.
+    """
+    option = r"-([A-Za-z][\w.]*)="
+    next_option_or_end = r"(?=-[A-Za-z][\w.]*=|$)"
+    return re.findall(f"{option}(.*?){next_option_or_end}", name)
 
 
-def _is_valid_axis(key: Any, values: Any) -> bool:
-    """Return True if a key of a grid is text and its values are a list of different scalars."""
-    if not isinstance(key, str) or not isinstance(values, list) or not values:
+def _is_valid_grid(grid: Any) -> bool:
+    """Return True if a grid is a mapping, not empty, from texts to lists of different scalars."""
+    if not isinstance(grid, dict) or not grid:
+        return False
+    return all(isinstance(key, str) and _are_different_scalars(values) for key, values in grid.items())
+
+
+def _are_different_scalars(values: Any) -> bool:
+    """Return True for a list, not empty, of numbers, texts, booleans or null that differ in a method's name."""
+    if not isinstance(values, list) or not values:
         return False
     if not all(value is None or isinstance(value, str | int | float) for value in values):
         return False
@@ -67,12 +82,15 @@ def _grid_methods(name: str, method: dict[str, Any], grid: dict[str, list[Any]])
 
     In names, an option is the last part of its key, or the whole key if two keys share their last part.
     """
-    last_parts = [key.rpartition(".")[2] for key in grid]
-    labels = [part if last_parts.count(part) == 1 else key for key, part in zip(grid, last_parts)]
+    last_parts = [key.rpartition(".")[2] for key in grid]  # sampler.k: k
+    labels = [last_part if last_parts.count(last_part) == 1 else key for key, last_part in zip(grid, last_parts)]
+    # components before their options: `sampler: speed` would delete the value of sampler.k
+    keys_in_order = sorted(grid, key=lambda key: "." in key)
     for values in product(*grid.values()):
+        value_of_key = dict(zip(grid, values))
         member = {part: value for part, value in method.items() if part != "grid"}
-        for key, value in sorted(zip(grid, values), key=lambda pair: "." in pair[0]):  # components before their options
-            member = _replace(member, key, value, f"methods.{name}.grid")
+        for key in keys_in_order:
+            member = _replace(member, key, value_of_key[key], where=f"methods.{name}.grid")
         suffix = "".join(f"-{label}={_value_text(value)}" for label, value in zip(labels, values))
         yield name + suffix, member
 
@@ -91,13 +109,16 @@ def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[s
     """
     part, _, option = key.partition(".")
     demand(part in PARTS, where, key, "sampler, weighting, coupling or one of their options, such as sampler.k")
-    if option:
-        registry, default = PARTS[part]
-        component = method.get(part, default)
-        options = component if isinstance(component, dict) else {"name": component}
-        value = {"name": "", **options, option: value}
-        registry.parse(*split(value), f"{where}: {part} {value['name']}")
-    return {**method, part: value}
+    if not option:
+        return {**method, part: value}
+    registry, default = PARTS[part]
+    component = method.get(part, default)
+    if not isinstance(component, dict):
+        component = {"name": component}
+    component = {"name": "", **component, option: value}  # "": an error reports a component without a name
+    component_name, options = split(component)
+    registry.parse(component_name, options, where=f"{where}: {part} {component_name}")
+    return {**method, part: component}
 
 
 def _value_text(value: Any) -> str:

@@ -24,10 +24,13 @@ class TrackingConfig(Section):
 
     def model_post_init(self, context: Any) -> None:
         """Reject a URI with credentials, since records contain the URI."""
-        value = "an address with credentials, which every record would contain"
-        environment = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database MLFLOW_TRACKING_URI)"
         address = urlsplit(self.uri or "")
-        if "@" in address.netloc or any(_SECRET.search(name) for name, _ in parse_qsl(address.query)):
+        has_user = "@" in address.netloc
+        has_secret = any(_SECRET.search(name) for name, _ in parse_qsl(address.query))
+        if has_user or has_secret:
+            # the message does not repeat the address: logs would contain the credentials
+            value = "an address with credentials, which every record would contain"
+            environment = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database MLFLOW_TRACKING_URI)"
             raise ValueRejected(
                 f"tracking.uri: got {value}; allowed: the address alone; set {environment} in the environment"
             )
