@@ -129,9 +129,9 @@ def compute_increments(options: IncrementsOptions, experiment: Any, results: Pat
     """
     rows: list[TableRow] = []
     for name in ("linear", "cosine", "quadratic", "scaled_linear", "vp", "flow", "ve", "edm"):
-        has_own_formulas = name in ("ve", "edm", "flow")  # all other schedules are variance preserving
-        process = name if has_own_formulas else "vp"
-        schedule = None if has_own_formulas else as_process(name).schedule
+        has_levels = name in ("ve", "edm", "flow")  # given by noise levels; the others are schedules of process vp
+        process = name if has_levels else "vp"
+        schedule = None if has_levels else as_process(name).schedule
         moments = process_increments.increments(process, schedule, r=options.r)
         columns = {**moments.columns(), "area": moments.area()}
         for values in zip(*columns.values()):

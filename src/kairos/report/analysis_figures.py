@@ -126,7 +126,7 @@ def _draw_agreement(table: pd.DataFrame, experiment: Any) -> Figure:
     figure, grid = create_figure(width, height, row_count, column_count, column_space=0.9, row_space=0.75)
     for (upper, lower), method in zip(grid.reshape(len(methods), 2, column_count), methods):
         rows = plain[plain["method"] == method]
-        _draw_cosines(upper, rows, steps, method)
+        _draw_cosines(figure, upper, rows, steps, method)
         panels = [(rows, "squared_mean"), (rows, "variance"), (rows, "noise_scale")]
         preconditioned_rows = preconditioned[preconditioned["method"] == method]
         if len(preconditioned_rows):
@@ -143,10 +143,13 @@ def _draw_agreement(table: pd.DataFrame, experiment: Any) -> Figure:
     return figure
 
 
-def _draw_cosines(panels: Sequence[Axes], rows: pd.DataFrame, steps: Sequence[int], method: str) -> None:
+def _draw_cosines(
+    figure: Figure, panels: Sequence[Axes], rows: pd.DataFrame, steps: Sequence[int], method: str
+) -> None:
     """Draw the matrix of cosines between the gradients of two levels, a panel per snapshot, with a colour bar.
 
     Args:
+        figure: figure that contains the panels.
         panels: axes of the snapshots, at least one per step.
         rows: rows of the method.
         steps: steps of the snapshots.
@@ -159,7 +162,7 @@ def _draw_cosines(panels: Sequence[Axes], rows: pd.DataFrame, steps: Sequence[in
         image = _draw_matrix(axes, cosines, names, names, vmin=-1, vmax=1)
         axes.set(title=f"{method}, step {step:,}", xlabel="ln SNR", ylabel="ln SNR" if axes is panels[0] else "")
     right_of_last = panels[len(steps) - 1].inset_axes((1.05, 0, 0.05, 1))
-    right_of_last.get_figure(root=True).colorbar(image, cax=right_of_last, label="cosine")
+    figure.colorbar(image, cax=right_of_last, label="cosine")
 
 
 def _draw_interdependence(table: pd.DataFrame, experiment: Any) -> Figure:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from kairos.config import REFERENCE_ROWS, Experiment
 from kairos.files import atomic_folder, write_text
-from kairos.report.collect import Results, collect
+from kairos.report.collect import Record, Results, collect
 from kairos.report.figures import draw_figures
 from kairos.report.page import render_page
 from kairos.report.published_numbers import published_csv
@@ -53,19 +53,27 @@ def summary_csv(results: Results) -> str:
     The columns that scripts may rely on come first, then all other measured values and the protocol of the numbers.
     Floats have enough digits to be read back exactly.
     """
-    reference, metric = results.reference, results.metric
-    reference_rows = []
+    metric = results.metric
+    fixed_columns = [*_FIRST_COLUMNS, metric, f"{metric}_spread", "val_loss", "val_vlb", *_PROTOCOL]
+    records = [snapshot.measured_values for _, snapshot in results.run_snapshots]
+    records += results.reference["rows"].values()
+    # names ending in _sets contain lists: the values of single sample sets
+    measured_columns = [name for name in chain.from_iterable(records) if not name.endswith("_sets")]
+    distinct_columns = list(dict.fromkeys([*fixed_columns, *measured_columns]))
+    columns = [*distinct_columns, *_OPTIONAL_PROTOCOL, "extractor", "identity"]
+    table = pd.concat([results.table, pd.DataFrame(_reference_rows(results), dtype=object)])
+    return table.reindex(columns=columns).to_csv(index=False, lineterminator="\n")
+
+
+def _reference_rows(results: Results) -> list[Record]:
+    """Return the available reference rows with the protocol that they share; ``method`` is the row's name."""
+    reference = results.reference
+    rows = []
     for name in REFERENCE_ROWS:
         if name in reference["rows"]:
             row = {"method": name, **reference["rows"][name]}
             for key in ("extractor", "extractor_hash", "reference_hash", "sets", "eval_seed"):
                 row[key] = reference.get(key)
             row["experiment"] = results.experiment.experiment
-            reference_rows.append(row)
-    records = [snapshot.measured_values for _, snapshot in results.run_snapshots]
-    records += reference["rows"].values()
-    measured = [name for name in chain.from_iterable(records) if not name.endswith("_sets")]
-    fixed = [*_FIRST_COLUMNS, metric, f"{metric}_spread", "val_loss", "val_vlb", *_PROTOCOL]
-    columns = [*dict.fromkeys([*fixed, *measured]), *_OPTIONAL_PROTOCOL, "extractor", "identity"]
-    table = pd.concat([results.table, pd.DataFrame(reference_rows, dtype=object)])
-    return table.reindex(columns=columns).to_csv(index=False, lineterminator="\n")
+            rows.append(row)
+    return rows

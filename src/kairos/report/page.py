@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,15 @@ def render_page(results: Results, figures: Path) -> str:
         figures: folder of the drawn figures.
     """
     comparisons = compare_methods(results)
-    curves = {method: build_curve(results.measurements, method) for method in results.methods}
     shared_provenance, varying_provenance = _split_provenance(results)
     last_snapshot = results.runs[0].last_snapshot
     protocol = last_snapshot.evaluation["protocol"]
     metrics_of_runs = [run.last_snapshot.evaluation["metrics"] for run in results.runs]
     common = results.measurements.common_measurements
+    values_by_step = {}  # mean and standard deviation of the distance at each step, by method
+    for method in results.methods:
+        curve = build_curve(results.measurements, method)
+        values_by_step[method] = dict(zip(curve.steps, zip(curve.mean, curve.std)))
 
     def final_value(method: str, column: str) -> float:
         """Return a column of a method at the last common snapshot, mean over seeds."""
@@ -55,7 +59,7 @@ def render_page(results: Results, figures: Path) -> str:
         looks=assign_looks(results.methods, results.baseline),
         outcome=findings.summarise_outcome(results, comparisons),
         warnings=[*results.notes, *findings.find_warnings(results)],
-        curves={method: dict(zip(curve.steps, zip(curve.mean, curve.std))) for method, curve in curves.items()},
+        curves=values_by_step,
         unmoved={method: all(map(has_not_moved, results.runs_of(method))) for method in results.methods},
         has_not_moved=has_not_moved,
         final_value=final_value,
@@ -75,7 +79,7 @@ def render_page(results: Results, figures: Path) -> str:
 
 
 def _split_provenance(results: Results) -> tuple["pd.Series[str]", pd.DataFrame]:
-    """Return the provenance that all runs share without empty fields, and a row per run with the rest."""
+    """Return the provenance that all runs share without empty fields, and a row per run with the varying fields."""
     rows = []
     for run in results.runs:
         provenance = run.record["provenance"]
@@ -83,20 +87,24 @@ def _split_provenance(results: Results) -> tuple["pd.Series[str]", pd.DataFrame]
     table = pd.DataFrame(rows).fillna(formatting.NONE)
     is_shared = table.nunique() == 1
     shared = table.loc[:, is_shared].iloc[0]
-    return shared[~shared.isin(["None", "[]"])], table.loc[:, ~is_shared]
+    is_empty = shared.isin(["None", "[]"])  # texts of an absent value and of an empty list
+    return shared[~is_empty], table.loc[:, ~is_shared]
 
 
 def _compute_accelerations(results: Results) -> list[published_numbers.Acceleration]:
-    """Return the accelerations over the baseline, if the experiment has published numbers."""
-    return list(published_numbers.compute_accelerations(results)) if results.experiment.published else []
+    """Return the accelerations over the baseline; none if the experiment has no published numbers."""
+    if not results.experiment.published:
+        return []
+    return list(published_numbers.compute_accelerations(results))
 
 
 def _solver_settings(protocol: Record) -> Record:
     """Return name and options of the solver in the protocol of an evaluation."""
-    if protocol["scheduler"] not in SCHEDULERS:
-        return {"name": protocol["scheduler"]}
-    options = dump(SCHEDULERS.parse(protocol["scheduler"], {}, "scheduler"))
-    return {"name": protocol["scheduler"], **{name: protocol[name] for name in options if name in protocol}}
+    solver = protocol["scheduler"]
+    if solver not in SCHEDULERS:  # not registered here: its options are unknown
+        return {"name": solver}
+    option_names = dump(SCHEDULERS.parse(solver, {}, "scheduler"))
+    return {"name": solver, **{name: protocol[name] for name in option_names if name in protocol}}
 
 
 def _validation_size(results: Results) -> tuple[int, int] | None:
@@ -108,13 +116,15 @@ def _validation_size(results: Results) -> tuple[int, int] | None:
         return None
     validation = results.runs[0].last_snapshot.evaluation["validation"]
     image_count = min(results.experiment.evaluation.loss_images, results.dataset["heldout_count"])
-    return validation.get("images", image_count), len(validation["per_timestep"]) - 2
+    stratum_count = len(validation["per_timestep"]) - 2  # without the first and the last cell
+    return validation.get("images", image_count), stratum_count
 
 
 def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
-    """Return the columns of records, except `first`, standard deviations and values of single sample sets."""
-    names = dict.fromkeys(name for record in records for name in record if name != "n_samples")
-    return [name for name in names if name != first and not name.endswith(("_spread", "_sets"))]
+    """Return the metrics in records, except `first`: without standard deviations, values of single sets, n_samples."""
+    names = dict.fromkeys(chain.from_iterable(records))
+    other_names = [name for name in names if name not in (first, "n_samples")]
+    return [name for name in other_names if not name.endswith(("_spread", "_sets"))]
 
 
 def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
@@ -123,11 +133,17 @@ def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
         return []
     table = pd.DataFrame(list(jobs))
     with_total = pd.concat([table, table.assign(stage="all")])
-    order = {name: position for position, name in enumerate(_STAGES)} | {"all": len(_STAGES) + 1}
-    times = [f"{kind}{unit}_seconds" for kind in ("", "startup_") for unit in ("wall", "cpu")]
-    sums = {time: (time, "sum") for time in times}
-    costs = with_total.groupby("stage").agg(jobs=("stage", "size"), peak=("peak_rss_bytes", "max"), **sums)
-    costs = costs.sort_index(key=lambda names: names.map(order).fillna(len(_STAGES)))
+    costs = with_total.groupby("stage").agg(
+        jobs=("stage", "size"),
+        peak=("peak_rss_bytes", "max"),
+        wall_seconds=("wall_seconds", "sum"),
+        cpu_seconds=("cpu_seconds", "sum"),
+        startup_wall_seconds=("startup_wall_seconds", "sum"),
+        startup_cpu_seconds=("startup_cpu_seconds", "sum"),
+    )
+    # stages in the order of the pipeline, then stages that are not listed, then the sum
+    positions = {stage: position for position, stage in enumerate(_STAGES)} | {"all": len(_STAGES) + 1}
+    costs = costs.sort_index(key=lambda stages: stages.map(positions).fillna(len(_STAGES)))
     return costs.reset_index().to_dict("records")
 
 
@@ -140,10 +156,18 @@ def _load_analyses(results: Results) -> list[tuple[str, str, tuple[str, int | No
 
 
 def _load_figure(folder: Path, name: str, form: str = "svg") -> tuple[str, int | None]:
-    """Return a figure as a data URL, and the width of a PNG at which its letters have the size of the others."""
-    path, kind, width = folder / f"{name}.svg", "svg+xml", None
-    if form == "png" or name.endswith("samples"):
-        path, kind = folder / f"{name}.png", "png"
-        with Image.open(path) as image:
-            width = round(image.width * 96 / DPI)
-    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}", width
+    """Return a figure as a data URL, and the width of a PNG in CSS pixels; None for an SVG, which has a width.
+
+    Figures of samples are PNG files: an SVG file would contain their pixels too, and be larger.
+    """
+    if form == "svg" and not name.endswith("samples"):
+        return _data_url(folder / f"{name}.svg", "svg+xml"), None
+    path = folder / f"{name}.png"
+    with Image.open(path) as image:
+        inches = image.width / DPI
+    return _data_url(path, "png"), round(inches * 96)  # 96 CSS pixels an inch: letters as large as in an SVG
+
+
+def _data_url(path: Path, image_type: str) -> str:
+    """Return the content of an image file as a data URL."""
+    return f"data:image/{image_type};base64,{base64.b64encode(path.read_bytes()).decode()}"

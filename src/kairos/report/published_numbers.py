@@ -138,7 +138,7 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
         return not_measured
     column = results.metric if block.column == "fid" else block.column
     values = results.measurements.values_of(row.method, column)  # (seeds, steps)
-    values = values[[trained_step for trained_step in values if trained_step > 0]]  # papers have no untrained network
+    values = values.drop(columns=0, errors="ignore")  # papers have no untrained network
     if block.best_so_far:
         values = values.cummin(axis=1)
     measured = values.get(step, pd.Series(dtype=float)) / block.scale
