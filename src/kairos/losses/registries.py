@@ -1,6 +1,5 @@
 """Loss terms by name."""
 
-from functools import partial
 from typing import Any
 
 from kairos_timesteps.errors import demand, rejection
@@ -24,7 +23,7 @@ class VbOptions(LossOptions):
 LOSSES = Registry("loss")
 LOSSES.add("mse", "kairos.losses.terms:mse", LossOptions, "mean squared error of the prediction (simple loss)")
 LOSSES.add("vlb", "kairos.losses.terms:vlb", LossOptions, "the VLB term: c_t times the squared error of epsilon")
-# `variance`: the term trains a learned variance; `masked`: it needs a backbone that can hide tokens
+# facts of a term: `variance`: it trains a learned variance; `masked`: it needs a backbone that can hide tokens
 LOSSES.add(
     "vb",
     "kairos.losses.terms:vb",
@@ -32,15 +31,19 @@ LOSSES.add(
     "variational bound of the learned variance in bits per dimension",
     variance=True,
 )
-_add_masked = partial(LOSSES.add, masked=True)
-_add_masked(
-    "masked_mse", "kairos.losses.terms:masked_mse", LossOptions, "mse of a second forward pass with masked tokens"
+LOSSES.add(
+    "masked_mse",
+    "kairos.losses.terms:masked_mse",
+    LossOptions,
+    "mse of a second forward pass with masked tokens",
+    masked=True,
 )
-_add_masked(
+LOSSES.add(
     "masked_vb",
     "kairos.losses.terms:masked_vb",
     VbOptions,
     "vb of the second forward pass with masked tokens",
+    masked=True,
     variance=True,
 )
 
@@ -59,15 +62,17 @@ def check_losses(losses: list[dict[str, Any]], process: dict[str, Any]) -> None:
     field = "diffusion.losses"
     names = [loss["name"] for loss in losses]
     listed = ", ".join(names)
+    is_weighted = any(loss["weighted"] for loss in losses)
+    demand(is_weighted, field, listed, "with a term that strategies weigh, such as mse")
+    has_duplicates = len(set(names)) < len(names)
+    demand(not has_duplicates, field, listed, "each once (scale is a factor)")
+
     variance = process.get("variance", "none")
     variance_terms = [name for name, entry in LOSSES.items() if entry.facts.get("variance")]
     used_variance_terms = [name for name in names if name in variance_terms]
-    is_weighted = any(loss["weighted"] for loss in losses)
-    demand(is_weighted, field, listed, "with a term that strategies weigh, such as mse")
-    demand(len(set(names)) == len(names), field, listed, "each once (scale is a factor)")
     if variance == "learned_range":
         allowed = f"with a term that trains it: {', '.join(variance_terms)}"
-        demand(used_variance_terms, field, f"{listed} with variance learned_range", allowed)
+        demand(len(used_variance_terms) > 0, field, f"{listed} with variance learned_range", allowed)
     elif used_variance_terms:
         got = f"{used_variance_terms[0]} with process {process['name']} and variance {variance}"
         raise rejection(field, got, "with process discrete and variance learned_range")

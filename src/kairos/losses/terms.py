@@ -52,7 +52,7 @@ class Prediction:
     x_t: Tensor
     output: Tensor
     predict: Callable[[Tensor, dict[str, Tensor]], Tensor] | None = field(default=None, repr=False)
-    coordinates: SampleCoordinates = SampleCoordinates(0, 0, range(0))
+    coordinates: SampleCoordinates = SampleCoordinates(seed=0, step=0, sample_indices=range(0))
 
     @property
     def mean(self) -> Tensor:
@@ -69,9 +69,10 @@ class Prediction:
         """
         assert self.predict is not None
         x0 = self.x0
+        sample_shape, mask_shape = tuple(x0.shape[1:]), tuple(x0.shape[2:])
         seed, step, indices = self.coordinates.seed, self.coordinates.step, self.coordinates.sample_indices
-        noise = Stream(seed, "masked noise").normal(step, indices, tuple(x0.shape[1:]), x0.device, x0.dtype)
-        mask = Stream(seed, "mask").uniform(step, indices, tuple(x0.shape[2:]), x0.device).float()
+        noise = Stream(seed, "masked noise").normal(step, indices, sample_shape, x0.device, x0.dtype)
+        mask = Stream(seed, "mask").uniform(step, indices, mask_shape, x0.device).float()
         x_t = self.process.noised(x0, noise, self.t)
         output = self.predict(x_t, {"mask": mask})
         return replace(self, noise=noise, x_t=x_t, output=output)
@@ -87,7 +88,8 @@ def vlb(options: LossOptions, prediction: Prediction) -> Tensor:
     """Compute the VLB term, c_t times the squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,)."""
     process = prediction.process
     weights = _vlb_weights(process, prediction.x0.device)
-    cell = (process.fractions(prediction.t) * len(weights)).long().clamp(0, len(weights) - 1)
+    cells = len(weights)
+    cell = (process.fractions(prediction.t) * cells).long().clamp(0, cells - 1)
     return mse(options, prediction) * weights[cell]
 
 
@@ -99,13 +101,15 @@ def vb(options: VbOptions, prediction: Prediction) -> Tensor:
     """
     process, x0, t = prediction.process, prediction.x0, prediction.t
     mean = prediction.mean.detach()
-    v = prediction.output[:, x0.shape[1] :].to(x0.dtype)
-    large, small, x0_factor = (shaped(table[t], x0) for table in _posterior(process, x0.device))
-    log_variance = small + (v + 1) / 2 * (large - small)
+    v = prediction.output[:, x0.shape[1] :].to(x0.dtype)  # the channels after those of the mean
+    log_beta, log_posterior_variance, x0_factor = (shaped(table[t], x0) for table in _posterior(process, x0.device))
+    log_variance = log_posterior_variance + (v + 1) / 2 * (log_beta - log_posterior_variance)
     error = x0 - process.estimate(mean.to(x0.dtype), prediction.x_t, t)
-    variance_terms = log_variance - small + (small - log_variance).exp()
+    # KL of two Gaussians: (ln s2/s1 + s1/s2 + (m1 - m2)²/s2 - 1) / 2, with the posterior as the first
+    variance_terms = log_variance - log_posterior_variance + (log_posterior_variance - log_variance).exp()
     kl = (variance_terms + (x0_factor * error) ** 2 * (-log_variance).exp() - 1) / 2
-    nats = torch.where(shaped(t, x0) == 0, _rounded_nll(x0, error, log_variance), kl)
+    is_first_timestep = shaped(t, x0) == 0
+    nats = torch.where(is_first_timestep, _rounded_nll(x0, error, log_variance), kl)
     return per_sample(nats) / math.log(2)
 
 
@@ -124,11 +128,12 @@ def _rounded_nll(x: Tensor, error: Tensor, log_variance: Tensor) -> Tensor:
 
     The first and the last level are open intervals. All tensors have the shape of x.
     """
-    scale = (-log_variance / 2).exp()
-    below = _normal_cdf((error - 1 / 255) * scale)
-    above = _normal_cdf((error + 1 / 255) * scale)
-    below = torch.where(x < -0.999, 0.0, below)
-    above = torch.where(x > 0.999, 1.0, above)
+    inverse_deviation = (-log_variance / 2).exp()
+    # levels are 2/255 apart, so a level reaches 1/255 to each side
+    below = _normal_cdf((error - 1 / 255) * inverse_deviation)
+    above = _normal_cdf((error + 1 / 255) * inverse_deviation)
+    below = torch.where(x < -0.999, 0.0, below)  # the first level, -1
+    above = torch.where(x > 0.999, 1.0, above)  # the last level, 1
     return -(above - below).clamp_min(1e-12).log()
 
 
@@ -142,10 +147,10 @@ def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tens
     """Return ln beta, ln of the posterior's variance, and the factor of x0 in its mean, float64 (T,) on the device."""
     schedule = process.schedule
     alphas_cumprod = torch.from_numpy(schedule.alphas_cumprod)
-    previous = alphas_cumprod.roll(1)
-    previous[0] = 1.0
+    previous_alphas_cumprod = alphas_cumprod.roll(1)
+    previous_alphas_cumprod[0] = 1.0  # the image, before the first timestep
     betas = torch.from_numpy(schedule.betas)
-    x0_factor = previous.sqrt() * betas / (1 - alphas_cumprod)
+    x0_factor = previous_alphas_cumprod.sqrt() * betas / (1 - alphas_cumprod)
     log_posterior_variance = torch.from_numpy(schedule.posterior_variance).log()
     return betas.log().to(device), log_posterior_variance.to(device), x0_factor.to(device)
 

@@ -29,15 +29,19 @@ def write_milestone(
     columns: dict[str, Any],
     scheduler: dict[str, Any] | None,
 ) -> None:
-    """Write a snapshot atomically: average and raw weights, noise schedule, current strategy, and the record last.
+    """Write the folder of a snapshot atomically.
+
+    The folder contains the average weights in ``ema/``, the raw weights in ``raw/``, the strategy's table
+    ``strategy.csv``, and the record ``milestone.json``, which has the hashes of all other files. If diffusers has a
+    scheduler for the forward process, ``scheduler/`` contains its configuration.
 
     Args:
         folder: folder of the snapshot.
         model: a backbone with the raw weights.
         average: average of the weights (EMA), which is sampled.
         facts: fields of the record: step, shape, conditions, sigma_data, configuration, identity, provenance ...
-        columns: columns of the strategy's table, strategy.csv.
-        scheduler: configuration of diffusers' scheduler; None: there is none for the process.
+        columns: columns of the strategy's table.
+        scheduler: configuration of diffusers' scheduler; None: diffusers has none for the process.
     """
     from kairos import models
 
@@ -47,7 +51,7 @@ def write_milestone(
         if scheduler is not None:
             write_json(temporary / "scheduler" / "scheduler_config.json", scheduler)
         write_text(temporary / "strategy.csv", strategy_csv(columns))
-        write_json(temporary / "milestone.json", {**facts, "files": hash_folder(temporary)})
+        write_json(temporary / "milestone.json", {**facts, "files": hash_folder(temporary)})  # last: hashes the others
 
 
 def check_milestone(folder: Path) -> dict[str, Any]:
@@ -109,7 +113,8 @@ def hash_start_weights(folder: Path, model: dict[str, Any]) -> str:
                 f"training.start_from: got model.{name}: {snapshot_model.get(name)} in {str(folder)!r}, allowed: "
                 f"{model.get(name)}, the value in this experiment"
             )
-    return sha256_json({name: value for name, value in record["files"].items() if name.startswith("ema/")})
+    ema_hashes = {name: sha256 for name, sha256 in record["files"].items() if name.startswith("ema/")}
+    return sha256_json(ema_hashes)
 
 
 @dataclass(frozen=True)
@@ -149,5 +154,6 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> S
     config = record["config"]
     process = build_process(config["diffusion"], record["sigma_data"])
     shape = tuple(record["shape"])
-    model = models.load(folder / weights, config["model"], shape, record["conditions"], process.channels(shape[0]))
+    outputs = process.channels(shape[0])
+    model = models.load(folder / weights, config["model"], shape, record["conditions"], outputs)
     return Snapshot(model.to(device), process, record, config)
