@@ -77,8 +77,9 @@ def write_hub_folder(snapshot: Path, out: Path) -> None:
         DamagedError: the snapshot does not match its record.
     """
     record = check_milestone(snapshot)
-    run_folder = snapshot.resolve().parent.parent
-    results, name = run_folder.parent.parent, step_name(record["step"])
+    name = step_name(record["step"])
+    run_folder = snapshot.resolve().parents[1]  # <results>/<method>/seed<seed>/milestones/<step>
+    results = run_folder.parents[1]
     evaluation = glance(run_folder / "evaluation" / f"{name}.json")
     if evaluation.get("protocol", {}).get("identity") != record["identity"]:
         evaluation = {}  # of another training run
@@ -94,11 +95,11 @@ def write_hub_folder(snapshot: Path, out: Path) -> None:
         # all files, because kairos sample checks those that the manifest lists
         shutil.copytree(autoencoder_folder, out / "autoencoder")
     grid_file = run_folder / "samples" / f"{name}.png"
-    has_grid = grid_file.exists() and bool(evaluation)
+    has_grid = grid_file.exists() and bool(evaluation)  # without an evaluation the grid may be of another run
     if has_grid:
         shutil.copy(grid_file, out / "samples.png")
 
-    latent: dict[str, Any] = {}
+    latent: dict[str, Any] = {}  # facts of the autoencoder; empty in pixel space
     if has_autoencoder and autoencoder["kind"] != "none":
         latent = autoencoder | glance(autoencoder_folder / "config.json")
     card_values = {
@@ -146,10 +147,14 @@ def export(write: Callable[..., None], content: Results | Path, out: Path) -> No
 def _import_package(name: str, module: str) -> ModuleType:
     """Import a module of an optional package.
 
+    Args:
+        name: name of the package, and of the extra of kairos that installs it.
+        module: name of the module.
+
     Raises:
         KairosError: the package is not installed.
     """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb would send its own errors; it reads this at import
     try:
         return import_module(module)
     except ImportError as error:

@@ -26,9 +26,10 @@ from kairos.training.launch import is_reporting_process
 if TYPE_CHECKING:
     from kairos.config import Experiment
 
-_POLL_SECONDS, _LONGEST_POLL = 5.0, 60.0  # between two reports; the pause doubles while the server does not answer
+_POLL_SECONDS = 5.0  # between two reports
+_LONGEST_POLL_SECONDS = 60.0  # to which the pause doubles while the server does not answer
 _REQUEST_SECONDS = 15  # time limit of a request: many runs may start at once, and nothing waits for the answer
-_SETTLING_SECONDS = 1.0  # after which a run that another process created at the same time can be found
+_SETTLING_SECONDS = 1.0  # after which a search returns runs that other processes have created at the same time
 _STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # by the state of a run that has ended
 _ACCESS_DENIED = (401, 403)
 
@@ -44,8 +45,8 @@ def reporting(experiment: "Experiment", method: str, seed: int, out: Path) -> It
         out: folder of the training run; the process that writes its ``.state/progress.json`` reports.
     """
     uri = mlflow_store.tracking_uri(experiment.tracking.uri)
-    is_server = uri.startswith(("http://", "https://"))
-    if not (is_reporting_process() and experiment.tracking.enabled and is_server):
+    has_server = experiment.tracking.enabled and uri.startswith(("http://", "https://"))
+    if not has_server or not is_reporting_process():
         yield
         return
     reporter = Reporter(experiment, method, seed, out, uri)
@@ -89,21 +90,23 @@ class Reporter(threading.Thread):
 
     def run(self) -> None:
         """Report until the training run has ended; log an error once and try again later."""
-        pause, is_last_report = _POLL_SECONDS, False
+        pause = _POLL_SECONDS
+        is_last_report = False
         while True:
             try:
                 self._report(is_last_report)
             except Exception as error:  # no error of tracking may stop the training run
-                self._run_id = None
+                self._run_id = None  # the next report looks for the MLflow run again, and for what it lacks
                 status = error.get_http_status_code() if hasattr(error, "get_http_status_code") else None
                 if status in _ACCESS_DENIED:
                     self._warn(f"HTTP {status}")
                     return
                 self._warn(mlflow_store.describe_error(error, self._uri))
-                pause = min(2 * pause, _LONGEST_POLL)
+                pause = min(2 * pause, _LONGEST_POLL_SECONDS)
             else:
                 pause = _POLL_SECONDS
-                self._has_warned = self._has_warned and is_last_report
+                if not is_last_report:  # warn again if a later report fails; `finish` does not warn a second time
+                    self._has_warned = False
             if is_last_report:
                 return
             is_last_report = self._training_ended.wait(pause)
@@ -117,8 +120,13 @@ class Reporter(threading.Thread):
             log(f"tracking: {public_uri}: {reason}; {consequence}")
 
     def _report(self, is_last_report: bool) -> None:
-        """Send what the run has written since the previous report, and its end."""
-        self._client = self._client or mlflow_store.connect(self._uri)
+        """Send what the run has written since the previous report.
+
+        Args:
+            is_last_report: the training run has ended: also report how.
+        """
+        if self._client is None:
+            self._client = mlflow_store.connect(self._uri)
         progress = self._read_progress_of_this_process()
         if progress is None:  # the run waits for its lock, or another of its processes reports
             return
@@ -132,9 +140,10 @@ class Reporter(threading.Thread):
     def _read_progress_of_this_process(self) -> dict[str, Any] | None:
         """Return the progress file of the training run; None: this process has not written it."""
         progress = read_progress(self._out)
-        if not progress or (progress["pid"], progress["host"]) != (os.getpid(), socket.gethostname()):
+        if not progress or progress["updated"] < self._begun:
             return None
-        return progress if progress["updated"] >= self._begun else None
+        is_of_this_process = progress["pid"] == os.getpid() and progress["host"] == socket.gethostname()
+        return progress if is_of_this_process else None
 
     def _send(self, client: mlflow_store.Client, identity: str) -> str:
         """Send the unsent points to the MLflow run of this training run, and return the run's id.
@@ -149,8 +158,10 @@ class Reporter(threading.Thread):
                 self._experiment, self._method, self._seed, identity, self._unsent, tags={}
             )
             settling = 0 if self._training_ended.is_set() else _SETTLING_SECONDS
-            start = round(1000 * self._begun)
-            run = mlflow_store.find_or_create_run(client, experiment_id, content, start, settling)
+            start_milliseconds = round(1000 * self._begun)
+            run = mlflow_store.find_or_create_run(
+                client, experiment_id, content, start=start_milliseconds, settling=settling
+            )
             mlflow_store.log_missing(client, run, content)
             run_id = str(run.info.run_id)
             if run.info.status != "RUNNING":
@@ -161,10 +172,15 @@ class Reporter(threading.Thread):
         return run_id
 
     def _read_metrics(self, state: Path) -> int | None:
-        """Read the new lines of metrics.jsonl up to the last checkpoint; return the checkpoint's time in milliseconds.
+        """Add the new lines of metrics.jsonl up to the last checkpoint to the unsent points.
+
+        Of each stride of lines, the last one becomes points, as in `run_content.collect_points`.
 
         Args:
             state: folder of the run's state.
+
+        Returns:
+            The time of the last checkpoint, in milliseconds since 1970; None: there is no checkpoint yet.
         """
         timing = [json.loads(line) for line in read_lines(state / "timing.jsonl")]
         if not timing:
@@ -175,17 +191,20 @@ class Reporter(threading.Thread):
         time_of_step = run_content.build_step_clock(started, seconds_by_step)
         with open(state / "metrics.jsonl", "rb") as file:
             file.seek(self._bytes_read)
-            for text in file:
-                if not text.endswith(b"\n"):
+            for line in file:
+                is_incomplete = not line.endswith(b"\n")
+                if is_incomplete:
                     break
-                if not self._stride:  # the step of the first line is the number of steps between two lines
-                    line_count = self._experiment.milestones[-1] // json.loads(text)["step"]
+                if self._stride == 0:
+                    steps_between_lines = json.loads(line)["step"]  # the step of the first line
+                    line_count = self._experiment.milestones[-1] // steps_between_lines
                     self._stride = run_content.choose_stride(line_count)
-                if self._lines_read % self._stride == self._stride - 1:
-                    metrics = json.loads(text)
+                is_last_of_stride = (self._lines_read + 1) % self._stride == 0
+                if is_last_of_stride:
+                    metrics = json.loads(line)
                     if metrics["step"] > last_step:
                         break
                     self._unsent += run_content.convert_record(metrics, metrics["step"], time_of_step)
                 self._lines_read += 1
-                self._bytes_read += len(text)
+                self._bytes_read += len(line)
         return time_of_step(last_step)

@@ -41,29 +41,39 @@ def without_credentials(uri: str) -> str:
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
-    address = rest[len(_user_info(uri)) :]
-    return f"{scheme}://{re.split('[?#]', address)[0]}"
+    address = rest.removeprefix(_user_info(uri))
+    before_query = re.split("[?#]", address)[0]
+    return f"{scheme}://{before_query}"
 
 
 def redact_credentials(text: str, uri: str) -> str:
-    """Return a text, such as an error message, without the credentials of a URI that the text may quote."""
+    """Return a text, such as an error message, without the credentials of a URI that the text may quote.
+
+    Libraries quote the whole URI, its user information, or parameters of its query, such as ``password='secret'``.
+    """
     text = text.replace(uri, without_credentials(uri))
-    if user := _user_info(uri):
-        text = text.replace(user, "")
+    user_info = _user_info(uri)
+    if user_info:
+        text = text.replace(user_info, "")
     query = uri.partition("?")[2].partition("#")[0]
     for parameter in query.split("&"):
         name, _, value = parameter.partition("=")
-        for secret in filter(None, (value, unquote_plus(value))):
-            text = re.sub(rf"\b{re.escape(name)}=(['\"]?){re.escape(secret)}\1", f"{name}=***", text)
+        if not value:
+            continue
+        for secret in (value, unquote_plus(value)):
+            quoted_parameter = rf"\b{re.escape(name)}=(['\"]?){re.escape(secret)}\1"
+            text = re.sub(quoted_parameter, f"{name}=***", text)
     return text
 
 
 def _user_info(uri: str) -> str:
     """Return ``user:password@`` of a URI, or an empty string."""
     scheme, _, rest = uri.partition("://")
-    # SQLAlchemy, unlike HTTP clients, allows "/", "?" and "#" in a password
-    is_database = scheme.partition("+")[0] in _DATABASE_SERVERS
-    match = re.match(r"[^:/]*:[^@]*@|[^/?#]*@" if is_database else r"[^/?#]*@", rest)
+    is_database = scheme.partition("+")[0] in _DATABASE_SERVERS  # such as postgresql+psycopg2
+    pattern = r"[^/?#]*@"
+    if is_database:  # SQLAlchemy, unlike HTTP clients, allows "/", "?" and "#" in a password
+        pattern = rf"[^:/]*:[^@]*@|{pattern}"
+    match = re.match(pattern, rest)
     return match[0] if match else ""
 
 
@@ -77,7 +87,10 @@ def describe_error(error: Exception, uri: str) -> str:
 
 @contextmanager
 def limit_requests(seconds: int, retries: int) -> Iterator[None]:
-    """Limit the time of MLflow requests to a server inside the block; variables that the user has set are kept.
+    """Limit the time of MLflow requests to a server inside the block, by environment variables.
+
+    Inside the block MLflow also sends no telemetry and prints no URL. Variables that the user has set are kept. The
+    other variables are deleted at the end of the block.
 
     Args:
         seconds: time limit of a request.
@@ -193,7 +206,7 @@ def find_or_create_run(client: Client, experiment: str, content: RunContent, sta
 def log_missing(client: Client, run: Run, content: RunContent) -> None:
     """Log the content that a run does not have; a second call logs nothing.
 
-    A value that differs from the one recorded for its step is logged with a later timestamp, so that MLflow shows it.
+    A value that differs from the recorded value of its step is logged with a later timestamp, so that MLflow shows it.
 
     Args:
         client: client of the store.
@@ -202,23 +215,47 @@ def log_missing(client: Client, run: Run, content: RunContent) -> None:
     """
     from mlflow.entities import Param, RunTag
 
-    run_id, present = run.info.run_id, run.data
+    present = run.data
+    points = _find_missing_points(client, run, content.points)
+    params = [Param(key, value) for key, value in content.params.items() if key not in present.params]
+    tags = {key: value for key, value in content.tags.items() if present.tags.get(key) != value}
+    if COMMIT in present.tags:  # the commit of the training run, not of a later import
+        tags.pop(COMMIT, None)
+    client.log_batch(
+        run.info.run_id,
+        metrics=to_mlflow_metrics(points),
+        params=params,
+        tags=[RunTag(key, value) for key, value in tags.items()],
+    )
+
+
+def _find_missing_points(client: Client, run: Run, points: Sequence[Point]) -> list[Point]:
+    """Return the points whose value is not the latest value that a run has for their key and step.
+
+    Args:
+        client: client of the store.
+        run: the run.
+        points: points that the run should have.
+
+    Returns:
+        New points. Their timestamps are later than those of values that they correct.
+    """
     latest: dict[tuple[str, int], tuple[int, float]] = {}  # timestamp and value by key and step
-    for key in {point.key for point in content.points} & set(present.metrics):
-        for metric in client.get_metric_history(run_id, key):
+    for key in {point.key for point in points} & set(run.data.metrics):
+        for metric in client.get_metric_history(run.info.run_id, key):
             key_and_step = key, metric.step
-            earlier = latest.get(key_and_step, (-1, 0.0))
-            latest[key_and_step] = max(earlier, (metric.timestamp, metric.value))
-    new_points = []
-    for point in content.points:
-        timestamp, value = latest.get((point.key, point.step), (-1, None))
+            timestamp_and_value = metric.timestamp, metric.value
+            latest[key_and_step] = max(latest.get(key_and_step, timestamp_and_value), timestamp_and_value)
+    missing = []
+    for point in points:
+        recorded = latest.get((point.key, point.step))
+        if recorded is None:
+            missing.append(point)
+            continue
+        timestamp, value = recorded
         if value != point.value:
-            new_points.append(point._replace(timestamp=max(point.timestamp, timestamp + 1)))
-    new_params = [Param(key, value) for key, value in content.params.items() if key not in present.params]
-    new_tags = {key: value for key, value in content.tags.items() if present.tags.get(key) != value}
-    if COMMIT in present.tags:
-        new_tags.pop(COMMIT, None)
-    client.log_batch(run_id, to_mlflow_metrics(new_points), new_params, [RunTag(*tag) for tag in new_tags.items()])
+            missing.append(point._replace(timestamp=max(point.timestamp, timestamp + 1)))
+    return missing
 
 
 def to_mlflow_metrics(points: Sequence[Point]) -> list[Any]:
@@ -229,7 +266,9 @@ def to_mlflow_metrics(points: Sequence[Point]) -> list[Any]:
 
 
 def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
-    """Return the data set of an experiment as MLflow's input of a training run; its digest starts the content's hash.
+    """Return the data set of an experiment as MLflow's input of a training run.
+
+    The digest of the input is the start of the hash of the data set's content: MLflow accepts 36 characters.
 
     Args:
         manifest: manifest of the data set.
@@ -239,5 +278,7 @@ def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
 
     size = ", ".join(f"{name} {manifest[name]}" for name in ("count", "height", "width", "channels"))
     source = json.dumps({"uri": f"{folder}/dataset ({size})"})
-    dataset = Dataset(manifest["source"], manifest["content_sha256"][:36], "local", source)
+    dataset = Dataset(
+        name=manifest["source"], digest=manifest["content_sha256"][:36], source_type="local", source=source
+    )
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])

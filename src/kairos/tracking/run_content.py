@@ -58,7 +58,11 @@ def mlflow_experiment_name(experiment: "Experiment") -> str:
 
 
 def build_experiment_run(results: "Results") -> RunContent:
-    """Build the parent run of an experiment, which contains the reference rows."""
+    """Build the parent run of an experiment, which contains the reference rows.
+
+    The reference rows are distances of images without a trained network, such as held-out images. Their metric keys are
+    ``reference/<row>/<metric>``.
+    """
     name = results.experiment.experiment
     start = min((run.started or _UNKNOWN_START for run in results.runs), default=_UNKNOWN_START)
     reference_values: dict[str, Any] = {}
@@ -69,7 +73,7 @@ def build_experiment_run(results: "Results") -> RunContent:
         name=name,
         identifying={"kairos.experiment": name, "kairos.role": "experiment"},
         params={"methods": ", ".join(results.methods), "model": results.experiment.model["name"]},
-        points=list(convert_record(reference_values, 0, build_step_clock(start, {}))),
+        points=list(convert_record(reference_values, step=0, time_of_step=build_step_clock(start, seconds_by_step={}))),
         tags={"kairos.data": results.dataset["content_sha256"], **build_source_tags(provenance)},
     )
 
@@ -121,7 +125,10 @@ def choose_stride(line_count: int) -> int:
 
     An extension of the run therefore keeps all points of the shorter curve, or every second, every fourth and so on.
     """
-    return 1 << max(0, math.ceil(math.log2(max(line_count, 1) / _CURVE_POINTS)))
+    stride = 1
+    while stride * _CURVE_POINTS < line_count:
+        stride *= 2
+    return stride
 
 
 def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) -> Callable[[int], int]:
@@ -132,8 +139,9 @@ def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) ->
         seconds_by_step: training seconds by step, from timing.jsonl; times between them are interpolated. If it is
             empty, a step takes a second.
     """
-    steps = [0, *sorted(seconds_by_step)]
-    seconds = [0.0, *(seconds_by_step[step] for step in steps[1:])]
+    recorded_steps = sorted(seconds_by_step)
+    steps = [0, *recorded_steps]
+    seconds = [0.0, *(seconds_by_step[step] for step in recorded_steps)]
     start = started.timestamp()
 
     def time_of_step(step: int) -> int:
@@ -148,8 +156,9 @@ def collect_points(run: "RunResults") -> list[Point]:
     time_of_step = build_step_clock(run.started or _UNKNOWN_START, run.seconds_by_step)
     stride = choose_stride(len(run.metrics))
     points: list[Point] = []
-    for line in run.metrics.iloc[stride - 1 :: stride].to_dict("records"):
-        points += convert_record(line, line["step"], time_of_step)
+    last_of_each_stride = run.metrics.iloc[stride - 1 :: stride]
+    for record in last_of_each_stride.to_dict("records"):
+        points += convert_record(record, record["step"], time_of_step)
     for snapshot in run.snapshots:
         points += convert_record(snapshot.measured_values, snapshot.step, time_of_step)
     last_step = run.last_snapshot.step
@@ -161,6 +170,8 @@ def collect_points(run: "RunResults") -> list[Point]:
 
 def convert_record(record: Mapping[Any, Any], step: int, time_of_step: Callable[[int], int]) -> Iterator[Point]:
     """Yield the finite numbers of a record as metric values; its keys ``step`` and ``images`` are left out.
+
+    Keys of nested dictionaries are joined by dots.
 
     Args:
         record: nested dictionary.
@@ -206,9 +217,14 @@ def find_git_commit() -> str | None:
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dictionaries under dotted names; None is left out."""
+    """Yield names and values of nested dictionaries: ``{"a": {"b": 1}}`` yields ``("a.b", 1)``; None is left out.
+
+    Args:
+        values: nested dictionaries.
+        prefix: start of all names.
+    """
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
         elif value is not None:
             yield prefix + key, value

@@ -46,7 +46,10 @@ def track(experiment: Experiment, folder: Path, out: Path) -> None:
 
 
 def _import_results(results: Results, uri: str) -> dict[str, Any]:
-    """Import results into a store, and return the record of the import."""
+    """Import results into a store, and return the record of the import.
+
+    The first requests have a short time limit, so that a missing server is reported soon.
+    """
     name = run_content.mlflow_experiment_name(results.experiment)
     run_ids = {}
     with mlflow_store.lock_database(uri):
@@ -93,7 +96,7 @@ def _import_training_run(
     tags = run_content.build_tags(results, run) | {"mlflow.parentRunId": parent_id}
     points = run_content.collect_points(run)
     content = run_content.build_training_run(
-        results.experiment, run.method, run.seed, run.record["identity"], points, tags
+        results.experiment, run.method, run.seed, identity=run.record["identity"], points=points, tags=tags
     )
     run_id = _write_run(client, experiment_id, content)
     client.log_inputs(run_id, [mlflow_store.build_dataset_input(results.dataset, results.folder)])
@@ -105,7 +108,7 @@ def _import_training_run(
 def _write_run(client: mlflow_store.Client, experiment_id: str, content: run_content.RunContent) -> str:
     """Find or create an MLflow run, log its missing content, mark it as finished, and return its id."""
     times = [point.timestamp for point in content.points]
-    run = mlflow_store.find_or_create_run(client, experiment_id, content, min(times))
+    run = mlflow_store.find_or_create_run(client, experiment_id, content, start=min(times))
     mlflow_store.log_missing(client, run, content)
     if run.info.status != "FINISHED":
         client.set_terminated(run.info.run_id, "FINISHED", max(times))

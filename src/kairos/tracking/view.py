@@ -17,6 +17,7 @@ TAG = f"mlflow.sharedViewState.{KEY}"  # the tag that MLflow's button `Share` wr
 NOTE = "mlflow.note.content"
 _TRAINING = "workflowType=machine_learning"  # selects the one of MLflow's two workspaces that shows runs
 _COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "steps_factor", "time_factor"]
+_HEADING_METHODS = 5  # largest number of methods in the heading of a note
 _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
 
 
@@ -47,24 +48,31 @@ def build_experiment_tags(results: Results, parent_id: str, experiment_id: str) 
 def build_note(results: Results) -> str:
     """Return the comparison of methods in Markdown: the outcome, and a table of methods, lowest distance first.
 
-    The table is cut to the rows that fit into a tag.
+    The table is cut to the rows that fit into a tag. If the results cannot be compared, the note is the reason.
     """
     try:
         rows = ranking.compare_methods(results)
         table = compare.build_comparison_table(results.measurements)
-    except KairosError as error:  # no numbers to compare: runs can be viewed all the same
+    except KairosError as error:
         return str(error)
     values = [formatting.format_plus_minus(value, spread) for value, spread in zip(table["value"], table["spread"])]
     best, *others = (f"{method} {value}" for method, value in zip(table["method"], values))
+    first_methods = ", ".join([f"**{best}**", *others[: _HEADING_METHODS - 1]])
     too_few_seeds = "" if rows[0].is_ranked else f" (too few seeds to rank: {rows[0].seed_count})"
-    heading = f"{results.primary_metric}, lowest first{too_few_seeds}: {', '.join([f'**{best}**', *others[:4]])}"
+    heading = f"{results.primary_metric}, lowest first{too_few_seeds}: {first_methods}"
+    outcome = " ".join(summarise_outcome(results, rows))
     columns = table.assign(value=values)[_COLUMNS].rename(columns={"value": results.primary_metric})
-    lines = compare.format_table(columns, "md").splitlines()
-    lengths = accumulate(len(line) + 1 for line in lines)
-    shown_lines = lines[: bisect([*lengths], _TABLE_LIMIT)]
-    omitted = len(lines) - len(shown_lines)
-    more = f"\n\n{omitted} more are in the report." if omitted else ""
-    return "\n\n".join([heading, " ".join(summarise_outcome(results, rows)), "\n".join(shown_lines) + more])
+    return "\n\n".join([heading, outcome, _cut_table(compare.format_table(columns, "md"))])
+
+
+def _cut_table(table: str) -> str:
+    """Return the first lines of a table, up to `_TABLE_LIMIT` characters, and the number of omitted rows."""
+    lines = table.splitlines()
+    lengths = accumulate(len(line) + 1 for line in lines)  # up to the end of each line
+    shown_count = bisect([*lengths], _TABLE_LIMIT)  # number of lines that end within the limit
+    omitted_count = len(lines) - shown_count
+    more = f"\n\n{omitted_count} more are in the report." if omitted_count else ""
+    return "\n".join(lines[:shown_count]) + more
 
 
 def comparison_path(experiment_id: str) -> str:
