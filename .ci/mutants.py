@@ -32,7 +32,10 @@ MODULES = [
     *(f"kairos.training.{name}" for name in ("checkpoint", "run_folder", "state", "lengths", "identity")),
     *(f"kairos_timesteps.samplers.{name}" for name in ("fixed", "log_snr", "combined", "speed", "losses")),
     *(f"kairos_timesteps.{name}" for name in ("base", "coordinates", "weightings.fixed", "incomplete_beta", "numeric")),
-    *(f"kairos.{name}" for name in ("report.ranking", "report.compare", "evaluation.moments", "evaluation.metrics")),
+    *(
+        f"kairos.{name}"
+        for name in ("report.ranking", "report.compare", "evaluation.measurements", "evaluation.metrics")
+    ),
     *("kairos_timesteps.diffusion.schedule", "kairos_timesteps.diffusion.processes", "kairos.data.batches"),
     *("kairos_timesteps.randomness", "kairos.files"),
 ]

@@ -40,7 +40,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from kairos.data.dataset import PreparedDataset
-from kairos.evaluation import classifier, extractors, metrics, moments
+from kairos.evaluation import classifier, extractors, measurements, metrics
 from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import write_json
 from kairos_timesteps.randomness import Stream
@@ -83,11 +83,11 @@ def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: in
     """Return the distance of every damage and of `floor` from the training images, for sets of `count` images."""
 
     def features(images: np.ndarray) -> Tensor:
-        batches = moments.iterate_rows(images, range(len(images)))
+        batches = measurements.iterate_rows(images, range(len(images)))
         return torch.cat([extractor.compute_layers(batch)["features"] for batch in batches])
 
     def summed(values: Tensor) -> metrics.Gaussian:
-        sums = moments.Moments()
+        sums = measurements.MomentSums()
         sums.add(values)
         return sums.mean_and_covariance
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kairos.evaluation import extractors, metrics
-from kairos.evaluation.moments import iterate_rows, measure
+from kairos.evaluation.measurements import iterate_rows, measure
 from kairos_timesteps.errors import KairosError
 
 transformers = pytest.importorskip("transformers")
@@ -47,8 +47,8 @@ def test_features_equal_the_class_token_of_the_published_preprocessing(network, 
     features = [opened.compute_layers(batch)["features"] for batch in (grey, grey.repeat(3, axis=3))]
     torch.testing.assert_close(*features)
     statistics = measure(opened, iterate_rows(np.concatenate([images] * 8), range(40)), {"moments"})
-    target = metrics.Target("fd_dinov2", metrics.statistics_to_store(statistics), ({"name": "fd_dinov2"},))
-    assert target.score(statistics) == {"fd_dinov2": pytest.approx(0, abs=1e-5)}
+    comparison = metrics.Comparison("fd_dinov2", metrics.statistics_to_store(statistics), ({"name": "fd_dinov2"},))
+    assert comparison.score(statistics) == {"fd_dinov2": pytest.approx(0, abs=1e-5)}
 
 
 def test_a_missing_or_different_network_is_reported_with_the_field_to_set(tmp_path):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kairos.evaluation import metrics, validation
-from kairos.evaluation.metrics import Target
-from kairos.evaluation.moments import ImageStatistics, Moments, Spool, measure
+from kairos.evaluation import metrics, registries, validation
+from kairos.evaluation.measurements import ImageStatistics, MomentSums, Spool, measure
+from kairos.evaluation.metrics import Comparison
+from kairos.evaluation.registries import MEASUREMENTS, METRICS, needs_of_real_images
 from kairos.evaluation.settings import LossSettings
 from kairos.forward_process import build_process
 from kairos_timesteps.errors import KairosError
@@ -23,25 +24,25 @@ def gaussian_features(mean, std, count=20_000, width=4, seed=0):
 
 def measure_features(features: torch.Tensor, size: int = 777) -> ImageStatistics:
     """Measure features in batches, as stage evaluate does."""
-    spool, moments = Spool(), Moments()
+    spool, moments = Spool(), MomentSums()
     for batch in features.split(size):
         spool.add(batch)
         moments.add(batch)
     return ImageStatistics(len(features), {"features": moments.mean_and_covariance}, spool.rows())
 
 
-def target_of(features: torch.Tensor, *names: str, metric: str = "frechet_x") -> Target:
-    """Return the target of some metrics, with features of the real images."""
-    return Target(
+def comparison_with(features: torch.Tensor, *names: str, metric: str = "frechet_x") -> Comparison:
+    """Return the comparison by some metrics, with features of the real images."""
+    return Comparison(
         metric, metrics.statistics_to_store(measure_features(features)), tuple({"name": name} for name in names)
     )
 
 
 def test_the_frechet_distance_of_gaussians_equals_the_closed_form():
-    target = target_of(gaussian_features(0.0, 1.0), "frechet")
+    comparison = comparison_with(gaussian_features(0.0, 1.0), "frechet")
 
     def frechet(mean, std, seed=0):
-        return target.score(measure_features(gaussian_features(mean, std, seed=seed)))["frechet_x"]
+        return comparison.score(measure_features(gaussian_features(mean, std, seed=seed)))["frechet_x"]
 
     assert frechet(0.0, 1.0) == pytest.approx(0, abs=1e-6)
     assert 0 < frechet(0.0, 1.0, seed=1) < 0.01
@@ -53,8 +54,10 @@ def test_the_bias_of_the_frechet_distance_of_equal_gaussians_is_as_expected():
     # 1,347 and 450 samples of 32 dimensions have an expected distance of 0.9, measured beforehand
     values = []
     for seed in range(4):
-        target = target_of(gaussian_features(0.0, 1.0, 1347, 32, 2 * seed), "frechet")
-        values.append(target.score(measure_features(gaussian_features(0.0, 1.0, 450, 32, 2 * seed + 1)))["frechet_x"])
+        comparison = comparison_with(gaussian_features(0.0, 1.0, 1347, 32, 2 * seed), "frechet")
+        values.append(
+            comparison.score(measure_features(gaussian_features(0.0, 1.0, 450, 32, 2 * seed + 1)))["frechet_x"]
+        )
     assert np.mean(values) == pytest.approx(0.9, abs=0.15)
 
 
@@ -66,11 +69,11 @@ def test_the_frechet_distance_equals_that_of_torch_fidelity(count, width, mean):
     mixing = torch.randn(width, width, generator=torch.Generator().manual_seed(9)) / width**0.5
     sets = [(gaussian_features(0.0, 1.0, count, width, seed) @ mixing + mean).float() for seed in (0, 1)]
     references = [fid_features_to_statistics(features.double()) for features in sets]
-    moments = [measure_features(features).moments["features"] for features in sets]
+    moments = [measure_features(features).gaussians["features"] for features in sets]
     for (feature_mean, covariance), reference in zip(moments, references):
         np.testing.assert_allclose(feature_mean, reference["mu"], rtol=1e-12)
         np.testing.assert_allclose(covariance, reference["sigma"], rtol=1e-7, atol=1e-9)
-    value = target_of(sets[1], "frechet").score(measure_features(sets[0]))["frechet_x"]
+    value = comparison_with(sets[1], "frechet").score(measure_features(sets[0]))["frechet_x"]
     expected = fid_statistics_to_metric(*references, verbose=False)["frechet_inception_distance"]
     assert value == pytest.approx(expected, rel=1e-6 if count > width else 1e-3)
 
@@ -98,7 +101,7 @@ def test_precision_and_recall_equal_those_of_torch_fidelity():
 
     samples, real = gaussian_features(0.3, 0.8, 2500, 8).float(), gaussian_features(0.0, 1.0, 1500, 8, 1).float()
     expected = prc_features_to_metric(samples, real, verbose=False, save_cpu_ram=False)
-    scores = target_of(real, "precision", "recall").score(measure_features(samples))
+    scores = comparison_with(real, "precision", "recall").score(measure_features(samples))
     assert 0.2 < expected["recall"] < expected["precision"] < 1
     assert scores == {name: pytest.approx(expected[name], abs=1e-6) for name in ("precision", "recall")}
 
@@ -107,13 +110,13 @@ def test_kid_of_inception_features_equals_that_of_torch_fidelity():
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     samples, real = gaussian_features(0.3, 0.8, 300, 8).float(), gaussian_features(0.0, 1.0, 400, 8, 1).float()
-    target = Target(
+    comparison = Comparison(
         "fid", metrics.statistics_to_store(measure_features(real)), ({"name": "kid", "subsets": 9, "subset_size": 100},)
     )
     expected = kid_features_to_metric(
         samples.double(), real.double(), kid_subsets=9, kid_subset_size=100, verbose=False
     )
-    assert target.score(measure_features(samples))["kid"] == pytest.approx(
+    assert comparison.score(measure_features(samples))["kid"] == pytest.approx(
         expected["kernel_inception_distance_mean"], rel=1e-12
     )
 
@@ -122,8 +125,8 @@ def test_kid_is_small_for_equal_distributions_and_ignores_the_scale_of_features(
     real, near, far = (gaussian_features(m, 1.0, 60, 8, seed) for seed, m in enumerate((0.0, 0.0, 1.0)))
     values = {}
     for scale in (1, 100):
-        target = target_of(real * scale, "kid")
-        values[scale] = [target.score(measure_features(samples * scale))["kid"] for samples in (near, far)]
+        comparison = comparison_with(real * scale, "kid")
+        values[scale] = [comparison.score(measure_features(samples * scale))["kid"] for samples in (near, far)]
     assert values[1] == pytest.approx(values[100], rel=1e-4)
     assert abs(values[1][0]) < 0.2 < values[1][1]
 
@@ -148,11 +151,21 @@ def test_features_on_disk_are_read_back_by_index():
 def test_the_bootstrap_estimates_the_standard_deviation_over_sample_sets():
     """The standard deviation over resamples of one set is close to that over independent sets."""
     real = gaussian_features(0.0, 1.0, 4000, 4, 99)
-    target = target_of(real, "frechet")
+    comparison = comparison_with(real, "frechet")
     sets = [measure_features(gaussian_features(0.5, 1.0, 400, 4, seed)) for seed in range(40)]
-    expected = np.std([target.score(sample_set)["frechet_x"] for sample_set in sets], ddof=1)
-    estimates = [metrics.bootstrap(sample_set, target, 20, 0) for sample_set in sets[:8]]
+    expected = np.std([comparison.score(sample_set)["frechet_x"] for sample_set in sets], ddof=1)
+    estimates = [metrics.bootstrap(sample_set, comparison, 20, 0) for sample_set in sets[:8]]
     assert np.mean(estimates) == pytest.approx(expected, rel=0.35)
+
+
+def test_every_metric_needs_measurements_that_exist():
+    for name, entry in METRICS.items():
+        assert set(entry.facts["needs"]) <= set(MEASUREMENTS), name
+    metrics_of_every_kind = [{"name": name} for name in ("fid", "sfid", "kid", "isc", "clip", "psnr", "validation")]
+    assert needs_of_real_images(metrics_of_every_kind) == {"moments", "spatial", "features"}
+    with pytest.raises(KairosError, match=r"metric new: needs: got logit, allowed: .*logits"):
+        registries._metric("new", "a metric", "features logit")
+    assert "new" not in METRICS
 
 
 def test_too_few_images_are_rejected_or_cause_a_warning():

@@ -402,7 +402,7 @@ def test_samples_of_another_snapshot_are_rejected(results, tmp_path):
         evaluate.run([job], results / "reference")
 
 
-def brightness(options, measured, target):
+def brightness(options, measured, comparison):
     """Compute a metric of an extension."""
     return {"mean_feature": float(measured.features[:].mean())}
 

@@ -6,7 +6,7 @@ import torch
 
 from kairos.evaluation import extractors, inception_weights, metrics
 from kairos.evaluation.evaluate import cache_published_extractor
-from kairos.evaluation.moments import iterate_rows, measure
+from kairos.evaluation.measurements import iterate_rows, measure
 from kairos_timesteps.errors import DamagedError, KairosError
 
 
@@ -84,10 +84,10 @@ def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
     assert layers["spatial"].min() == 0 < layers["spatial"].max(), "after the rectifier"
     measured = measure(opened, iterate_rows(grey, range(4), 3), {"moments", "spatial", "logits"})
     isc = isc_features_to_metric(layers["logits"], splits=1, shuffle=False)["inception_score_mean"]
-    torch.testing.assert_close(measured.moments["spatial"][0], layers["spatial"].double().mean(0).numpy())
+    torch.testing.assert_close(measured.gaussians["spatial"][0], layers["spatial"].double().mean(0).numpy())
     real = metrics.statistics_to_store(measured)
-    target = metrics.Target("fid", real, ({"name": "fid"}, {"name": "sfid"}, {"name": "isc"}))
-    assert target.score(measured) == {
+    comparison = metrics.Comparison("fid", real, ({"name": "fid"}, {"name": "sfid"}, {"name": "isc"}))
+    assert comparison.score(measured) == {
         "fid": pytest.approx(0, abs=1e-3),
         "sfid": pytest.approx(0, abs=1e-3),
         "isc": pytest.approx(isc, rel=1e-9),
@@ -95,7 +95,7 @@ def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
     assert isc >= 1.0
     real.save(tmp_path / "VIRTUAL.npz")
     again = metrics.RealStatistics.load(tmp_path / "VIRTUAL.npz")
-    assert set(again.moments) == {"features", "spatial"} and again.hash == real.hash
+    assert set(again.gaussians) == {"features", "spatial"} and again.hash == real.hash
     torch.save({"nothing": torch.zeros(1)}, tmp_path / "x" / "weights-inception-2015-12-05-6726825d.pth")
     with pytest.raises(DamagedError):
         extractors.open_extractor(tmp_path / "x")

@@ -20,8 +20,8 @@ from kairos.data.dataset import open_dataset, reduce_resolution
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.evaluation.evaluate import pair_with_real_images
+from kairos.evaluation.measurements import ImageStatistics
 from kairos.evaluation.metrics import psnr
-from kairos.evaluation.moments import ImageStatistics
 from kairos.files import read_json
 from kairos.sampling.conditions import load_conditions, select_condition_sources
 from kairos.sampling.samples_file import SamplesFile, open_samples, write_samples

@@ -25,7 +25,7 @@ from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation import clip
-from kairos.evaluation.moments import ImageStatistics
+from kairos.evaluation.measurements import ImageStatistics
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.evaluation.moments import ImageStatistics
+from kairos.evaluation.measurements import ImageStatistics
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
 from kairos.text_encoders.encoder import load_pretrained, network_folder
@@ -23,7 +23,7 @@ FIELD = "evaluation.metrics: clip.path"
 Network = tuple[Any, Any, Any]  # CLIP, its tokenizer and its image processor
 
 
-def clip(options: ClipOptions, statistics: ImageStatistics, target: Any) -> dict[str, float]:
+def clip(options: ClipOptions, statistics: ImageStatistics, comparison: Any) -> dict[str, float]:
     """Return the CLIP score of a set of images as column ``clip_score``; no column if the images have no captions."""
     if statistics.captioned is None:
         return {}

@@ -11,7 +11,7 @@ from kairos import compute, resource_usage
 from kairos.data.latents import Latents, open_latents
 from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, build_extractor, open_extractor
-from kairos.evaluation.moments import iterate_rows, measure
+from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.reference import Reference, open_external_reference, open_reference
 from kairos.evaluation.registries import METRICS, needs_of
 from kairos.evaluation.settings import LossSettings
@@ -24,7 +24,7 @@ from kairos.sampling.settings import GUIDANCE
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.options import but_name
 
-PUBLISHED = ("inception", "dinov2")  # extractors that need no data set
+PUBLISHED_EXTRACTORS = ("inception", "dinov2")  # extractors that need no data set
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def run(
         )
     if is_external and extractor is None:
         extractor = Path(_extractor_of_metrics(metric_names or []))
-    if str(extractor) in PUBLISHED and not Path(str(extractor)).exists():
+    if str(extractor) in PUBLISHED_EXTRACTORS and not Path(str(extractor)).exists():
         extractor = cache_published_extractor(str(extractor))
     milestone = next((job.milestone for job in jobs if job.milestone), None)
     device = compute.setup(1, "auto") if milestone is None else set_up_device(load_settings(milestone, {})[1])
@@ -151,7 +151,7 @@ def evaluate(
         KairosError: too few images, or the samples lack something that a metric needs.
     """
     samples = open_samples(job.samples)
-    needs = reference.target.needs
+    needs = reference.comparison.needs
     file = str(job.samples)
     parts, warnings = split_into_sets(len(samples.images), reference.record["num_samples"], sets, file)
     few_images = metrics.check_image_count(len(parts[0]), extractor.width, file)
@@ -163,11 +163,11 @@ def evaluate(
     for part in parts:
         statistics = measure(extractor, iterate_rows(samples.images, part), needs)
         if "captions" in needs:
-            statistics = replace(statistics, captioned=_pair_with_captions(file, samples, part))
+            statistics = replace(statistics, captioned=pair_with_captions(file, samples, part))
         if "pairs" in needs and training_latents is not None:
             pairs = pair_with_real_images(samples, part, training_latents, snapshot_record["conditions"])
             statistics = replace(statistics, pairs=pairs)
-        scores.append(reference.target.score(statistics))
+        scores.append(reference.comparison.score(statistics))
     columns = metrics.summarise(scores)
     record = {
         "step": samples.protocol.get("step"),
@@ -178,7 +178,7 @@ def evaluate(
     if "milestone" in needs and training_latents is not None:
         record["validation"] = _compute_losses(job, samples.protocol, reference, training_latents, extractor)
     write_json(job.out, record)
-    log(f"evaluate {file}: {metrics.format_metric(columns, reference.target.metric)}")
+    log(f"evaluate {file}: {metrics.format_metric(columns, reference.comparison.distance_column)}")
     return few_images
 
 
@@ -193,14 +193,14 @@ def _compute_losses(
     snapshot = open_milestone(job.milestone, weights, extractor.device)
     settings = LossSettings(**reference.record["validation"], precision=extractor.precision)
     results: dict[str, Any] = {}
-    for metric in reference.target.metrics:
+    for metric in reference.comparison.metrics:
         if "milestone" in needs_of([metric]):
             compute_loss = METRICS.entry(metric["name"]).load()
             results |= compute_loss(snapshot, latents, settings, extractor.device)
     return results
 
 
-def _pair_with_captions(file: str, samples: SamplesFile, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
+def pair_with_captions(file: str, samples: SamplesFile, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
     """Return batches of the images `part` with the captions that they were generated from.
 
     Raises:

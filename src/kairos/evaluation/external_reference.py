@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from kairos.evaluation.registries import GAUSSIAN_MEASUREMENTS
 from kairos_timesteps.errors import KairosError
 
-_IMAGES = {"images", "arr_0"}
-PUBLISHED = {"moments": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # arrays by the measurement that metrics need
+_IMAGE_ARRAYS = {"images", "arr_0"}
 
 
 def read_moments(
@@ -23,7 +23,7 @@ def read_moments(
     Args:
         path: the npz file.
         width: number of features; None if it is unknown.
-        needs: measurements of real images that the metrics need, see `moments.measure`.
+        needs: measurements of real images that the metrics need, see `registries.MEASUREMENTS`.
         where: the experiment's field or the option that sets the file, for messages.
 
     Returns:
@@ -37,18 +37,14 @@ def read_moments(
         with np.load(path, allow_pickle=False) as file:
             names = set(file.files)
             moments = {}
-            for need, (mean, covariance) in PUBLISHED.items():
-                if need in needs and {mean, covariance} <= names:
-                    moments[need] = (file[mean].astype(float), file[covariance].astype(float))
+            for need, measurement in GAUSSIAN_MEASUREMENTS.items():
+                mean_name, covariance_name = measurement.arrays
+                if need in needs and {mean_name, covariance_name} <= names:
+                    moments[need] = (file[mean_name].astype(float), file[covariance_name].astype(float))
     except FileNotFoundError:
         raise KairosError(f"{where}: {path}: no such file; allowed: an npz of images, or of mu and sigma") from None
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        AttributeError,
-        zipfile.BadZipFile,
-    ) as error:  # numpy also loads other formats
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        # AttributeError: numpy also loads a file of one array, which has no attribute `files`
         raise KairosError(f"{where}: {path}: cannot be read as npz ({error})") from None
     if "moments" in moments and width is not None:
         shape = moments["moments"][1].shape
@@ -57,7 +53,7 @@ def read_moments(
                 f"{where}: sigma in {path} has shape {shape}, allowed: {(width, width)}, the extractor's features"
             )
     missing = needs - moments.keys()
-    if missing and not _IMAGES & names:
+    if missing and not _IMAGE_ARRAYS & names:
         raise KairosError(
             f"{where}: {path} contains {', '.join(sorted(names)) or 'nothing'}; the metrics need "
             f"{', '.join(sorted(missing))} of real images; pass an npz with images (or arr_0), or select other metrics"

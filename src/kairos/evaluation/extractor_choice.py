@@ -9,7 +9,7 @@ from pathlib import Path
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, count_images
 from kairos.evaluation import external_reference, inception_weights
-from kairos.evaluation.registries import SAMPLES_ONLY, needs_of
+from kairos.evaluation.registries import needs_of_real_images
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.section import check
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -57,7 +57,7 @@ def choose_extractor(
         metrics = evaluation.metrics_for(name, dataset.heldout != 0)
         if evaluation.reference not in ("train", "all"):
             width = evaluation.extractor.get("features", WIDTHS.get(name))
-            needs = needs_of(metrics) - SAMPLES_ONLY
+            needs = needs_of_real_images(metrics)
             external_reference.read_moments(Path(evaluation.reference), width, needs, "evaluation.reference")
     except KairosError as error:
         problems.append(str(error))

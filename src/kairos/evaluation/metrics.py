@@ -1,4 +1,4 @@
-"""Formulas of the metrics of a set of images, each called as ``metric(options, statistics, target)``.
+"""Formulas of the metrics of a set of images, each called as ``metric(options, statistics, comparison)``.
 
 A metric returns columns: a dictionary from column name to number. Module `registries` lists the measurements that each
 metric needs.
@@ -19,9 +19,15 @@ from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metri
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
 from kairos.data.arrays import iterate_blocks
-from kairos.evaluation import external_reference
-from kairos.evaluation.moments import LAYERS, ImageStatistics, Moments
-from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions, needs_of
+from kairos.evaluation.measurements import Gaussian, ImageStatistics, MomentSums
+from kairos.evaluation.registries import (
+    GAUSSIAN_MEASUREMENTS,
+    METRICS,
+    KidOptions,
+    ManifoldOptions,
+    NoOptions,
+    needs_of,
+)
 from kairos.files import atomic, sha256_bytes, sha256_json
 from kairos.progress import log
 from kairos.section import build
@@ -32,11 +38,8 @@ ROWS = 1024  # feature vectors processed at a time
 SPLIT = 5000  # consecutive images in a split of the Inception score, as in ADM's evaluator
 MAX_STORED = 10_000  # feature vectors to store, the number of images in ADM's reference for precision and recall
 
-_ARRAY_NAMES = {
-    layer: external_reference.PUBLISHED[need] for need, layer in LAYERS.items()
-}  # names of mean and covariance in npz files
-
-Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]  # mean (d,) and covariance (d, d)
+# names of the arrays of mean and covariance in npz files, by layer
+_ARRAY_NAMES = {measurement.layer: measurement.arrays for measurement in GAUSSIAN_MEASUREMENTS.values()}
 
 
 @dataclass(frozen=True)
@@ -44,30 +47,30 @@ class RealStatistics:
     """Statistics of the real images that metrics compare samples with.
 
     Attributes:
-        moments: mean (d,) and covariance (d, d) by layer.
+        gaussians: mean (d,) and covariance (d, d) of each layer.
         features: features of at most `MAX_STORED` evenly spread images, float32 (n, d); empty if no metric needs them.
-        count: number of images; 0 if the moments came from a file without that number.
+        count: number of images; 0 if mean and covariance came from a file without that number.
     """
 
-    moments: dict[str, Gaussian]
+    gaussians: dict[str, Gaussian]
     features: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     count: int = 0
 
     @functools.cached_property
     def hash(self) -> str:
         """SHA-256 of the features' mean and covariance and of the number of images."""
-        mean, covariance = self.moments["features"]
+        mean, covariance = self.gaussians["features"]
         return sha256_bytes(mean.tobytes() + covariance.tobytes() + str(self.count).encode())
 
     @functools.cached_property
     def roots(self) -> dict[str, NDArray[np.float64]]:
         """Symmetric root of the covariance of each layer."""
-        return {name: _root(covariance) for name, (_, covariance) in self.moments.items()}
+        return {name: _root(covariance) for name, (_, covariance) in self.gaussians.items()}
 
     def save(self, path: Path) -> None:
-        """Write the statistics to an npz file atomically; the names of the moments are those of published files."""
+        """Write the statistics to an npz file atomically; means and covariances have the names of published files."""
         arrays: Any = {}
-        for layer, (mean, covariance) in self.moments.items():
+        for layer, (mean, covariance) in self.gaussians.items():
             mean_name, covariance_name = _ARRAY_NAMES[layer]
             arrays |= {mean_name: mean, covariance_name: covariance}
         with atomic(path) as file:
@@ -77,30 +80,30 @@ class RealStatistics:
     def load(path: Path) -> "RealStatistics":
         """Read statistics from an npz file that `save` wrote."""
         with np.load(path, allow_pickle=False) as file:
-            moments = {}
+            gaussians = {}
             for layer, (mean_name, covariance_name) in _ARRAY_NAMES.items():
                 if mean_name in file:
-                    moments[layer] = (file[mean_name], file[covariance_name])
-            return RealStatistics(moments, file["features"], int(file["count"]))
+                    gaussians[layer] = (file[mean_name], file[covariance_name])
+            return RealStatistics(gaussians, features=file["features"], count=int(file["count"]))
 
 
 @dataclass(frozen=True)
-class Target:
-    """Statistics and metrics that samples are compared by.
+class Comparison:
+    """Comparison of samples with real images.
 
     Attributes:
-        metric: column of the Fréchet distance.
-        statistics: statistics of the real images.
+        distance_column: column of the Fréchet distance, such as ``fid``.
+        real: statistics of the real images.
         metrics: the metrics to compute, with their options.
     """
 
-    metric: str
-    statistics: RealStatistics
+    distance_column: str
+    real: RealStatistics
     metrics: tuple[dict[str, Any], ...]
 
     @property
     def needs(self) -> set[str]:
-        """Measurements that the metrics need of a set of images; see `moments.measure`."""
+        """Measurements that the metrics need of a set of images; see `registries.MEASUREMENTS`."""
         return needs_of(self.metrics)
 
     def score(self, statistics: ImageStatistics) -> dict[str, float]:
@@ -114,8 +117,11 @@ class Target:
 
 def statistics_to_store(statistics: ImageStatistics) -> RealStatistics:
     """Return the statistics to store, given the measurements of real images."""
-    features = np.zeros((0, 0), np.float32) if statistics.features is None else statistics.features[:]
-    return RealStatistics(statistics.moments, features, statistics.count)
+    if statistics.features is None:
+        features = np.zeros((0, 0), np.float32)
+    else:
+        features = statistics.features[:]  # read from the file
+    return RealStatistics(statistics.gaussians, features, statistics.count)
 
 
 def indices_to_store(count: int) -> NDArray[np.int64]:
@@ -170,14 +176,16 @@ def warn(what: str, warning: str) -> None:
     log(f"warning: {what}: {warning}")
 
 
-def frechet(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
+def frechet(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017)."""
-    return {target.metric: frechet_distance(statistics.moments["features"], target.statistics, "features")}
+    samples = statistics.gaussians["features"]
+    return {comparison.distance_column: frechet_distance(samples, comparison.real, layer="features")}
 
 
-def sfid(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
+def sfid(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute sFID, the Fréchet distance of Inception's spatial features (Nash et al. 2021; ADM's evaluator)."""
-    return {"sfid": frechet_distance(statistics.moments["spatial"], target.statistics, "spatial")}
+    samples = statistics.gaussians["spatial"]
+    return {"sfid": frechet_distance(samples, comparison.real, layer="spatial")}
 
 
 def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> float:
@@ -191,7 +199,7 @@ def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> flo
         layer: layer of the features.
     """
     mean, covariance = samples
-    real_mean, real_covariance = real.moments[layer]
+    real_mean, real_covariance = real.gaussians[layer]
     root = real.roots[layer]
     eigenvalues = np.linalg.eigvalsh(root @ covariance @ root)
     difference = mean - real_mean
@@ -205,7 +213,7 @@ def _root(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
 
 
-def kid(options: KidOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
+def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the unbiased kernel distance (Bińkowski et al. 2018), mean over subsets of at most half the images.
 
     The kernel is (gamma x·y + 1)³. For Inception, gamma is the published 1/d. Features of an extractor that kairos
@@ -213,19 +221,22 @@ def kid(options: KidOptions, statistics: ImageStatistics, target: Target) -> dic
     independent of the scale.
     """
     assert statistics.features is not None
-    real = torch.from_numpy(target.statistics.features).double()
+    real = torch.from_numpy(comparison.real.features).double()
     samples = torch.from_numpy(statistics.features[indices_to_store(len(statistics.features))]).double()
     size = min(options.subset_size, len(samples) // 2, len(real) // 2)
     if size < 2:
         return {}
-    gamma = None if target.metric == "fid" else 1 / float(real.square().sum(1).mean())
+    if comparison.distance_column == "fid":
+        gamma = None  # torch-fidelity's default, 1/d
+    else:
+        gamma = 1 / float(real.square().sum(1).mean())
     result = kid_features_to_metric(
         samples, real, kid_subsets=options.subsets, kid_subset_size=size, kid_kernel_poly_gamma=gamma, verbose=False
     )
     return {"kid": result[KEY_METRIC_KID_MEAN]}
 
 
-def isc(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
+def isc(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the Inception score (Salimans et al. 2016), mean over splits of at most `SPLIT` images."""
     assert statistics.logits is not None
     splits = _iterate_vectors(statistics.logits, SPLIT)
@@ -233,24 +244,24 @@ def isc(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict
     return {"isc": stats.fmean(score[KEY_METRIC_ISC_MEAN] for score in scores)}
 
 
-def psnr(options: NoOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
+def psnr(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the mean peak signal-to-noise ratio in dB of image pairs; no column if the images have no pairs."""
     if statistics.pairs is None:
         return {}
-    errors = [
-        np.square(samples.astype(float) - real).mean((1, 2, 3)) for samples, real in statistics.pairs
-    ]  # each (n,)
-    return {"psnr": float(np.mean(10 * np.log10(255**2 / np.concatenate(errors).clip(1e-12))))}
+    batches = [np.square(samples.astype(float) - real).mean((1, 2, 3)) for samples, real in statistics.pairs]
+    errors = np.concatenate(batches).clip(1e-12)  # mean squared error of each image; clipped: of equal images it is 0
+    decibels = 10 * np.log10(255**2 / errors)
+    return {"psnr": float(np.mean(decibels))}
 
 
-def precision(options: ManifoldOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
+def precision(options: ManifoldOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the share of samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
-    return {"precision": share_inside(statistics.features, target.statistics.features, options.neighbours)}
+    return {"precision": share_inside(statistics.features, comparison.real.features, options.neighbours)}
 
 
-def recall(options: ManifoldOptions, statistics: ImageStatistics, target: Target) -> dict[str, float]:
+def recall(options: ManifoldOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the share of real images inside the manifold of the samples (Kynkäänniemi et al. 2019)."""
-    return {"recall": share_inside(target.statistics.features, statistics.features, options.neighbours)}
+    return {"recall": share_inside(comparison.real.features, statistics.features, options.neighbours)}
 
 
 def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
@@ -285,12 +296,12 @@ def _iterate_vectors(vectors: Any, size: int = ROWS) -> Iterator[Tensor]:
     return map(torch.from_numpy, iterate_blocks([vectors], size))
 
 
-def bootstrap(statistics: ImageStatistics, target: Target, resamples: int, seed: int) -> float:
+def bootstrap(statistics: ImageStatistics, comparison: Comparison, resamples: int, seed: int) -> float:
     """Return the standard deviation of the Fréchet distance over bootstrap resamples of one set of images.
 
     Args:
         statistics: measurements of the set, with features.
-        target: statistics of the real images.
+        comparison: statistics of the real images.
         resamples: number of resamples, drawn with replacement.
         seed: seed of the resamples.
     """
@@ -299,11 +310,11 @@ def bootstrap(statistics: ImageStatistics, target: Target, resamples: int, seed:
     distances = []
     for _ in range(resamples):
         indices = random.integers(0, statistics.count, statistics.count)
-        multiplicities = np.bincount(indices, minlength=statistics.count)
-        moments = Moments()
+        multiplicities = np.bincount(indices, minlength=statistics.count)  # how often each image is drawn
+        sums = MomentSums()
         for features, weights in zip(_iterate_vectors(statistics.features), _iterate_vectors(multiplicities)):
-            moments.add(features, weights)
-        distances.append(frechet_distance(moments.mean_and_covariance, target.statistics, "features"))
+            sums.add(features, weights)
+        distances.append(frechet_distance(sums.mean_and_covariance, comparison.real, layer="features"))
     return stats.stdev(distances)
 
 
@@ -324,5 +335,8 @@ def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
 
 def format_metric(columns: dict[str, Any], name: str) -> str:
     """Return a metric for the terminal, with its standard deviation if there is one."""
+    text = f"{name} {columns[name]:.4g}"
     deviation = columns[f"{name}_spread"]
-    return f"{name} {columns[name]:.4g}" + ("" if deviation is None else f" ± {deviation:.2g}")
+    if deviation is None:
+        return text
+    return f"{text} ± {deviation:.2g}"

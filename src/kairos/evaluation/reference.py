@@ -24,9 +24,9 @@ from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
 from kairos.data.latents import Latents, open_latents
 from kairos.evaluation import external_reference, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
-from kairos.evaluation.metrics import RealStatistics, Target
-from kairos.evaluation.moments import LAYERS, iterate_rows, measure
-from kairos.evaluation.registries import SAMPLES_ONLY, default_metrics, needs_of
+from kairos.evaluation.measurements import iterate_rows, measure
+from kairos.evaluation.metrics import Comparison, RealStatistics
+from kairos.evaluation.registries import MEASUREMENTS, default_metrics, needs_of_real_images
 from kairos.evaluation.settings import EvaluationConfig, check_metrics, metrics_with_options
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.progress import Progress, log
@@ -49,11 +49,11 @@ class Reference:
 
     Attributes:
         record: content of reference.json, or for external images its fields that evaluations use.
-        target: statistics of the real images, and the metrics to compute.
+        comparison: statistics of the real images, and the metrics to compute.
     """
 
     record: dict[str, Any]
-    target: Target
+    comparison: Comparison
 
 
 def build_reference(
@@ -82,31 +82,30 @@ def build_reference(
     training_latents = open_latents(latents)
     resource_usage.end_startup()
     selected = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
-    target = Target(
-        opened.manifest["metric"], _real_statistics(evaluation.reference, images, opened, selected), selected
-    )
+    real = _real_statistics(evaluation.reference, images, opened, selected)
+    comparison = Comparison(distance_column=opened.manifest["metric"], real=real, metrics=selected)
     num = evaluation.num_samples
-    warnings = _check_image_counts(num, target.statistics.count, opened.width)
+    warnings = _check_image_counts(num, real.count, opened.width)
     fitted, gaussian = _gaussian_source(training_latents, codec, num, evaluation.seed)
     noise = _noise_source(images.images.shape[1:], num, evaluation.seed)
     generated = {"gaussian": gaussian, "noise": noise}
-    rows = _compute_rows(evaluation, images, codec, generated, opened, target)
+    rows = _compute_rows(evaluation, images, codec, generated, opened, comparison)
 
-    target.statistics.save(out / "statistics.npz")
+    real.save(out / "statistics.npz")
     record = {
         "extractor": opened.name,
         "extractor_hash": opened.hash,
-        "metric": target.metric,
+        "metric": comparison.distance_column,
         "metrics": selected,
         "features": opened.width,
         "accuracy": opened.manifest["accuracy"],
         "reference": evaluation.reference,
         "dataset_sha256": images.manifest["content_sha256"],
         "autoencoder_sha256": codec.manifest["sha256"],
-        "real_images": target.statistics.count,
+        "real_images": real.count,
         "num_samples": num,
         "sets": evaluation.sets,
-        **_fixed_settings(evaluation, target.statistics, opened),
+        **_fixed_settings(evaluation, real, opened),
         "rows": rows,
         "spread_of": {name: SPREADS[name] for name in rows},
         "gaussian": f"mean and sample covariance of {fitted} training latents",
@@ -115,7 +114,7 @@ def build_reference(
     }
     write_json(out / "reference.json", record)
     for name, row in rows.items():
-        log(f"reference: {name} {metrics.format_metric(row, target.metric)}")
+        log(f"reference: {name} {metrics.format_metric(row, comparison.distance_column)}")
     return record
 
 
@@ -156,7 +155,7 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
             f"{record['extractor_hash'][:12]}, with which the reference was computed; pass it as --extractor DIR"
         )
     real = RealStatistics.load(path.parent / "statistics.npz")
-    return Reference(record, Target(record["metric"], real, tuple(record["metrics"])))
+    return Reference(record, Comparison(record["metric"], real, tuple(record["metrics"])))
 
 
 def open_external_reference(path: Path, extractor: Extractor, metric_names: list[str] | None) -> Reference:
@@ -173,9 +172,9 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
     kind = extractor.manifest["kind"]
     selected = metrics_with_options(metric_names or default_metrics(kind, True))
     check_metrics(selected, kind)
-    statistics = load_external_statistics(path, extractor, needs_of(selected) - SAMPLES_ONLY)
+    statistics = load_external_statistics(path, extractor, needs_of_real_images(selected))
     record = {"num_samples": None, **_fixed_settings(EvaluationConfig(), statistics, extractor)}
-    return Reference(record, Target(extractor.manifest["metric"], statistics, tuple(selected)))
+    return Reference(record, Comparison(extractor.manifest["metric"], statistics, tuple(selected)))
 
 
 def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extractor) -> dict[str, Any]:
@@ -199,7 +198,7 @@ def _real_statistics(
         extractor: the feature extractor.
         selected: the metrics, which decide the measurements.
     """
-    needs = needs_of(selected) - SAMPLES_ONLY
+    needs = needs_of_real_images(selected)
     if which not in ("train", "all"):
         return load_external_statistics(Path(which), extractor, needs)
     indices = dataset.train if which == "train" else np.arange(len(dataset.images))
@@ -215,24 +214,24 @@ def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) 
     Args:
         path: the npz file.
         extractor: the feature extractor.
-        needs: measurements of real images that the metrics need, see `moments.measure`.
+        needs: measurements of real images that the metrics need, see `registries.MEASUREMENTS`.
 
     Raises:
         KairosError: the file lacks a measurement, see `external_reference.read_moments`; or too few images.
     """
     published = external_reference.read_moments(path, extractor.width, needs, "reference")
-    moments = {LAYERS[need]: pair for need, pair in published.items()}
+    published_gaussians = {MEASUREMENTS[need].layer: gaussian for need, gaussian in published.items()}
     missing = needs - published.keys()
     if not missing:
-        return RealStatistics(moments)
+        return RealStatistics(published_gaussians)
     images = open_samples(path).images
     if "moments" in missing:
         for warning in metrics.check_image_count(len(images), extractor.width, str(path)):
             metrics.warn(str(path), warning)
     statistics = _measure_cached(images, range(len(images)), extractor, missing, {"images": sha256_file(path)})
     # published moments may be of more images than the file has, so their number is unknown
-    count = 0 if moments else statistics.count
-    return RealStatistics({**statistics.moments, **moments}, statistics.features, count)
+    count = 0 if published_gaussians else statistics.count
+    return RealStatistics({**statistics.gaussians, **published_gaussians}, statistics.features, count)
 
 
 def _measure_cached(
@@ -244,7 +243,7 @@ def _measure_cached(
         images: uint8 (N, height, width, channels).
         indices: indices of the images to measure, (n,).
         extractor: the feature extractor.
-        needs: measurements, see `moments.measure`.
+        needs: measurements, see `registries.MEASUREMENTS`.
         cache_key: JSON values that identify the images.
     """
     cache_key = {**cache_key, "extractor": extractor.hash, "precision": extractor.precision, "needs": sorted(needs)}
@@ -263,7 +262,7 @@ def _compute_rows(
     codec: Codec,
     generated: dict[str, ImageSource],
     extractor: Extractor,
-    target: Target,
+    comparison: Comparison,
 ) -> dict[str, dict[str, Any]]:
     """Return the reference rows by name, each with its number of images per set and the columns of the metrics.
 
@@ -273,31 +272,34 @@ def _compute_rows(
         codec: the autoencoder.
         generated: sources of the rows that have several sets of images, by name.
         extractor: the feature extractor.
-        target: statistics of the real images, and the metrics.
+        comparison: statistics of the real images, and the metrics.
     """
     heldout = dataset.heldout[: evaluation.num_samples]
     heldout_sources = _heldout_sources(heldout, dataset, codec, evaluation.num_samples, extractor.width)
     captions = None
-    if heldout_sources and dataset.captions is not None and "captions" in target.needs:
+    if heldout_sources and dataset.captions is not None and "captions" in comparison.needs:
         captions = dataset.captions.texts(dataset.captions.caption_indices(heldout))
     progress = Progress(len(heldout_sources) + len(generated), "reference", "row")
     rows = {}
     with torch.inference_mode():
         for name, heldout_images in heldout_sources.items():
-            statistics = measure(extractor, heldout_images(), target.needs | {"features"})
+            statistics = measure(extractor, heldout_images(), comparison.needs | {"features"})
             if captions is not None:
                 batches = zip(heldout_images(), iterate_rows(captions, range(len(heldout))))
                 statistics = replace(statistics, captioned=batches)
-            scores = target.score(statistics)
-            deviation = metrics.bootstrap(statistics, target, RESAMPLES, derived_seed(evaluation.seed, "bootstrap"))
-            deviations = {f"{column}_spread": deviation if column == target.metric else None for column in scores}
+            scores = comparison.score(statistics)
+            deviation = metrics.bootstrap(
+                statistics, comparison, resamples=RESAMPLES, seed=derived_seed(evaluation.seed, "bootstrap")
+            )
+            deviations = dict.fromkeys(f"{column}_spread" for column in scores)  # unknown for one set of images
+            deviations[f"{comparison.distance_column}_spread"] = deviation
             rows[name] = {"n_samples": len(heldout), **scores, **deviations}
             progress.advance()
         for name, images_of_set in generated.items():
             set_scores = []
             for number in range(evaluation.sets):
-                statistics = measure(extractor, images_of_set(number), target.needs)
-                set_scores.append(target.score(statistics))
+                statistics = measure(extractor, images_of_set(number), comparison.needs)
+                set_scores.append(comparison.score(statistics))
             rows[name] = {"n_samples": evaluation.num_samples, **metrics.summarise(set_scores)}
             progress.advance()
     progress.close()

@@ -3,14 +3,18 @@
 An extractor's code is called as ``code(options, dataset, folder)``. It fills the folder and returns the manifest's
 fields. The module also has ``load(folder, manifest)``, which opens the folder.
 
-A metric's code is called as ``code(options, statistics, target)``, with the measurements of a set of images and the
+A metric's code is called as ``code(options, statistics, comparison)``, with the measurements of a set of images and the
 statistics of the real ones. It returns columns: a dictionary of numbers. A metric that needs a snapshot is called as
 ``code(milestone, latents, settings, device)``, see `validation`.
+
+`MEASUREMENTS` lists what metrics can need of a set of images.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from kairos_timesteps.errors import demand
 from kairos_timesteps.options import Options, option
 from kairos_timesteps.registry import NoOptions, Registry
 
@@ -74,6 +78,56 @@ EXTRACTORS.add(
 EXTRACTORS.add("inception", "kairos.evaluation.inception:prepare", InceptionOptions, "Inception-v3 of torch-fidelity")
 EXTRACTORS.add("dinov2", "kairos.evaluation.dinov2:prepare", DinoOptions, "DINOv2 (Oquab et al. 2023)")
 
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement of a set of images that metrics can need.
+
+    Attributes:
+        content: what it contains.
+        taken_in: function of `kairos.evaluation` that takes it.
+        of_real_images: True if stage `reference` takes it of the real images too.
+        layer: for a mean and covariance: layer of the extractor; else empty.
+        arrays: for a mean and covariance: names of the two arrays in published npz files.
+    """
+
+    content: str
+    taken_in: str
+    of_real_images: bool
+    layer: str = ""
+    arrays: tuple[str, str] = ("", "")
+
+
+MEASUREMENTS = {
+    "moments": Measurement(
+        "mean and covariance of the features",
+        "measurements.measure",
+        of_real_images=True,
+        layer="features",
+        arrays=("mu", "sigma"),
+    ),
+    "spatial": Measurement(
+        "mean and covariance of Inception's spatial features",
+        "measurements.measure",
+        of_real_images=True,
+        layer="spatial",
+        arrays=("mu_s", "sigma_s"),
+    ),
+    "features": Measurement("feature vectors", "measurements.measure", of_real_images=True),
+    "logits": Measurement("logits of the classes", "measurements.measure", of_real_images=False),
+    "captions": Measurement("images with their captions", "evaluate.pair_with_captions", of_real_images=False),
+    "pairs": Measurement(
+        "images with the real images that their conditions come from",
+        "evaluate.pair_with_real_images",
+        of_real_images=False,
+    ),
+    "milestone": Measurement(
+        "none: the metric evaluates the snapshot's network on held-out images",
+        "evaluate._compute_losses",
+        of_real_images=False,
+    ),
+}
+GAUSSIAN_MEASUREMENTS = {name: measurement for name, measurement in MEASUREMENTS.items() if measurement.layer}
 METRICS = Registry("metric")
 
 
@@ -85,13 +139,18 @@ def _metric(
     Args:
         name: name of the metric.
         help: description for the documentation.
-        needs: measurements that the metric needs, separated by spaces, see `moments.measure`.
+        needs: measurements that the metric needs, names of `MEASUREMENTS` separated by spaces.
         options: class of its options.
         extractor: the only extractor that the metric is defined for; empty: any.
         code: ``module:function`` in `kairos.evaluation`; ``{}`` stands for the name.
+
+    Raises:
+        ConfigError: a measurement is not in `MEASUREMENTS`.
     """
-    code = f"kairos.evaluation.{code.format(name)}"
-    METRICS.add(name, code, options, help, needs=needs.split(), extractor=extractor)
+    measurements = needs.split()
+    for measurement in measurements:
+        demand(measurement in MEASUREMENTS, f"metric {name}: needs", measurement, ", ".join(MEASUREMENTS))
+    METRICS.add(name, f"kairos.evaluation.{code.format(name)}", options, help, needs=measurements, extractor=extractor)
 
 
 _metric("frechet", "Fréchet distance of the extractor's features (Heusel et al. 2017)", "moments")
@@ -115,21 +174,25 @@ _metric("validation", "loss by time on held-out images", "milestone", code="vali
 _metric("mlperf8", "loss at eight equidistant times (MLPerf Training, Flux.1)", "milestone", code="validation:{}")
 _metric("psnr", "PSNR in dB against the images that conditions come from", "pairs")
 FRECHET_METRICS = ("frechet", "fid", "fd_dinov2")  # metrics that methods are ranked by, one for each kind of extractor
-SAMPLES_ONLY = {
-    "logits",
-    "milestone",
-    "captions",
-    "pairs",
-}  # measurements that metrics need of samples but not of real images
 
 
 def needs_of(metrics: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return all measurements that the given metrics need."""
-    return {need for metric in metrics for need in METRICS.entry(metric["name"]).facts.get("needs", ())}
+    """Return the names of all measurements that metrics need of a set of samples; see `MEASUREMENTS`."""
+    needs: set[str] = set()
+    for metric in metrics:
+        needs.update(METRICS.entry(metric["name"]).facts.get("needs", ()))
+    return needs
+
+
+def needs_of_real_images(metrics: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the names of all measurements that metrics need of the real images; see `MEASUREMENTS`."""
+    return {need for need in needs_of(metrics) if MEASUREMENTS[need].of_real_images}
 
 
 def default_metrics(extractor: str, heldout: bool) -> list[str]:
     """Return the metrics of an experiment that lists none; `heldout` is True if images are held out."""
     by_extractor = {"inception": ["fid", "kid", "isc"], "dinov2": ["fd_dinov2", "kid"]}
-    metrics = by_extractor.get(extractor, ["frechet", "kid"])
-    return [*metrics, "validation"] if heldout else metrics
+    names = by_extractor.get(extractor, ["frechet", "kid"])
+    if heldout:
+        return [*names, "validation"]
+    return names

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kairos.data.arrays import ArrayFile, write_npy_header
+from kairos.evaluation.registries import GAUSSIAN_MEASUREMENTS
 
 BATCH = 64  # images whose features are computed at a time
-LAYERS = {"moments": "features", "spatial": "spatial"}  # layers whose moments are computed, by measurement
+Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]  # mean (d,) and covariance (d, d)
 
 
-class Moments:
+class MomentSums:
     """Mean and covariance of vectors that are added in batches, summed in float64.
 
     The sums are of differences from the first batch's mean, so that a large mean costs no digits.
@@ -43,7 +44,7 @@ class Moments:
         self.count += len(values) if weights is None else float(weights.sum())
 
     @property
-    def mean_and_covariance(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def mean_and_covariance(self) -> Gaussian:
         """Mean (d,) and unbiased covariance (d, d), as by numpy.cov, of all added vectors."""
         mean = self._sum / self.count
         covariance = (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
@@ -60,12 +61,16 @@ class Spool:
     def add(self, values: Tensor) -> None:
         """Append vectors, float32 (n, d)."""
         self._shape = (self._shape[0] + len(values), values.shape[1])
-        if not self._file.tell():
+        is_empty = self._file.tell() == 0
+        if is_empty:
             self._write_header()
         self._file.write(values.numpy().tobytes())
 
     def rows(self) -> ArrayFile:
-        """Return all added vectors, float32 (n, d), which are read from the file on access."""
+        """Return all added vectors, float32 (n, d), which are read from the file on access.
+
+        The header at the beginning is overwritten, because only now the number of vectors is known.
+        """
         self._file.seek(0)
         self._write_header()  # has the length of the first header, which `write_npy_header` pads
         self._file.flush()
@@ -82,7 +87,7 @@ class ImageStatistics:
 
     Attributes:
         count: number of images.
-        moments: mean (d,) and covariance (d, d) by layer, of the requested layers.
+        gaussians: mean (d,) and covariance (d, d) of each requested layer.
         features: all feature vectors, or those selected for storage; or None.
         logits: logits of the classes, (n, classes); or None.
         captioned: the images again with their captions, in batches; or None.
@@ -91,7 +96,7 @@ class ImageStatistics:
     """
 
     count: int
-    moments: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+    gaussians: dict[str, Gaussian]
     features: ArrayFile | None = None
     logits: ArrayFile | None = None
     captioned: Iterable[tuple[NDArray[np.uint8], list[str]]] | None = None
@@ -107,23 +112,32 @@ def measure(
     Args:
         extractor: an opened extractor.
         images: batches of uint8 (n, height, width, channels).
-        needs: measurements to take, of ``moments``, ``spatial``, ``features`` and ``logits``; others are ignored.
+        needs: measurements to take, see `registries.MEASUREMENTS`. Captions, pairs and snapshots are ignored: stage
+            evaluate adds them.
         only: indices of the images whose features and logits are stored; None: all.
     """
-    moments = {LAYERS[need]: Moments() for need in LAYERS if need in needs}
+    sums_by_layer = {}
+    for name, measurement in GAUSSIAN_MEASUREMENTS.items():
+        if name in needs:
+            sums_by_layer[measurement.layer] = MomentSums()
     spools = {name: Spool() for name in ("features", "logits") if name in needs}
     count = 0
     for batch in images:
         layers = extractor.compute_layers(batch)
-        for name, layer_moments in moments.items():
-            layer_moments.add(layers[name])
-        for name, spool in spools.items():
-            stored = slice(None) if only is None else np.isin(np.arange(count, count + len(batch)), only)
-            spool.add(layers[name][stored])
+        for layer, sums in sums_by_layer.items():
+            sums.add(layers[layer])
+        is_stored = slice(None) if only is None else np.isin(np.arange(count, count + len(batch)), only)
+        for layer, spool in spools.items():
+            spool.add(layers[layer][is_stored])
         count += len(batch)
-    gaussians = {name: layer_moments.mean_and_covariance for name, layer_moments in moments.items()}
-    rows = {name: spool.rows() for name, spool in spools.items()}
-    return ImageStatistics(count, gaussians, rows.get("features"), rows.get("logits"), device=extractor.device)
+    rows = {layer: spool.rows() for layer, spool in spools.items()}
+    return ImageStatistics(
+        count=count,
+        gaussians={layer: sums.mean_and_covariance for layer, sums in sums_by_layer.items()},
+        features=rows.get("features"),
+        logits=rows.get("logits"),
+        device=extractor.device,
+    )
 
 
 def iterate_rows(images: Any, indices: NDArray[np.int64] | range, size: int = BATCH) -> Iterator[Any]:
