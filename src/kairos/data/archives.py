@@ -51,7 +51,7 @@ class ZipArchive:
         if not names:
             raise ConfigError(f"dataset.path: zip {self._path!r} holds no image ({', '.join(SUFFIXES)})")
         labels = self._read_labels(names)
-        return names, [labels[name] for name in names] if labels else []
+        return names, ([labels[name] for name in names] if labels else [])
 
     def _read_labels(self, image_names: list[str]) -> dict[str, int]:
         """Return the class of each image by name, from dataset.json; empty if that has no labels or does not exist."""
@@ -66,7 +66,7 @@ class ZipArchive:
         invalid = [label for label in labels.values() if type(label) is not int or label < 0]
         if invalid:
             raise ConfigError(f"{where} holds the class {invalid[0]!r}, allowed: integers from 0")
-        unmatched = sorted(labels.keys() ^ set(image_names))
+        unmatched = sorted(labels.keys() ^ set(image_names))  # names that only one of the two has
         if unmatched:
             raise ConfigError(
                 f"{where} holds {len(labels)} names and the zip {len(image_names)} images, allowed: equal names; "
@@ -111,25 +111,31 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
         return names, labels
     path, value = _split_list_option(config.files)
     index_by_name = {os.path.splitext(name)[0]: index for index, name in enumerate(names)}
-    index_by_name |= {name: index for index, name in enumerate(names)}
-    indices = {}
-    for name in _read_list(path, value):
+    index_by_name |= {name: index for index, name in enumerate(names)}  # complete names take precedence
+    listed = list(dict.fromkeys(_read_list(path, value)))  # each name once
+    selected, missing = [], []
+    for name in listed:
         without_suffix = os.path.splitext(name)[0]
-        indices[name] = index_by_name.get(name, index_by_name.get(without_suffix, -1))
-    missing = [name for name, index in indices.items() if index < 0]
+        if name in index_by_name:
+            selected.append(index_by_name[name])
+        elif without_suffix in index_by_name:
+            selected.append(index_by_name[without_suffix])
+        else:
+            missing.append(name)
     if missing:
         raise ConfigError(
-            f"dataset.files: {path} lists {len(missing)} of {len(indices)} files that {config.path!r} does not hold, "
+            f"dataset.files: {path} lists {len(missing)} of {len(listed)} files that {config.path!r} does not hold, "
             f"such as {missing[0]!r}; allowed: names relative to it (LIST:N where lines are `name N`)"
         )
-    selected = list(indices.values())
-    return [names[index] for index in selected], [labels[index] for index in selected] if labels else []
+    return [names[index] for index in selected], ([labels[index] for index in selected] if labels else [])
 
 
 def _split_list_option(files: str) -> tuple[str, str]:
-    """Return path and value of ``LIST:N``; of a plain ``LIST`` the value is empty."""
+    """Return path and value of ``LIST:N``: ("LIST", "N"). A plain ``LIST`` has the value ""."""
     path, _, value = files.rpartition(":")
-    return (path, value) if value.isdigit() else (files, "")
+    if not value.isdigit():  # a path that may contain a colon
+        return files, ""
+    return path, value
 
 
 def _read_list(path: str, value: str) -> list[str]:
@@ -145,9 +151,10 @@ def _read_list(path: str, value: str) -> list[str]:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read ({error}), allowed: a text file with a name in each line") from None
+    names = lines
     if value:
-        lines = [line.rsplit(maxsplit=1)[0] for line in lines if line.split()[-1] == value]
-    if not lines:
+        names = [line.rsplit(maxsplit=1)[0] for line in lines if line.split()[-1] == value]
+    if not names:
         condition = f" that ends in {value}" if value else ""
         raise ConfigError(f"{where} has no line{condition}, allowed: a name in each line")
-    return lines
+    return names

@@ -77,6 +77,7 @@ def open_captions(folder: Path, command: str) -> Captions:
 
 def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
     """Convert the captions of each image to the three arrays that store them, by name."""
+    # "replace": lone surrogates, which a JSON file may contain, have no UTF-8 bytes
     texts = [text.encode("utf-8", "replace") for image_captions in captions for text in image_captions]
     content = np.frombuffer(b"".join(texts), np.uint8)
     ends = np.cumsum([len(text) for text in texts])
@@ -136,12 +137,12 @@ def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], Un
     unmatched = set()
     for position, (name, text) in enumerate(_parse_coco(path)):
         images = images_by_name.get(name, [])
-        if len(images) > 1:
-            raise ConfigError(f"dataset.captions: {path!r} contains {name!r}, the name of {len(images)} images")
-        if images:
+        if not images:
+            unmatched.add((path, position))
+        elif len(images) == 1:
             captions[images[0]] += clean_texts([text])
         else:
-            unmatched.add((path, position))
+            raise ConfigError(f"dataset.captions: {path!r} contains {name!r}, the name of {len(images)} images")
     return captions, frozenset(unmatched)
 
 
@@ -187,18 +188,18 @@ def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[in
         return list(range(source.count)), {}
     selected = [index for index, image_captions in enumerate(source.captions) if image_captions]
     without = [index for index, image_captions in enumerate(source.captions) if not image_captions]
-    unmatched = len(source.unmatched_captions)
+    unmatched_count = len(source.unmatched_captions)
     example = f" (the first: {source.name(without[0])})" if without else ""
-    facts = f"{len(without)} of {source.count} images have no caption{example}, {unmatched} captions no image"
+    facts = f"{len(without)} of {source.count} images have no caption{example}, {unmatched_count} captions no image"
     if not selected:
         raise KairosError(f"dataset.captions: {config.captions!r} has none of the images: {facts}")
-    if without or unmatched:
+    if without or unmatched_count:
         if config.unmatched == "refuse":
             raise KairosError(
                 f"dataset.unmatched: got {config.unmatched}, but {facts}; allowed: count, which leaves them out"
             )
         log(f"prepare: {facts}; they are left out")
-    return selected, {"images_without": len(without), "captions_without": unmatched}
+    return selected, {"images_without": len(without), "captions_without": unmatched_count}
 
 
 @dataclass(frozen=True)
@@ -230,4 +231,4 @@ def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCa
         )
     states = open_array(folder / "states.npy", command)
     empty = open_array(folder / "empty.npy", command)
-    return EncodedCaptions(manifest, states, empty[0])
+    return EncodedCaptions(manifest, states, empty=empty[0])  # the file has one row

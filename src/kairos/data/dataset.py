@@ -13,9 +13,8 @@ from kairos.files import open_record
 if TYPE_CHECKING:
     import torch
 
-    from kairos.data.linked_images import (
-        LinkedImages,
-    )  # imports pydantic and PIL, which training on latents does not need
+    # imports pydantic and PIL, which training on latents does not need
+    from kairos.data.linked_images import LinkedImages
 
 
 @dataclass(frozen=True)
@@ -93,12 +92,20 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     heldout = open_array(folder / "heldout.npy", command)[:]
     captions = open_captions(folder, command) if "captions" in manifest else None
     images = _open_images(folder, manifest, command)
-    return PreparedDataset(folder, images, train, heldout, conditions, manifest, captions)
+    return PreparedDataset(
+        folder=folder,
+        images=images,
+        train=train,
+        heldout=heldout,
+        conditions=conditions,
+        manifest=manifest,
+        captions=captions,
+    )
 
 
 def _open_images(folder: Path, manifest: dict[str, Any], command: str) -> "ArrayFile | LinkedImages":
     """Open the images of a prepared data set, which are in its folder or in the source that they came from."""
-    if "refers" in manifest:
+    if "refers" in manifest:  # section `dataset` of the source
         from kairos.data.linked_images import LinkedImages
 
         return LinkedImages(folder, manifest, command)

@@ -59,13 +59,18 @@ def to_pixels(
     width, height = image.size
     if crop == "none" and width != height:
         raise KairosError(f"dataset.crop: {name} is {width}×{height} pixels, crop none takes square images only")
-    side = (resolution or max(width, height)) if crop == "pad" else min(width, height)
-    if crop == "pad" and side < max(width, height):
-        raise KairosError(
-            f"dataset.resolution: got {resolution} with crop pad, but {name} is {width}×{height} pixels; "
-            "allowed: its longer side or more"
-        )
-    left, top = int((width - side) / 2), int((height - side) / 2)  # not //: negative with pad, and rounded to 0
+    if crop == "pad":
+        side = resolution or max(width, height)
+        if side < max(width, height):
+            raise KairosError(
+                f"dataset.resolution: got {resolution} with crop pad, but {name} is {width}×{height} pixels; "
+                "allowed: its longer side or more"
+            )
+    else:
+        side = min(width, height)
+    # with pad the corner is negative and rounded towards 0, which // would not do
+    left = int((width - side) / 2)
+    top = int((height - side) / 2)
     image = image.crop((left, top, left + side, top + side))  # black beyond the edges of the image
     if resolution is not None and image.size != (resolution, resolution):
         image = image.resize((resolution, resolution), RESAMPLING[resample])
@@ -86,14 +91,16 @@ def _to_eight_bit(image: Image.Image) -> Image.Image:
     Transparency is composed over white. Values of 16 bits are divided by 257. Floats in [0, 1] are multiplied by 255;
     floats in a larger range are clipped to [0, 255].
     """
-    if image.mode.startswith("I"):
-        wide = np.asarray(image).astype(np.int64).clip(0, 65535)  # PIL has no 16-bit colour: these are grey
-        return Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+    if image.mode.startswith("I"):  # 16 or 32 bits; PIL has no 16-bit colour, so these images are grey
+        wide = np.asarray(image).astype(np.int64).clip(0, 65535)
+        rounded = (wide + 128) // 257  # 65535 = 255 * 257; 128 rounds to the nearest value
+        return Image.fromarray(rounded.astype(np.uint8))
     if image.mode == "F":
         values = np.asarray(image)
-        top = 1.0 if values.max() <= 1.0 else 255.0
-        return Image.fromarray((values / top * 255.0).round().clip(0, 255).astype(np.uint8))
-    if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
+        white = 1.0 if values.max() <= 1.0 else 255.0
+        return Image.fromarray((values / white * 255.0).round().clip(0, 255).astype(np.uint8))
+    has_alpha = "A" in image.mode or "a" in image.mode  # RGBA and LA, or premultiplied RGBa and La
+    if has_alpha or "transparency" in image.info:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image if image.mode in ("L", "RGB") else image.convert("RGB")

@@ -68,42 +68,62 @@ class DatasetConfig(Section):
     def _check_source(self) -> None:
         """Check path, list of files, flips and held-out images against the kind of source."""
         digits = self.source == "digits"
-        demand(digits or self.path, "dataset.path", "null", f"the path or hub id of source {self.source}")
-        demand(not (digits and self.flips), "dataset.flips", "true", "false for digits (a flipped digit is no digit)")
-        valid = not digits if isinstance(self.heldout, str) else 0 <= self.heldout < 1
+        if digits:
+            demand(not self.flips, "dataset.flips", "true", "false for digits (a flipped digit is no digit)")
+        else:
+            demand(self.path, "dataset.path", "null", f"the path or hub id of source {self.source}")
+        if isinstance(self.heldout, str):
+            valid_heldout = not digits
+        else:
+            valid_heldout = 0 <= self.heldout < 1
         alternative = "" if digits else ", or where the images to hold out are"
-        demand(valid, "dataset.heldout", repr(self.heldout), f"a share from 0, below 1{alternative}")
-        valid = not self.files or self.source in ("folder", "zip")
-        demand(valid, "dataset.files", repr(self.files), f"null with source {self.source}")
+        demand(valid_heldout, "dataset.heldout", repr(self.heldout), f"a share from 0, below 1{alternative}")
+        if self.source not in ("folder", "zip"):
+            demand(not self.files, "dataset.files", repr(self.files), f"null with source {self.source}")
 
     def _check_sizes(self) -> None:
         """Check the resolution, and the factor of the low-resolution condition."""
-        allowed = "a number with crop adm, which resizes before it cuts"
-        demand(self.crop != "adm" or self.resolution, "dataset.resolution", "null", allowed)
-        side = self.resolution or 8 * (self.source == "digits")  # 0: unknown before the images are prepared
-        valid = side % (self.low_resolution or 1) == 0
-        demand(valid, "dataset.low_resolution", self.low_resolution, f"a divisor of the images' side, {side}")
+        if self.crop == "adm":
+            allowed = "a number with crop adm, which resizes before it cuts"
+            demand(self.resolution, "dataset.resolution", "null", allowed)
+        side = self.resolution  # None: known only after the images are prepared
+        if side is None and self.source == "digits":
+            side = 8
+        if side is not None and self.low_resolution is not None:
+            is_divisor = side % self.low_resolution == 0
+            allowed = f"a divisor of the images' side, {side}"
+            demand(is_divisor, "dataset.low_resolution", self.low_resolution, allowed)
 
     def _check_captions(self) -> None:
         """Check that the captions have the form that the source has: a column of a table, or files."""
-        digits, is_table = self.source == "digits", self.source in ("parquet", "hub")
-        allowed = "a column" if is_table else "null" if digits else "a path *.json, or sidecar"
         for name in ("captions", "heldout_captions"):
             value = getattr(self, name)
-            if value is not None:
-                is_column = value != "sidecar" and not value.endswith(".json")
-                valid = not digits and is_table == is_column
-                demand(valid, f"dataset.{name}", repr(value), f"{allowed} with source {self.source}")
-        allowed = "null without captions, or if dataset.heldout is a share"
-        valid = not self.heldout_captions or (bool(self.captions) and isinstance(self.heldout, str))
-        demand(valid, "dataset.heldout_captions", repr(self.heldout_captions), allowed)
+            if value is None:
+                continue
+            is_column = value != "sidecar" and not value.endswith(".json")
+            if self.source == "digits":
+                valid, allowed = False, "null"
+            elif self.source in ("parquet", "hub"):
+                valid, allowed = is_column, "a column"
+            else:
+                valid, allowed = not is_column, "a path *.json, or sidecar"
+            demand(valid, f"dataset.{name}", repr(value), f"{allowed} with source {self.source}")
+        if self.heldout_captions:
+            valid = bool(self.captions) and isinstance(self.heldout, str)
+            allowed = "null without captions, or if dataset.heldout is a share"
+            demand(valid, "dataset.heldout_captions", repr(self.heldout_captions), allowed)
 
     @property
     def heldout_section(self) -> "DatasetConfig | None":
         """The section that describes the held-out images alone, if they come from another path, split or list."""
         if not isinstance(self.heldout, str):
             return None
-        field = "split" if self.source == "hub" else "files" if self.files else "path"
+        if self.source == "hub":
+            field = "split"
+        elif self.files:
+            field = "files"
+        else:
+            field = "path"
         captions = self.heldout_captions or self.captions
         update = {"heldout": 0.0, "images": None, "captions": captions, "heldout_captions": None}
         return self.model_copy(update={field: self.heldout, **update})
@@ -133,6 +153,11 @@ class DatasetConfig(Section):
         return self.label_column or ("label" if "label" in columns else None)
 
     def heldout_count(self, count: int) -> int:
-        """Return the number of held-out images, of `count`: at least one and not all, or none if the share is 0."""
+        """Return the number of held-out images of `count` if `heldout` is a share.
+
+        It is at least one and not all images, or 0 if the share is 0.
+        """
         share = float(self.heldout)
-        return min(max(round(share * count), 1), count - 1) if share else 0
+        if share == 0:
+            return 0
+        return min(max(round(share * count), 1), count - 1)

@@ -4,6 +4,7 @@ Checks that run before any job use these functions. `count_images` reads no imag
 of files, or the number of rows and the column of labels, are enough.
 """
 
+import math
 import os
 import re
 from collections import Counter
@@ -14,8 +15,10 @@ from typing import Any
 from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError
 
-_MOST_INSPECTED = 20_000
-_DIGITS, _RAREST_DIGIT = 1797, 174  # images in scikit-learn, and images of the rarest digit
+_MOST_INSPECTED = 20_000  # images
+_DIGIT_COUNT = 1797  # images of digits in scikit-learn
+_RAREST_DIGIT_COUNT = 174  # images of the rarest digit
+_EXIF_ORIENTATION = 0x0112  # tag of EXIF; values 5 to 8 swap width and height
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,12 @@ def count_images(config: DatasetConfig) -> ImageCounts:
     kept = min(count, config.limit or count)
     heldout = 0 if isinstance(config.heldout, str) else config.heldout_count(kept)
     smallest = min(labels.values()) * kept // count if labels else None
-    return ImageCounts(kept - heldout, smallest, count=kept, classes=len(labels) or None)
+    return ImageCounts(train=kept - heldout, smallest=smallest, count=kept, classes=len(labels) or None)
 
 
 def _count_digits(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     """Return the known counts of scikit-learn's digits: of all images, and of each class at least."""
-    return _DIGITS, dict.fromkeys(range(10), _RAREST_DIGIT)
+    return _DIGIT_COUNT, dict.fromkeys(range(10), _RAREST_DIGIT_COUNT)
 
 
 def _count_files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
@@ -87,16 +90,20 @@ def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
 
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets")).expanduser()
-    # `datasets` writes OWNER/MyImages into the folder OWNER___my_images
-    owner, _, name = str(config.path).rpartition("/")
-    snake_case = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower()
-    folder = "___".join(filter(None, (owner, snake_case)))
-    files = sorted(cache.glob(f"{folder}/*/*/*/*-{config.split}*.arrow"))
+    # OWNER___my_images/<configuration>/<version>/<hash>/my_images-train-00000-of-00002.arrow
+    files = sorted(cache.glob(f"{_cache_folder_name(str(config.path))}/*/*/*/*-{config.split}*.arrow"))
     if not files:
         raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; run kairos fetch")
     one_version = (str(file) for file in files if file.parent == files[0].parent)
     tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in one_version]
     return _count_rows(tables, config.find_label_column(tables[0].column_names))
+
+
+def _cache_folder_name(hub_id: str) -> str:
+    """Return the name of the folder in the cache of `datasets`: ``OWNER___my_images`` for ``OWNER/MyImages``."""
+    owner, _, name = hub_id.rpartition("/")
+    snake_case = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower()
+    return f"{owner}___{snake_case}" if owner else snake_case
 
 
 def _count_rows(tables: list[Any], label_column: str | None) -> tuple[int, dict[Any, int]]:
@@ -125,10 +132,11 @@ class ImageProperties:
     @property
     def cropping(self) -> tuple[int, float]:
         """Number of images that are not square, and the fraction of their area that a centre crop removes."""
-        not_square = {size: count for size, count in self.sizes.items() if size[0] != size[1]}
+        not_square = {(width, height): count for (width, height), count in self.sizes.items() if width != height}
         area = sum(width * height * count for (width, height), count in not_square.items())
         kept_area = sum(min(size) ** 2 * count for size, count in not_square.items())
-        return sum(not_square.values()), 1 - kept_area / area if area else 0.0
+        removed_share = 1 - kept_area / area if area else 0.0
+        return sum(not_square.values()), removed_share
 
 
 def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperties:
@@ -149,7 +157,8 @@ def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperti
     sizes: Counter[tuple[int, int]] = Counter()
     grey = 0
     unread = []
-    for index in range(0, source.count, -(-source.count // _MOST_INSPECTED)):
+    stride = math.ceil(source.count / _MOST_INSPECTED)
+    for index in range(0, source.count, stride):
         name = source.name(index)
         try:
             if decode:
@@ -176,6 +185,8 @@ def _size_in_header(path: Path) -> tuple[int, int]:
     from PIL import Image
 
     with Image.open(path) as image:
-        # orientations 5 to 8 swap the sides; to look for EXIF in a PNG, PIL would decode it
-        is_rotated = image.format != "PNG" and image.getexif().get(0x0112, 1) > 4
-        return image.size[::-1] if is_rotated else image.size
+        if image.format == "PNG":  # to look for EXIF in a PNG, PIL would decode it
+            return image.size
+        width, height = image.size
+        sides_are_swapped = image.getexif().get(_EXIF_ORIENTATION, 1) >= 5
+        return (height, width) if sides_are_swapped else (width, height)

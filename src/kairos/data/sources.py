@@ -75,9 +75,12 @@ def open_source(config: DatasetConfig) -> Source:
         return source
     try:
         heldout = add_captions(opener(config.heldout_section), config.heldout_section)
-    except KairosError as error:  # report the field of the experiment file that the section was made from
+    except KairosError as error:
+        # the experiment file has no section of held-out images: the message must name the field `dataset.heldout`,
+        # from which path or files of that section were taken, or `dataset.heldout_captions`
         message = re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)
-        raise type(error)(message.replace("dataset.captions", "dataset.heldout_captions", 1)) from None
+        message = message.replace("dataset.captions", "dataset.heldout_captions", 1)
+        raise type(error)(message) from None
     if config.files:
         _check_disjoint(config, source, heldout)
     return _append_heldout(source, heldout, one_caption_file=config.heldout_captions is None)
@@ -106,20 +109,12 @@ def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> S
     Raises:
         ConfigError: the held-out images have classes that the training images do not have.
     """
-    unknown = set(heldout.classes or ()) - set(train.classes or ())
-    if unknown or (train.labels is None) != (heldout.labels is None):
-        detail = f"; unknown: {', '.join(sorted(unknown))}" if unknown else ""
-        raise ConfigError(
-            f"dataset.heldout: its images have the classes {heldout.classes}, allowed: classes of the training images "
-            f"({train.classes}){detail}"
-        )
-    labels = train.labels
-    if train.classes is not None and heldout.classes is not None and labels is not None:
-        train_class = np.array([train.classes.index(name) for name in heldout.classes], np.int64)
-        labels = np.concatenate([labels, train_class[heldout.labels]])
 
-    def concatenate(of_train: Callable[[int], Any], of_heldout: Callable[[int], Any]) -> Callable[[int], Any]:
-        return lambda index: of_train(index) if index < train.count else of_heldout(index - train.count)
+    def read(index: int) -> Image.Image:
+        return train.read(index) if index < train.count else heldout.read(index - train.count)
+
+    def name(index: int) -> str:
+        return train.name(index) if index < train.count else heldout.name(index - train.count)
 
     captions = None
     if train.captions is not None and heldout.captions is not None:
@@ -130,14 +125,35 @@ def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> S
         unmatched = train.unmatched_captions | heldout.unmatched_captions
     return Source(
         count=train.count + heldout.count,
-        read=concatenate(train.read, heldout.read),
-        name=concatenate(train.name, heldout.name),
-        labels=labels,
+        read=read,
+        name=name,
+        labels=_concatenate_labels(train, heldout),
         classes=train.classes,
         heldout_count=heldout.count,
         captions=captions,
         unmatched_captions=unmatched,
     )
+
+
+def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
+    """Return the classes of the training images and then of the held-out images, int64 (n,); None without classes.
+
+    Both sources number their classes from 0. The result has the numbers of the training images' classes.
+
+    Raises:
+        ConfigError: the held-out images have classes that the training images do not have.
+    """
+    unknown = set(heldout.classes or ()) - set(train.classes or ())
+    if unknown or (train.labels is None) != (heldout.labels is None):
+        detail = f"; unknown: {', '.join(sorted(unknown))}" if unknown else ""
+        raise ConfigError(
+            f"dataset.heldout: its images have the classes {heldout.classes}, allowed: classes of the training images "
+            f"({train.classes}){detail}"
+        )
+    if train.classes is None or heldout.classes is None or train.labels is None:
+        return None
+    train_class = np.array([train.classes.index(name) for name in heldout.classes], np.int64)  # by held-out class
+    return np.concatenate([train.labels, train_class[heldout.labels]])
 
 
 def _open_digits(config: DatasetConfig) -> Source:
@@ -148,7 +164,13 @@ def _open_digits(config: DatasetConfig) -> Source:
     pixels = (digits.images * (255 / 16)).round().astype(np.uint8)  # the scans have values 0..16
     labels = digits.target.astype(np.int64)
     classes = [str(name) for name in digits.target_names]
-    return Source(len(pixels), lambda index: Image.fromarray(pixels[index]), "digit {}".format, labels, classes)
+    return Source(
+        count=len(pixels),
+        read=lambda index: Image.fromarray(pixels[index]),
+        name=lambda index: f"digit {index}",
+        labels=labels,
+        classes=classes,
+    )
 
 
 def _open_folder(config: DatasetConfig) -> Source:
@@ -161,11 +183,20 @@ def _open_folder(config: DatasetConfig) -> Source:
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
     class_names = [name.split("/")[0] for name in names]
-    if not all("/" in name for name in names) or len(set(class_names)) < 2:
+    all_in_subfolders = all("/" in name for name in names)
+    if not all_in_subfolders or len(set(class_names)) < 2:
         class_names = []
     names, class_names = select_listed_files(config, names, class_names)
-    labels, classes = _number_classes(class_names) if class_names else (None, None)
-    return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
+    labels, classes = None, None
+    if class_names:
+        labels, classes = _number_classes(class_names)
+    return Source(
+        count=len(names),
+        read=lambda index: read_image(root / names[index]),
+        name=lambda index: names[index],
+        labels=labels,
+        classes=classes,
+    )
 
 
 def _open_zip(config: DatasetConfig) -> Source:
@@ -176,7 +207,13 @@ def _open_zip(config: DatasetConfig) -> Source:
     if class_numbers:
         labels = np.array(class_numbers, np.int64)
         classes = [str(number) for number in range(max(class_numbers) + 1)]
-    return Source(len(names), lambda index: read_image(archive.read(names[index])), names.__getitem__, labels, classes)
+    return Source(
+        count=len(names),
+        read=lambda index: read_image(archive.read(names[index])),
+        name=lambda index: names[index],
+        labels=labels,
+        classes=classes,
+    )
 
 
 def _number_classes(names: list[str]) -> tuple[np.ndarray, list[str]]:
@@ -192,9 +229,12 @@ def parquet_files(config: DatasetConfig) -> list[str]:
         ConfigError: there are no such files.
     """
     path = str(config.path)
-    files = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
     if os.path.isdir(path):
         files = sorted(str(file) for file in Path(path).rglob("*.parquet"))
+    elif glob.has_magic(path):
+        files = sorted(glob.glob(path, recursive=True))
+    else:
+        files = [path]
     if not files or not all(os.path.isfile(file) for file in files):
         raise ConfigError(f"dataset.path: got {path!r}, allowed: parquet file(s) that exist, a glob or their folder")
     return files
@@ -202,10 +242,11 @@ def parquet_files(config: DatasetConfig) -> list[str]:
 
 def _open_parquet(config: DatasetConfig) -> Source:
     """Open the images in the rows of parquet files."""
-    path, files = str(config.path), parquet_files(config)
     from datasets.exceptions import DatasetGenerationError
 
-    first_rows = np.cumsum([0, *(_count_rows(file) for file in files)])
+    path = str(config.path)
+    files = parquet_files(config)
+    first_rows = np.cumsum([0, *(_count_rows(file) for file in files)])  # of each file in the table of all files
     try:
         table = _load_dataset("parquet", data_files=files, split="train")
     except (DatasetGenerationError, OSError, ValueError) as error:
@@ -265,29 +306,49 @@ def _open_table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -
     if isinstance(table.features[column], ImageFeature):
         table = table.cast_column(column, ImageFeature(decode=False))
     labels, classes = _read_labels(table, config)
-    cells = table.select_columns(column)
-    pickled_cells, reads = pickle.dumps(cells), 0
     if len(table) == 0:
         raise ConfigError(f"dataset.path: {config.path!r} holds no rows")
+    captions = None
+    if config.captions is not None:
+        captions = captions_from_column(config.captions, _read_column(table, config.captions, "captions"))
+    return Source(
+        count=len(table),
+        read=_ImageColumn(table, column).read,
+        name=name,
+        labels=labels,
+        classes=classes,
+        captions=captions,
+    )
 
-    def read(index: int) -> Image.Image:
-        nonlocal cells, reads
-        reads += 1
-        if (
-            reads % _READS_BEFORE_REOPENING == 0
-        ):  # pages of the memory map that were read count as this process's memory
-            cells = pickle.loads(pickled_cells)
-        cell = cells[index][column]
+
+class _ImageColumn:
+    """Column of images in a `datasets.Dataset`, which is memory-mapped.
+
+    Pages of the memory map that were read count as memory of this process. The column is therefore opened again after
+    some reads; unpickling a `datasets.Dataset` maps its files again.
+    """
+
+    def __init__(self, table: Any, column: str):
+        self._column = column
+        self._cells = table.select_columns(column)
+        self._pickled_cells = pickle.dumps(self._cells)
+        self._read_count = 0
+
+    def read(self, index: int) -> Image.Image:
+        """Read and decode the image in a row.
+
+        Raises:
+            ValueError: the cell is empty, or its image is broken; the message contains the reason.
+        """
+        self._read_count += 1
+        if self._read_count % _READS_BEFORE_REOPENING == 0:
+            self._cells = pickle.loads(self._pickled_cells)
+        cell = self._cells[index][self._column]
         if isinstance(cell, dict):  # of Image(decode=False): the bytes of the image file, or its path
             cell = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")
         if not cell:
             raise ValueError("the cell is empty")
         return read_image(Path(cell) if isinstance(cell, str) else bytes(cell))
-
-    captions = None
-    if config.captions is not None:
-        captions = captions_from_column(config.captions, _read_column(table, config.captions, "captions"))
-    return Source(len(table), read, name, labels, classes, captions=captions)
 
 
 def _find_image_column(features: Any, config: DatasetConfig) -> str:
@@ -300,7 +361,8 @@ def _find_image_column(features: Any, config: DatasetConfig) -> str:
 
     def holds_images(feature: Any) -> bool:
         is_binary = getattr(feature, "dtype", None) in ("binary", "large_binary")
-        return is_binary or isinstance(feature, ImageFeature) or (isinstance(feature, dict) and "bytes" in feature)
+        has_bytes = isinstance(feature, dict) and "bytes" in feature  # `datasets` stores an image as bytes and path
+        return is_binary or has_bytes or isinstance(feature, ImageFeature)
 
     image_columns = [name for name, feature in features.items() if holds_images(feature)]
     columns = f"columns: {', '.join(features)}; of images: {', '.join(image_columns) or 'none'}"
