@@ -37,11 +37,11 @@ class ArrayFile:
             file.seek(start)
             version = npy.read_magic(file)
             read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            self.shape, fortran_order, self.dtype = read_header(file)
+            self.shape, is_fortran_order, self.dtype = read_header(file)
             self._first_byte = file.tell()
             file_size = file.seek(0, os.SEEK_END)
         self._row_size = self.dtype.itemsize * math.prod(self.shape[1:])  # bytes
-        if fortran_order or self.dtype.hasobject or not self.shape:
+        if is_fortran_order or self.dtype.hasobject or not self.shape:
             raise ValueError(f"got {self.dtype} {self.shape} in Fortran's order, of objects, or without rows")
         if file_size < self._first_byte + self.shape[0] * self._row_size:
             raise ValueError(f"ends after {file_size} bytes")
@@ -65,16 +65,19 @@ class ArrayFile:
         rows = np.empty((*indices.shape, *self.shape[1:]), self.dtype)
         content = rows.reshape(-1).view(np.uint8)
         indices = indices.reshape(-1)
-        # consecutive rows of the file are read at once: a run starts where an index does not follow its predecessor
+        # consecutive rows of the file are read at once: a run starts where an index does not follow its predecessor.
+        # Indices 5, 6, 7, 2, 3 have the runs 5, 6, 7 and 2, 3. The first index follows -2, so it always starts a run.
         run_starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1)
         run_ends = [*run_starts[1:].tolist(), indices.size]
-        for start, end, first_row in zip(run_starts.tolist(), run_ends, indices[run_starts].tolist()):
-            self._transfer(os.preadv, content[start * self._row_size : end * self._row_size], first_row)
+        for start, end in zip(run_starts.tolist(), run_ends):
+            run_content = content[start * self._row_size : end * self._row_size]
+            self._transfer(os.preadv, run_content, first_row=int(indices[start]))
         return rows
 
     def write(self, first: int, rows: np.ndarray) -> None:
         """Write rows into the file, from row `first` on; the file must be open for writing."""
-        self._transfer(os.pwritev, np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8), first)
+        content = np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8)
+        self._transfer(os.pwritev, content, first_row=first)
 
     def flush(self) -> None:
         """Make all written rows durable on the disk."""
@@ -84,11 +87,12 @@ class ArrayFile:
         """Read into or write from `content`, uint8 (bytes,), with `os.preadv` or `os.pwritev`, from a row on."""
         offset = self._first_byte + first_row * self._row_size
         while content.size:  # one call may transfer less
-            count = operation(self._file, [content.data], offset)
-            if not count:
-                raise DamagedError(f"{self._arguments[0]}: ends early; make it again, or pull it with dvc")
-            content = content[count:]
-            offset += count
+            transferred = operation(self._file, [content.data], offset)  # bytes
+            if not transferred:
+                path, *_ = self._arguments
+                raise DamagedError(f"{path}: ends early; make it again, or pull it with dvc")
+            content = content[transferred:]
+            offset += transferred
 
 
 def row_indices(index: Any, count: int) -> np.ndarray:
@@ -104,7 +108,9 @@ def row_indices(index: Any, count: int) -> np.ndarray:
     if isinstance(index, slice):
         return np.arange(*index.indices(count))
     indices = np.asarray(index)
-    indices = np.flatnonzero(indices) if indices.dtype == bool else indices.astype(np.int64)
+    if indices.dtype == bool:
+        indices = np.flatnonzero(indices)
+    indices = indices.astype(np.int64)
     if ((indices < -count) | (indices >= count)).any():
         raise IndexError(f"row {indices} of {count}")
     return indices % count
@@ -127,8 +133,9 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> ArrayFile:
     """
     with open(path, "wb") as file:
         write_npy_header(file, shape, np.dtype(dtype))
+        file_size = file.tell() + np.dtype(dtype).itemsize * math.prod(shape)  # bytes, of header and rows
         try:
-            os.posix_fallocate(file.fileno(), 0, file.tell() + np.dtype(dtype).itemsize * math.prod(shape))
+            os.posix_fallocate(file.fileno(), 0, file_size)
         except OSError as error:
             path.unlink()
             raise OSError(error.errno, error.strerror, str(path)) from None

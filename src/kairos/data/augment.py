@@ -20,6 +20,9 @@ _SYM6 = (
     0.787641141030194, 0.3379294217276218, -0.07263752278646252, -0.021060292512300564, 0.04472490177066578,
     0.0017677118642428036, -0.007800708325034148,
 )  # fmt: skip
+_SCALE_STD = 0.2  # standard deviation of log2 of the scale
+_STRETCH_STD = 0.2  # standard deviation of log2 of the stretch
+_SHIFT_STD = 0.125  # standard deviation of a translation, as a fraction of the image's side
 
 
 def augment_images(images: Tensor, p: float, seed: int, step: int, sample_indices: range) -> tuple[Tensor, Tensor]:
@@ -39,22 +42,28 @@ def augment_images(images: Tensor, p: float, seed: int, step: int, sample_indice
     device = images.device
     u = Stream(seed, "augment").uniform(step, sample_indices, (10,), device).T  # (10, n)
     normal = Stream(seed, "augment normal").normal(step, sample_indices, (4,), device, torch.float64).T  # (4, n)
-    applied = (u[:5] < p).double()  # y flip, scale, rotation, stretch, translation
-    flip_x = (u[5] < 0.5).double()
-    flip_y = (u[6] < 0.5) * applied[0]
-    scale = normal[0] * applied[1]
-    angle = (2 * u[7] - 1) * math.pi * applied[2]
-    stretch = normal[1] * applied[3]
-    stretch_axis = (2 * u[8] - 1) * math.pi * (u[9] < 0.5)
-    shift_x, shift_y = normal[2] * applied[4], normal[3] * applied[4]
+    applied = (u[:5] < p).double()  # 0 or 1, (5, n)
+    flip_y_applied, scale_applied, rotation_applied, stretch_applied, shift_applied = applied
+    u_flip_x, u_flip_y, u_angle, u_axis, u_axis_rotated = u[5:]
+    normal_scale, normal_stretch, normal_shift_x, normal_shift_y = normal
 
-    for flip, dimension in ((flip_x, 3), (flip_y, 2)):
-        images = torch.where((flip > 0)[:, None, None, None], images.flip(dimension), images)
+    flip_x = (u_flip_x < 0.5).double()
+    flip_y = (u_flip_y < 0.5) * flip_y_applied
+    scale = normal_scale * scale_applied
+    angle = (2 * u_angle - 1) * math.pi * rotation_applied
+    stretch = normal_stretch * stretch_applied
+    stretch_axis = (2 * u_axis - 1) * math.pi * (u_axis_rotated < 0.5)  # angle; 0, along x, with probability 1/2
+    shift_x = normal_shift_x * shift_applied
+    shift_y = normal_shift_y * shift_applied
+
+    images = torch.where((flip_x > 0)[:, None, None, None], images.flip(3), images)
+    images = torch.where((flip_y > 0)[:, None, None, None], images.flip(2), images)
     # map from coordinates in the result to coordinates in the image: the inverse of scale, rotation, stretch and shift
-    stretching = _diagonal(2 ** (-0.2 * stretch), 2 ** (0.2 * stretch))
+    inverse_scale = 2 ** (-_SCALE_STD * scale)
+    stretching = _diagonal(2 ** (-_STRETCH_STD * stretch), 2 ** (_STRETCH_STD * stretch))
     stretching = _rotation(stretch_axis) @ stretching @ _rotation(-stretch_axis)
-    linear = _diagonal(2 ** (-0.2 * scale), 2 ** (-0.2 * scale)) @ _rotation(angle) @ stretching  # (n, 2, 2)
-    shift = torch.stack([shift_x * images.shape[3], shift_y * images.shape[2]], 1) * 0.125  # (n, 2)
+    linear = _diagonal(inverse_scale, inverse_scale) @ _rotation(angle) @ stretching  # (n, 2, 2)
+    shift = torch.stack([shift_x * images.shape[3], shift_y * images.shape[2]], 1) * _SHIFT_STD  # (n, 2)
     is_warped = applied[1:].any(0)[:, None, None, None]
     images = torch.where(is_warped, _warp(images, linear, shift), images)
 
@@ -90,6 +99,8 @@ def _warp(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     taps = len(_SYM6)
     kernel = _filter(images.device, images.dtype).expand(channels, 1, 1, taps)
     fine = functional.pad(images, (width - 1, width - 1, height - 1, height - 1), mode="reflect")
+    # the taps sum to sqrt(2), half of it on even and half on odd ones; the factors sqrt(2) here and 1 / sqrt(2) below
+    # therefore keep the mean
     for weights, stride, padding in _separable_filters(kernel * math.sqrt(2), (taps - 2) // 2):
         fine = functional.conv_transpose2d(fine, weights, stride=stride, padding=padding, groups=channels)
     # positions of those pixels of the doubled resolution that the final downsampling reads
@@ -97,6 +108,7 @@ def _warp(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     y = _fine_positions(height, taps, images.device)
     positions = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
     x, y = ((positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
+    # grid_sample expects -1 and 1 at the edges, which are fine.shape / 4 pixels of the image from the centre
     grid = torch.stack([4 * x / fine.shape[3], 4 * y / fine.shape[2]], -1).to(images.dtype)
     fine = functional.grid_sample(fine, grid, align_corners=False)
     for weights, stride, _ in _separable_filters(kernel / math.sqrt(2), 0):
@@ -105,8 +117,13 @@ def _warp(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
 
 
 def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
-    """Return positions along one side at twice the resolution, in pixels from the centre, (2 side + taps - 2,)."""
-    return (torch.arange(2 * side + taps - 2, device=device, dtype=torch.float64) - side - (taps - 3) / 2) / 2
+    """Return positions along one side at twice the resolution, in pixels from the centre, (2 side + taps - 2,).
+
+    Without padding, the final filter needs taps - 2 positions more than the 2 side positions of the image.
+    """
+    count = 2 * side + taps - 2
+    centre = (count - 1) / 2
+    return (torch.arange(count, device=device, dtype=torch.float64) - centre) / 2
 
 
 @functools.cache

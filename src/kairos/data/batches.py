@@ -1,8 +1,10 @@
-"""Training batches: x0 and conditions of every step, as a function of (seed, step) alone.
+"""Training batches: x0 and conditions of every step, as a function of seed, step, batch size and training images.
 
-Each epoch is a random permutation of the training images, and steps cut the sequence of epochs into batches. A thread
-reads the data of the next steps ahead of time. They are copied to the device asynchronously, and all random numbers
-that x0 depends on are drawn on the device.
+Each epoch is a random permutation of the training images, and steps cut the sequence of epochs into batches. No random
+state is stored: a resumed run draws the batches of the step in its checkpoint.
+
+A thread reads the data of the next steps ahead of time. They are copied to the device asynchronously, and all random
+numbers that x0 depends on are drawn on the device.
 """
 
 import functools
@@ -72,32 +74,23 @@ class Batches:
     augment: float | None = None
 
     def steps(self, first: int, end: int) -> Iterator[Batch]:
-        """Yield the batches of steps `first` ... `end` - 1."""
+        """Yield the batches of steps `first` ... `end` - 1; a thread reads the data of the next two steps."""
+        first_prefetched = range(first, min(first + _PREFETCHED_STEPS, end))
         with ThreadPoolExecutor(1) as reader:
-            pending = deque(
-                reader.submit(self._read, step) for step in range(first, min(first + _PREFETCHED_STEPS, end))
-            )
+            pending = deque(reader.submit(self._read, step) for step in first_prefetched)
             for step in range(first, end):
-                data = pending.popleft().result()
+                rows, conditions, visit = pending.popleft().result()
                 if step + _PREFETCHED_STEPS < end:
                     pending.append(reader.submit(self._read, step + _PREFETCHED_STEPS))
-                yield self._to_device(step, *data)
+                yield self._to_device(step, rows, conditions, visit)
 
     def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Read the stored rows, conditions and visits of a step into (pinned) memory of the CPU.
 
         This runs in the reader's thread. It calls no arithmetic of torch, whose thread pool belongs to the main thread.
         """
-        count = len(self.latents.train)
-        positions = np.arange(step * self.size + self.sample_indices.start, step * self.size + self.sample_indices.stop)
-        epochs = positions // count
-        items_by_epoch = []
-        for epoch in np.unique(epochs):
-            order = _epoch_order(self.seed, int(epoch), count)
-            items_by_epoch.append(order[positions[epochs == epoch] % count])
-        items = np.concatenate(items_by_epoch)
-
-        image_indices = self.latents.train[items]
+        visit_arrays = self._visit(step)
+        image_indices = self.latents.train[visit_arrays["item"]]
         flips = None
         if self.latents.can_flip:
             flips = Stream(self.seed, "flips").uniform(step, self.sample_indices).numpy() < 0.5
@@ -108,9 +101,24 @@ class Batches:
         rows = self.latents.read_rows(image_indices, flips)
         stored = self.latents.load_stored_conditions(image_indices, flips, caption_numbers)
         conditions = {name: stored[name] for name in self.conditions if name in stored}
-        visit_arrays = {"item": items, "epoch": epochs, "items": np.full_like(items, count)}
         visit = {name: torch.from_numpy(values) for name, values in visit_arrays.items()}
         return self._pin(rows), self._pin(conditions), self._pin(visit)
+
+    def _visit(self, step: int) -> dict[str, np.ndarray]:
+        """Return which training images the samples of a step are, int64 (n,) by name; see `Batch.visit`.
+
+        All samples of a run form one sequence, of all epochs one after another. With 10 training images, the sample at
+        position 23 of the sequence is the image at place 3 in the order of epoch 2.
+        """
+        train_count = len(self.latents.train)
+        positions = step * self.size + np.arange(self.sample_indices.start, self.sample_indices.stop)
+        epochs = positions // train_count
+        items = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            in_epoch = epochs == epoch
+            order = _image_order_of_epoch(self.seed, int(epoch), train_count)
+            items[in_epoch] = order[positions[in_epoch] % train_count]
+        return {"item": items, "epoch": epochs, "items": np.full_like(items, train_count)}
 
     def _pin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move tensors to pinned memory if the device is a GPU: only from there are copies asynchronous."""
@@ -122,10 +130,9 @@ class Batches:
         self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor], visit: dict[str, Tensor]
     ) -> Batch:
         """Copy the data of a step to the device, and compute x0 and the conditions of the batch there."""
-        rows, conditions, visit = (
-            {name: values.to(self.device, non_blocking=True) for name, values in tensors.items()}
-            for tensors in (rows, conditions, visit)
-        )
+        rows = self._copy_to_device(rows)
+        conditions = self._copy_to_device(conditions)
+        visit = self._copy_to_device(visit)
         if "low_resolution" in self.conditions:
             conditions["low_resolution"] = self.latents.compute_low_resolution(rows)
         noise = None
@@ -137,10 +144,14 @@ class Batches:
         x0 = self.latents.compute_x0(rows, noise).to(self.dtype)
         if self.augment is not None:
             x0, conditions["augment"] = augment_images(x0, self.augment, self.seed, step, self.sample_indices)
-        return Batch(step, self.sample_indices, x0, conditions, visit)
+        return Batch(step=step, sample_indices=self.sample_indices, x0=x0, conditions=conditions, visit=visit)
+
+    def _copy_to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy tensors to the device; asynchronously from pinned memory."""
+        return {name: values.to(self.device, non_blocking=True) for name, values in tensors.items()}
 
 
 @functools.lru_cache(maxsize=4)
-def _epoch_order(seed: int, epoch: int, count: int) -> Any:
+def _image_order_of_epoch(seed: int, epoch: int, count: int) -> Any:
     """Return the random order of the `count` training images in an epoch, int64 (count,)."""
     return Stream(seed, "order").permutation(count, epoch).numpy()

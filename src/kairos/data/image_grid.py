@@ -30,16 +30,22 @@ def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int
     images = images.repeat(factor, axis=1).repeat(factor, axis=2)
     columns = columns or math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
-    height, width = height * factor + GAP, width * factor + GAP
-    cells = np.pad(images, ((0, rows * columns - count), (0, GAP), (0, GAP), (0, 0)), constant_values=255)
-    picture = cells.reshape(rows, columns, height, width, channels).swapaxes(1, 2)
-    return picture.reshape(rows * height, columns * width, channels)[:-GAP, :-GAP]
+    # every cell is an image with a white line below and a white line to the right of it
+    cell_height = height * factor + GAP
+    cell_width = width * factor + GAP
+    empty_cells = rows * columns - count
+    cells = np.pad(images, ((0, empty_cells), (0, GAP), (0, GAP), (0, 0)), constant_values=255)
+    picture = cells.reshape(rows, columns, cell_height, cell_width, channels).swapaxes(1, 2)
+    picture = picture.reshape(rows * cell_height, columns * cell_width, channels)
+    return picture[:-GAP, :-GAP]  # without the lines at the lower and right edge
 
 
 def write_image_grid(path: Path, images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> None:
     """Write a grid of images, see `tile_images`, as a PNG file, atomically; images with one channel are grey."""
     picture = tile_images(images, columns, side)
+    if picture.shape[-1] == 1:  # PIL takes grey images without a channel dimension
+        picture = picture[..., 0]
     content = io.BytesIO()
-    Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(content, format="png")
+    Image.fromarray(picture).save(content, format="png")
     with atomic(path) as file:
         file.write(content.getvalue())

@@ -17,6 +17,8 @@ from kairos.data.dataset import PreparedDataset, open_dataset, reduce_resolution
 from kairos.files import open_record
 from kairos_timesteps.errors import KairosError
 
+_MOST_MEASURED = 2000  # images that `Latents.measure_sigma_data` reads
+
 
 @dataclass(frozen=True)
 class Latents:
@@ -90,7 +92,7 @@ class Latents:
             raise KairosError("dataset.flips: is false, so there are no flipped images to train on")
         if not self.moments:
             pixels = self.dataset.images[indices]
-            pixels[flips] = pixels[flips, :, ::-1]
+            pixels[flips] = pixels[flips, :, ::-1]  # axes: image, height, width, channel
             return {"pixels": torch.from_numpy(pixels)}
         rows: dict[str, Tensor] = {}
         for name in ("mean", "logvar", "low_mean"):
@@ -161,7 +163,7 @@ class Latents:
         for name, values in self.dataset.conditions.items():
             rows = values[indices]
             if flips is not None and self.condition_kinds[name]["kind"] == "image":
-                rows[flips] = rows[flips][..., ::-1]
+                rows[flips] = rows[flips][..., ::-1]  # the last axis is the width
             conditions[name] = torch.from_numpy(rows)
         if self.text is not None and self.dataset.captions is not None:
             captions = self.dataset.captions.caption_indices(indices, caption_numbers)
@@ -173,12 +175,14 @@ class Latents:
 
         At most 2,000 training images are read, evenly spaced.
         """
-        selected = self.train[np.linspace(0, len(self.train) - 1, min(len(self.train), 2000)).astype(np.int64)]
+        count = min(len(self.train), _MOST_MEASURED)
+        selected = self.train[np.linspace(0, len(self.train) - 1, count).astype(np.int64)]
         rows = {name: values.double() for name, values in self.read_rows(selected).items()}
         # law of total variance: the variance of the means plus the mean of the variances
-        within = rows["logvar"].exp().mean() if "logvar" in rows else torch.zeros(())
-        total = self.compute_x0(rows).var(correction=0) + within * self.manifest["scaling_factor"] ** 2
-        return float(f"{float(total.sqrt()):.4g}")
+        variance = self.compute_x0(rows).var(correction=0)
+        if "logvar" in rows:
+            variance = variance + rows["logvar"].exp().mean() * self.manifest["scaling_factor"] ** 2
+        return float(f"{float(variance.sqrt()):.4g}")
 
 
 def open_latents(folder: Path | str) -> Latents:
@@ -200,4 +204,4 @@ def open_latents(folder: Path | str) -> Latents:
     text = open_encoded_captions(folder / manifest["text"], dataset) if "text" in manifest else None
     if text is not None and text.manifest["content_sha256"] != manifest["text_sha256"]:
         raise KairosError(f"{folder}: was made with other texts than are now there; make it with: kairos {command}")
-    return Latents(manifest, dataset, moments, text)
+    return Latents(manifest=manifest, dataset=dataset, moments=moments, text=text)

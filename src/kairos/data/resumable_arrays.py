@@ -68,7 +68,8 @@ def fill_arrays(
         label: name of the job in progress messages.
         unit: name of a row in progress messages, such as ``image``.
     """
-    key, count = sha256_json({**identity, "rows": [rows.start, rows.stop]}), len(rows)
+    key = sha256_json({**identity, "rows": [rows.start, rows.stop]})
+    count = len(rows)
     shapes = {partial / f"{name}.npy": (count, *row_shape) for name, (row_shape, _) in arrays.items()}
     done = _rows_done(partial, key, shapes)
     if done:
@@ -77,19 +78,21 @@ def fill_arrays(
         shutil.rmtree(partial, ignore_errors=True)  # with the old record, which must not vouch for the new arrays
         partial.mkdir()
         for path, shape in shapes.items():
-            create_array(path, shape, arrays[path.stem][1])
+            _, dtype = arrays[path.stem]
+            create_array(path, shape, dtype)
     files = {path.stem: ArrayFile(path, writable=True) for path in shapes}
-    progress, saved = Progress(count, label, unit, start=done), time.monotonic()
+    progress = Progress(count, label, unit, start=done)
+    last_save = time.monotonic()
     for start in range(done, count, batch_size):
         end = min(start + batch_size, count)
         for name, values in compute(np.arange(rows.start + start, rows.start + end)).items():
             files[name].write(start, values)
         progress.advance(end - start)
-        if time.monotonic() - saved > _SAVE_SECONDS or end == count:
+        if time.monotonic() - last_save > _SAVE_SECONDS or end == count:
             for file in files.values():
                 file.flush()  # rows must be durable before the record counts them
             write_json(partial / "progress.json", {"key": key, "done": end})
-            saved = time.monotonic()
+            last_save = time.monotonic()
     progress.close()
     return {path.name: sha256_file(path) for path in shapes}
 
@@ -101,7 +104,9 @@ def _rows_done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> 
     """
     try:
         record = read_json(partial / "progress.json")
-        is_equal = record["key"] == key and {path: ArrayFile(path).shape for path in shapes} == shapes
-        return record["done"] if is_equal else 0
+        if record["key"] != key:
+            return 0
+        existing_shapes = {path: ArrayFile(path).shape for path in shapes}
+        return record["done"] if existing_shapes == shapes else 0
     except (OSError, ValueError, EOFError, DamagedError):
         return 0
