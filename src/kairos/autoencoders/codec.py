@@ -1,5 +1,6 @@
 """Codecs: one interface to encode images and decode latents, for every kind of autoencoder."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,8 +109,9 @@ def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str)
         device: device of the computation.
     """
     model = model.to(device).eval().requires_grad_(False)
-    grey = manifest["image_shape"][0] == 1 and model.config.in_channels == 3
-    return AutoencoderCodec(manifest, torch.device(device), model, grey)
+    image_channels, _, _ = manifest["image_shape"]
+    grey = image_channels == 1 and model.config.in_channels == 3
+    return AutoencoderCodec(manifest=manifest, device=torch.device(device), model=model, grey=grey)
 
 
 def load_model(folder: Path | str) -> Any:
@@ -122,20 +124,26 @@ def load_model(folder: Path | str) -> Any:
     name = read_json(Path(folder) / "config.json").get("_class_name")
     if name not in KINDS:
         raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: {', '.join(KINDS)}")
-    import diffusers
+    import diffusers  # slow, and not needed to reject the folder
 
     diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
     try:
-        cls = getattr(diffusers, name)
-        return cls.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False)
+        model_class = getattr(diffusers, name)
+        return model_class.from_pretrained(
+            folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise KairosError(f"autoencoder: {folder} cannot be loaded ({' '.join(str(error).split())})") from None
 
 
 def downsampling(model: Any) -> int:
-    """Return the factor by which an autoencoder of diffusers reduces the sides of an image."""
-    channels = model.config.get("block_out_channels") or model.config.encoder_block_out_channels
-    return 2 ** (len(channels) - 1)
+    """Return the factor by which an autoencoder of diffusers reduces the sides of an image.
+
+    Every level except the last halves the sides.
+    """
+    # AutoencoderTiny has separate options for encoder and decoder
+    level_channels = model.config.get("block_out_channels") or model.config.encoder_block_out_channels
+    return 2 ** (len(level_channels) - 1)
 
 
 def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str) -> None:
@@ -151,9 +159,9 @@ def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str)
     """
     _, height, width = shape
     if height % factor or width % factor:
-        below = max(factor, height // factor * factor)
-        above = -(-height // factor) * factor
-        near = " or ".join(str(size) for size in sorted({below, above}))
+        below = max(factor, math.floor(height / factor) * factor)
+        above = math.ceil(height / factor) * factor
+        near = " or ".join(str(size) for size in sorted({below, above}))  # below may equal above
         raise ConfigError(
             f"dataset.resolution: images are {height}×{width}, but {autoencoder} needs sides that are multiples of "
             f"{factor}; allowed: {near}, for example"

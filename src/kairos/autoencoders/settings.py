@@ -32,8 +32,7 @@ class AutoencoderConfig(Section):
 
     def model_post_init(self, context: Any) -> None:
         """Check that a pretrained autoencoder has a path, and that any other has no configured scaling."""
-        pretrained = self.kind == "pretrained"
-        demand(
-            not pretrained or self.path, "autoencoder.path", "null", "folder or hub id of the pretrained autoencoder"
-        )
-        demand(pretrained or not self.scaling, "autoencoder.scaling", self.scaling, f"null with kind {self.kind}")
+        if self.kind == "pretrained":
+            demand(self.path, "autoencoder.path", "null", "folder or hub id of the pretrained autoencoder")
+        else:
+            demand(self.scaling is None, "autoencoder.scaling", self.scaling, f"null with kind {self.kind}")

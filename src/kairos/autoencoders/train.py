@@ -23,6 +23,7 @@ from kairos_timesteps.randomness import Stream, derived_seed
 _CHECKPOINT_EVERY = 200  # steps
 _WARM_UP_STEPS = 20
 _BETAS = (0.9, 0.99)
+_MAX_GRADIENT_NORM = 1.0
 
 
 def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> AutoencoderKL:
@@ -83,20 +84,13 @@ def train(
     identity = sha256_json(settings)  # a checkpoint with another identity is ignored
     first_step = _resume(state, identity, model, optimizer)
     latent_shape = (config.latent_channels, *(side // downsampling(model) for side in dataset.shape[1:]))
-    sample_indices, seed = range(config.batch_size), config.seed
+    sample_indices = range(config.batch_size)
     progress = Progress(config.steps, "autoencoder", "step", start=first_step)
     for step in range(first_step, config.steps):
-        items = Stream(seed, "autoencoder/order").integers(step, len(dataset.train), sample_indices)
-        images = dataset.load_tensor(dataset.train[items.numpy()])
-        if flips:
-            flipped = Stream(seed, "autoencoder/flips").uniform(step, sample_indices) < 0.5
-            images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
-        images = images.to(device)
-        noise = Stream(seed, "autoencoder/latent").normal(step, sample_indices, latent_shape).to(device)
-        warm_up = min(1.0, (step + 1) / _WARM_UP_STEPS)
-        decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
+        images = _load_batch(config, dataset, step, flips).to(device)
+        noise = Stream(config.seed, "autoencoder/latent").normal(step, sample_indices, latent_shape).to(device)
         for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * (warm_up * decay)
+            group["lr"] = _learning_rate(config, step)
 
         posterior = model.encode(images).latent_dist
         reconstruction = model.decode(posterior.mean + posterior.std * noise).sample
@@ -104,13 +98,31 @@ def train(
         kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
         optimizer.zero_grad(set_to_none=True)
         (mse + config.kl_weight * kl).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
         optimizer.step()
         progress.advance(facts=f"mse {mse.item():.5f}, kl {kl.item():.3f}")
         if (step + 1) % _CHECKPOINT_EVERY == 0 or step + 1 == config.steps:
             _save_checkpoint(state, identity, step + 1, model, optimizer)
     progress.close()
     return model.eval()
+
+
+def _load_batch(config: AutoencoderConfig, dataset: PreparedDataset, step: int, flips: bool) -> torch.Tensor:
+    """Load the random training images of a step, (batch, C, H, W) in [-1, 1], flipped at random if `flips`."""
+    sample_indices = range(config.batch_size)
+    items = Stream(config.seed, "autoencoder/order").integers(step, len(dataset.train), sample_indices)
+    images = dataset.load_tensor(dataset.train[items.numpy()])
+    if flips:
+        flipped = Stream(config.seed, "autoencoder/flips").uniform(step, sample_indices) < 0.5
+        images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
+    return images
+
+
+def _learning_rate(config: AutoencoderConfig, step: int) -> float:
+    """Return the learning rate of a step: a short linear warm-up, times a cosine decay to zero."""
+    warm_up = min(1.0, (step + 1) / _WARM_UP_STEPS)
+    decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
+    return config.learning_rate * (warm_up * decay)
 
 
 def _save_checkpoint(state: Path, identity: str, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -145,16 +157,19 @@ def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optim
 def latent_statistics(
     model: Any, dataset: PreparedDataset, batch_size: int, device: torch.device
 ) -> tuple[float, float]:
-    """Return mean and standard deviation of samples of the latents, over the training images and all dimensions."""
-    total = square = count = 0.0
+    """Return mean and standard deviation of samples of the latents, over the training images and all dimensions.
+
+    They are computed from the moments, without drawing samples.
+    """
+    total = total_square = count = 0.0
     with torch.no_grad():
         for start in range(0, len(dataset.train), batch_size):
-            posterior = model.encode(
-                dataset.load_tensor(dataset.train[start : start + batch_size]).to(device)
-            ).latent_dist
+            images = dataset.load_tensor(dataset.train[start : start + batch_size]).to(device)
+            posterior = model.encode(images).latent_dist
             mean = posterior.mean.double()
+            expected_square = mean**2 + posterior.var.double()
             total += float(mean.sum())
-            square += float((mean**2 + posterior.var.double()).sum())
+            total_square += float(expected_square.sum())
             count += mean.numel()
-    mean_of_all = total / count
-    return mean_of_all, math.sqrt(square / count - mean_of_all**2)
+    overall_mean = total / count
+    return overall_mean, math.sqrt(total_square / count - overall_mean**2)

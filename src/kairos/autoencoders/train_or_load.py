@@ -22,6 +22,7 @@ from kairos_timesteps.errors import ConfigError
 _PSNR_IMAGES = 512  # most images to measure: held-out images, or training images if none are held out
 _DEFAULT_SCALING = 0.18215  # default of diffusers' VQModel: the scaling factor of Stable Diffusion, wrong for VQModels
 _PICTURE_IMAGES = 16
+_PICTURE_COLUMNS = 8
 _PICTURE_SIDE = 64  # least side in pixels of an image in the picture
 _STATE = ".state.pt"  # checkpoint of an interrupted training run
 
@@ -59,7 +60,7 @@ def make_autoencoder(
     }
     if config.kind == "none":
         resource_usage.end_startup()
-    else:
+    else:  # `_train` and `_load_pretrained` call end_startup after their imports
         if config.kind == "train":
             model = _train(config, dataset, out, device, flips)
         else:
@@ -90,9 +91,10 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
     Raises:
         ConfigError: files are missing, or the autoencoder does not accept the size or the channels of the images.
     """
-    field, needed = "autoencoder.path", " and ".join(FILES)
-    folder = find_network_folder(str(config.path), field, FILES, needed)
-    if missing := [name for name in FILES if not (folder / name).is_file()]:
+    field = "autoencoder.path"
+    folder = find_network_folder(str(config.path), field, FILES, needed=" and ".join(FILES))
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
         raise ConfigError(f"{field}: {config.path!r} lacks {' and '.join(missing)} (a diffusers folder)")
     model = load_model(folder)
     resource_usage.end_startup()
@@ -102,19 +104,32 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
             f"{field}: {config.path!r} takes {model.config.in_channels} channels, the images have "
             f"{dataset.shape[0]}; set dataset.color"
         )
-    is_default = type(model).__name__ == "VQModel" and model.config.scaling_factor == _DEFAULT_SCALING
-    if config.scaling or is_default:
-        model.register_to_config(scaling_factor=config.scaling or 1.0)
+    has_wrong_default = type(model).__name__ == "VQModel" and model.config.scaling_factor == _DEFAULT_SCALING
+    if config.scaling is not None:
+        model.register_to_config(scaling_factor=config.scaling)
+    elif has_wrong_default:
+        model.register_to_config(scaling_factor=1.0)
     return model
 
 
 def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
-    """Measure the reconstruction error, save the autoencoder, and return the fields of the manifest about both."""
-    indices = (dataset.heldout if len(dataset.heldout) else dataset.train)[:_PSNR_IMAGES]
-    batches = np.split(indices, range(batch_size, len(indices), batch_size))
+    """Measure the reconstruction error, save the autoencoder and a picture, and return their fields of the manifest.
+
+    Args:
+        codec: the autoencoder.
+        dataset: the prepared data set; held-out images are reconstructed, or training images if none are held out.
+        out: folder of the stage, where ``config.json``, weights and ``reconstructions.png`` are written.
+        batch_size: images per step.
+    """
+    if len(dataset.heldout):
+        measured, indices = "held-out images", dataset.heldout[:_PSNR_IMAGES]
+    else:
+        measured, indices = "training images", dataset.train[:_PSNR_IMAGES]
+    batch_ends = range(batch_size, len(indices), batch_size)
     images = dataset.images[indices]
-    reconstructions = np.concatenate([codec.reconstruct(dataset.load_tensor(batch)) for batch in batches])
-    mean, _ = codec.encode(dataset.load_tensor(indices[:1]))
+    batches = [codec.reconstruct(dataset.load_tensor(batch)) for batch in np.split(indices, batch_ends)]
+    reconstructions = np.concatenate(batches)
+    mean, _ = codec.encode(dataset.load_tensor(indices[:1]))  # of one image, for the shape of the latents
     _write_picture(out / "reconstructions.png", images[:_PICTURE_IMAGES], reconstructions[:_PICTURE_IMAGES])
     # in the format of diffusers' `save_pretrained`, which itself would hide the error of a full disk
     codec.model.register_to_config(_name_or_path="")  # the path differs between machines and must not change the hash
@@ -125,7 +140,7 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
         "latent_shape": list(mean.shape[1:]),
         "sha256": sha256_json({name: files[name] for name in FILES}),
         "psnr": round(psnr(images, reconstructions), 3),
-        "psnr_of": "held-out images" if len(dataset.heldout) else "training images",
+        "psnr_of": measured,
         "files": files,
     }
 
@@ -133,7 +148,7 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
 def psnr(images: np.ndarray, reconstructions: np.ndarray) -> float:
     """Return the peak signal-to-noise ratio in dB of uint8 images, from the mean squared error over all images."""
     error = np.mean((images.astype(np.float64) - reconstructions.astype(np.float64)) ** 2)
-    return 10 * math.log10(255**2 / max(float(error), 1e-12))
+    return 10 * math.log10(255**2 / max(float(error), 1e-12))  # finite for exact reconstructions
 
 
 def _write_picture(path: Path, images: np.ndarray, reconstructions: np.ndarray) -> None:
@@ -145,7 +160,9 @@ def _write_picture(path: Path, images: np.ndarray, reconstructions: np.ndarray) 
         reconstructions: their reconstructions, of equal shape.
     """
     shape = images.shape[1:]
-    columns = min(8, len(images))
-    white = np.full((-len(images) % columns, *shape), 255, np.uint8)
-    rows = [np.concatenate([part, white]).reshape(-1, columns, *shape) for part in (images, reconstructions)]
-    write_image_grid(path, np.stack(rows, axis=1).reshape(-1, *shape), columns, _PICTURE_SIDE)
+    columns = min(_PICTURE_COLUMNS, len(images))
+    white = np.full((-len(images) % columns, *shape), 255, np.uint8)  # fills the last row
+    original_rows = np.concatenate([images, white]).reshape(-1, columns, *shape)
+    reconstruction_rows = np.concatenate([reconstructions, white]).reshape(-1, columns, *shape)
+    alternating_rows = np.stack([original_rows, reconstruction_rows], axis=1)
+    write_image_grid(path, alternating_rows.reshape(-1, *shape), columns, _PICTURE_SIDE)
