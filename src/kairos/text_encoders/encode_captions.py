@@ -42,10 +42,11 @@ def encode_captions(
         raise KairosError(f"{dataset.folder}: has no captions; set dataset.captions and make it again: kairos prepare")
     encoder = load_encoder(config, device)
     resource_usage.end_startup()
-    captions, count = dataset.captions, len(dataset.captions)
-    longest, truncated = _check_lengths(captions, encoder, config.too_long)
-    empty = encoder([""]).numpy()
-    shape, dtype = empty.shape[1:], np.dtype(config.dtype)
+    captions = dataset.captions
+    longest, truncated_count = _check_lengths(captions, encoder, config.too_long)
+    empty = encoder([""]).numpy()  # (1, *shape)
+    shape = empty.shape[1:]
+    dtype = np.dtype(config.dtype)
     identity = {
         "encoder": encoder.sha256,
         "dataset": dataset.manifest["content_sha256"],
@@ -61,13 +62,21 @@ def encode_captions(
     def compute(indices: np.ndarray) -> dict[str, np.ndarray]:
         return {"states": encoder(captions.texts(indices)).numpy().astype(dtype)}
 
-    arrays = {"states": (shape, dtype)}
-    files = fill_arrays(partial, identity, arrays, range(count), config.batch_size, compute, "text", "caption")
+    files = fill_arrays(
+        partial,
+        identity,
+        arrays={"states": (shape, dtype)},
+        rows=range(len(captions)),
+        batch_size=config.batch_size,
+        compute=compute,
+        label="text",
+        unit="caption",
+    )
     np.save(partial / "empty.npy", empty)
     sync_folder(partial / "empty.npy")
     files["empty.npy"] = sha256_file(partial / "empty.npy")
     manifest = {
-        "count": count,
+        "count": len(captions),
         "condition": {"kind": "text", "shape": list(shape), "null": config.dropped, "encoder": encoder.sha256},
         "dtype": config.dtype,
         "output": config.output,
@@ -75,7 +84,7 @@ def encode_captions(
         "files": files,
     }
     manifest["content_sha256"] = sha256_json(manifest)  # of all fields above, which determine the training data
-    manifest |= {"length": encoder.length, "longest": longest, "truncated": truncated}
+    manifest |= {"length": encoder.length, "longest": longest, "truncated": truncated_count}
     publish_arrays(out, manifest)
     return manifest
 
@@ -89,12 +98,13 @@ def _check_lengths(captions: Captions, encoder: TextEncoder, too_long: str) -> t
     count = len(captions)
     lengths: list[int] = []
     for start in range(0, count, _TOKENIZED_AT_ONCE):
-        lengths += encoder.count_tokens(captions.texts(range(start, min(start + _TOKENIZED_AT_ONCE, count))))
+        end = min(start + _TOKENIZED_AT_ONCE, count)
+        lengths += encoder.count_tokens(captions.texts(range(start, end)))
     truncated = [index for index, length in enumerate(lengths) if length > encoder.length]
     if truncated:
         fact = f"{len(truncated)} of {count} captions have more than {encoder.length} tokens"
         if too_long == "refuse":
-            example = captions.texts(truncated[:1])[0]
+            [example] = captions.texts(truncated[:1])
             raise KairosError(
                 f"text_encoder.too_long: got {too_long}, but {fact}, the first: {example!r}; allowed: truncate"
             )

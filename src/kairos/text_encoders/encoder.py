@@ -19,7 +19,7 @@ from kairos.pretrained import find_network_folder
 from kairos.text_encoders.settings import FILES, TOKENIZERS, WEIGHTS, TextEncoderConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 
-_CLIP = ("clip", "clip_text_model")
+_CLIP = ("clip", "clip_text_model")  # model_type of CLIP, and of its text model alone
 _FORMER_CLIP_END = 2  # wrong end-of-text token in configurations of early CLIP models, which transformers handles
 _UNLIMITED = 10**6  # tokenizers without a limit report a larger one
 
@@ -37,20 +37,18 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
         KairosError: the hub cannot be reached and its cache has no copy.
     """
     needed = "config.json, model.safetensors and tokenizer.json (or vocab.json and merges.txt)"
+    weights, former_weights = WEIGHTS
     folder = find_network_folder(path, field, files, needed)
-    if not (folder / WEIGHTS[0]).is_file():
-        folder = find_network_folder(path, field, WEIGHTS[1:], needed)
+    if not (folder / weights).is_file():  # an older network; both downloads go into one folder of the cache
+        folder = find_network_folder(path, field, [former_weights], needed)
     existing = {file.name for file in folder.iterdir() if file.is_file()}
-    # for each requirement, the alternative sets of files that meet it
-    requirements = {
-        "config.json": [["config.json"]],
-        WEIGHTS[0]: [[name] for name in WEIGHTS],
-        "a tokenizer": TOKENIZERS,
-    }
     missing = []
-    for name, alternatives in requirements.items():
-        if not any(existing.issuperset(alternative) for alternative in alternatives):
-            missing.append(name)
+    if "config.json" not in existing:
+        missing.append("config.json")
+    if weights not in existing and former_weights not in existing:
+        missing.append(weights)
+    if not any(existing.issuperset(tokenizer_files) for tokenizer_files in TOKENIZERS):
+        missing.append("a tokenizer")
     if missing:
         raise ConfigError(f"{field}: {path!r} lacks {' and '.join(missing)}; allowed: a folder with {needed}")
     return folder
@@ -111,10 +109,12 @@ class TextEncoder:
         """Encode texts, and return their states on the CPU, float32 (n, length, width) or (n, width)."""
         options = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
         tokens = self.tokenizer(texts, **options)
-        ids, mask = tokens["input_ids"].to(self.device), tokens["attention_mask"].to(self.device)
+        ids = tokens["input_ids"].to(self.device)
+        mask = tokens["attention_mask"].to(self.device)  # (n, length), 0 for padding
         if self.model.config.model_type in _CLIP:
             outputs = self.model(input_ids=ids)
-            return (outputs.last_hidden_state if self.output == "tokens" else outputs.pooler_output).float().cpu()
+            states = outputs.last_hidden_state if self.output == "tokens" else outputs.pooler_output
+            return states.float().cpu()
         states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()  # (n, length, width)
         if self.output == "pooled":
             states = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
@@ -136,13 +136,30 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
     model = load_pretrained(folder, CLIPTextModel if is_clip else AutoModelForTextEncoding, field, weights=True)
     tokenizer = load_pretrained(folder, AutoTokenizer, field)
     _check_tokenizer(tokenizer, model.config, is_clip, config.path)
-    longest = getattr(model.config, "max_position_embeddings", _UNLIMITED)
+    length = _select_length(config, tokenizer, model.config)
+    hashes = {name: sha256_file(folder / name) for name in {*FILES, *WEIGHTS} if (folder / name).is_file()}
+    return TextEncoder(
+        model=model.to(device),
+        tokenizer=tokenizer,
+        output=config.output,
+        length=length,
+        sha256=sha256_json(hashes),
+        device=device,
+    )
+
+
+def _select_length(config: TextEncoderConfig, tokenizer: Any, network: Any) -> int:
+    """Return the number of tokens to which texts are padded: the configured one, or the most that the encoder takes.
+
+    Raises:
+        ConfigError: the configured number is too large, or none is configured and the encoder has no limit.
+    """
+    longest = getattr(network, "max_position_embeddings", _UNLIMITED)  # T5 has relative positions and no limit
     length = config.length or min(tokenizer.model_max_length, longest)
     if length > longest or length >= _UNLIMITED:
         limit = "a number" if longest == _UNLIMITED else f"at most {longest}"
         raise ConfigError(f"text_encoder.length: got {config.length or 'null'}, allowed with {config.path!r}: {limit}")
-    sha256 = sha256_json({name: sha256_file(folder / name) for name in {*FILES, *WEIGHTS} if (folder / name).is_file()})
-    return TextEncoder(model.to(device), tokenizer, config.output, length, sha256, device)
+    return length
 
 
 def _check_tokenizer(tokenizer: Any, network: Any, is_clip: bool, path: str) -> None:
@@ -152,8 +169,9 @@ def _check_tokenizer(tokenizer: Any, network: Any, is_clip: bool, path: str) -> 
         ConfigError: the tokenizer does not belong to the network.
     """
     end = tokenizer.eos_token_id
-    wrong_end = is_clip and network.eos_token_id not in (_FORMER_CLIP_END, end)
-    if len(tokenizer) > network.vocab_size or tokenizer.pad_token is None or wrong_end:
+    has_unknown_tokens = len(tokenizer) > network.vocab_size
+    has_wrong_end = is_clip and network.eos_token_id not in (_FORMER_CLIP_END, end)
+    if has_unknown_tokens or has_wrong_end or tokenizer.pad_token is None:
         properties = f"{len(tokenizer)} tokens, padding {tokenizer.pad_token}, end {end}"
         raise ConfigError(
             f"text_encoder.path: {path!r} has a tokenizer ({properties}) that does not belong to its network"

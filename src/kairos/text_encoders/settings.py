@@ -38,6 +38,10 @@ class TextEncoderConfig(Section):
             raise ValueRejected(
                 f"text_encoder.output: got {self.output}, allowed with this model: {model_input} or auto"
             )
-        output = (model_input or "tokens") if self.output == "auto" else self.output
-        dropped = {"tokens": "empty", "pooled": "random"}[output] if self.dropped == "auto" else self.dropped
+        output: str = self.output
+        if output == "auto":
+            output = model_input or "tokens"
+        dropped: str = self.dropped
+        if dropped == "auto":
+            dropped = {"tokens": "empty", "pooled": "random"}[output]
         return self.model_copy(update={"output": output, "dropped": dropped})
