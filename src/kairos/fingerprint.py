@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kairos_timesteps.registry import Registry
 
-_PIPELINE, _LIBRARY = _PACKAGES = "kairos", "kairos_timesteps"
+_PIPELINE = "kairos"
+_LIBRARY = "kairos_timesteps"
+_PACKAGES = (_PIPELINE, _LIBRARY)
 # these modules select code and values, or store and show results; they compute nothing
 _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("config", "progress", "resource_usage", "cli", "files", "section")),
@@ -58,7 +60,9 @@ def _fingerprint(roots: tuple[str, ...]) -> str:
 def _without_file_name(code: str) -> str:
     """Return ``"module:Name"`` for kairos' packages and ``"Name"`` for plugin files, which may be renamed."""
     module, _, name = code.partition(":")
-    return code if _top(module) in _PACKAGES else name
+    if _top(module) in _PACKAGES:
+        return code
+    return name
 
 
 def roots_of(registry: "Registry", component: dict[str, Any]) -> list[str]:
@@ -74,9 +78,13 @@ def roots_of(registry: "Registry", component: dict[str, Any]) -> list[str]:
         if not option.metadata.get("component"):
             continue
         value = component.get(options.public_name(option), option.default)
-        for item in value if isinstance(value, list) else [value]:
-            if item is not dataclasses.MISSING:
-                roots += roots_of(registry, {"name": item} if isinstance(item, str) else item)
+        selected = value if isinstance(value, list) else [value]
+        for other in selected:  # a name, or a dictionary of name and options
+            if other is dataclasses.MISSING:
+                continue
+            if isinstance(other, str):
+                other = {"name": other}
+            roots += roots_of(registry, other)
     return roots
 
 
@@ -106,19 +114,25 @@ def reached(roots: Iterable[str]) -> dict[str, str]:
 def _resolve(target: str) -> str | None:
     """Return the ``"module"`` or ``"module:Name"`` that a dotted name stands for; None if the module is left out.
 
-    An imported name stands for what is imported, any other name for the whole module.
+    An imported name stands for what is imported, any other name for the whole module. Examples:
+
+    * ``kairos.data.batches.Batches`` stands for ``kairos.data.batches``, which counts as a whole.
+    * ``kairos_timesteps.errors.demand`` is left out.
+    * ``kairos_timesteps.randomness.Stream.uniform`` stands for ``kairos_timesteps.randomness:Stream``.
 
     Raises:
         ImportError: the name is imported lazily, and no import under TYPE_CHECKING shows from where.
     """
     module, *names = target.replace(":", ".").split(".")
-    while names and _path(f"{module}.{names[0]}"):
+    while names and _path(f"{module}.{names[0]}"):  # the first names are modules, the others attributes
         module = f"{module}.{names.pop(0)}"
     if module == _PIPELINE or _is_left_out(module):
         return None
-    if module.startswith(f"{_PIPELINE}.") or not names or names[0].startswith("__"):
+    counts_as_whole = module.startswith(f"{_PIPELINE}.")
+    if counts_as_whole or not names or names[0].startswith("__"):
         return module
-    parsed, name = _parsed(module), names[0]
+    parsed = _parsed(module)
+    name = names[0]
     if name in parsed.definitions:
         return f"{module}:{name}"
     sources = parsed.imports.get(name) or parsed.typing_imports.get(name) or []
@@ -131,8 +145,9 @@ def _resolve(target: str) -> str | None:
 
 def _is_left_out(module: str) -> bool:
     """Return True if a module, or a package that contains it, computes nothing."""
-    selects = _top(module) in _PACKAGES and module.endswith((".registries", ".settings"))
-    return selects or module in _LEFT_OUT or module.startswith(tuple(f"{name}." for name in _LEFT_OUT))
+    selects_code = _top(module) in _PACKAGES and module.endswith((".registries", ".settings"))
+    is_in_left_out_package = module.startswith(tuple(f"{name}." for name in _LEFT_OUT))
+    return selects_code or module in _LEFT_OUT or is_in_left_out_package
 
 
 def _path(module: str) -> Path | None:
@@ -140,13 +155,20 @@ def _path(module: str) -> Path | None:
     package, *names = module.split(".")
     if package == _PIPELINE:
         return _source_file(Path(__file__).parent.joinpath(*names))
-    if file := getattr(sys.modules.get(module), "__file__", None):
-        return Path(file)
+    imported_file = getattr(sys.modules.get(module), "__file__", None)
+    if imported_file:
+        return Path(imported_file)
     spec = sys.modules[package].__spec__ if package in sys.modules else importlib.util.find_spec(package)
-    if spec is None or spec.submodule_search_locations is None:
-        return Path(spec.origin) if spec and spec.origin and spec.has_location and not names else None
-    files = (_source_file(Path(folder).joinpath(*names)) for folder in spec.submodule_search_locations)
-    return next((file for file in files if file), None)
+    if spec is None:
+        return None
+    if spec.submodule_search_locations is None:  # a module in one file, which has no submodules
+        has_file = spec.origin is not None and spec.has_location
+        return Path(str(spec.origin)) if has_file and not names else None
+    for folder in spec.submodule_search_locations:
+        file = _source_file(Path(folder).joinpath(*names))
+        if file:
+            return file
+    return None
 
 
 @functools.cache
@@ -199,7 +221,7 @@ def _parse(module: str, path: Path, text: str) -> _Parsed:
     parsed = _Parsed(module, path, ast.parse(text))
     executed: list[ast.stmt] = []
     for node in parsed.tree.body:
-        if isinstance(node, ast.If) and getattr(node.test, "id", getattr(node.test, "attr", "")) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING":
             parsed.typing_imports |= _imports(ast.Module(node.body, []), module, path)
             executed += node.orelse
         else:
@@ -212,9 +234,21 @@ def _parse(module: str, path: Path, text: str) -> _Parsed:
         if isinstance(node, (ast.Import, ast.ImportFrom)) and node.names[0].name != "*":
             for name, targets in _imports(ast.Module([node], []), module, path).items():
                 parsed.imports.setdefault(name, []).extend(targets)
-        elif not names and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        elif not names and not _is_docstring(node):
             parsed.statements.append(node)
     return parsed
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    """Return True for a statement that is only a constant, such as a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _last_name(node: ast.AST) -> str:
+    """Return the last name of a variable or attribute: ``log`` for ``log`` and for ``np.log``; "" for other nodes."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _defined_names(node: ast.stmt) -> list[str]:
@@ -223,14 +257,28 @@ def _defined_names(node: ast.stmt) -> list[str]:
         return [node.name]
     if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
         return []
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    parts = [part for target in targets for part in ast.walk(target)]
-    to_names = not any(isinstance(part, (ast.Attribute, ast.Subscript)) for part in parts)
-    return [part.id for part in parts if isinstance(part, ast.Name) and to_names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # several in `a = b = 1`
+    target_nodes = [target_node for target in targets for target_node in ast.walk(target)]
+    if any(isinstance(target_node, (ast.Attribute, ast.Subscript)) for target_node in target_nodes):
+        return []  # changes an object, such as `options["name"] = 1`
+    return [target_node.id for target_node in target_nodes if isinstance(target_node, ast.Name)]
 
 
 def _imports(code: ast.Module, module: str, path: Path) -> dict[str, list[str]]:
-    """Return the dotted names that a module's code imports, by the name that each gets; only those to follow."""
+    """Return the dotted names that a module's code imports, by the name that each gets; only those to follow.
+
+    An import may run the code of several modules. Examples:
+
+    * ``import kairos.data.arrays`` gives `kairos` two names: ``kairos.data.arrays`` and ``kairos``.
+    * ``import kairos.data.arrays as arrays`` gives `arrays` the name ``kairos.data.arrays``.
+    * ``from kairos.files import atomic`` gives `atomic` two names: ``kairos.files.atomic`` and ``kairos.files``.
+    * ``from .schedules import linear`` in ``plugin.noise`` gives `linear` the name ``plugin.schedules.linear``.
+
+    Args:
+        code: statements of the module.
+        module: dotted name of the module.
+        path: source file of the module.
+    """
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
     pairs: list[tuple[str, str]] = []
     for node in ast.walk(code):
@@ -256,12 +304,16 @@ def _top(dotted: str) -> str:
 
 def _is_followed(package: str, importer: str, path: Path) -> bool:
     """Return True for kairos' packages; in a plugin file also for its package and the files in its folder."""
+    if package in _PACKAGES:
+        return True
     home = _top(importer)
-    installed = "site-packages" in path.parts or home in sys.stdlib_module_names
-    if package in _PACKAGES or home in _PACKAGES or installed or package in sys.stdlib_module_names:
-        return package in _PACKAGES
+    is_plugin = not (home in _PACKAGES or home in sys.stdlib_module_names or "site-packages" in path.parts)
+    if not is_plugin or package in sys.stdlib_module_names:
+        return False
+    if package == home:
+        return True
     file = _path(package)
-    return package == home or (file is not None and file.parent == path.parent)
+    return file is not None and file.parent == path.parent
 
 
 @functools.cache
@@ -281,6 +333,7 @@ def _hash_and_targets(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
     elif parsed.module == _LIBRARY:
         imports += parsed.typing_imports.items()  # the public names, which are imported lazily
     for bound, sources in imports:
+        # `import numpy as np` and a use of `np.linalg.norm` have the attributes ".linalg.norm"
         attributes = {dotted.removeprefix(bound) for dotted in used if _top(dotted) == bound}
         for source in sources:  # `import kairos_timesteps` leads to the public names that are used, not to all
             suffixes = attributes if source == _LIBRARY else {"", *attributes}
@@ -295,12 +348,16 @@ def _hash_and_targets(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
 def _used_names(code: ast.Module) -> set[str]:
     """Return all names in `code`, each with the dotted attributes read from it."""
     nodes = [node for node in ast.walk(code) if isinstance(node, (ast.Name, ast.Attribute))]
-    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    return {_dotted(node) for node in nodes if id(node) not in inner}
+    # `a.b.c` is an attribute of `a.b`, which is an attribute of `a`: only the outermost node counts
+    inner_ids = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    return {_dotted(node) for node in nodes if id(node) not in inner_ids}
 
 
 def _dotted(node: ast.AST) -> str:
-    """Return the dotted name that a chain of attributes reads; without its start if that is no name."""
+    """Return the dotted name that a chain of attributes reads, such as ``np.linalg.norm``.
+
+    The start is missing if it is no name: ``.mean`` for ``load(path).mean``.
+    """
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -311,6 +368,10 @@ def _text(node: Any, message: bool = False) -> str:
 
     Empty fields are left out: they differ between versions of Python. The text leaves out the strings of raised errors
     and of printed messages, and the help of options and components.
+
+    Args:
+        node: node, list of nodes, or value of a field.
+        message: the node is within a raised error or a printed message.
     """
     if isinstance(node, list):
         return "[" + ",".join(_text(item, message) for item in node) + "]"
@@ -320,16 +381,20 @@ def _text(node: Any, message: bool = False) -> str:
     if message and (isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)):
         return "message"
     fields = dict(ast.iter_fields(node))
-    if isinstance(node, ast.Call) and _called(node) == "option":  # the value counts, the help does not
+    if isinstance(node, ast.Call) and _called(node) == "option":
+        # option(default, help, ...): the default and the limits count, the help does not
         fields["args"] = fields["args"][:1] + fields["args"][2:]
         fields["keywords"] = [keyword for keyword in fields["keywords"] if keyword.arg != "help"]
-    if isinstance(node, ast.Call) and _called(node) == "demand":  # the condition counts, the message does not
+    if isinstance(node, ast.Call) and _called(node) == "demand":
+        # demand(condition, where, got, allowed): the condition counts, the message does not
         fields["args"] = fields["args"][:1]
     if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
         fields["decorator_list"] = [_without_help(decorator) for decorator in node.decorator_list]
-    may_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-    if may_have and ast.get_docstring(node, clean=False) is not None:
-        fields["body"] = fields["body"][1:]
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        has_docstring = ast.get_docstring(node, clean=False) is not None
+        if has_docstring:
+            fields["body"] = fields["body"][1:]
+    # `kind` of a constant is "u" for u"text", which is equal to "text"
     counted = {name: value for name, value in fields.items() if value not in (None, []) and name != "kind"}
     text = ",".join(f"{name}={_text(value, message)}" for name, value in counted.items())
     return f"{type(node).__name__}({text})"
@@ -351,4 +416,4 @@ def _prints_message(node: ast.AST) -> bool:
 
 def _called(call: ast.Call) -> str:
     """Return the name of the called function or method; empty for other callables."""
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return _last_name(call.func)
