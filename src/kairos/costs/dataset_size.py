@@ -113,6 +113,8 @@ def _find_x0_shape(
 ) -> tuple[Shape, int]:
     """Find the shape of the network's input and the number of arrays that are stored per image, 0 in pixel space.
 
+    The shape is the stated one, else that of encoded latents, of the experiment file, or of its section `known`.
+
     Args:
         experiment: the checked experiment.
         results: its folder of results.
@@ -127,13 +129,15 @@ def _find_x0_shape(
         computed, arrays = image_shape, 0
     else:
         computed, arrays = _latent_shape(autoencoder, image_shape)
-        has_low_resolution = experiment.dataset.low_resolution is not None
-        arrays = (arrays + has_low_resolution) * (1 + experiment.dataset.flips)
+        if experiment.dataset.low_resolution is not None:
+            arrays += 1  # the latents of the image of low resolution
+        if experiment.dataset.flips:
+            arrays *= 2  # flipped images are stored too
     assumed = experiment.known.shape if experiment.known else None
     shape: Any = stated or latents_record.get("shape") or computed or assumed
     if not shape:
-        fetch = f"fetch autoencoder.path ({autoencoder.path})" if image_shape else "set dataset.resolution"
-        advice = f"{fetch}, run kairos prepare and encode, or pass --shape C H W"
+        first_advice = f"fetch autoencoder.path ({autoencoder.path})" if image_shape else "set dataset.resolution"
+        advice = f"{first_advice}, run kairos prepare and encode, or pass --shape C H W"
         raise ConfigError(f"the shape of the network's input is not known yet: {advice}")
     return tuple(shape), arrays
 
@@ -149,6 +153,9 @@ def _find_image_counts(
 ) -> tuple[Shape | None, int | None, int | None, str]:
     """Return the shape of an image, the numbers of all images and of training images, and the numbers' origin.
 
+    A number or shape that is not known is None. Held-out images of another folder are not counted, so that the number
+    of all images is then not known before stage prepare.
+
     Args:
         experiment: the checked experiment.
         record: manifest of the prepared data set; empty before stage prepare.
@@ -158,26 +165,38 @@ def _find_image_counts(
         return shape, record["count"], record["train_count"], "prepared"
     dataset = experiment.dataset
     image_shape = _image_shape(dataset)
-    separate_heldout = isinstance(dataset.heldout, str)  # a folder of its own, whose images are not counted here
-    is_digits = dataset.source == "digits"
+    separate_heldout = isinstance(dataset.heldout, str)  # path of held-out images
+    is_digits = dataset.source == "digits"  # their numbers are known, whatever the file sets
+    count: int | None
+    train_count: int | None
     if dataset.train_images is not None and not is_digits:
-        count = None if separate_heldout else round(dataset.train_images / (1 - float(dataset.heldout)))
-        return image_shape, count, dataset.train_images, "dataset.train_images"
-    if dataset.images is not None and not is_digits:
+        train_count, source = dataset.train_images, "dataset.train_images"
+        count = None if separate_heldout else round(train_count / (1 - float(dataset.heldout)))
+    elif dataset.images is not None and not is_digits:
+        count, source = dataset.images, "dataset.images"
+        train_count = count
         if separate_heldout:
-            return image_shape, None, dataset.images, "dataset.images"
-        return image_shape, dataset.images, dataset.images - dataset.heldout_count(dataset.images), "dataset.images"
-    counts = count_images(dataset)
-    if not counts.unknown:
+            count = None
+        else:
+            train_count -= dataset.heldout_count(train_count)
+    else:
+        counts = count_images(dataset)
+        if counts.unknown:
+            return image_shape, None, None, "unknown before kairos prepare; set dataset.train_images"
+        train_count, source = counts.train, "embedded" if is_digits else "counted"
         count = None if separate_heldout else counts.count
-        return image_shape, count, counts.train, "embedded" if is_digits else "counted"
-    return image_shape, None, None, "unknown before kairos prepare; set dataset.train_images"
+    return image_shape, count, train_count, source
 
 
 def _image_shape(dataset: DatasetConfig) -> Shape | None:
     """Return channels, height and width of a prepared image; None if the experiment file does not set them."""
-    side = dataset.resolution or (8 if dataset.source == "digits" else None)
-    return (1 if dataset.color == "grey" else 3, side, side) if side else None
+    side = dataset.resolution
+    if side is None and dataset.source == "digits":
+        side = 8
+    if side is None:
+        return None
+    channels = 1 if dataset.color == "grey" else 3
+    return channels, side, side
 
 
 def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple[Shape | None, int]:
@@ -198,10 +217,11 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
 def _pretrained_config(path: str) -> dict[str, Any]:
     """Return the config.json of a pretrained model: a local folder or a name in the hub's cache; empty if absent."""
     file: Any = Path(path) / "config.json"
-    if not Path(path).is_dir():
+    is_hub_name = not Path(path).is_dir() and path.count("/") == 1  # owner/model
+    if is_hub_name:
         from huggingface_hub import try_to_load_from_cache
 
-        file = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
+        file = try_to_load_from_cache(path, "config.json")  # a path, None, or a marker for "known to be absent"
     return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}
 
 
@@ -213,14 +233,14 @@ def _describe_text(config: TextEncoderConfig, results: Path, stated: Sequence[in
         results: folder of results; its texts, if encoded, contain the condition.
         stated: tokens and width that the user or the experiment file states; they take precedence.
     """
-    if stated is None and (record := _read_manifest(results / "text")):
-        return dict(record["condition"])
     if stated is not None:
         length, width = stated
+    elif record := _read_manifest(results / "text"):
+        return dict(record["condition"])
     else:
         encoder = _pretrained_config(config.path)
-        encoder = encoder.get("text_config", encoder)
+        encoder = encoder.get("text_config", encoder)  # CLIP has a section for each of its two networks
         length = config.length or encoder.get("max_position_embeddings")
-        width = encoder.get("hidden_size") or encoder.get("d_model")
+        width = encoder.get("hidden_size") or encoder.get("d_model")  # d_model: T5
     shape = [length, width] if config.output == "tokens" else [width]
     return {"kind": "text", "shape": shape, "null": config.dropped} if all(shape) else None

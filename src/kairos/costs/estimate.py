@@ -1,5 +1,6 @@
 """Estimate the cost of an experiment: jobs, floating-point operations, memory, storage and time."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -129,52 +130,64 @@ def estimate_cost(
         ConfigError: an argument or a field is not allowed, or a shape is not known.
     """
     layout = Layout(experiment, Path())
-    training, plain, results = experiment.training, experiment.plain(), Path(layout.results)
-    data = find_dataset_size(experiment, results, x0_shape, classes, text_shape)
-    process, channels = build_process(plain["diffusion"], sigma_data=1.0), data.x0_shape[0]
+    training, results = experiment.training, Path(layout.results)
+    data = find_dataset_size(experiment, results, x0_shape=x0_shape, classes=classes, text_shape=text_shape)
+    channels, _, _ = data.x0_shape
+    process = build_process(experiment.diffusion.model_dump(mode="json"), sigma_data=1.0)  # costs do not depend on it
 
-    images_per_process = -(-training.batch_size // training.processes)
+    images_per_process = math.ceil(training.batch_size / training.processes)
     microbatch = min(training.microbatch or images_per_process, images_per_process)
-    microbatches = -(-images_per_process // microbatch)
-    output_channels = process.channels(channels)
+    microbatches = math.ceil(images_per_process / microbatch)
+    # positional, because `count_network` may use the arguments as a key
     network = count_network(
-        experiment.model, data.x0_shape, data.conditions, microbatch, training.precision, output_channels
+        experiment.model, data.x0_shape, data.conditions, microbatch, training.precision, process.channels(channels)
     )
     forward_flops = network.forward_flops / microbatch  # of one image
-    training_flops = (network.forward_flops + network.backward_flops) / microbatch
+    training_flops = (network.forward_flops + network.backward_flops) / microbatch  # of one image
 
-    samplers = {name: build(SAMPLERS, method.sampler, process.schedule) for name, method in experiment.methods.items()}
-    sampler_costs = {name: sampler.cost(training.batch_size, channels) for name, sampler in samplers.items()}
-    batch = training.batch_size
-    if any(LOSSES.entry(loss["name"]).facts.get("masked") for loss in plain["diffusion"]["losses"]):
+    passes = training.batch_size  # images that pass the network in a step, without further passes of samplers
+    if any(LOSSES.entry(loss["name"]).facts.get("masked") for loss in experiment.diffusion.losses):
         # a second pass with masked tokens, which costs at most as much as the first
-        batch = 2 * batch
-        doubled = {"activation_bytes": 2 * network.activation_bytes, "bytes_moved": 2 * network.bytes_moved}
-        network = replace(network, **doubled)
-    flops = {
-        name: (batch + cost.gradient) * training_flops + cost.forward * forward_flops
-        for name, cost in sampler_costs.items()
-    }
+        passes *= 2
+        network = replace(network, activation_bytes=2 * network.activation_bytes, bytes_moved=2 * network.bytes_moved)
+    sampler_costs: dict[str, Cost] = {}  # by method
+    flops: dict[str, float] = {}  # of a step, by method
+    for name, method in experiment.methods.items():
+        cost = build(SAMPLERS, method.sampler, process.schedule).cost(training.batch_size, channels)
+        sampler_costs[name] = cost
+        flops[name] = (passes + cost.gradient) * training_flops + cost.forward * forward_flops
+
     unit = step_rate.unit_of(training.device)
-    rate = step_rate.rate_from_options(flops, training.processes, steps_per_second, tflops, utilisation, unit)
-    rate = rate or step_rate.measured_rate(results, flops, training.processes, unit)
-    times = {name: _estimate_times(experiment, rate, name, forward_flops) for name in flops} if rate else {}
+    rate = step_rate.rate_from_options(
+        flops,
+        devices=training.processes,
+        steps_per_second=steps_per_second,
+        tflops=tflops,
+        utilisation=utilisation,
+        unit=unit,
+    )
+    if rate is None:
+        rate = step_rate.measured_rate(results, flops, devices=training.processes, unit=unit)
+    methods = {}
+    for name, cost in sampler_costs.items():
+        times = _estimate_times(experiment, rate, name, forward_flops) if rate else {}
+        methods[name] = MethodCost(cost, flops[name], **times)
     # Adam reads weights, gradients and two moments and writes all but the gradients: 7 values per parameter.
     # The gradient norm and the exponential moving average read and write 6 more.
-    optimiser_bytes = 13 * network.parameters * network.bytes_per_value
+    optimiser_bytes = (7 + 6) * network.parameters * network.bytes_per_value
     return CostEstimate(
         experiment=experiment,
         stages=_count_jobs(layout),
         data=data,
         network=network,
         microbatches=microbatches,
-        flops_per_step=batch * training_flops,
+        flops_per_step=passes * training_flops,
         bytes_moved_per_step=network.bytes_moved * microbatches + optimiser_bytes,
         memory=estimate_memory(network, training.processes),
         storage=estimate_storage(experiment, data, network, [cost.state for cost in sampler_costs.values()]),
         rate=rate,
         unit=rate.unit if rate else unit,
-        methods={name: MethodCost(cost, flops[name], **times.get(name, {})) for name, cost in sampler_costs.items()},
+        methods=methods,
     )
 
 
@@ -217,7 +230,8 @@ def _count_jobs(layout: Layout) -> list[StageJobs]:
     """
     experiment, jobs = layout.experiment, layout.count_jobs()
     training, gpus = experiment.training, gpus_per_job(experiment)
-    training_jobs = len(layout.segments) * -(-len(layout.trainings) // training.trainings_per_gpu)
+    jobs_per_segment = math.ceil(len(layout.trainings) / training.trainings_per_gpu)  # runs on a GPU share a job
+    training_jobs = len(layout.segments) * jobs_per_segment
     queued_jobs = {**jobs, "train": training_jobs, "evaluate": 0, "report": 0, "track": 0}
     queued_jobs |= {name: 0 for name in jobs if name.startswith("analyse_")}
 

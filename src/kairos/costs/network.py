@@ -48,9 +48,9 @@ def count_network_cost(
     precision: str = "fp32",
     output_channels: int | None = None,
 ) -> NetworkCost:
-    """Count the cost of a forward and a backward pass of a backbone.
+    """Count the cost of a forward and a backward pass of a backbone, without memory or computation for its tensors.
 
-    In fp64 every value of fp32 takes twice the bytes.
+    Operations are counted in fp32, or bf16. In fp64, the bytes of fp32 are doubled.
 
     Args:
         model: section `model` of an experiment.
@@ -73,7 +73,7 @@ def count_network_cost(
     from kairos.models.registries import MODELS
 
     class ByteCounter(TorchDispatchMode):
-        """Sum the bytes that each operation reads and writes."""
+        """Sum the bytes that each operation reads and writes; views of tensors move no bytes."""
 
         bytes = 0
 
@@ -113,16 +113,18 @@ def count_network_cost(
             output.float().square().mean().backward()
         parameters, weights = list(network.parameters()), network.weights().values()
         network_storages = {value.untyped_storage() for value in (*parameters, *network.buffers())}
-    factor = 2 if precision == "fp64" else 1
+    byte_factor = 2 if precision == "fp64" else 1
+    # weights and buffers are saved for the backward pass, but are no activations
+    activation_storages = saved_storages - network_storages
     return NetworkCost(
         parameters=sum(value.numel() for value in parameters if value.requires_grad),
         fixed_parameters=sum(value.numel() for value in parameters if not value.requires_grad),
         saved_values=sum(value.numel() for value in weights),
         saved_tensors=len(weights),
-        bytes_per_value=4 * factor,
+        bytes_per_value=4 * byte_factor,
         samples=samples,
         forward_flops=forward_counter.get_total_flops(),
         backward_flops=backward_counter.get_total_flops(),
-        bytes_moved=byte_counter.bytes * factor,
-        activation_bytes=sum(storage.nbytes() for storage in saved_storages - network_storages) * factor,
+        bytes_moved=byte_counter.bytes * byte_factor,
+        activation_bytes=sum(storage.nbytes() for storage in activation_storages) * byte_factor,
     )

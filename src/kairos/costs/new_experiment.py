@@ -6,6 +6,7 @@ in proportion.
 """
 
 import json
+import math
 import os
 import re
 import statistics
@@ -96,7 +97,8 @@ def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> 
         KairosError: images cannot be read, or the short run fails; the message reports the images or the output.
     """
     facts = collect_facts(folder, name, minutes, schema)
-    draft = validate(yaml.safe_load(render_experiment(facts, steps=1000, seconds=0)))
+    any_steps = 1000  # the short run has its own number of steps
+    draft = validate(yaml.safe_load(render_experiment(facts, steps=any_steps, seconds=0)))
     steps, seconds = _find_steps(draft, facts)
     summary = f"4 methods of {steps} steps on {facts.image_count} images; "
     summary += f"about {duration(seconds)} on this machine, as measured"
@@ -125,12 +127,24 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
     dataset = DatasetConfig(source="folder", path=str(folder), heldout=0.0)
     images, counts = inspect_images(dataset, decode=True), count_images(dataset)
     if images.unread:
-        names = "\n  ".join(images.unread[:10] + ["..."] * (len(images.unread) > 10))
+        shown = images.unread[:10]
+        if len(images.unread) > len(shown):
+            shown.append("...")
+        names = "\n  ".join(shown)
         raise KairosError(f"--data: {len(images.unread)} images of {folder} cannot be read; remove them:\n  {names}")
     has_enough = (counts.count or 0) >= FEWEST_IMAGES
     demand(has_enough, "--data", f"{counts.count} images in {folder}", f"{FEWEST_IMAGES} or more")
-    shorter_side = statistics.median(min(size) for size in images.sizes.elements())
-    return Facts(name, str(folder), minutes, schema, counts, images, shorter_side, _inspect_machine())
+    shorter_side = statistics.median(min(size) for size in images.sizes.elements())  # each image counts
+    return Facts(
+        name=name,
+        folder=str(folder),
+        minutes=minutes,
+        schema=schema,
+        counts=counts,
+        images=images,
+        shorter_side=shorter_side,
+        machine=_inspect_machine(),
+    )
 
 
 def _inspect_machine() -> Machine:
@@ -138,7 +152,8 @@ def _inspect_machine() -> Machine:
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu_text = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" if gpu else None
-    return Machine(gpu_text, max(len(os.sched_getaffinity(0)), 2), memory)
+    cores = max(len(os.sched_getaffinity(0)), 2)
+    return Machine(gpu=gpu_text, cores=cores, memory=memory)
 
 
 def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
@@ -157,6 +172,8 @@ def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
 def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
     """Time a short run of an experiment; return the steps that the wanted minutes allow and the predicted seconds.
 
+    The prediction is the time of the short run, plus the time of omitted images and steps in proportion.
+
     Args:
         experiment: the proposed experiment, with any number of steps.
         facts: properties of images and machine.
@@ -171,27 +188,46 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
     image_count = short_form["dataset"]["limit"]
     lengths = f"{len(experiment.methods)} methods of {_SHORT_RUN['steps']} steps, {image_count} images"
     log(f"kairos new: timing a short run of all stages: {lengths}")
-    rounds = -(-len(experiment.methods) // facts.machine.cores)  # of training runs: each occupies a CPU
+    # each training run occupies a CPU: with more methods than CPUs, the runs take turns
+    rounds = math.ceil(len(experiment.methods) / facts.machine.cores)
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
-        _run_snakemake(short_form, snakefile, Path(folder), facts.machine.cores)
+        _run_snakemake(short_form, snakefile, folder=Path(folder), cores=facts.machine.cores)
         seconds = time.monotonic() - begin
         results = Path(folder, "results", experiment.experiment)
         for stage, factor in factors.items():
-            jobs = rounds if stage in _PER_SAMPLING else 1
-            seconds += (factor - 1) * _mean_job_seconds(results, stage) * jobs
-        half_run_seconds = []  # of the second half of the steps, which has no start-up
-        for file in results.glob("*/seed0/timing.jsonl"):
-            *_, half, end = [json.loads(line) for line in read_lines(file)]
-            half_run_seconds.append(end["seconds"] - half["seconds"])
-    seconds_per_step = rounds * statistics.mean(half_run_seconds) / (_SHORT_RUN["steps"] / 2)
-    affordable_steps = _SHORT_RUN["steps"] + (60 * facts.minutes - seconds) / seconds_per_step
-    steps = int(min(max(round(affordable_steps, -2), _FEWEST_STEPS), _MOST_STEPS))
-    return steps, seconds + (steps - _SHORT_RUN["steps"]) * seconds_per_step
+            stage_rounds = rounds if stage in _PER_SAMPLING else 1
+            seconds += (factor - 1) * _mean_job_seconds(results, stage) * stage_rounds
+        seconds_per_step = rounds * _mean_step_seconds(results)
+    short_steps = _SHORT_RUN["steps"]
+    affordable_steps = short_steps + (60 * facts.minutes - seconds) / seconds_per_step
+    steps = int(min(max(round(affordable_steps, -2), _FEWEST_STEPS), _MOST_STEPS))  # a multiple of 100
+    return steps, seconds + (steps - short_steps) * seconds_per_step
+
+
+def _mean_step_seconds(results: Path) -> float:
+    """Return the duration of a step, as the mean over the training runs of the short run.
+
+    Only the second half of the steps counts, since start-up falls into the first half. Each half ends with a
+    checkpoint, and hence with a line of timing.jsonl.
+    """
+    half_run_seconds = []
+    for file in results.glob("*/seed0/timing.jsonl"):
+        *_, half, end = [json.loads(line) for line in read_lines(file)]
+        half_run_seconds.append(end["seconds"] - half["seconds"])
+    return statistics.mean(half_run_seconds) / (_SHORT_RUN["steps"] / 2)
 
 
 def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return a short form of an experiment as plain values, and by which factor each stage is shortened."""
+    """Return a short form of an experiment as plain values, and the factor by which each stage is shortened.
+
+    Stages `autoencoder` and `extractor` have fewer steps, the other stages before training fewer images. The run has
+    two snapshots, step 0 and its end. Training itself is not among the factors.
+
+    Args:
+        experiment: the proposed experiment.
+        facts: properties of images and machine.
+    """
     plain = experiment.plain()
     autoencoder, extractor = plain["autoencoder"], plain["evaluation"]["extractor"]
     factors = {}
@@ -201,7 +237,7 @@ def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict
         settings["steps"] = short_steps
     image_count = min(facts.image_count, _SHORT_RUN["images"])
     factors |= dict.fromkeys(("prepare", "encode", "reference"), facts.image_count / image_count)
-    factors |= dict.fromkeys(_PER_SAMPLING, len(experiment.milestones) / 2)  # the short run has 2: step 0 and its end
+    factors |= dict.fromkeys(_PER_SAMPLING, len(experiment.milestones) / 2)
     plain["dataset"] |= {"path": str(Path(facts.folder).resolve()), "limit": image_count}
     plain["training"] |= {"milestones": [_SHORT_RUN["steps"]], "checkpoint_every": _SHORT_RUN["steps"] // 2}
     plain["tracking"]["uri"] = "sqlite:///mlflow.db"
@@ -225,6 +261,7 @@ def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores:
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", str(folder)]
     command += ["--cores", str(cores), "--configfile", str(config)]
     command += ["--quiet", "host", "reason"]  # shows the rules, which `progress_lines` reads and a profile may hide
+    # the rules call `kairos`, which is in the folder of this interpreter
     search_path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": search_path, "OMP_NUM_THREADS": "1"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -248,7 +285,7 @@ def _mean_job_seconds(results: Path, stage: str) -> float:
 
 
 def _record(lines: Iterable[str], recorded: list[str]) -> Iterator[str]:
-    """Yield the lines and append each to `recorded`."""
+    """Yield the lines and append each to `recorded`, so that they can be reported after a failure."""
     for line in lines:
         recorded.append(line)
         yield line
@@ -266,15 +303,18 @@ def progress_lines(output: Iterable[str], now: Callable[[], float] = time.monoto
     begin, done, total = now(), 0, 0
     started_stages = {"all"}  # rule all is no stage
     for line in output:
-        if match := re.match(r"total\s+(\d+)", line):
+        if match := re.match(r"total\s+(\d+)", line):  # last line of the table of jobs: "total     42"
             total = int(match[1])
-        elif match := re.match(r"(\d+) of (\d+) steps", line):
+        elif match := re.match(r"(\d+) of (\d+) steps", line):  # "3 of 42 steps (7%) done"
             done, total = int(match[1]), int(match[2])
-        elif (match := re.match(r"(?:local)?rule (\w+):", line)) and match[1] not in started_stages:
-            started_stages.add(match[1])
-            jobs_per_second = done / max(now() - begin, 1e-9)
+        elif match := re.match(r"(?:local)?rule (\w+):", line):  # "rule train:" or "localrule report:"
+            stage = match[1]
+            if stage in started_stages:
+                continue
+            started_stages.add(stage)
             speed = ""
             if done:
+                jobs_per_second = done / max(now() - begin, 1e-9)  # the clock may not have advanced
                 remaining = (total - done) / jobs_per_second
                 speed = f", {jobs_per_second:.2g} jobs/s, {duration(remaining)} left"
-            yield f"kairos new: measures {match[1]}; {done} of {total} jobs done{speed}"
+            yield f"kairos new: measures {stage}; {done} of {total} jobs done{speed}"

@@ -12,7 +12,7 @@ from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import inspect_images
 from kairos.status.cluster_checks import profile_file
 from kairos.workflow.rules import gpus_per_job, training_resources
-from kairos_timesteps.errors import ConfigError, KairosError, demand
+from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
 
 if TYPE_CHECKING:
     from kairos.costs.estimate import CostEstimate
@@ -23,7 +23,7 @@ _CONTEXT_GIB = 1  # memory of a GPU for its context and the libraries' workspace
 def find_warnings(
     experiment: Experiment, profile: Path | None, gpu_memory: float | None, steps_per_second: float | None
 ) -> Iterator[str]:
-    """Yield warnings about an experiment that could fail late.
+    """Yield warnings about an experiment that could fail late: images, memory of a GPU, time limits of a cluster.
 
     Args:
         experiment: the checked experiment.
@@ -42,16 +42,17 @@ def find_warnings(
         return
     from kairos.costs.estimate import estimate_cost
 
-    estimate = None
+    longest_job_hours = 0.0  # if not known: then only the request of the job is checked
     try:
         estimate = estimate_cost(experiment, steps_per_second=steps_per_second)
     except ConfigError as error:
         yield f"memory and time are not known yet: {error}"
-    if gpu_memory and estimate and experiment.training.device != "cpu":
-        _check_memory(estimate, gpu_memory)
+    else:
+        longest_job_hours = max(method.longest_job_hours or 0 for method in estimate.methods.values())
+        if gpu_memory and experiment.training.device != "cpu":
+            _check_memory(estimate, gpu_memory)
     if profile:
-        job_hours = [method.longest_job_hours or 0 for method in estimate.methods.values()] if estimate else [0]
-        _check_time_limits(experiment, profile, 60 * max(job_hours))
+        _check_time_limits(experiment, profile, needed=60 * longest_job_hours)
 
 
 def _find_gpu_memory() -> float | None:
@@ -74,8 +75,9 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
         ConfigError: training needs more; the message reports the micro-batch that fits.
     """
     training, network = estimate.experiment.training, estimate.network
-    available = gpu_memory / training.trainings_per_gpu
+    available = gpu_memory / training.trainings_per_gpu  # GiB, like `needed`
     needed = sum(estimate.memory.values()) / 2**30 + _CONTEXT_GIB
+    # activations are proportional to the micro-batch; a negative number of samples is to be removed
     bytes_per_sample = network.activation_bytes / network.samples
     microbatch = network.samples + math.floor((available - needed) * 2**30 / bytes_per_sample)
     advice = f"training.microbatch: {microbatch} keeps the batch" if microbatch > 0 else "a smaller model"
@@ -93,26 +95,28 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
         images = inspect_images(dataset)
     except ConfigError:  # a missing or empty folder, which the survey of the data set reports
         return
-    unread = ", ".join(images.unread[:5]) + (", ..." if len(images.unread) > 5 else "")
-    accepts_unread = not images.unread or dataset.broken == "skip"
-    value = f"{dataset.broken}, and cannot be read: {unread}"
-    demand(accepts_unread, "dataset.broken", value, "skip, or repair or remove them")
+    if images.unread and dataset.broken != "skip":
+        unread = ", ".join(images.unread[:5]) + (", ..." if len(images.unread) > 5 else "")
+        value = f"{dataset.broken}, and cannot be read: {unread}"
+        raise rejection("dataset.broken", value, "skip, or repair or remove them")
 
-    not_square, cropped_area = images.cropping
-    value = f"none with {not_square} images that are not square"
-    demand(not not_square or dataset.crop != "none", "dataset.crop", value, "another crop")
+    not_square_count, cropped_area = images.cropping
+    if dataset.crop == "none":
+        value = f"none with {not_square_count} images that are not square"
+        demand(not_square_count == 0, "dataset.crop", value, "another crop")
 
     pads = dataset.crop == "pad"
-    sides = {max(size) if pads else min(size) for size in images.sizes}
-    has_one_side = dataset.resolution or len(sides) < 2
-    demand(has_one_side, "dataset.resolution", f"null with {len(sides)} sizes", "a number")
+    if dataset.resolution is None:
+        # padding makes squares of the longer side, cropping makes squares of the shorter side
+        sides = {max(size) if pads else min(size) for size in images.sizes}
+        demand(len(sides) < 2, "dataset.resolution", f"null with {len(sides)} sizes", "a number")
+    elif pads:
+        longest_side = max(map(max, images.sizes), default=0)
+        value, allowed = f"{dataset.resolution} with crop pad", f"{longest_side}, the longest side, or more"
+        demand(dataset.resolution >= longest_side, "dataset.resolution", value, allowed)
 
-    longest_side = max(map(max, images.sizes), default=0)
-    has_room = not pads or (dataset.resolution or longest_side) >= longest_side
-    value = f"{dataset.resolution} with crop pad"
-    demand(has_room, "dataset.resolution", value, f"{longest_side}, the longest side, or more")
-    if len(images.sizes) > 1 or not_square:
-        change = f"{not_square} are not square and lose {cropped_area:.0%} of their area by the crop"
+    if len(images.sizes) > 1 or not_square_count:
+        change = f"{not_square_count} are not square and lose {cropped_area:.0%} of their area by the crop"
         yield f"images: {sum(images.sizes.values())} of {len(images.sizes)} sizes; {'padded' if pads else change}"
 
 
@@ -138,11 +142,13 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed: float) -> 
         training_settings = (settings.get("set-resources") or {}).get("train", {})
         runtime = training_settings.get("runtime", training_resources(experiment)["runtime"])
         partitions = settings.get("kairos-partition-config")
-        limit = read_longest_limit(Path(partitions), bool(gpus_per_job(experiment))) if partitions else math.inf
+        limit = math.inf
+        if partitions:
+            limit = read_longest_limit(Path(partitions), gpu=gpus_per_job(experiment) > 0)
     except Exception as error:  # errors of YAML and of the plugin's reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     where = f"{file}: runtime of train"
     demand(runtime <= limit, where, f"{runtime} minutes", f"at most {limit:g}, the limit in {partitions}")
-    total = (1 + settings.get("retries", 0)) * runtime
+    total = (1 + settings.get("retries", 0)) * runtime  # a retry resumes the training run
     advice = f"at most {total} with its retries in {file}: raise retries or runtime, or set training.segments"
     demand(needed <= total, "training.milestones", f"a job of {needed:.0f} minutes", advice)

@@ -69,7 +69,7 @@ class Recipe:
 
         The baseline trains to its end. The claimed method trains to the first snapshot at or after the claimed step.
         """
-        claim, snapshots = self.experiment.claim, self.experiment.milestones[1:]
+        claim, snapshots = self.experiment.claim, self.experiment.milestones[1:]  # without step 0
         if claim is None:
             return {}
         final_step = snapshots[-1]
@@ -86,10 +86,12 @@ class Recipe:
         They count training up to `test_steps`, samples of the baseline's last snapshot, and samples of two snapshots of
         the claimed method. Its step is interpolated between these two.
         """
+        claim: Any = self.experiment.claim
         snapshots, seed_factor = self.experiment.milestones, SEEDS / len(self.experiment.seeds)
+        sampled_snapshots = {claim.baseline: 1, claim.method: 2}
         fractions = {}
-        for (method, step), sampled_snapshots in zip(self.test_steps.items(), (1, 2)):
-            fractions[method] = (step / snapshots[-1], sampled_snapshots / len(snapshots))
+        for method, step in self.test_steps.items():
+            fractions[method] = (step / snapshots[-1], sampled_snapshots[method] / len(snapshots))
         return seed_factor * self.gpu_hours(gpu, utilisation, fractions)
 
 
@@ -99,13 +101,13 @@ def load_recipes(folder: Path) -> list[Recipe]:
     Raises:
         ConfigError: there is no experiment file, or one is not valid; the message reports the file.
     """
-    counts: dict[str, NetworkCost] = {}  # recipes share networks, and counting one takes seconds
+    network_costs: dict[str, NetworkCost] = {}  # recipes share networks, and counting one takes seconds
 
     def count_once(*arguments: Any) -> NetworkCost:
         key = repr(arguments)
-        if key not in counts:
-            counts[key] = count_network_cost(*arguments)
-        return counts[key]
+        if key not in network_costs:
+            network_costs[key] = count_network_cost(*arguments)
+        return network_costs[key]
 
     # all files are checked before the first network is counted
     experiments = {file: load(file) for file in find_experiment_files(folder)}
@@ -122,7 +124,8 @@ def select_cheapest_tests(recipes: Sequence[Recipe]) -> list[Recipe]:
     cheapest: dict[Any, Recipe] = {}
     for recipe in sorted(with_claim, key=lambda recipe: recipe.test_gpu_hours("H100", 1.0)):
         claim: Any = recipe.experiment.claim
-        cheapest.setdefault((recipe.file.parent, claim.factor), recipe)  # the recipes of a paper share a folder
+        paper = recipe.file.parent  # the recipes of a paper share a folder
+        cheapest.setdefault((paper, claim.factor), recipe)  # keeps the first, which is the cheapest
     return list(cheapest.values())
 
 
@@ -139,7 +142,8 @@ def render_recipes(recipes: Sequence[Recipe], utilisation: float) -> str:
     for recipe in recipes:
         experiment, estimate = recipe.experiment, recipe.estimate
         jobs = sum(stage.jobs for stage in estimate.stages)
-        method_count, job_count = method_count + len(experiment.methods), job_count + jobs
+        method_count += len(experiment.methods)
+        job_count += jobs
         hours = map(format_number, recipe.gpu_hours_by_gpu(utilisation).values())
         memory = format_bytes(sum(estimate.memory.values()))
         sizes = estimate.storage.values()

@@ -1,7 +1,6 @@
 """Render a cost estimate as tables for people and as values for programs."""
 
 import textwrap
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,19 @@ def render_estimate(estimate: CostEstimate) -> str:
         format_bytes=format_bytes,
         duration=duration,
     )
-    wrap = partial(textwrap.wrap, width=120, subsequent_indent=" " * 12)
-    return "\n".join(part for line in rendered.splitlines() for part in wrap(line) or [""])
+    lines = []
+    for line in rendered.splitlines():
+        # 12 blanks: the width of the labels at the beginning of lines; an empty line stays
+        lines += textwrap.wrap(line, width=120, subsequent_indent=" " * 12) or [""]
+    return "\n".join(lines)
 
 
 def _job_table(estimate: CostEstimate) -> str:
-    """Return the table of stages: jobs, jobs in the queue, GPUs of a job."""
+    """Return the table of stages: jobs, jobs in the queue, GPUs of a job.
+
+    Stages without jobs in the queue have text in that column: they run with stage sample, or here, on the machine of
+    the controller.
+    """
     outside_queue = {"evaluate": "with sample", "report": "here", "track": "here"}
     outside_queue |= {stage.name: "here" for stage in estimate.stages if stage.name.startswith("analyse_")}
     rows: list[tuple[Any, ...]] = [("stage", "jobs", "in the queue", "GPUs each")]
@@ -109,8 +115,9 @@ def _method_table(estimate: CostEstimate) -> str:
     rows = [("method", "passes", "TFLOP/step", "cost", *time_columns.values())]
     for name, method in estimate.methods.items():
         sampler_cost = method.sampler_cost
-        further_samples = sampler_cost.forward + 3 * sampler_cost.gradient
-        passes = 3 + further_samples / estimate.experiment.training.batch_size
+        # in samples: a step with gradients is a forward and a backward pass, which counts as two
+        further_passes = sampler_cost.forward + 3 * sampler_cost.gradient
+        passes = 3 + further_passes / estimate.experiment.training.batch_size
         passes_text = f"{passes:.3f}" + ("" if sampler_cost.known else "?")
         times = (f"{getattr(method, attribute):.3g}" for attribute in time_columns)
         relative_cost = method.flops_per_step / lowest_flops
@@ -120,12 +127,15 @@ def _method_table(estimate: CostEstimate) -> str:
 
 def format_bytes(size: float) -> str:
     """Return a number of bytes with a binary unit, such as ``12.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            digits = ".0f" if unit == "B" or size >= 1000 else ".3g"
-            return f"{size:{digits}} {unit}"
+    if size < 1024:
+        return f"{size:.0f} B"
+    units = ["KiB", "MiB", "GiB", "TiB"]
+    size /= 1024
+    while size >= 1024 and len(units) > 1:
         size /= 1024
-    raise AssertionError
+        units.pop(0)
+    digits = ".0f" if size >= 1000 else ".3g"  # .3g would write 1000 as 1e+03
+    return f"{size:{digits}} {units[0]}"
 
 
 def _align_right(is_header: bool, column: int, cell: str) -> bool:

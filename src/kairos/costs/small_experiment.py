@@ -30,8 +30,10 @@ def select_two_methods(experiment: Experiment) -> list[str]:
     if claim := experiment.claim:
         return [claim.baseline, claim.method]
     first, *others = experiment.methods
-    published = [row.method for block in experiment.published[:1] for row in block.numbers() if row.method in others]
-    return [first, *(published or others)[-1:]]
+    published = []
+    if experiment.published:
+        published = [number.method for number in experiment.published[0].numbers() if number.method in others]
+    return [first, *(published or others)[-1:]]  # one method if the experiment has only one
 
 
 def shrink_experiment(
@@ -54,14 +56,14 @@ def shrink_experiment(
     demand(not unknown, "--methods", ", ".join(unknown), f"some of {', '.join(experiment.methods)}")
     demand(2 <= steps <= MOST_STEPS, "--steps", steps, f"2 to {MOST_STEPS}")
     plain = experiment.plain()
-    training, name = plain["training"], experiment.model["name"]
-    small_options = {option: value for option, value in _MODELS[name].items() if option in plain["model"]}
+    training, model_name = plain["training"], experiment.model["name"]
+    small_options = {option: value for option, value in _MODELS[model_name].items() if option in plain["model"]}
     optimizer = training["optimizer"] | {"lr": 2.0e-3, "warmup_steps": steps // 5}
     metrics = {"metrics": ["frechet", "psnr"]} if "low_resolution" in experiment.conditions else {}
     published = [_select_rows(block, methods) for block in plain.get("published", ())]
     values = {
         "experiment": f"{experiment.experiment}_small",
-        **_small_data(plain, data, encoder, steps),
+        **_small_data(plain, data=data, encoder=encoder, steps=steps),
         "model": plain["model"] | small_options,
         "diffusion": plain["diffusion"],
     }
@@ -82,16 +84,17 @@ def shrink_experiment(
         "tracking": {"enabled": False},
         "published": [block for block in published if block["rows"]],
     }  # fmt: skip
-    if experiment.claim and {experiment.claim.method, experiment.claim.baseline} <= {*methods}:
+    claim = experiment.claim
+    if claim and claim.method in methods and claim.baseline in methods:
         values["claim"] = plain["claim"]
-    validate(values, f"small form of {experiment.experiment}")
+    validate(values, f"small form of {experiment.experiment}")  # raises an error if the small form is not valid
     return values
 
 
 def _shorten(method: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return a method whose options that are lengths in steps fit a training run of `steps` steps."""
-    tenth = steps // 10 or 1
-    lengths = {"sampler": {"frequency": tenth, "length": steps}, "weighting": {"warmup": tenth}}
+    tenth = max(steps // 10, 1)
+    lengths = {"sampler": {"frequency": tenth, "length": steps}, "weighting": {"warmup": tenth}}  # by part and option
     shortened = {}
     for part, component in method.items():
         shortened[part] = dict(component)
@@ -102,8 +105,14 @@ def _shorten(method: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def _select_rows(block: dict[str, Any], methods: list[str]) -> dict[str, Any]:
-    """Return a published table with only the rows of some methods."""
-    rows = {row: values for row, values in block["rows"].items() if block["methods"].get(row, row) in methods}
+    """Return a published table with only the rows of some methods.
+
+    Args:
+        block: a section of `published` as plain values.
+        methods: names of the methods.
+    """
+    method_of_row = {row: block["methods"].get(row, row) for row in block["rows"]}  # by default, the row's name
+    rows = {row: numbers for row, numbers in block["rows"].items() if method_of_row[row] in methods}
     return {**block, "rows": rows, "missing": {}}
 
 
@@ -121,27 +130,41 @@ def _small_data(plain: dict[str, Any], data: Path, encoder: str | None, steps: i
     Raises:
         ConfigError: the folder does not contain the images that the experiment needs.
     """
+    if plain["text_encoder"] or plain["dataset"]["low_resolution"]:
+        return _small_coco(plain, data, encoder)
     taesd = data / "taesd"
-    pretrained = {"kind": "pretrained", "path": str(taesd)}
-    text_encoder, low_resolution = plain["text_encoder"], plain["dataset"]["low_resolution"]
-    if text_encoder or low_resolution:
-        coco = data / "coco_mini"
-        demand(coco.is_dir() and taesd.is_dir(), "--data", repr(str(data)), "a folder with coco_mini and taesd")
-        dataset: dict[str, Any] = {"source": "folder", "path": f"{coco}/train2017", "heldout": f"{coco}/val2017"}
-        dataset |= {"crop": "adm", "resolution": 64, "low_resolution": low_resolution}
-        sections: dict[str, Any] = {"dataset": dataset, "autoencoder": pretrained}
-        if text_encoder:
-            dataset["captions"] = f"{coco}/annotations/captions_train2017.json"
-            dataset["heldout_captions"] = f"{coco}/annotations/captions_val2017.json"
-            sections["text_encoder"] = text_encoder | {"path": encoder or text_encoder["path"]}
-        return sections
-    in_pixels = plain["autoencoder"]["kind"] == "none"
-    name = next((name for name in ("cifar10", "fashion_mnist") if (data / name).is_dir()), None)
-    uses_pretrained = name is not None and taesd.is_dir() and not in_pixels
-    dataset = {"heldout": 0.2, "resolution": 64 if uses_pretrained else 16}
-    if name is not None:
-        dataset |= {"source": "parquet", "path": f"{data}/{name}/train-*.parquet", "limit": 600}
-    if uses_pretrained:
-        return {"dataset": dataset, "autoencoder": pretrained}
-    trained = {"kind": "train", "channels": [16, 32], "steps": steps}
-    return {"dataset": dataset, "autoencoder": {"kind": "none"} if in_pixels else trained}
+    available = [name for name in ("cifar10", "fashion_mnist") if (data / name).is_dir()]
+    if plain["autoencoder"]["kind"] == "none":
+        autoencoder: dict[str, Any] = {"kind": "none"}
+    elif available and taesd.is_dir():
+        autoencoder = {"kind": "pretrained", "path": str(taesd)}
+    else:
+        autoencoder = {"kind": "train", "channels": [16, 32], "steps": steps}
+    dataset: dict[str, Any] = {"heldout": 0.2, "resolution": 64 if autoencoder["kind"] == "pretrained" else 16}
+    if available:  # else the embedded digits, which are the default of section dataset
+        dataset |= {"source": "parquet", "path": f"{data}/{available[0]}/train-*.parquet", "limit": 600}
+    return {"dataset": dataset, "autoencoder": autoencoder}
+
+
+def _small_coco(plain: dict[str, Any], data: Path, encoder: str | None) -> dict[str, Any]:
+    """Return sections dataset, autoencoder and text_encoder of a small form that has captions or low resolution.
+
+    Args:
+        plain: the experiment as plain values.
+        data: folder that contains ``coco_mini``, images with captions, and autoencoder ``taesd``.
+        encoder: folder of a text encoder; None: the experiment's encoder.
+
+    Raises:
+        ConfigError: the folder does not contain both.
+    """
+    coco, taesd = data / "coco_mini", data / "taesd"
+    demand(coco.is_dir() and taesd.is_dir(), "--data", repr(str(data)), "a folder with coco_mini and taesd")
+    dataset: dict[str, Any] = {"source": "folder", "path": f"{coco}/train2017", "heldout": f"{coco}/val2017"}
+    dataset |= {"crop": "adm", "resolution": 64, "low_resolution": plain["dataset"]["low_resolution"]}
+    sections: dict[str, Any] = {"dataset": dataset, "autoencoder": {"kind": "pretrained", "path": str(taesd)}}
+    text_encoder = plain["text_encoder"]
+    if text_encoder:
+        dataset["captions"] = f"{coco}/annotations/captions_train2017.json"
+        dataset["heldout_captions"] = f"{coco}/annotations/captions_val2017.json"
+        sections["text_encoder"] = text_encoder | {"path": encoder or text_encoder["path"]}
+    return sections

@@ -35,8 +35,11 @@ def unit_of(device: str) -> str:
         device: `training.device`. With ``auto``, the result is ``GPU`` if this machine has a GPU or a SLURM cluster,
             whose jobs then request GPUs.
     """
-    has_gpu = Path("/dev/nvidiactl").exists() or shutil.which("sinfo") is not None
-    return "CPU" if device == "cpu" or (device == "auto" and not has_gpu) else "GPU"
+    if device != "auto":
+        return "CPU" if device == "cpu" else "GPU"
+    has_gpu = Path("/dev/nvidiactl").exists()  # the driver's device: torch takes seconds to import
+    has_slurm = shutil.which("sinfo") is not None
+    return "GPU" if has_gpu or has_slurm else "CPU"
 
 
 def rate_from_options(
@@ -102,22 +105,32 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
         return None
     medians = {method: statistics.median(values) for method, values in durations.items()}
     flops_per_second = statistics.median(flops[method] / seconds / devices for method, seconds in medians.items())
-    seconds_per_step = {
-        method: medians.get(method, count / flops_per_second / devices) for method, count in flops.items()
-    }
+    seconds_per_step = {}
+    for method, flops_per_step in flops.items():
+        if method in medians:
+            seconds_per_step[method] = medians[method]
+        else:
+            seconds_per_step[method] = flops_per_step / flops_per_second / devices
     run_count = sum(map(len, durations.values()))
-    runs = f"{run_count} training run{'s' * (run_count > 1)}"
+    runs = "1 training run" if run_count == 1 else f"{run_count} training runs"
     source = f"measured in {runs} of {results} ({', '.join(sorted(devices_used)) or '?'})"
-    if devices_used - {"?"}:
-        unit = "CPU" if devices_used <= {"cpu", "?"} else "GPU"
+    known_devices = devices_used - {"?"}
+    if known_devices:
+        unit = "CPU" if known_devices == {"cpu"} else "GPU"
     return StepRate(seconds_per_step, flops_per_second, source, unit)
 
 
 def _seconds_per_step(folder: Path) -> float | None:
-    """Return the duration of a step of a training run from its timing files; None if they contain no step."""
+    """Return the duration of a step of a training run from its timing files; None if they contain no step.
+
+    A run that is complete has timing.jsonl in its folder, a run that is not has it in the folder of its state. The last
+    line of a file contains the steps and the seconds of the run so far.
+    """
     for file in [folder / "timing.jsonl", *sorted((folder / ".state").glob("*/timing.jsonl"))]:
         lines = read_lines(file)
-        last = json.loads(lines[-1]) if lines else {"step": 0}
-        if last["step"] and last["seconds"]:
-            return float(last["seconds"] / last["step"])
+        if not lines:
+            continue
+        totals = json.loads(lines[-1])
+        if totals["step"] and totals["seconds"]:
+            return float(totals["seconds"] / totals["step"])
     return None

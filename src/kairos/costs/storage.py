@@ -37,7 +37,9 @@ def estimate_memory(network: NetworkCost, processes: int) -> dict[str, int]:
 def checkpoint_bytes(network: NetworkCost) -> int:
     """Return the bytes of a checkpoint without the strategy's state: weights, EMA and two moments of Adam."""
     values = 2 * network.saved_values + 2 * network.parameters
-    return values * network.bytes_per_value + 5 * network.saved_tensors * _BYTES_PER_TENSOR
+    # for each weight: the weight, its average, two moments, and the optimiser's step
+    tensors = 5 * network.saved_tensors
+    return values * network.bytes_per_value + tensors * _BYTES_PER_TENSOR
 
 
 def estimate_storage(
@@ -45,34 +47,49 @@ def estimate_storage(
 ) -> dict[str, int | None]:
     """Return the bytes that an experiment leaves on disk, by kind of file; None if not known yet.
 
+    The kinds are dataset, latents, text (with captions), checkpoints, milestones, samples and metrics.
+
     Args:
         experiment: the checked experiment.
         data: shapes and numbers of the experiment's data.
         network: size of the experiment's backbone.
         state_bytes: bytes of the strategy's state, one number per method.
     """
-    evaluation, seeds, steps = experiment.evaluation, len(experiment.seeds), experiment.milestones
-    snapshots = len(state_bytes) * seeds * len(steps)
-    image_bytes, image_count = data.bytes_per_image, data.image_count
+    evaluation, training, seed_count = experiment.evaluation, experiment.training, len(experiment.seeds)
+    method_count, snapshots_per_run = len(state_bytes), len(experiment.milestones)
+    snapshot_count = method_count * seed_count * snapshots_per_run
+    weight_bytes = network.saved_values * network.bytes_per_value
+    snapshot_bytes = 2 * weight_bytes + _SMALL_FILES  # raw and averaged weights
+    checkpoints_of_seed = sum(_CHECKPOINTS * (checkpoint_bytes(network) + state) for state in state_bytes)
     stored_images = evaluation.num_samples * evaluation.sets + round(_PNG_RATIO * experiment.sampling.grid)
-    device = "cuda" if experiment.training.device.startswith("cuda") else "cpu"  # with auto: more lines, those of a CPU
-    lines = len(state_bytes) * seeds * (steps[-1] // log_interval(experiment.training.log_every, device))
+    device = "cuda" if training.device.startswith("cuda") else "cpu"  # with auto: more lines, those of a CPU
+    lines_per_run = experiment.milestones[-1] // log_interval(training.log_every, device)
 
-    dataset = None if image_bytes is None or image_count is None else image_bytes * image_count
-    if experiment.dataset.store == "refer":  # images stay in the user's files
-        dataset = 0
-    latents = None if image_count is None else data.latent_bytes_per_image * image_count
-    if not data.latent_bytes_per_image:
-        latents = 0
-    texts = {}
-    if data.bytes_per_text:
-        texts["text"] = data.caption_count and data.bytes_per_text * data.caption_count
-    return {
-        "dataset": dataset,
-        "latents": latents,
-        **texts,
-        "checkpoints": seeds * _CHECKPOINTS * sum(checkpoint_bytes(network) + state for state in state_bytes),
-        "milestones": snapshots * (2 * network.saved_values * network.bytes_per_value + _SMALL_FILES),
-        "samples": None if image_bytes is None else snapshots * stored_images * image_bytes,
-        "metrics": 2 * lines * _BYTES_PER_LINE,
-    }
+    storage = _estimate_data_storage(experiment, data)
+    storage["checkpoints"] = seed_count * checkpoints_of_seed
+    storage["milestones"] = snapshot_count * snapshot_bytes
+    storage["samples"] = _product(snapshot_count * stored_images, data.bytes_per_image)
+    storage["metrics"] = 2 * method_count * seed_count * lines_per_run * _BYTES_PER_LINE  # stored twice
+    return storage
+
+
+def _estimate_data_storage(experiment: Experiment, data: DatasetSize) -> dict[str, int | None]:
+    """Return the bytes of prepared images, latents and encoded texts; None if not known yet.
+
+    Args:
+        experiment: the checked experiment.
+        data: shapes and numbers of the experiment's data.
+    """
+    storage: dict[str, int | None] = {"dataset": 0, "latents": 0}
+    if experiment.dataset.store != "refer":  # else the images stay in the user's files
+        storage["dataset"] = _product(data.image_count, data.bytes_per_image)
+    if data.latent_bytes_per_image > 0:  # else training is in pixel space
+        storage["latents"] = _product(data.image_count, data.latent_bytes_per_image)
+    if data.bytes_per_text > 0:
+        storage["text"] = _product(data.caption_count, data.bytes_per_text)
+    return storage
+
+
+def _product(count: int | None, size: int | None) -> int | None:
+    """Return the product of a count and a size; None if one of them is not known."""
+    return None if count is None or size is None else count * size
