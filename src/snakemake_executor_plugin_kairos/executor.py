@@ -58,6 +58,11 @@ class Executor(plugin.Executor):  # type: ignore[misc]
     """Executor of the SLURM plugin that records its jobs and takes over the jobs of earlier controllers."""
 
     def __post_init__(self, test_mode: bool = False) -> None:
+        """Set up the executor; Snakemake calls this method.
+
+        The controller's environment changes for the rest of its life, and jobs inherit it: it becomes offline, and
+        loses the variables by which users change the output of SLURM's commands.
+        """
         layout = load_frozen_layout()
         for name in os.environ.keys() - plain_environment().keys():
             del os.environ[name]
@@ -69,7 +74,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         training = layout.experiment.training
         self._exact = training.deterministic and not training.compile  # a repeated training run has the same course
         self._sbatch_errors: dict[Any, str] = {}  # error of the last submission, by job
-        self._misses: Counter[str] = Counter()  # consecutive answers of the queue without a job, by job number
+        self._misses: Counter[str] = Counter()  # number of consecutive answers of the queue without a job, by job id
         self._cancelled = threading.Event()
         self._earlier_lock = threading.Lock()
         self._earlier_jobs: dict[Path, dict[str, Any]] | None = None
@@ -134,16 +139,16 @@ class Executor(plugin.Executor):  # type: ignore[misc]
             WorkflowError: sbatch failed for another reason, or the run is cancelled.
         """
         for pause in chain(_RETRY_PAUSES, repeat(_LAST_RETRY_PAUSE)):
-            self._pause(0)
+            self._pause(0)  # raises if the run is cancelled
             super().run_job(job)
-            error = self._sbatch_errors.pop(job, None)
+            error = self._sbatch_errors.pop(job, None)  # from `report_job_error`, which the call above may have called
             if error is None:
                 return
             if not LATER.search(error):
                 raise WorkflowError(error)
             log(f"{job.name}: {error} It is submitted again in {duration(pause)}.")
             self._pause(pause)
-            self._cancel_unrecorded(f"rule_{job.name}")
+            self._cancel_unrecorded(f"rule_{job.name}")  # SLURM may have accepted the job although sbatch failed
 
     def _take_over(self, job: Any) -> bool:
         """Take over the SLURM job of an earlier run that does a job's work; return False if there is none.
@@ -151,23 +156,22 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         Earlier SLURM jobs that write outputs of this job from other parameters or inputs are cancelled.
         """
         for record_file, record in list(self._earlier.items()):
-            number, outputs = record_file.stem, record["outputs"]
+            job_id, outputs = record_file.stem, record["outputs"]
             if set(_outputs_of(job)).isdisjoint(outputs):
                 continue
-            same_work = all(
-                record["work"].get(single.output[0]) == _describe_work(single, outputs) for single in _single_jobs(job)
-            )
-            info = SubmittedJobInfo(job, number, {"slurm_logfile": Path(record["slurm_logfile"])})
-            if self._in_queue(number):
-                if same_work:
-                    log(f"SLURM job {number} of an earlier run computes {outputs[0]}: waiting for it")
-                    super().report_job_submission(info)
-                    return True
-                log(f"SLURM job {number} of an earlier run computes {outputs[0]} from other settings: cancelling it")
-                self._cancel_job(number)
-            elif same_work and self._is_complete(info):  # it ended after the Snakefile was read
-                self.report_job_success(info)
+            job_info = SubmittedJobInfo(job, job_id, {"slurm_logfile": Path(record["slurm_logfile"])})
+            does_same_work = _does_work_of(record, job)
+            is_queued = self._in_queue(job_id)
+            if is_queued and does_same_work:
+                log(f"SLURM job {job_id} of an earlier run computes {outputs[0]}: waiting for it")
+                super().report_job_submission(job_info)
                 return True
+            if does_same_work and self._is_complete(job_info):  # it ended after the Snakefile was read
+                self.report_job_success(job_info)
+                return True
+            if is_queued:
+                log(f"SLURM job {job_id} of an earlier run computes {outputs[0]} from other settings: cancelling it")
+                self._cancel_job(job_id)
             self._forget(record_file)
         return False
 
@@ -191,7 +195,8 @@ class Executor(plugin.Executor):  # type: ignore[misc]
 
         A job whose training run would only diverge again is not retried.
         """
-        if job_info.external_jobid is None:
+        was_submitted = job_info.external_jobid is not None
+        if not was_submitted:  # `_submit` decides; msg: "<error of sbatch> sbatch call: <command>"
             self._sbatch_errors[job_info.job] = " ".join(str(msg).partition("sbatch call:")[0].split())
             return
         self._forget(self._record_file(job_info))
@@ -208,28 +213,32 @@ class Executor(plugin.Executor):  # type: ignore[misc]
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
         """Report the jobs that have ended, and yield all other jobs, which Snakemake checks again later.
 
-        This method completes the SLURM plugin's check, which has two gaps. If the queue does not answer, the plugin
-        forgets all jobs. It waits without end for a job that left the queue unseen (SLURM forgets jobs ``MinJobAge``
-        after their end), or that was preempted and not requeued. The same happens with a job that SLURM queues again
-        although its work is done, such as after a crash of slurmctld.
+        This method completes the SLURM plugin's check, which has three gaps:
+
+        1. If the queue does not answer, the plugin forgets all jobs.
+        2. It waits without end for a job that left the queue unseen (SLURM forgets jobs ``MinJobAge`` after their end),
+           or that was preempted and not requeued.
+        3. It waits for a job that SLURM queues again although its work is done, such as after a crash of slurmctld.
         """
+        # The plugin reports the jobs whose end it sees. The jobs that it yields are ignored, because of gap 1.
         async for _ in super().check_active_jobs(active_jobs):
             pass
-        recorded = [info for info in active_jobs if self._record_file(info).exists()]
-        states = self._query_queue("%i %T") if recorded else {}
-        for info in recorded:
-            number = info.external_jobid
+        # a report of success or error deletes the record of a job: jobs with a record have not been reported
+        unreported = [job_info for job_info in active_jobs if self._record_file(job_info).exists()]
+        states = self._query_queue("%i %T") if unreported else {}  # None: no answer
+        for job_info in unreported:
+            job_id = job_info.external_jobid
             if states is not None:
-                self._misses[number] = 0 if number in states else self._misses[number] + 1
-            is_gone = self._misses[number] >= _MISSES_UNTIL_GONE
-            is_queued_again = states is not None and states.get(number) in PENDING_STATES
-            if (is_gone or is_queued_again) and self._is_complete(info):
-                run_command("scancel", number, timeout=_COMMAND_TIMEOUT)
-                self.report_job_success(info)
+                self._misses[job_id] = 0 if job_id in states else self._misses[job_id] + 1
+            is_gone = self._misses[job_id] >= _MISSES_UNTIL_GONE  # gap 2
+            is_queued_again = states is not None and states.get(job_id) in PENDING_STATES  # gap 3, if it is complete
+            if (is_gone or is_queued_again) and self._is_complete(job_info):
+                run_command("scancel", job_id, timeout=_COMMAND_TIMEOUT)
+                self.report_job_success(job_info)
             elif is_gone:
-                self.report_job_error(info, msg=f"SLURM job {number} is no longer in the queue. ")
+                self.report_job_error(job_info, msg=f"SLURM job {job_id} is no longer in the queue. ")
             else:
-                yield info
+                yield job_info
 
     def cancel(self) -> None:
         """Cancel all jobs of the experiment, also those that are being submitted."""
@@ -254,10 +263,11 @@ class Executor(plugin.Executor):  # type: ignore[misc]
             return self._earlier_jobs
 
     def _record_file(self, job_info: SubmittedJobInfo) -> Path:
+        """Return the file of a job's record, ``.kairos/jobs/<experiment>/<job id>.json``."""
         return job_records_folder(self._results) / f"{job_info.external_jobid}.json"
 
     def _forget(self, record_file: Path) -> None:
-        """Delete a job's record and success file."""
+        """Delete a job's record and success file, and leave the job out of the earlier jobs."""
         record_file.unlink(missing_ok=True)
         batch_script.success_file(record_file).unlink(missing_ok=True)
         self._earlier.pop(record_file, None)
@@ -271,27 +281,31 @@ class Executor(plugin.Executor):  # type: ignore[misc]
 
     def _cancel_unrecorded(self, comment: str = "") -> None:
         """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`."""
-        unrecorded: dict[str, str] = {}
-        for pause in (_QUERY_INTERVAL, 0):  # by the second query, a job that another thread is submitting has a record
-            queued = self._query_queue("%i %k") or {}
-            recorded = {path.stem for path in job_records_folder(self._results).glob("*.json")}
-            unrecorded = {
-                number: text for number, text in queued.items() if number not in recorded and text.startswith(comment)
-            }
-            if not unrecorded:
-                return
-            self._pause(pause)
-        for number, text in unrecorded.items():
-            log(f"SLURM job {number} ({text}) is in the queue without a record of its submission: cancelling it")
-            self._cancel_job(number)
+        if not self._find_unrecorded(comment):
+            return
+        # another thread may be submitting a job: by the second query it has a record
+        self._pause(_QUERY_INTERVAL)
+        for job_id, job_comment in self._find_unrecorded(comment).items():
+            log(f"SLURM job {job_id} ({job_comment}) is in the queue without a record of its submission: cancelling it")
+            self._cancel_job(job_id)
 
-    def _cancel_job(self, number: str) -> None:
+    def _find_unrecorded(self, comment: str) -> dict[str, str]:
+        """Return the comments, by job id, of jobs in the queue that have no record and a comment with this start."""
+        comments = self._query_queue("%i %k") or {}
+        recorded = {path.stem for path in job_records_folder(self._results).glob("*.json")}
+        return {
+            job_id: job_comment
+            for job_id, job_comment in comments.items()
+            if job_id not in recorded and job_comment.startswith(comment)
+        }
+
+    def _cancel_job(self, job_id: str) -> None:
         """Cancel a SLURM job and wait until it has left the queue."""
-        run_command("scancel", number, timeout=_COMMAND_TIMEOUT)
-        while self._in_queue(number):
+        run_command("scancel", job_id, timeout=_COMMAND_TIMEOUT)
+        while self._in_queue(job_id):
             self._pause(_QUERY_INTERVAL)
 
-    def _in_queue(self, number: str) -> bool:
+    def _in_queue(self, job_id: str) -> bool:
         """Return True if a SLURM job waits or runs; wait for a job that is ending.
 
         The wait has a limit, because a job on a broken machine may not end for hours.
@@ -300,25 +314,32 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         while True:
             states = self._query_queue("%i %T")
             if states is not None:
-                state = states.get(number)
-                if state != "COMPLETING" or time.monotonic() >= deadline:
-                    return state not in (None, "COMPLETING")
+                state = states.get(job_id)
+                is_ending = state == "COMPLETING"
+                if not is_ending:
+                    return state is not None
+                if time.monotonic() >= deadline:
+                    return False
             self._pause(_QUERY_INTERVAL)
 
     def _query_queue(self, fields: str) -> dict[str, str] | None:
         """Query SLURM's queue for the experiment's jobs.
 
         Args:
-            fields: format of squeue for the job's number and another field, such as ``%i %T``.
+            fields: format of squeue for the job id and another field: ``%i %T`` for the state, ``%i %k`` for the
+                comment.
 
         Returns:
-            The other field by job number; None if the queue does not answer.
+            The other field by job id; None if the queue does not answer.
         """
         has_answered, answer = query_queue(self._results, fields, timeout=_COMMAND_TIMEOUT)
         if not has_answered:
             return None
-        lines = (line.partition(" ") for line in answer.splitlines())
-        return {number: text.strip() for number, _, text in lines}
+        values = {}
+        for line in answer.splitlines():
+            job_id, _, value = line.partition(" ")
+            values[job_id] = value.strip()
+        return values
 
     def _pause(self, seconds: float) -> None:
         """Wait.
@@ -340,6 +361,19 @@ def _outputs_of(job: Any) -> list[str]:
     return sorted(str(path) for single in _single_jobs(job) for path in single.output)
 
 
+def _does_work_of(record: dict[str, Any], job: Any) -> bool:
+    """Return True if a recorded SLURM job computes the outputs of a job, or of its group, from equal parameters.
+
+    Args:
+        record: content of the record, see `Executor.report_job_submission`.
+        job: the job or group of jobs that Snakemake wants to run.
+    """
+    return all(
+        record["work"].get(single.output[0]) == _describe_work(single, record["outputs"])
+        for single in _single_jobs(job)
+    )
+
+
 def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
     """Return everything that decides a job's outputs: parameters as Snakemake compares them, and content of inputs.
 
@@ -348,24 +382,30 @@ def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
         group_outputs: outputs of the job's group, which are left out of the inputs: at the time of a comparison they
             may or may not exist.
     """
-    inputs = {str(path): _describe_content(Path(path)) for path in job.input if path not in group_outputs}
+    inputs = {str(path): _describe_file(Path(path)) for path in job.input if path not in group_outputs}
     return {"params": [repr(value) for value in job.non_derived_params], "inputs": inputs}
 
 
-def _describe_content(path: Path) -> str:
+def _describe_file(path: Path) -> str:
     """Return the hash of a small file, and size and modification time of a large one."""
     stat = path.stat()
-    return sha256_file(path) if stat.st_size <= _LARGEST_HASHED else f"{stat.st_size} {stat.st_mtime_ns}"
+    if stat.st_size <= _LARGEST_HASHED:
+        return sha256_file(path)
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def _would_diverge_again(job_info: SubmittedJobInfo) -> bool:
-    """Return True if training runs diverged in a failed job and all its other training runs are complete."""
+    """Return True if training runs diverged in a failed job and all its other training runs are complete.
+
+    The progress file of a training run that has diverged contains ``"again": false``.
+    """
     has_diverged = False
     for single in _single_jobs(job_info.job):
         if not single.rule.name.startswith("train"):
             continue
         progress = read_progress(Path(single.params.out))
-        if not progress.get("again", True) and progress["job"] == job_info.external_jobid:
+        may_succeed_again = progress.get("again", True)
+        if not may_succeed_again and progress["job"] == job_info.external_jobid:
             has_diverged = True
         elif progress.get("state") != "complete":
             return False
