@@ -17,6 +17,7 @@ from kairos.files import atomic
 from kairos_timesteps.errors import DamagedError
 
 _MAGIC = "kairos-checkpoint 1"
+_LONGEST_HEADER = 200  # bytes; a file that is no checkpoint may contain no newline
 COMPONENTS = ("model", "ema", "optimizer", "strategy")
 
 
@@ -60,11 +61,12 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         DamagedError: it is no checkpoint, ends early, or its content does not match its checksum.
     """
     with open(path, "rb") as file:
-        header = file.readline(200).decode("ascii", errors="replace").split()
+        header = file.readline(_LONGEST_HEADER).decode("ascii", errors="replace").split()
         payload = file.read()
-    if header[:2] != _MAGIC.split() or len(header) != 4 or not header[3].isdigit():
+    has_header = len(header) == 4 and header[:2] == _MAGIC.split() and header[3].isdigit()
+    if not has_header:
         raise DamagedError(f"{path}: not a checkpoint of kairos")
-    _, _, digest, length = header
+    digest, length = header[2:]
     if len(payload) != int(length):
         raise DamagedError(f"{path}: damaged: {len(payload)} bytes of {length}")
     if hashlib.sha256(payload).hexdigest() != digest:
@@ -85,11 +87,11 @@ def _hash_value(value: Any) -> str:
 
 
 def _feed(digest: Any, value: Any) -> None:
-    """Add a nested value to a digest."""
+    """Add a nested value to a digest: tensors by type, shape and bytes, dictionaries in the order of their keys."""
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         array = value.detach().cpu().contiguous()
-        digest.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             digest.update(f"{{{key}:".encode())

@@ -28,9 +28,9 @@ def trajectory_settings(plain: dict[str, Any], method: str) -> dict[str, Any]:
     """
     from kairos_timesteps.components import COUPLINGS
 
-    coupling = plain["methods"][method].get("coupling", {"name": "independent"})["name"]
+    coupling = plain["methods"][method].get("coupling", {"name": "independent"})
     ignored = {*_HARDWARE_SETTINGS, *_JOB_SETTINGS}
-    if COUPLINGS.entry(coupling).facts.get("by_rank"):
+    if COUPLINGS.entry(coupling["name"]).facts.get("by_rank"):
         ignored.remove("processes")
     return {key: value for key, value in plain["training"].items() if key not in ignored}
 
@@ -94,6 +94,7 @@ def compute_identity(
         "device": device,
         "code": fingerprint(code_roots(plain, method)),
     }
-    if start := plain["training"]["start_from"]:  # the hash of the weights replaces their path
-        parts["training"]["start_from"] = hash_start_weights(Path(start), plain["model"])
+    snapshot = plain["training"]["start_from"]
+    if snapshot:  # the hash of the weights replaces their path
+        parts["training"]["start_from"] = hash_start_weights(Path(snapshot), plain["model"])
     return {**parts, "identity": sha256_json(parts)}

@@ -52,10 +52,10 @@ def published_diffusion(model: Any) -> dict[str, Any]:
     if not isinstance(model, dict):
         return {}
     name, conditions = model.get("name"), model.get("conditions")
-    keys = [f"{name} {model.get('size')}", str(name)]
+    keys_by_priority = [f"{name} {model.get('size')}", str(name)]
     if isinstance(conditions, list) and "text" in conditions:
-        keys.insert(0, f"{name} text")
-    for key in keys:
+        keys_by_priority.insert(0, f"{name} text")
+    for key in keys_by_priority:
         if key in PUBLISHED:
             return PUBLISHED[key]
     return {}
@@ -89,38 +89,32 @@ def import_weights(
         ConfigError: the shape of x0, the number of classes or another condition is unknown.
         KairosError: the file cannot be read, or its weights do not fit the model.
     """
+    kinds = {} if classes is None else {"class": {"kind": "class", "num_classes": classes}}
     sources: dict[str, Any] = {"autoencoder_sha256": None, "dataset_sha256": None, "sigma_data": None}
-    conditions = {} if classes is None else {"class": {"kind": "class", "num_classes": classes}}
     if latents is not None:
         data = open_latents(latents)
+        shape, kinds = data.shape, data.condition_kinds
         sources = {
             "autoencoder_sha256": data.manifest["autoencoder_sha256"],
             "dataset_sha256": data.manifest["dataset_sha256"],
             "sigma_data": data.measure_sigma_data(),
         }
-        shape, conditions = data.shape, data.condition_kinds
     elif autoencoder is not None:
         manifest = open_record(autoencoder, "autoencoder --config F")
-        sources["autoencoder_sha256"] = manifest["sha256"]
         shape = tuple(manifest["latent_shape"])
-    condition_names = plain["model"].get("conditions") or []
+        sources["autoencoder_sha256"] = manifest["sha256"]
     if shape is None:
         raise ConfigError("--shape: got none; pass C,H,W of x0, or --autoencoder DIR or --latents DIR that contain it")
-    _check_conditions(condition_names, conditions)
+    condition_names = plain["model"].get("conditions") or []
+    _check_conditions(condition_names, kinds)
 
     process = build_process(plain["diffusion"], sources["sigma_data"])
-    model = models.build(plain["model"], shape, conditions, process.channels(shape[0]))
-    average, raw = read_published(file)
-    try:
-        model.load_published(average)
-        averaged_weights = {name: value.clone() for name, value in model.weights().items()}
-        model.load_published(raw)
-    except KairosError as error:
-        raise KairosError(f"{file}: {error}") from None
+    model = models.build(plain["model"], shape, kinds, process.channels(shape[0]))
+    averaged_weights = _load_published(model, file)
 
     condition_records = {}
-    for name in condition_names:
-        condition_records[name] = {key: value for key, value in conditions[name].items() if key != "empty"}
+    for name in condition_names:  # without the encoded empty text, which is a large array
+        condition_records[name] = {key: value for key, value in kinds[name].items() if key != "empty"}
     identity_parts = {
         "config": plain,
         "shape": list(shape),
@@ -134,11 +128,28 @@ def import_weights(
         "learned": False, "strategy": {"updates": None, "a": None, "b": None, "tv_from_start": 0.0},
         "provenance": build_provenance(plain, torch.device("cpu"), library_versions(), []),
     }  # fmt: skip
-    columns = Strategy("uniform", process).table()
+    columns = Strategy("uniform", process).table()  # the density of the published training is unknown
     has_pixels = sources["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)
     scheduler = scheduler_config(process, has_pixels)
     write_milestone(out, model, averaged_weights, record, columns=columns, scheduler=scheduler)
     return record
+
+
+def _load_published(model: Any, file: Path) -> dict[str, torch.Tensor]:
+    """Load the published raw weights into a model, and return the published average of the weights.
+
+    Raises:
+        KairosError: the file cannot be read, or its weights do not fit the model.
+    """
+    average, raw = read_published(file)
+    try:
+        # the model translates published names and shapes, also those of the average
+        model.load_published(average)
+        averaged_weights = {name: value.clone() for name, value in model.weights().items()}
+        model.load_published(raw)
+    except KairosError as error:
+        raise KairosError(f"{file}: {error}") from None
+    return averaged_weights
 
 
 def _check_conditions(names: list[str], known: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from kairos_timesteps import distributed
 
 STATUS = 75  # exit status EX_TEMPFAIL: stopped by request; the same command resumes
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_SAVE_MARGIN = 30.0  # seconds that a save may take longer than three times the longest one so far
+_SAVE_MARGIN = 30.0  # seconds that remain for a save in addition to three times the longest one so far
 _WRITE_INTERVAL = 5.0  # seconds between two writes of the progress file
 _EXCHANGE_INTERVAL = 1.0  # seconds between two exchanges of stop requests among ranks
 
@@ -69,11 +69,13 @@ class StopRequest:
 
     def _handle(self, number: int, frame: object) -> None:
         """Record the first signal as the reason to stop; raise if there is nothing to save or SIGINT is repeated."""
-        name, earlier_reason = signal.Signals(number).name, self.reason
-        if name == "SIGINT" and earlier_reason == "SIGINT":
+        name = signal.Signals(number).name
+        is_first_request = not self.reason
+        if name == "SIGINT" and self.reason == "SIGINT":
             raise KeyboardInterrupt
-        self.reason = earlier_reason or name
-        if not self._has_begun and not earlier_reason:
+        if is_first_request:
+            self.reason = name
+        if is_first_request and not self._has_begun:
             raise StoppedEarly(f"{name}: stopped before the first step")
 
     def begin(self) -> None:
@@ -104,11 +106,11 @@ class StopRequest:
 
 
 class CollectiveStop:
-    """Decides after every step whether to stop, so that all ranks stop after one and the same step.
+    """Decides after every step whether to stop, so that all ranks stop after an equal step.
 
     A single process decides after every step. Several ranks exchange their requests about once a second, because an
-    exchange is a collective. The number of steps until the next exchange follows from the mean time of a step over all
-    ranks, which they exchange too. All ranks therefore agree on it. It at most doubles from one exchange to the next.
+    exchange is a collective. They also exchange the mean time of a step over all ranks. All ranks therefore agree on
+    the number of steps until the next exchange. It at most doubles from one exchange to the next.
 
     Args:
         stop_request: requests to this process.
@@ -134,12 +136,13 @@ class CollectiveStop:
         if self._steps < self._interval:
             return False
         seconds = time.monotonic() - self._last_exchange
-        requests, seconds_of_all = ranks.add([float(requested), seconds])
-        steps_per_exchange = int(_EXCHANGE_INTERVAL * count * self._steps / max(seconds_of_all, 1e-9))
+        request_count, seconds_of_all_ranks = ranks.add([float(requested), seconds])
+        # the interval divided by the mean time of a step, which is seconds_of_all_ranks / (count * self._steps)
+        steps_per_exchange = int(_EXCHANGE_INTERVAL * count * self._steps / max(seconds_of_all_ranks, 1e-9))
         self._interval = max(1, min(steps_per_exchange, 2 * self._interval))
         self._steps = 0
         self._last_exchange = time.monotonic()
-        return requests > 0
+        return request_count > 0
 
 
 def end_of_slurm_job() -> float:
@@ -153,7 +156,8 @@ def end_of_slurm_job() -> float:
             return float(end)
         if job:
             _, answer = run_command("squeue", "--noheader", "--jobs", job, "--format", "%e", timeout=20)
-            return datetime.fromisoformat(answer.strip()).timestamp()  # squeue prints local time
+            # local time, such as 2026-01-31T12:00:00; anything else, such as N/A, raises ValueError
+            return datetime.fromisoformat(answer.strip()).timestamp()
     return 0.0
 
 
@@ -187,7 +191,12 @@ class ProgressFile:
         self._last_write: tuple[float, int] | None = None  # monotonic time and step
 
     def update(self, step: int, seconds: float) -> None:
-        """Record the completed steps and the training time, and write them if the last write is old."""
+        """Record the completed steps and the training time; write the file if the last write is 5 s old.
+
+        Args:
+            step: number of completed steps.
+            seconds: training time of the run.
+        """
         self._content |= {"step": step, "seconds": round(seconds, 3)}
         if not self._reports:
             return
@@ -197,7 +206,7 @@ class ProgressFile:
             if now - last_time < _WRITE_INTERVAL:
                 return
             self._content["rate"] = round((step - last_step) / (now - last_time), 4)
-        self._last_write = (now, step)
+        self._last_write = now, step
         self._write()
 
     def set_identity(self, identity: str) -> None:

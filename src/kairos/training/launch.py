@@ -32,11 +32,13 @@ from kairos_timesteps.errors import KairosError
 if TYPE_CHECKING:
     from kairos.training.settings import TrainingConfig
 
-_FOLDER = "KAIROS_RANKS"  # variable: folder of a launcher and its ranks, where the first rank to fail writes its number
-_ADDRESS = "KAIROS_RENDEZVOUS"  # variable: address at which the launchers of several machines meet
+# environment variables: folder in which the first rank to fail writes its number; address where launchers meet
+_FOLDER, _ADDRESS = "KAIROS_RANKS", "KAIROS_RENDEZVOUS"
 _LOST_OTHERS = 76  # exit status of a rank that failed because another rank ended
 _ERROR_REPORTED = (1, 2)  # exit statuses of a rank that has reported its error
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_PR_SET_PDEATHSIG = 1  # option of Linux's prctl: signal that the kernel sends when the parent process ends
+# srun would take other SLURM_* variables, those of this process's job step, for options of the new step
+_KEPT_SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_JOB_END_TIME", "SLURM_CLUSTER_NAME")
 # gloo's messages begin with a line of its transport, such as [.../gloo/gloo/transport/tcp/pair.cc:561]
 _GLOO_TEXT = re.compile(
     r"\[\S*/gloo/transport/\S+:\d+\]|Gloo connectFullMesh failed|Application timeout caused pair closure"
@@ -55,17 +57,20 @@ def is_reporting_process() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Make this rank die with its launcher; otherwise it would train at the same time as its successor."""
+    """Make this rank die with its launcher; otherwise it would train at the same time as its successor.
+
+    The launcher's folder ends with the launcher's process id, such as ``/tmp/kairos-x7a2-4711``.
+    """
     die_with_parent()
-    launcher = os.environ.get(_FOLDER, "").rpartition("-")[2]
-    if launcher not in ("", str(os.getppid())):
-        os._exit(1)  # the launcher has ended already
+    launcher_id = os.environ.get(_FOLDER, "").rpartition("-")[2]
+    if launcher_id not in ("", str(os.getppid())):
+        os._exit(1)  # the launcher ended before the call above, so this rank has another parent
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
+def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Make the kernel send a signal to this process when its parent process ends; does nothing outside of Linux."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def is_first_failure(error: BaseException) -> bool:
@@ -79,17 +84,20 @@ def is_first_failure(error: BaseException) -> bool:
         return True
     if _is_communication_error(error):
         return False
-    with suppress(FileExistsError, FileNotFoundError), open(Path(folder) / "failed", "x") as file:
-        file.write(str(local_rank()))
+    failed_file, rank = Path(folder) / "failed", str(local_rank())
+    # mode "x" lets one rank create the file, the first to fail; without a folder the launcher has ended
+    with suppress(FileExistsError, FileNotFoundError), open(failed_file, "x") as file:
+        file.write(rank)
     with suppress(OSError):
-        return (Path(folder) / "failed").read_text() == str(local_rank())
+        return failed_file.read_text() == rank
     return False
 
 
 def _is_communication_error(error: BaseException) -> bool:
     """Return True if torch.distributed or gloo raised the error, which then has its cause in another rank."""
-    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
-    if "torch.distributed.DistError" in names:
+    # compares names, so that this module need not import torch
+    class_names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
+    if "torch.distributed.DistError" in class_names:
         return True
     # gloo has no error class: torch raises a plain RuntimeError with gloo's text
     return type(error) is RuntimeError and _GLOO_TEXT.match(str(error)) is not None
@@ -97,13 +105,17 @@ def _is_communication_error(error: BaseException) -> bool:
 
 @contextmanager
 def report_first_failure() -> Iterator[None]:
-    """Context manager of a rank's work: the first error of all ranks is raised, other ranks end silently."""
+    """Raise the error of a rank's work inside the block if this rank failed first; otherwise end the rank silently.
+
+    A process without other ranks raises every error.
+    """
     try:
         yield
     except StoppedEarly:
         raise
     except BaseException as error:
-        if local_rank() is not None and os.environ.get(_FOLDER):
+        has_launcher = local_rank() is not None and bool(os.environ.get(_FOLDER))
+        if has_launcher:
             if not is_first_failure(error):
                 time.sleep(1)  # so that torchrun finds the failed rank before this one
                 os._exit(_LOST_OTHERS)
@@ -114,6 +126,9 @@ def report_first_failure() -> Iterator[None]:
 def launch(training: "TrainingConfig") -> None:
     """Run this command once in every process of the training run, and wait for the processes.
 
+    With several machines, srun runs this command again on each machine, with the variable `_ADDRESS` set. Those
+    commands call this function too, and start the ranks of their machine.
+
     Args:
         training: section `training` of the experiment.
 
@@ -122,40 +137,68 @@ def launch(training: "TrainingConfig") -> None:
         SystemExit: a rank has failed and reported its error.
         KairosError: a rank was killed, or the SLURM job has too few machines.
     """
-    if training.nodes > 1 and _ADDRESS not in os.environ:
+    started_by_srun = _ADDRESS in os.environ
+    if training.nodes > 1 and not started_by_srun:
         _launch_machines(training.nodes)
     else:
         _launch_ranks(training)
 
 
 def _launch_ranks(training: "TrainingConfig") -> None:
-    """Run the ranks of this machine by torchrun, and wait for them."""
+    """Run the ranks of this machine by torchrun, and wait for them.
+
+    The process ends after its ranks. So it keeps the environment variables that are set for the ranks, and logging
+    stays switched off.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
+    _set_rank_variables(training.threads)
+    logging.disable(logging.CRITICAL)  # torchrun logs every failure at length
+    # `die_with_launcher` reads the process id at the end of the folder's name
+    with tempfile.TemporaryDirectory(prefix="kairos-", suffix=f"-{os.getpid()}") as folder:
+        os.environ[_FOLDER] = folder
+        options = [*_torchrun_options(training), "--log-dir", folder]
+        with _forward_signals(forward=_signal_ranks, end=_end_process) as received_signals:
+            try:
+                run.main([*options, "-m", "kairos", *sys.argv[1:]])
+            except ChildFailedError as error:
+                rank, failure = error.get_first_failure()
+                _raise_for_exit_status(rank, failure.exitcode, stop_requested=bool(received_signals))
+
+
+def _torchrun_options(training: "TrainingConfig") -> list[str]:
+    """Return torchrun's options for the numbers of machines and ranks, their rendezvous and the handled signals."""
     address = os.environ.get(_ADDRESS)
     if address:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", address]
         rendezvous += ["--local-addr", socket.gethostname()]
-    ranks = ["--nnodes", str(training.nodes), "--nproc-per-node", str(training.processes // training.nodes)]
+    else:
+        rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
+    ranks_per_node = training.processes // training.nodes
+    ranks = ["--nnodes", str(training.nodes), "--nproc-per-node", str(ranks_per_node)]
+    # by default torchrun kills the ranks on SIGTERM, SIGINT and SIGHUP, before they can write a checkpoint
+    return [*rendezvous, *ranks, "--signals-to-handle", "SIGQUIT"]
+
+
+def _set_rank_variables(threads: int) -> None:
+    """Set environment variables for the ranks, except those that the user has set.
+
+    Args:
+        threads: computing threads of a rank.
+    """
     defaults = {
-        "OMP_NUM_THREADS": str(training.threads),
+        "OMP_NUM_THREADS": str(threads),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",  # seconds for the other ranks to end after one has failed
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    logging.disable(logging.CRITICAL)  # torchrun logs every failure at length
-    with tempfile.TemporaryDirectory(prefix="kairos-", suffix=f"-{os.getpid()}") as folder:
-        os.environ[_FOLDER] = folder
-        options = [*rendezvous, *ranks, "--log-dir", folder, "--signals-to-handle", "SIGQUIT"]
-        with _forward_signals(_signal_ranks, lambda: os._exit(1)) as received:
-            try:
-                run.main([*options, "-m", "kairos", *sys.argv[1:]])
-            except ChildFailedError as error:
-                rank, failure = error.get_first_failure()
-                _raise_for_exit_status(rank, failure.exitcode, stop_requested=bool(received))
+
+
+def _end_process() -> None:
+    """End this launcher at once, without its clean-up; its ranks die with it, see `die_with_launcher`."""
+    os._exit(1)
 
 
 def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None:
@@ -197,7 +240,7 @@ def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Ite
     """
     received: list[str] = []
 
-    def handler(number: int, frame: object) -> None:
+    def handle(number: int, frame: object) -> None:
         name = signal.Signals(number).name
         if name == "SIGINT" and name in received:
             log("kairos: interrupted; the last good state is kept")
@@ -205,11 +248,11 @@ def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Ite
         received.append(name)
         forward()
 
-    previous = {number: signal.signal(number, handler) for number in SIGNALS}
+    previous_handlers = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield received
     finally:
-        for number, previous_handler in previous.items():
+        for number, previous_handler in previous_handlers.items():
             signal.signal(number, previous_handler)
 
 
@@ -222,30 +265,56 @@ def _signal_ranks() -> None:
 
 
 def _launch_machines(nodes: int) -> None:
-    """Run a launcher on every machine of the SLURM job by srun, and wait for them."""
+    """Run this command, a launcher, on every machine of the SLURM job by srun, and wait for the launchers.
+
+    Raises:
+        KairosError: the SLURM job has fewer machines than `nodes`.
+        StoppedEarly: a stop was requested, and the ranks have stopped.
+        SystemExit: a launcher has failed and reported its error.
+    """
+    command = [*_srun_command(nodes), sys.executable, "-m", "kairos", *sys.argv[1:]]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT_SLURM_VARIABLES or not name.startswith("SLURM_")
+    }
+    environment[_ADDRESS] = _free_address()
+    # a process group of its own: a terminal's Ctrl-C reaches the launchers only as a forwarded SIGUSR1
+    srun = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
+
+    def forward() -> None:
+        srun.send_signal(signal.SIGUSR1)
+
+    with srun, _forward_signals(forward=forward, end=srun.kill) as received_signals:
+        status = srun.wait()
+    if status == STATUS or (received_signals and status):
+        raise StoppedEarly("")
+    if status:
+        raise SystemExit(1)
+
+
+def _srun_command(nodes: int) -> list[str]:
+    """Return srun with its options for one process on each of `nodes` machines of this SLURM job.
+
+    Raises:
+        KairosError: there is no SLURM job, or it has fewer machines.
+    """
     job, job_nodes = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if job is None or job_nodes < nodes:
         location = f"a SLURM job of {job_nodes} machines" if job else "no SLURM job"
         raise KairosError(
             f"training.nodes: got {nodes} in {location}, allowed: a SLURM job of {nodes} machines, or nodes: 1"
         )
-    with socket.socket() as free_socket:
-        free_socket.bind(("", 0))
-        address = f"{socket.gethostname()}:{free_socket.getsockname()[1]}"
-    cpus = re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    command = [
+    cpu_count = re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # such as 64(x2): 64 on 2 machines
+    return [
         "srun", "--jobid", job, "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
-        f"--cpus-per-task={cpus[0] if cpus else 1}", "--cpu-bind=none", "--wait=60", "--quiet",
-        sys.executable, "-m", "kairos", *sys.argv[1:],
+        f"--cpus-per-task={cpu_count[0] if cpu_count else 1}", "--cpu-bind=none", "--wait=60", "--quiet",
     ]  # fmt: skip
-    # srun would take the SLURM_* variables of this process's job step for options of the new step
-    kept = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_JOB_END_TIME", "SLURM_CLUSTER_NAME")
-    environment = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("SLURM_")}
-    environment[_ADDRESS] = address
-    srun = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
-    with srun, _forward_signals(lambda: srun.send_signal(signal.SIGUSR1), srun.kill) as received:
-        status = srun.wait()
-    if status == STATUS or (received and status):
-        raise StoppedEarly("")
-    if status:
-        raise SystemExit(1)
+
+
+def _free_address() -> str:
+    """Return this host with a free port, such as ``node1:41234``."""
+    with socket.socket() as free_socket:
+        free_socket.bind(("", 0))  # port 0: the kernel selects a free one
+        port = free_socket.getsockname()[1]
+    return f"{socket.gethostname()}:{port}"

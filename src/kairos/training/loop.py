@@ -30,6 +30,10 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
     Metrics are those of the global batch. Steps that do not log leave `training.all_finite` on the device, so that the
     caller can check them later.
 
+    Args:
+        training: state of the run, which the steps update.
+        end: number of completed steps at which training ends.
+
     Raises:
         DivergedError: the loss or the gradient of a step is not finite; the step has not changed the weights.
     """
@@ -48,9 +52,10 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
         gradient_norm = nn.utils.clip_grad_norm_(training.parameters, training.grad_clip)
         training.all_finite &= gradient_norm.isfinite()
 
-        # measure
+        # measure; on a GPU a step that does not log leaves the check to the caller
         metrics = _compute_metrics(training, draw, result, gradient_norm) if logs else None
-        if (logs or training.device.type == "cpu") and not training.all_finite:
+        checks_now = logs or training.device.type == "cpu"
+        if checks_now and not training.all_finite:
             raise divergence_error(step, metrics)
 
         # update the weights; samplers that learn evaluate the network before and after the update
@@ -91,6 +96,7 @@ class StepResult:
 def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Draw, Tensor]:
     """Draw timesteps with their weights, and the noise that the strategy couples with the images of a batch."""
     strategy, step = training.strategy, batch.step
+    # only samplers that count visits of images take epoch and position of an image as context
     visit = batch.visit if strategy.sampler.points == "epochs" else {}
     draw = strategy.draw(batch.x0, index=batch.sample_indices, total=training.settings["batch_size"], **visit)
     image_shape = batch.x0.shape[1:]
@@ -101,24 +107,31 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
 
 
 def _forward_backward(training: TrainingState, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]) -> StepResult:
-    """Run the forward and backward passes of this rank's micro-batches; gradients add up over passes and ranks."""
+    """Run the forward and backward passes of this rank's micro-batches; gradients add up over passes and ranks.
+
+    Args:
+        training: model, losses and strategy.
+        draw: timesteps and weights of this rank's samples.
+        noise: noise of these samples, (batch, c, h, w).
+        conditions: conditions of these samples by name, each (batch, ...).
+    """
     if len(training.micro_batches) == 1:
         return _forward_backward_micro_batch(training, training.micro_batches[0], draw, noise, conditions)
     results = []
+    # micro-batches count samples in the global batch, the tensors contain this rank's samples alone
     first_sample = training.micro_batches[0].samples.start
     for micro_batch in training.micro_batches:
         start, stop = micro_batch.samples.start - first_sample, micro_batch.samples.stop - first_sample
-        rows = slice(start, stop)
-        selected_conditions = {name: values[rows] for name, values in conditions.items()}
+        draw_of_rows, noise_of_rows = draw.rows(start, stop), noise[start:stop]
+        conditions_of_rows = {name: values[start:stop] for name, values in conditions.items()}
         # ranks exchange gradients once, in their last backward pass
         is_last = micro_batch == training.micro_batches[-1]
         postpones_exchange = training.ddp_network is not training.network and not is_last
         with training.ddp_network.no_sync() if postpones_exchange else nullcontext():
-            results.append(
-                _forward_backward_micro_batch(
-                    training, micro_batch, draw.rows(start, stop), noise[rows], selected_conditions
-                )
+            result = _forward_backward_micro_batch(
+                training, micro_batch, draw_of_rows, noise_of_rows, conditions_of_rows
             )
+        results.append(result)
     return _join_results(training, draw, noise, results)
 
 
@@ -135,11 +148,12 @@ def _forward_backward_micro_batch(
     training: TrainingState, micro_batch: MicroBatch, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]
 ) -> StepResult:
     """Run forward and backward pass of one micro-batch; `draw`, `noise` and `conditions` are of its samples alone."""
-    number, step = micro_batch.number, draw.step
-    torch.manual_seed(derived_seed(training.seed, f"dropout {number}" if number else "dropout", step))
+    step = draw.step
+    dropout_stream = f"dropout {micro_batch.number}" if micro_batch.number else "dropout"
+    torch.manual_seed(derived_seed(training.seed, dropout_stream, step))
     samples = SampleCoordinates(training.seed, step, range(micro_batch.samples.start, micro_batch.samples.stop))
     prediction, terms = predict_and_compute_losses(
-        training, training.ddp_network, samples, draw.x0, noise, draw.t, conditions
+        training, training.ddp_network, samples, x0=draw.x0, noise=noise, t=draw.t, conditions=conditions
     )
 
     # the strategy's weights apply to the weighted terms alone
@@ -185,23 +199,36 @@ def predict_and_compute_losses(
         return output
 
     x_t = training.process.noised(x0, noise, t)
-    prediction = Prediction(training.process, x0, noise, t, x_t, predict(x_t, {}), predict, samples)
-    return prediction, {name: function(options, prediction) for name, options, function in training.losses}
+    output = predict(x_t, {})
+    prediction = Prediction(training.process, x0, noise, t, x_t, output, predict=predict, coordinates=samples)
+    terms = {name: compute_loss(options, prediction) for name, options, compute_loss in training.losses}
+    return prediction, terms
 
 
 def _scale_terms(training: TrainingState, terms: dict[str, Tensor], weighted: bool) -> list[Tensor]:
-    """Return the loss terms that the strategy weights, or those that it does not, times their scale options."""
+    """Return some loss terms, each times its option `scale`.
+
+    Args:
+        training: provides the options of the terms.
+        terms: loss terms by name, each (batch,).
+        weighted: True: return the terms that the strategy weights; False: return the other terms.
+    """
     return [options.scale * terms[name] for name, options, _ in training.losses if options.weighted is weighted]
 
 
 def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
-    """Return the line of metrics.jsonl for a step, averaged over the global batch; calls probes on every rank."""
+    """Return the line of metrics.jsonl for a step, averaged over the global batch; calls probes on every rank.
+
+    A loss that is not finite clears `training.all_finite`.
+    """
     batch_size, step = training.settings["batch_size"], draw.step
     probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}
+    # this rank's shares of the means over the global batch; the objective contains the number of ranks as a factor
     fraction_of_batch = len(draw.x0) / batch_size
     contributions = [result.objective / distributed.ranks()]
     contributions += [term.mean() * fraction_of_batch for term in result.terms.values()]
-    loss, *term_means = ranks.add(torch.stack([value.double() for value in contributions]).tolist())
+    values = torch.stack([contribution.double() for contribution in contributions]).tolist()  # synchronises once
+    loss, *term_means = ranks.add(values)
     training.all_finite &= math.isfinite(loss)
     return {
         "step": step + 1,
@@ -218,9 +245,11 @@ def divergence_error(step: int, metrics: dict[str, Any] | None = None) -> Diverg
 
     Args:
         step: number of the step.
-        metrics: metrics of the step if it logs.
+        metrics: metrics of the step; None if it does not log.
     """
-    values = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}" if metrics else "loss or gradient"
+    values = "loss or gradient"
+    if metrics is not None:
+        values = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
     return DivergedError(
         f"step {step + 1}: {values}: not finite; training stopped before the weights changed, and the last good state "
         "is kept. Try a lower training.optimizer.lr, warm-up, or precision fp32"

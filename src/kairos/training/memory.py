@@ -23,7 +23,8 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
     Raises:
         KairosError: a step does not fit into the device's memory.
     """
-    # suppress also drops the traceback, which would keep the tensors of the step alive
+    # After an error, the code below the block runs. An except clause would keep the traceback, and with it the tensors
+    # of the failed step, alive.
     with suppress(torch.OutOfMemoryError):
         yield from steps
         return
@@ -39,11 +40,16 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
     else:
         allowed = "a smaller model: a pass of 1 image does not fit (measured)"
     field = "batch_size" if training.settings["microbatch"] is None else "microbatch"
-    device = str(training.device)
-    if training.device.type == "cuda":
-        device += f" ({torch.cuda.get_device_properties(training.device).total_memory / 2**30:.0f} GiB)"
-    problem = f"out of memory on {device} at step {training.step + 1}"
+    problem = f"out of memory on {_describe_device(training.device)} at step {training.step + 1}"
     raise KairosError(f"training.{field}: got {training.settings[field]}: {problem}; allowed: {allowed}")
+
+
+def _describe_device(device: torch.device) -> str:
+    """Return a device with the size of its memory if it is a GPU, such as ``cuda:0 (80 GiB)``."""
+    if device.type != "cuda":
+        return str(device)
+    gibibytes = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return f"{device} ({gibibytes:.0f} GiB)"
 
 
 def find_fitting_batch(training: TrainingState, largest: int) -> int:
@@ -53,32 +59,38 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()
-    reserved = []
+    reserved: list[torch.Tensor] = []
     if not training.optimizer.state:
         # the optimiser allocates its moments in the first step: Adam keeps two values per parameter
         reserved = [torch.empty_like(parameter) for parameter in training.parameters for _ in range(2)]
-    powers_of_two = [2**exponent for exponent in reversed(range((largest - 1).bit_length()))]
+    exponents = range((largest - 1).bit_length())  # 2**exponent < largest
+    powers_of_two = [2**exponent for exponent in reversed(exponents)]
     for size in (largest, *powers_of_two):
         try:
             _try_passes(training, size)
         except torch.OutOfMemoryError:
             training.optimizer.zero_grad(set_to_none=True)
         else:
-            del reserved
+            del reserved  # until here it takes the memory that the optimiser will need
             return size
         _free_memory()
     return 0
 
 
 def _try_passes(training: TrainingState, size: int) -> None:
-    """Run two forward and backward passes of `size` images; the second one adds to existing gradients."""
+    """Run two forward and backward passes of `size` images; the second one adds to existing gradients.
+
+    The images also serve as noise, because only the memory of the passes counts.
+    """
     batch = next(training.batches.steps(training.step, training.step + 1))
     x0 = batch.x0[:size]
     conditions = {name: values[:size] for name, values in batch.conditions.items()}
     t = training.process.times(torch.full((size,), 0.5, dtype=torch.float64)).to(training.device)
     samples = SampleCoordinates(training.seed, training.step, range(size))
     for _ in range(2):
-        _, terms = predict_and_compute_losses(training, training.model, samples, x0, x0, t, conditions)
+        _, terms = predict_and_compute_losses(
+            training, training.model, samples, x0=x0, noise=x0, t=t, conditions=conditions
+        )
         torch.stack([*terms.values()]).sum().backward()
 
 

@@ -27,12 +27,17 @@ from kairos_timesteps.registry import NoOptions
 
 def adam(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:
     """Build Adam (Kingma and Ba 2015)."""
-    return torch.optim.Adam(parameters, options.lr, options.betas, options.eps, options.weight_decay)  # type: ignore[arg-type]
+    return torch.optim.Adam(parameters, **_adam_settings(options))
 
 
 def adamw(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:
     """Build AdamW, Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
-    return torch.optim.AdamW(parameters, options.lr, options.betas, options.eps, options.weight_decay)  # type: ignore[arg-type]
+    return torch.optim.AdamW(parameters, **_adam_settings(options))
+
+
+def _adam_settings(options: AdamOptions) -> dict[str, Any]:
+    """Return the options that torch's Adam and AdamW take."""
+    return {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
 
 
 def constant(options: NoOptions, step: int, length: int) -> float:
@@ -41,7 +46,7 @@ def constant(options: NoOptions, step: int, length: int) -> float:
 
 
 def cosine(options: CosineOptions, step: int, length: int) -> float:
-    """Return half a cosine from 1 at the first step to `options.final` after `length` steps."""
+    """Return half a cosine from 1 at the first step to `options.final` after `length` steps, constant from there."""
     progress = min(step / length, 1.0)
     return options.final + (1 - options.final) * (1 + math.cos(math.pi * progress)) / 2
 
@@ -66,8 +71,10 @@ def inverse_sqrt(options: InverseSqrtOptions, step: int, length: int) -> float:
 
 def decay(options: DecayOptions, step: int, batch_size: int) -> float:
     """Return the constant decay, with warm-up at most (1 + n)/(10 + n) at step n."""
+    if not options.warmup:
+        return options.decay
     n = step + options.count_from
-    return min(options.decay, (1 + n) / (10 + n)) if options.warmup else options.decay
+    return min(options.decay, (1 + n) / (10 + n))
 
 
 def half_life(options: HalfLifeOptions, step: int, batch_size: int) -> float:
@@ -87,6 +94,7 @@ def power(options: PowerOptions, step: int, batch_size: int) -> float:
 def _power_exponent(width: float) -> float:
     """Return gamma of the power-function profile with relative width sigma_rel (Karras et al. 2024, section 3.1)."""
     inverse_square = width**-2
+    # sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), as a polynomial in gamma
     return float(np.roots([1, 7, 16 - inverse_square, 12 - inverse_square]).real.max())
 
 
@@ -118,6 +126,7 @@ class Average:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Include the model's weights after a step, counted from 0."""
+        # lerp(average, weight, 1 - decay) = decay * average + (1 - decay) * weight
         torch._foreach_lerp_(self._averages, self._averaged_weights, 1 - self._decay_at(step))
         for copy, model_weight in self._copies:
             copy.copy_(model_weight)

@@ -44,6 +44,7 @@ def build_provenance(
         inexact.append("training.compile: autotuning may choose other kernels on another run")
     if not settings["deterministic"]:
         inexact.append("training.deterministic is off")
+    # each micro-batch has its own dropout stream; without them the number of processes decides the streams
     if distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None:
         inexact.append(
             "training.processes: dropout differs between numbers of processes; training.microbatch ends that"

@@ -67,7 +67,7 @@ def train(
         restart: delete the saved state and start from step 0.
         milestones_only: publish the snapshots, but neither record nor checkpoint; a later call completes the run.
         wait: wait for another process that trains in `out`, such as a killed controller's job, instead of failing.
-        stop_request: source of requests to stop early; None: nobody asks.
+        stop_request: source of requests to stop early; None: there are none.
         accept_versions: resume from a state that other versions of torch or diffusers computed.
 
     Returns:
@@ -80,7 +80,9 @@ def train(
         StoppedEarly: a stop was requested; the completed steps are saved.
     """
     label = f"train {method} seed {seed}"
-    with _set_up_process(plain["training"], out / ".state", milestones[-1], wait) as (device, progress):
+    state_folder = out / ".state"
+    with _set_up_process(plain["training"], state_folder, last_milestone=milestones[-1], wait=wait) as process:
+        device, progress = process
         is_first = distributed.rank() == 0
         if is_first:
             processes = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
@@ -96,9 +98,14 @@ def train(
         missing = ranks.on_first(lambda: run_folder.prepare(milestones, milestones_only))
         steps_run = 0
         if missing:
-            training = TrainingState(plain, method, seed, latents, device)
-            request = stop_request or StopRequest()
-            job = TrainingJob(run_folder, training, label, progress, request, accept_versions)
+            job = TrainingJob(
+                run_folder=run_folder,
+                training=TrainingState(plain, method, seed, latents, device),
+                label=label,
+                progress=progress,
+                stop_request=stop_request or StopRequest(),
+                accept_versions=accept_versions,
+            )
             steps_run = job.train_until(milestones, missing)
         elif is_first:
             log(f"{out}: all milestones are complete, 0 steps to do")
@@ -107,7 +114,7 @@ def train(
             run_folder.publish(milestones, record=None)
         elif is_first:
             checkpoint = run_folder.newest_checkpoint(milestones[-1])
-            assert checkpoint is not None
+            assert checkpoint is not None  # written by the job above, or found by `prepare`
             record = {
                 "identity": identity,
                 "parts": identity_parts,
@@ -126,7 +133,9 @@ def train(
 def _set_up_process(
     settings: dict[str, Any], state_folder: Path, last_milestone: int, wait: bool
 ) -> Iterator[tuple[torch.device, ProgressFile]]:
-    """Hold the run's lock, join the other ranks, and record in the progress file how the block ended.
+    """Hold the run's lock, set up the device, join the other ranks, and record how the block ended.
+
+    The record is in the progress file. Rank 0 writes it, or after an error the rank that failed first.
 
     Args:
         settings: section `training` of the experiment.
@@ -138,13 +147,17 @@ def _set_up_process(
         The computing device and the progress file.
     """
     has_ranks = settings["processes"] > 1
-    is_first = not has_ranks or os.environ.get("RANK", "0") == "0"
+    is_first = not has_ranks or os.environ.get("RANK", "0") == "0"  # torchrun sets RANK; the ranks join further below
     with lock_run_folder(state_folder, wait) if is_first else nullcontext():
         progress = ProgressFile(state_folder, last_milestone, reports=is_first)
         try:
             local_rank = launch.local_rank() if has_ranks else None
             device = compute.setup(
-                settings["threads"], settings["device"], settings["deterministic"], local_rank, settings["precision"]
+                settings["threads"],
+                settings["device"],
+                settings["deterministic"],
+                local_rank=local_rank,
+                precision=settings["precision"],
             )
             if has_ranks:
                 ranks.join(settings["processes"], device)
@@ -191,7 +204,7 @@ class TrainingJob:
 
     def __post_init__(self) -> None:
         self.is_first = distributed.rank() == 0
-        # the density of the untrained sampler: a checkpoint is loaded later
+        # a checkpoint is loaded later, so this is the density of the untrained sampler
         self.start_density = self.training.strategy.table(self.training.density_images())["p"]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -205,18 +218,37 @@ class TrainingJob:
         Raises:
             StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
         """
-        training, last = self.training, milestones[-1]
-        checkpoint_interval = training.settings["checkpoint_every"]
+        training = self.training
         self._resume(missing[0])
         if training.step == 0 and 0 in milestones:
             self._write_snapshot()
+        self._begin_steps()
+        self._run_steps(milestones)
+        if training.step == 0:  # the last milestone is step 0: the loop has saved nothing
+            self._save(with_snapshot=False)
+        if self.is_first:
+            log(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
+        return self.steps_run
 
-        # until here a rank that is asked to stop does so alone; from here on all ranks stop together
+    def _begin_steps(self) -> None:
+        """Wait for all ranks, and switch from stopping each rank alone to stopping all ranks after one step.
+
+        Raises:
+            StoppedEarly: a stop was requested already.
+        """
         ranks.meet()
         self.stop_request.begin()
         ranks.meet()
-        collective_stop = CollectiveStop(self.stop_request)
 
+    def _run_steps(self, milestones: list[int]) -> None:
+        """Compute the steps up to the last milestone; write metrics and progress, save, and stop if requested.
+
+        Raises:
+            StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
+        """
+        training, last = self.training, milestones[-1]
+        checkpoint_interval = training.settings["checkpoint_every"]
+        collective_stop = CollectiveStop(self.stop_request)
         progress_bar = Progress(last, self.label, "step", start=training.step) if self.is_first else None
         latest_loss = ""
         metrics_path = self.run_folder.metrics if self.is_first else os.devnull
@@ -230,9 +262,11 @@ class TrainingJob:
                     metrics_file.write(json.dumps(metrics) + "\n")
                     latest_loss = f"loss {metrics['loss']:.4g}"
 
-                stops = training.step < last and collective_stop.after_step(self.longest_save)
+                is_last = training.step == last
                 is_milestone = training.step in milestones
-                if is_milestone or training.step % checkpoint_interval == 0 or training.step == last or stops:
+                is_checkpoint = training.step % checkpoint_interval == 0
+                stops = not is_last and collective_stop.after_step(self.longest_save)
+                if is_last or is_milestone or is_checkpoint or stops:
                     metrics_file.flush()
                     self._save(with_snapshot=is_milestone)
                 self.progress.update(training.step, self.seconds)
@@ -240,14 +274,9 @@ class TrainingJob:
                     self._stop(last)
                 if progress_bar is not None:
                     progress_bar.advance(facts=latest_loss)
-                step_begun = time.perf_counter()
-
-        if training.step == 0:
-            self._save(with_snapshot=False)
+                step_begun = time.perf_counter()  # leaves out the time of saving
         if progress_bar is not None:
             progress_bar.close(latest_loss)
-            log(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
-        return self.steps_run
 
     def _resume(self, latest_step: int) -> None:
         """Load the newest usable checkpoint up to `latest_step`; all ranks load the one that rank 0 selects."""
@@ -255,9 +284,10 @@ class TrainingJob:
         checkpoint = None
         if self.is_first:
             checkpoint = run_folder.resume(latest_step, training.device, self.accept_versions)
-        step = ranks.on_first(lambda: checkpoint["step"] if checkpoint else 0)
-        if step or checkpoint:
-            checkpoint = checkpoint or run_folder.read_checkpoint(step, training.device)
+        step = ranks.on_first(lambda: checkpoint["step"] if checkpoint else None)
+        if step is not None:
+            if checkpoint is None:  # on other ranks than 0
+                checkpoint = run_folder.read_checkpoint(step, training.device)
             training.load_state_dict(checkpoint, step)
             if self.is_first:
                 log(f"{self.label}: resumes from step {training.step}")

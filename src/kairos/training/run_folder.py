@@ -30,7 +30,7 @@ from kairos.training.provenance import library_versions
 from kairos_timesteps.errors import DamagedError, KairosError
 
 _KEPT_CHECKPOINTS = 2  # if the last one is damaged, the one before it is used
-_WATCH_SECONDS = 12  # of watching a progress file, which a running job writes every 5 s
+_WATCH_SECONDS = 12  # for which a progress file is watched; a running job writes it every 5 s
 _STALE_SECONDS = 60  # age from which a progress file counts as abandoned
 
 
@@ -51,18 +51,21 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
     """
     state_folder.mkdir(parents=True, exist_ok=True)
     with open(state_folder / "lock", "a+", encoding="utf-8") as file:
-        # `kairos status` takes the lock for moments: try for a second
+        # a second, because `kairos status` takes the lock for moments
         if not try_lock(file, 1.0, "jobs from training here at once; put results on"):
             file.seek(0)
-            problem = f"{state_folder.parent}: another process ({file.read().strip()}) is training here"
+            holder = file.read().strip()  # written below by the process that holds the lock
+            problem = f"{state_folder.parent}: another process ({holder}) is training here"
             if not wait:
                 raise KairosError(problem)
             log(f"{problem}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         _reject_job_on_another_machine(state_folder)
+        holder = f"pid {os.getpid()} on {socket.gethostname()}"
+        if job := os.environ.get("SLURM_JOB_ID"):
+            holder += f", SLURM job {job}"
         file.truncate(0)
-        job = os.environ.get("SLURM_JOB_ID")
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}" + (f", SLURM job {job}" if job else ""))
+        file.write(holder)
         file.flush()
         yield
 
@@ -70,12 +73,15 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
 def _reject_job_on_another_machine(state_folder: Path) -> None:
     """Watch the progress file for a job on another machine whose lock does not reach this one.
 
+    The function returns at once if the file is missing, stale, of this machine or of a job that has ended. Otherwise it
+    watches the file for 12 s.
+
     Raises:
         KairosError: such a job updates the progress file.
     """
     path = state_folder / "progress.json"
     first_update = None
-    for _ in range(_WATCH_SECONDS):
+    for _ in range(_WATCH_SECONDS):  # one reading per second
         try:
             progress = read_json(path)
         except (OSError, DamagedError):
@@ -119,8 +125,9 @@ class RunFolder:
     def prepare(self, milestones: list[int], milestones_only: bool = False) -> list[int]:
         """Prepare the state for a request, and return the milestones up to which steps have to be computed.
 
-        A request that was completed and is marked ``start_over`` begins at step 0 again. If every snapshot exists but
-        the last checkpoint does not, the last milestone is returned, except for a request of the milestones only.
+        A request that was completed and is marked ``start_over`` begins at step 0 again. The returned milestones are
+        those without a snapshot. If every snapshot exists but the last checkpoint does not, the last milestone is
+        returned, unless `milestones_only` is set.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
@@ -129,16 +136,16 @@ class RunFolder:
         self._report_other_states()
         self.state.mkdir(parents=True, exist_ok=True)
         self._delete_temporary_files()
-        request = self._request_path(milestones)
-        if request.exists() and request.with_suffix(".start_over").exists():
+        completion_file = self._completion_file(milestones)
+        if completion_file.exists() and completion_file.with_suffix(".start_over").exists():
             log(f"{self.out}: was complete and is requested again: starts from step 0")
             self.clear()
         missing = [step for step in milestones if not _is_intact(self.snapshot_folder(step))]
         if missing or milestones_only:
             return missing
         last = milestones[-1]
-        checkpoint_content = self.newest_checkpoint(last)
-        has_last_checkpoint = checkpoint_content is not None and checkpoint_content["step"] == last
+        newest = self.newest_checkpoint(latest_step=last)
+        has_last_checkpoint = newest is not None and newest["step"] == last
         return [] if has_last_checkpoint else [last]
 
     def _report_other_states(self) -> None:
@@ -164,14 +171,15 @@ class RunFolder:
             device: device of its tensors.
         """
         for path in sorted((self.state / "checkpoints").glob("*.ckpt"), reverse=True):
-            if latest_step is None or int(path.stem) <= latest_step:
-                try:
-                    content = checkpoint.read(path, device)
-                    self._check_belongs_here(content, path)
-                except DamagedError as error:
-                    log(f"{error}; the one before it is used")
-                else:
-                    return content
+            if latest_step is not None and int(path.stem) > latest_step:
+                continue
+            try:
+                content = checkpoint.read(path, device)
+                self._check_belongs_here(content, path)
+            except DamagedError as error:
+                log(f"{error}; the one before it is used")
+            else:
+                return content
         return None
 
     def _check_belongs_here(self, content: dict[str, Any], path: Path) -> None:
@@ -192,8 +200,8 @@ class RunFolder:
         shutil.rmtree(self.state, ignore_errors=True)
         self.state.mkdir(parents=True)
 
-    def _request_path(self, milestones: list[int]) -> Path:
-        """Return the file that marks a request as completed."""
+    def _completion_file(self, milestones: list[int]) -> Path:
+        """Return the file that marks a request as completed, such as ``complete/0-400.json``."""
         return self.state / "complete" / ("-".join(str(step) for step in milestones) + ".json")
 
     def _checkpoint_path(self, step: int) -> Path:
@@ -205,12 +213,15 @@ class RunFolder:
         return self.state / "milestones" / step_name(step)
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint after `step` steps, with the hash of metrics.jsonl up to here; older ones are deleted."""
-        if self.metrics.exists():
-            with open(self.metrics, "rb") as file:
-                file.seek(self._metrics_size)
-                self._metrics_digest.update(file.read())
-                self._metrics_size = file.tell()
+        """Write a checkpoint after `step` steps, with the hash of metrics.jsonl up to here.
+
+        Only the last two checkpoints are kept.
+
+        Args:
+            step: number of completed steps.
+            state: result of `kairos.training.state.TrainingState.state_dict`.
+        """
+        self._hash_new_metrics()
         content = {
             **state,
             "step": step,
@@ -223,6 +234,14 @@ class RunFolder:
         checkpoint.write(path, content)
         for old in sorted(path.parent.glob("*.ckpt"))[:-_KEPT_CHECKPOINTS]:
             old.unlink()
+
+    def _hash_new_metrics(self) -> None:
+        """Add the bytes of metrics.jsonl that have been written since the previous checkpoint to size and hash."""
+        if self.metrics.exists():
+            with open(self.metrics, "rb") as file:
+                file.seek(self._metrics_size)
+                self._metrics_digest.update(file.read())
+                self._metrics_size = file.tell()
 
     def read_checkpoint(self, step: int, device: Any) -> dict[str, Any]:
         """Return the checkpoint after `step` steps, which another rank has already checked."""
@@ -247,21 +266,32 @@ class RunFolder:
         self.resumed_under = list(content["resumed_under"])
         if content["versions"] != library_versions():
             if not accept_versions:
-                before, now = _list_versions(content["versions"]), _list_versions(library_versions())
-                raise KairosError(
-                    f"{self._checkpoint_path(content['step'])}: computed under {before}, but {now} is installed, which "
-                    "rounds differently; allowed: the same versions, --accept-versions (recorded in the provenance), "
-                    "or --restart"
-                )
+                raise self._version_error(content)
             self.resumed_under.append({**content["versions"], "steps": content["step"]})
         self._cut_back(content["metrics"]["bytes"], content["step"])
         return content
 
+    def _version_error(self, content: dict[str, Any]) -> KairosError:
+        """Return the error for the content of a checkpoint that other library versions computed."""
+        before, now = _list_versions(content["versions"]), _list_versions(library_versions())
+        return KairosError(
+            f"{self._checkpoint_path(content['step'])}: computed under {before}, but {now} is installed, which "
+            "rounds differently; allowed: the same versions, --accept-versions (recorded in the provenance), "
+            "or --restart"
+        )
+
     def _cut_back(self, metrics_size: int, step: int) -> None:
-        """Delete what was written after the checkpoint at `step`: metrics, times and later checkpoints."""
+        """Delete everything written after the checkpoint at `step`: metrics, times and later checkpoints.
+
+        Step 0 has no checkpoint that a run resumes from, so its snapshots are deleted too.
+
+        Args:
+            metrics_size: bytes of metrics.jsonl that the checkpoint covers.
+            step: step of the checkpoint; 0: the run starts again.
+        """
         if self.metrics.exists():
             os.truncate(self.metrics, metrics_size)
-        self._metrics_size, self._metrics_digest = 0, hashlib.sha256()
+        self._metrics_size, self._metrics_digest = 0, hashlib.sha256()  # the next checkpoint hashes the whole file
         write_text(self.timing, _lines_up_to(step, self.timing))
         for newer in (self.state / "checkpoints").glob("*.ckpt"):
             if int(newer.stem) > step:
@@ -276,9 +306,10 @@ class RunFolder:
             milestones: steps whose snapshots are requested.
             record: content of training.json; None: publish snapshots only.
         """
-        write_json(self._request_path(milestones), {"identity": self.identity, "milestones": milestones})
+        write_json(self._completion_file(milestones), {"identity": self.identity, "milestones": milestones})
         for step in milestones:
-            snapshot, target = self.snapshot_folder(step), self.out / "milestones" / step_name(step)
+            snapshot = self.snapshot_folder(step)
+            target = self.out / "milestones" / step_name(step)
             if not _is_published(snapshot, target):
                 link_tree(snapshot, target)
         if record is None:

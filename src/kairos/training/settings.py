@@ -91,6 +91,7 @@ class TrainingConfig(Section):
         microbatch, batch_size, processes = self.microbatch or 1, self.batch_size, self.processes
         demand(microbatch <= batch_size, "training.microbatch", microbatch, f"at most batch_size = {batch_size}")
         if processes > 1:
+            # at least `processes` micro-batches: ceil(batch_size / microbatch) >= processes
             largest = (batch_size - 1) // (processes - 1)
             allowed = f"at most {largest}, so that batch_size = {batch_size} has one for each of {processes} processes"
             demand(microbatch <= largest, "training.microbatch", microbatch, allowed)

@@ -60,7 +60,7 @@ class TrainingState:
         probes: measurements by name, see `kairos.training.loop.StepResult`.
         model: the module that is trained.
         network: the model, compiled if the settings request it; measurements call it.
-        ddp_network: the network whose backward pass also sums gradients over ranks; equal to `network` on one rank.
+        ddp_network: the network whose backward pass also averages gradients over ranks; `network` if there is one rank.
         average: average of the weights, the `ema` of snapshots.
         parameters: parameters that the optimiser updates.
         grad_clip: largest norm of the gradient; inf: no clipping.
@@ -85,7 +85,7 @@ class TrainingState:
         self.sigma_data = latents.measure_sigma_data()
         self.process = build_process(plain["diffusion"], self.sigma_data)
         self.strategy = self._build_strategy()
-        self.losses = [(loss["name"], *_load_component(LOSSES, loss)) for loss in plain["diffusion"]["losses"]]
+        self.losses = [(term["name"], *_load_component(LOSSES, term)) for term in plain["diffusion"]["losses"]]
         self.probes = {probe["name"]: PROBES.build(*split(probe)) for probe in settings["probes"]}
 
         # model and the code that updates its weights
@@ -106,16 +106,17 @@ class TrainingState:
     def _build_batches(self) -> Batches:
         """Build the source of this rank's slice of every global batch."""
         settings = self.settings
+        first_samples, last_samples = self.micro_batches[0].samples, self.micro_batches[-1].samples
         return Batches(
             self.latents,
-            self.seed,
-            settings["batch_size"],
-            range(self.micro_batches[0].samples.start, self.micro_batches[-1].samples.stop),
-            self.conditions,
-            settings["condition_dropout"],
-            self.device,
-            self.dtype,
-            settings["augment"],
+            seed=self.seed,
+            size=settings["batch_size"],
+            sample_indices=range(first_samples.start, last_samples.stop),
+            conditions=self.conditions,
+            dropout=settings["condition_dropout"],
+            device=self.device,
+            dtype=self.dtype,
+            augment=settings["augment"],
         )
 
     def _build_strategy(self) -> Strategy:
@@ -133,9 +134,9 @@ class TrainingState:
         )
 
     def _build_model(self) -> nn.Module:
-        """Build the model with weights drawn from the run's seed, or read from a snapshot, on the device."""
+        """Build the model on the device, with weights drawn from the run's seed or read from a snapshot."""
         plain, latents = self.plain, self.latents
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # restores torch's CPU generator afterwards
             torch.random.default_generator.manual_seed(derived_seed(self.seed, "weights"))
             output_channels = self.process.channels(latents.shape[0])
             model = models.build(plain["model"], latents.shape, latents.condition_kinds, output_channels)
@@ -143,7 +144,7 @@ class TrainingState:
             model.load_weights(load_start_weights(Path(self.settings["start_from"]), model.weights()))
         model = model.to(self.device, self.dtype)
         if self.dtype == torch.float64:
-            # models embed times in float32 whatever their precision
+            # models embed times in float32 also in a float64 network: convert the inputs of linear layers
             for module in model.modules():
                 if isinstance(module, nn.Linear):
                     module.register_forward_pre_hook(_convert_to_double)
@@ -161,7 +162,10 @@ class TrainingState:
         return options, build(options, self.parameters)
 
     def _schedule_length(self) -> int | None:
-        """Return the steps of a schedule that ends, by default up to the last milestone; None for other schedules."""
+        """Return the steps of a schedule that ends, by default up to the last milestone; None for other schedules.
+
+        A schedule ends if its options contain `length`.
+        """
         if not hasattr(self._schedule_options, "length"):
             return None
         last_milestone = length_in_steps(
@@ -170,11 +174,12 @@ class TrainingState:
         return self._schedule_options.length or last_milestone
 
     def _wrap_for_ranks(self, network: Any) -> Any:
-        """Return the network that sums gradients over the ranks; the network itself if there is one rank."""
+        """Return the network whose backward pass averages gradients over ranks; `network` if there is one rank."""
         if distributed.ranks() == 1:
             return network
-        # Buffers are equal on all ranks. Broadcasting them would overwrite, in the second forward pass of a step,
-        # values that the first backward pass reads.
+        # Buffers are equal on all ranks, so they need no broadcast. A step has two forward passes before its backward
+        # pass if a loss term masks tokens. A broadcast in the second one would overwrite values that the backward pass
+        # reads.
         return nn.parallel.DistributedDataParallel(network, broadcast_buffers=False)
 
     def autocast(self) -> Any:
@@ -187,8 +192,8 @@ class TrainingState:
         rate: float = options.lr * self._schedule(self._schedule_options, step, self.length or 0)
         if not options.warmup_steps:
             return rate
-        first = 0 if options.warmup_from_zero else 1
-        return rate * min(1.0, (step + first) / options.warmup_steps)
+        warm_steps = step if options.warmup_from_zero else step + 1
+        return rate * min(1.0, warm_steps / options.warmup_steps)
 
     def density_images(self) -> Tensor:
         """Return the first training images, up to 256, over which p(t) of a learned sampler is averaged."""
@@ -226,7 +231,8 @@ class TrainingState:
 def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int, ranks: int) -> list[MicroBatch]:
     """Split the global batch into forward passes, and return those of one rank, in order.
 
-    The split does not depend on the number of ranks if `microbatch` is set. Without it every rank has one pass.
+    If `microbatch` is set, the split does not depend on the number of ranks, and each rank has consecutive passes.
+    Without it every rank has one pass. A batch of 10 on 3 ranks gives samples 0 to 2, 3 to 5 and 6 to 9.
 
     Args:
         batch_size: number of samples in the global batch.
@@ -235,13 +241,15 @@ def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int,
         ranks: number of processes.
     """
     if microbatch is None:
-        starts = [batch_size * k // ranks for k in range(ranks)]
+        starts = [batch_size * number // ranks for number in range(ranks)]
     else:
         starts = list(range(0, batch_size, microbatch))
-    borders = pairwise([*starts, batch_size])
-    micro_batches = [MicroBatch(number, slice(start, stop)) for number, (start, stop) in enumerate(borders)]
-    count = len(micro_batches)
-    return micro_batches[count * rank // ranks : count * (rank + 1) // ranks]
+    micro_batches = []
+    for number, (start, stop) in enumerate(pairwise([*starts, batch_size])):
+        micro_batches.append(MicroBatch(number, slice(start, stop)))
+    first = len(micro_batches) * rank // ranks
+    end = len(micro_batches) * (rank + 1) // ranks
+    return micro_batches[first:end]
 
 
 def _convert_to_double(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
