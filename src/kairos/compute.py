@@ -30,26 +30,14 @@ def setup(
     torch.set_num_threads(threads)
     if deterministic == "portable":
         portable.setup()
-    usable = torch.cuda.is_available()
-    allocated = _allocated_by_slurm()
-    if not usable and device != "cpu" and (allocated or device != "auto"):
-        where = f" in a SLURM job that was given GPUs ({allocated})" if allocated else ""
-        allowed = "cpu" if allocated else "cpu or auto"
-        raise KairosError(f"training.device: got {device!r}{where}, but no usable GPU is here; allowed here: {allowed}")
-    selected = torch.device(("cuda" if usable else "cpu") if device == "auto" else device)
+    selected = _select_device(device)
     if selected.type == "cuda" and local_rank is not None:
-        if local_rank >= torch.cuda.device_count():
-            raise KairosError(
-                f"training.processes: process {local_rank} of this machine has no GPU, {torch.cuda.device_count()} "
-                "are usable; request one GPU per process"
-            )
-        selected = torch.device("cuda", local_rank)
-        torch.cuda.set_device(selected)
+        selected = _select_gpu_of_rank(local_rank)
     if selected.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        _allow_tf32(precision == "tf32")
         torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a fixed workspace makes cuBLAS deterministic
         warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
     # has the effect of use_deterministic_algorithms, which imports the compiler (4 s of CPU time)
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
@@ -57,32 +45,77 @@ def setup(
     return selected
 
 
+def _select_device(device: str) -> torch.device:
+    """Return the configured device; for ``auto`` a GPU if one is usable, otherwise the CPU.
+
+    Raises:
+        KairosError: a GPU is configured or was allocated to the SLURM job, and none is usable.
+    """
+    usable = torch.cuda.is_available()
+    allocated = _allocated_by_slurm()
+    needs_gpu = device not in ("cpu", "auto") or (device == "auto" and allocated != "")
+    if needs_gpu and not usable:
+        where = f" in a SLURM job that was given GPUs ({allocated})" if allocated else ""
+        allowed = "cpu" if allocated else "cpu or auto"
+        raise KairosError(f"training.device: got {device!r}{where}, but no usable GPU is here; allowed here: {allowed}")
+    if device == "auto":
+        return torch.device("cuda" if usable else "cpu")
+    return torch.device(device)
+
+
+def _select_gpu_of_rank(local_rank: int) -> torch.device:
+    """Return the GPU with the index of this process on this machine, and make it torch's current GPU.
+
+    Raises:
+        KairosError: the machine has too few usable GPUs.
+    """
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise KairosError(
+            f"training.processes: process {local_rank} of this machine has no GPU, {count} are usable; request one GPU "
+            "per process"
+        )
+    gpu = torch.device("cuda", local_rank)
+    torch.cuda.set_device(gpu)
+    return gpu
+
+
+def _allow_tf32(allowed: bool) -> None:
+    """Allow or forbid TF32 in matrix products and convolutions on GPUs."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 @contextlib.contextmanager
 def precision(name: str, device: torch.device) -> Iterator[None]:
-    """Set the precision in which a network computes inside the context, on one device.
+    """Set the precision in which a network computes inside the context, on one device; afterwards TF32 is forbidden.
 
     ``fp32``: full precision. ``tf32``: matrix products and convolutions on a GPU round their inputs to 11 significant
     bits. ``bf16``: autocast.
     """
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
+    _allow_tf32(name == "tf32")
     try:
         with torch.autocast(device.type, torch.bfloat16, enabled=name == "bf16"):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        _allow_tf32(False)
 
 
 def _allocated_by_slurm() -> str:
     """Return a variable that shows that this SLURM job has GPUs, as ``NAME=value``; empty if it has none."""
-    if "SLURM_JOB_ID" in os.environ:
-        for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
-            value = os.environ.get(name, "")
-            if value not in ("", "-1", "NoDevFiles") and (name, value) != ("SLURM_GPUS_ON_NODE", "0"):
-                return f"{name}={value}"
+    if "SLURM_JOB_ID" not in os.environ:
+        return ""
+    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+        value = os.environ.get(name, "")
+        if name == "SLURM_GPUS_ON_NODE" and value == "0":  # a count; in the other variables 0 is the index of a GPU
+            continue
+        if value not in ("", "-1", "NoDevFiles"):  # SLURM's values for no GPU
+            return f"{name}={value}"
     return ""
 
 
 def describe(device: torch.device) -> str:
     """Return the name of a device, and the GPUs that are visible to this process, for messages."""
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "the CPU"
-    return f"{name}, CUDA_VISIBLE_DEVICES {os.environ.get('CUDA_VISIBLE_DEVICES') or 'not set'}"
+    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "not set"
+    return f"{name}, CUDA_VISIBLE_DEVICES {visible_gpus}"

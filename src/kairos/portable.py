@@ -30,6 +30,8 @@ from kairos_timesteps.errors import KairosError
 if TYPE_CHECKING:
     import argparse
 
+    from torch import Tensor
+
 VARIABLES = {
     "ATEN_CPU_CAPABILITY": "avx2",  # torch's own kernels
     "ONEDNN_MAX_CPU_ISA": "AVX2",  # convolutions
@@ -43,7 +45,8 @@ ELEMENTWISE = {
     **{name: name for name in ("sqrt", "log", "log2", "log10", "tan")},
     **{f"a{name}": f"arc{name}" for name in ("cos", "sin", "tan")},
 }
-_COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE
+_CBWR_BRANCH = 1  # MKL_CBWR_BRANCH of mkl.h, argument of mkl_cbwr_get: return the instruction set of kernels
+_COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE of mkl.h
 
 
 def machine() -> dict[str, str]:
@@ -51,8 +54,10 @@ def machine() -> dict[str, str]:
 
     Records whose hashes should agree between machines must not contain them.
     """
-    info, torch = Path("/proc/cpuinfo"), sys.modules.get("torch")
-    model = re.search(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.MULTILINE)
+    cpu_info = Path("/proc/cpuinfo")
+    text = cpu_info.read_text() if cpu_info.exists() else ""
+    model = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    torch = sys.modules.get("torch")  # None in commands that do not import it
     is_limited = all(os.environ.get(name) == value for name, value in VARIABLES.items())
     if is_limited:
         instruction_set = "AVX2 (portable)"
@@ -74,21 +79,22 @@ def is_requested(arguments: "argparse.Namespace") -> bool:
     """
     import yaml
 
-    config, milestones = getattr(arguments, "config", None), getattr(arguments, "milestone", None)
+    config = getattr(arguments, "config", None)  # path of the experiment file
+    milestones = getattr(arguments, "milestone", None)  # paths of snapshots
     try:
         if milestones:
-            plain = json.loads((milestones[0] / "milestone.json").read_text(encoding="utf-8"))["config"]
+            values = json.loads((milestones[0] / "milestone.json").read_text(encoding="utf-8"))["config"]
         else:
             path = Path(config or "")
-            plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-            read = {path.resolve()}
-            while "extends" in plain and "deterministic" not in plain.get("training", {}):
-                path = (path.parent / plain["extends"]).resolve()
-                if path in read:  # files that extend each other
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            read_paths = {path.resolve()}
+            while "extends" in values and "deterministic" not in values.get("training", {}):
+                path = (path.parent / values["extends"]).resolve()
+                if path in read_paths:  # files that extend each other
                     return False
-                read.add(path)
-                plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return bool(plain["training"]["deterministic"] == "portable")
+                read_paths.add(path)
+                values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return bool(values["training"]["deterministic"] == "portable")
     except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         return False  # the command reports the problem
 
@@ -113,13 +119,13 @@ def check() -> None:
     setting = "training.deterministic: got 'portable'"
     if not torch.cpu._is_avx2_supported():
         raise KairosError(f"{setting}, but this CPU has no AVX2; allowed here: true, false")
-    mkl = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)
+    mkl_mode = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)  # None in builds without MKL
     wrong = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         wrong.append("ATEN_CPU_CAPABILITY")
     if numpy_features.get("X86_V4") or numpy_features.get("AVX512_SKX"):
         wrong.append("NPY_DISABLE_CPU_FEATURES")
-    if mkl is not None and mkl(1) != _COMPATIBLE:
+    if mkl_mode is not None and mkl_mode(_CBWR_BRANCH) != _COMPATIBLE:
         wrong.append("MKL_CBWR")
     if wrong:
         raise KairosError(
@@ -138,58 +144,89 @@ def replace_kernels() -> Any:
     """
     import numpy as np
     import torch
-    from torch import Tensor
 
     library = torch.library.Library("aten", "IMPL")
-    floats = (torch.float32, torch.float64)
+    for torch_name, numpy_name in ELEMENTWISE.items():
+        kernel = _elementwise_kernel(getattr(np, numpy_name))
+        _replace_kernel(library, torch_name, kernel)
+        # in-place variant, such as x.sqrt_(); the default binds the kernel of this iteration
+        _replace_kernel(library, f"{torch_name}_", lambda x, kernel=kernel: kernel(x, out=x))
+        _replace_kernel(library, f"{torch_name}.out", kernel)
 
-    def replace(name: str, kernel: Callable[..., Any]) -> None:
-        """Replace the CPU kernel of an operator, except for arguments for which the new kernel returns None."""
-        original = torch.library.get_kernel(f"aten::{name}", "CPU")
+    square_root = _elementwise_kernel(np.sqrt)
 
-        def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
-            result = kernel(*arguments, **keywords)
-            return original.call_boxed(keys, *arguments, **keywords) if result is None else result
+    def power(x: "Tensor", exponent: Any, out: "Tensor | None" = None) -> "Tensor | None":
+        return square_root(x, out) if exponent == 0.5 else None  # torch computes x ** 0.5 as a square root
 
-        library.impl(name, run, "CPU", with_keyset=True, allow_override=True)
-
-    def elementwise(function: Any) -> Callable[..., Tensor | None]:
-        """Return a kernel that applies a function of numpy to each element of a tensor of floats."""
-
-        def kernel(x: Tensor, out: Tensor | None = None) -> Tensor | None:
-            if x.dtype not in floats or (out is not None and out.dtype != x.dtype):
-                return None
-            result = torch.empty_like(x)  # memory of numpy has another alignment
-            with np.errstate(all="ignore"):
-                function(x.detach().numpy(), out=result.numpy())
-            return result if out is None else out.resize_(x.shape).copy_(result)
-
-        return kernel
-
-    def power(x: Tensor, exponent: Any, out: Tensor | None = None) -> Tensor | None:
-        return root(x, out) if exponent == 0.5 else None
-
-    root = elementwise(np.sqrt)
-    kernels = {name: elementwise(getattr(np, other)) for name, other in ELEMENTWISE.items()}
-    for name, kernel in kernels.items():
-        replace(name, kernel)
-        replace(f"{name}_", lambda x, kernel=kernel: kernel(x, x))
-        replace(f"{name}.out", kernel)
-    replace("pow.Tensor_Scalar", power)
-    replace("pow_.Scalar", lambda x, exponent: power(x, exponent, x))
-    replace("pow.Tensor_Scalar_out", power)
-
-    def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        if a.dtype != torch.float32 or b.dtype != torch.float32 or not (a.numel() and b.numel()):
-            return None
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
-
-    def affine(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor | None:
-        return product(a, b, bias) if bias.dim() == 1 and len(bias) == b.shape[1] and beta == alpha == 1 else None
-
-    replace("mm", product)
-    replace("addmm", affine)
+    _replace_kernel(library, "pow.Tensor_Scalar", power)
+    _replace_kernel(library, "pow_.Scalar", lambda x, exponent: power(x, exponent, out=x))
+    _replace_kernel(library, "pow.Tensor_Scalar_out", power)
+    _replace_kernel(library, "mm", _matrix_product)
+    _replace_kernel(library, "addmm", _affine_product)
     return library
+
+
+def _replace_kernel(library: Any, name: str, kernel: Callable[..., Any]) -> None:
+    """Replace the CPU kernel of an operator of torch.
+
+    Args:
+        library: `torch.library.Library` that holds the new kernels.
+        name: name of the operator, with its overload, such as ``sqrt.out``.
+        kernel: the new kernel; where it returns None, the old kernel computes the result.
+    """
+    import torch
+
+    original = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = kernel(*arguments, **keywords)
+        if result is None:
+            return original.call_boxed(keys, *arguments, **keywords)
+        return result
+
+    library.impl(name, run, "CPU", with_keyset=True, allow_override=True)
+
+
+def _elementwise_kernel(function: Any) -> "Callable[..., Tensor | None]":
+    """Return a kernel that applies a function of numpy to each element of a tensor.
+
+    The kernel returns None for tensors that are not float32 or float64.
+    """
+    import numpy as np
+    import torch
+
+    def kernel(x: "Tensor", out: "Tensor | None" = None) -> "Tensor | None":
+        if x.dtype not in (torch.float32, torch.float64):
+            return None
+        if out is not None and out.dtype != x.dtype:
+            return None
+        result = torch.empty_like(x)  # memory of numpy has another alignment
+        with np.errstate(all="ignore"):
+            function(x.detach().numpy(), out=result.numpy())
+        if out is None:
+            return result
+        return out.resize_(x.shape).copy_(result)
+
+    return kernel
+
+
+def _matrix_product(a: "Tensor", b: "Tensor", bias: "Tensor | None" = None) -> "Tensor | None":
+    """Return a @ b + bias, computed by oneDNN; None for empty matrices and for data types other than float32."""
+    import torch
+
+    if a.dtype != torch.float32 or b.dtype != torch.float32:
+        return None
+    if a.numel() == 0 or b.numel() == 0:
+        return None
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")  # "none": no activation function
+
+
+def _affine_product(bias: "Tensor", a: "Tensor", b: "Tensor", beta: Any = 1, alpha: Any = 1) -> "Tensor | None":
+    """Return a @ b + bias by `_matrix_product` for a bias per column; None for other biases and for factors."""
+    is_bias_per_column = bias.dim() == 1 and len(bias) == b.shape[1]
+    if not is_bias_per_column or beta != 1 or alpha != 1:
+        return None
+    return _matrix_product(a, b, bias)
 
 
 def setup() -> None:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from kairos.files import atomic_folder, open_record, read_json, sha256_file, sha256_json, write_json
 from kairos.progress import log
@@ -44,35 +44,65 @@ def staged(latents: Path) -> Iterator[Path]:
         return
     manifest = open_record(latents, f"encode --config F --out {latents}")
     dataset = latents / manifest["dataset"]
-    record = open_record(dataset, f"prepare --config F --out {dataset}")
-    reads_images = not manifest["files"]  # pixels are read from the data set itself
-    dataset_files = {name: digest for name, digest in record["files"].items() if name != "images.npy" or reads_images}
+    dataset_manifest = open_record(dataset, f"prepare --config F --out {dataset}")
+    copied = _files_to_copy(latents, manifest, dataset, dataset_manifest)
+    size = sum((folder / name).stat().st_size for folder, files in copied.values() for name in files)
+
+    local = _local_folder()
+    user_folder = local / f"kairos-{os.getuid()}"
+    home = user_folder / sha256_json([manifest, dataset_manifest])[:16]
+    with ExitStack() as at_end:
+        reason = None  # not to read from a copy
+        try:
+            user_folder.mkdir(mode=0o700, exist_ok=True)
+            if user_folder.stat().st_uid != os.getuid():
+                reason = "it belongs to another user"
+            elif not _is_complete(home, copied):
+                reason = _reason_not_to_copy(local, latents, size)
+            if reason is None:
+                home.mkdir(exist_ok=True)
+                # at the end of the context, in reverse order: `used` is closed, then the copy is deleted if no other
+                # process reads it
+                at_end.callback(_remove_unused, user_folder, home)
+                used = at_end.enter_context(open(home / "used", "w"))
+                _copy(home, used, copied)
+        except OSError as error:
+            reason = str(error.strerror)
+        if reason is None:
+            log(f"data are read from {home}")
+            yield home / "copy" / "latents"
+        else:
+            log(f"data are read from {latents}, not from {user_folder}: {reason}")
+            yield latents
+
+
+def _files_to_copy(latents: Path, manifest: dict[str, Any], dataset: Path, dataset_manifest: dict[str, Any]) -> Copied:
+    """Return the files that training reads, of the latents, the data set and the encoded captions.
+
+    Args:
+        latents: folder of the latents.
+        manifest: record of the latents.
+        dataset: folder of the data set.
+        dataset_manifest: record of the data set.
+    """
+    dataset_files = dict(dataset_manifest["files"])
+    reads_images = not manifest["files"]  # training on pixels
+    if not reads_images:
+        dataset_files.pop("images.npy", None)
     copied = {"latents": (latents, manifest["files"]), "dataset": (dataset, dataset_files)}
     if "text" in manifest:
         text = latents / manifest["text"]
         copied["text"] = (text, open_record(text, f"text --config F --out {text}")["files"])
-    size = sum((folder / name).stat().st_size for folder, files in copied.values() for name in files)
+    return copied
 
-    local = Path(next(filter(None, map(os.environ.get, _LOCAL_FOLDERS)), tempfile.gettempdir()))
-    user_folder = local / f"kairos-{os.getuid()}"
-    home = user_folder / sha256_json([manifest, record])[:16]
-    with ExitStack() as at_end:
-        try:
-            user_folder.mkdir(mode=0o700, exist_ok=True)
-            reason = "it belongs to another user" if user_folder.stat().st_uid != os.getuid() else None
-            if not reason and not _is_complete(home, copied):
-                reason = _reason_not_to_copy(local, latents, size)
-            if not reason:
-                home.mkdir(exist_ok=True)
-                at_end.callback(_remove_unused, user_folder, home)
-                _copy(home, at_end.enter_context(open(home / "used", "w")), copied)
-        except OSError as error:
-            reason = str(error.strerror)
-        if reason:
-            log(f"data are read from {latents}, not from {user_folder}: {reason}")
-        else:
-            log(f"data are read from {home}")
-        yield latents if reason else home / "copy" / "latents"
+
+def _local_folder() -> Path:
+    """Return the folder of the first variable in `_LOCAL_FOLDERS` that is set, or the system's temporary folder."""
+    for name in _LOCAL_FOLDERS:
+        folder = os.environ.get(name)
+        if folder:
+            return Path(folder)
+    return Path(tempfile.gettempdir())
 
 
 def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
@@ -88,7 +118,9 @@ def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
     if "KAIROS_LOCAL" not in os.environ and mount(local)[0] in ("tmpfs", "ramfs"):
         return "it is in main memory"
     free = shutil.disk_usage(local).free
-    return f"{free / 1e9:.3g} GB are free, twice {size / 1e9:.3g} are needed" if free < 2 * size else None
+    if free < 2 * size:
+        return f"{free / 1e9:.3g} GB are free, twice {size / 1e9:.3g} are needed"
+    return None
 
 
 def mount(path: Path) -> tuple[str, list[str]]:
@@ -112,7 +144,8 @@ def _remove_unused(user_folder: Path, current: Path) -> None:
     """
     for home in user_folder.iterdir():
         with suppress(OSError), open(home / "lock", "w") as lock, open(home / "used", "w") as used:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if home == current else fcntl.LOCK_NB))
+            lock_options = fcntl.LOCK_EX if home == current else fcntl.LOCK_EX | fcntl.LOCK_NB
+            fcntl.flock(lock, lock_options)
             fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if another process reads
             _clear(home)
 
@@ -142,6 +175,7 @@ def _copy(home: Path, used: IO[str], copied: Copied) -> None:
                 for file in sorted(path for path in source.rglob("*") if path.is_file()):
                     relative = file.relative_to(source).as_posix()
                     _copy_or_link(file, folder / name / relative, files.get(relative))
+            # the manifest of the latents contains the paths of the other folders, which are next to it in the copy
             manifest = folder / "latents" / "manifest.json"
             relative_paths = {name: f"../{name}" for name in copied if name != "latents"}
             write_json(manifest, {**read_json(manifest), **relative_paths})
