@@ -28,6 +28,7 @@ _CONFIG = "config.json"
 # file of a network's weights, and field of its config.json that contains the kind of network
 _DIFFUSERS = ("diffusion_pytorch_model.safetensors", "_class_name")
 _TRANSFORMERS = ("model.safetensors", "model_type")
+_FORMER_WEIGHTS = WEIGHTS[1]  # older networks of transformers have this file alone
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Requirement:
     exists: Callable[[], bool] | None = None
 
     def locate(self, download: bool = False) -> tuple[str | None, str]:
-        """Return the location of the files and "", or None and the problem, if there is one besides their absence.
+        """Return the location of the files and "", or None and the problem.
+
+        The problem is "" if the files are missing and nothing else is wrong.
 
         Args:
             download: download missing files.
@@ -67,7 +70,10 @@ class Requirement:
 
     def describe_absence(self, problem: str = "") -> str:
         """Return the problem that `locate` found; without one, that the files are missing, and what to do."""
-        return problem or "not here; " + ("kairos fetch brings it" if self.download else self.advice)
+        if problem:
+            return problem
+        remedy = "kairos fetch brings it" if self.download else self.advice
+        return f"not here; {remedy}"
 
 
 def list_requirements(experiment: Experiment) -> list[Requirement]:
@@ -118,8 +124,12 @@ def _networks_and_captions(experiment: Experiment) -> list[Requirement]:
 
 def _captions(path: str) -> Requirement:
     """Return the requirement of a file of captions, which the user provides."""
-    advice = "put the file there, or set dataset.captions to where it is"
-    return Requirement(f"captions {path}", lambda: path if os.path.isfile(path) else None, None, advice)
+    return Requirement(
+        name=f"captions {path}",
+        find=lambda: path if os.path.isfile(path) else None,
+        download=None,
+        advice="put the file there, or set dataset.captions to where it is",
+    )
 
 
 def _dataset(dataset: DatasetConfig) -> Requirement:
@@ -131,7 +141,12 @@ def _dataset(dataset: DatasetConfig) -> Requirement:
     def find() -> str | None:
         return path if os.path.exists(path) or glob.glob(path, recursive=True) else None
 
-    return Requirement(f"data set {path}", find, None, "put the files there, or set dataset.path to where they are")
+    return Requirement(
+        name=f"data set {path}",
+        find=find,
+        download=None,
+        advice="put the files there, or set dataset.path to where they are",
+    )
 
 
 def _hub_dataset(path: str, split: str) -> Requirement:
@@ -150,16 +165,18 @@ def _hub_dataset(path: str, split: str) -> Requirement:
         "on a machine with a network, run kairos fetch and copy its Hugging Face cache (HF_HOME), or fetch the "
         "parquet files and set dataset.source: parquet and dataset.path to them"
     )
-    return Requirement(f"data set {path} ({split})", find, download, advice)
+    return Requirement(name=f"data set {path} ({split})", find=find, download=download, advice=advice)
 
 
+# program that prints the number of rows of a data set, or an error in one line
 _LOAD_DATASET = """
 import sys
 try:
     from datasets import load_dataset
     print(len(load_dataset(sys.argv[1], split=sys.argv[2])))
 except Exception as error:
-    sys.exit(print(" ".join(f"{type(error).__name__}: {error}".split())[:300]) or 1)
+    print(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+    sys.exit(1)
 """
 
 
@@ -172,7 +189,7 @@ def _load_in_subprocess(path: str, split: str, offline: bool) -> tuple[bool, str
     if offline:
         environment[OFFLINE] = "1"
     command = [sys.executable, "-c", _LOAD_DATASET, path, split]
-    stderr = subprocess.DEVNULL if offline else None  # shows the progress of a download
+    stderr = subprocess.DEVNULL if offline else None  # None: stderr of this process, for the progress of a download
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
     return result.returncode == 0, result.stdout.strip()
 
@@ -190,9 +207,9 @@ def _network(
         further_files: files to download, as far as they exist, such as those of a tokenizer.
     """
     path = str(path)
-    files = [_CONFIG, layout[0], *further_files]
+    weights_file, _ = layout
+    files = [_CONFIG, weights_file, *further_files]
     tokenizer = " and its tokenizer" if further_files else ""
-    advice = f"put {' and '.join(files[:2])}{tokenizer} into a folder that jobs can read and set {field} to it"
 
     def find() -> str | None:
         try:
@@ -203,11 +220,15 @@ def _network(
 
     def download() -> None:
         folder = download_files(path, files)
-        if further_files and not (folder / layout[0]).is_file():
-            download_files(path, [WEIGHTS[1]])  # older networks have this file alone
+        if further_files and not (folder / weights_file).is_file():
+            download_files(path, [_FORMER_WEIGHTS])
 
     return Requirement(
-        f"{kind} {path}", find, download if is_hub_id(path) else None, advice, lambda: is_available(path)
+        name=f"{kind} {path}",
+        find=find,
+        download=download if is_hub_id(path) else None,
+        advice=f"put {_CONFIG} and {weights_file}{tokenizer} into a folder that jobs can read and set {field} to it",
+        exists=lambda: is_available(path),
     )
 
 
@@ -220,18 +241,19 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
     Raises:
         KairosError: a file is damaged or belongs to another kind of network.
     """
-    weights_file, kind_field = layout
-    if not (folder / weights_file).is_file() and (folder / WEIGHTS[1]).is_file():
-        return str(folder)
-    for name in (_CONFIG, weights_file):
-        file = (folder / name).resolve()
-        if not file.is_file():
-            return None
-        if re.fullmatch(r"[0-9a-f]{64}", file.name) and sha256_file(file) != file.name:
-            file.unlink()
-            return None
     from safetensors import SafetensorError, safe_open
 
+    weights_file, kind_field = layout
+    if not (folder / weights_file).is_file() and (folder / _FORMER_WEIGHTS).is_file():
+        return str(folder)  # a file of pickled tensors, which has no header to verify
+    for name in (_CONFIG, weights_file):
+        file = (folder / name).resolve()  # in the hub's cache a link to a file that is named by its hash
+        if not file.is_file():
+            return None
+        is_named_by_hash = re.fullmatch(r"[0-9a-f]{64}", file.name) is not None
+        if is_named_by_hash and sha256_file(file) != file.name:
+            file.unlink()
+            return None
     try:
         with safe_open(folder / weights_file, framework="numpy") as tensors:  # compares the header with the file's size
             is_empty = not tensors.keys()
@@ -251,9 +273,12 @@ def _inception(configured: str | None) -> Requirement:
     def find() -> str | None:
         return str(path) if path.is_file() and inception_weights.matches_hash_in_name(path) else None
 
+    def download() -> None:
+        inception_weights.download(inception_weights.URL, path)
+
     return Requirement(
-        "Inception weights",
-        find,
-        None if configured else lambda: inception_weights.download(inception_weights.URL, path),
-        advice,
+        name="Inception weights",
+        find=find,
+        download=None if configured else download,
+        advice=advice,
     )

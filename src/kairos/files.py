@@ -19,7 +19,9 @@ from typing import IO, Any
 
 from kairos_timesteps.errors import DamagedError, KairosError
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux
+# constants of Linux, for renameat2
+_AT_FDCWD = -100  # relative paths start at the working directory
+_RENAME_EXCHANGE = 2  # exchange the two paths
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -45,7 +47,14 @@ def sha256_json(value: Any) -> str:
 
 @contextmanager
 def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a file for writing that appears at `path` only if the context ends without an error."""
+    """Open a file for writing that appears at `path` only if the context ends without an error.
+
+    Folders above it are created.
+
+    Raises:
+        KairosError: a folder or a device is at the path.
+        OSError: the file cannot be written; its `filename` is `path`.
+    """
     path = Path(path)
     if path.exists() and not path.is_file():
         raise KairosError(f"{path}: a folder or a device is there; allowed: a file")
@@ -58,8 +67,8 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:  # which has no path if the disk is full, else the temporary one
-        error.filename = str(path)
+    except OSError as error:
+        error.filename = str(path)  # it is missing if the disk is full, and else the temporary path
         raise
     finally:
         with suppress(OSError):
@@ -180,17 +189,17 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
             temporary = _replace(path, temporary)
         sync_folder(path.parent)
     finally:
-        if temporary.exists():
+        if temporary.exists():  # the unfinished new folder after an error, otherwise the old folder
             shutil.rmtree(temporary)
 
 
 def _exchange(first: Path, second: Path) -> bool:
     """Exchange two folders atomically; return False if the system (Linux has renameat2) or file system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return (
-        rename is not None
-        and rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
-    )
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # of the C library
+    if renameat2 is None:
+        return False
+    status = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    return status == 0
 
 
 def _replace(path: Path, new: Path) -> Path:
@@ -241,7 +250,9 @@ def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
     Args:
         file: the open file.
         timeout: seconds until the attempts end.
-        users: what two processes would do without the lock, and the start of the advice, for the error message.
+        users: rest of the error message, between "so nothing would keep two" and "another one, or mount it with locks":
+            what two processes would do without the lock, and the start of the advice. Example: "jobs from training here
+            at once; put results on".
 
     Raises:
         KairosError: the file system has no locks.

@@ -9,7 +9,8 @@ from kairos_timesteps.errors import ConfigError, KairosError
 
 def is_hub_id(path: str) -> bool:
     """Return True if a path has the form of a hub id, OWNER/NAME, and is not an existing folder."""
-    return not Path(path).is_dir() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
+    has_form = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None  # not ./folder or ../folder
+    return has_form and not Path(path).is_dir()
 
 
 def download_files(path: str, files: Iterable[str], cached: bool = False) -> Path:
@@ -66,4 +67,5 @@ def is_available(path: str, file: str = "config.json") -> bool:
         return Path(path, file).is_file()
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(path, file), str)
+    cached = try_to_load_from_cache(path, file)  # the path; or None, or a mark that the hub has no such file
+    return isinstance(cached, str)

@@ -96,18 +96,22 @@ class _Schema:
         return {"anyOf": [*name_schemas, *object_schemas]} if name_schemas else {"not": {}}
 
 
+# bounds of an option, and their names in a JSON schema
 _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 
 
 def _options_schema(cls: type) -> dict[str, Any]:
     """Return the JSON schemas of a component's options, by the names in an experiment file."""
-    schemas, hints = {}, get_type_hints(cls)
+    schemas = {}
+    types = get_type_hints(cls)
     for option in dataclasses.fields(cls):
+        option_type = types[option.name]
         choices = option.metadata["choices"]
         if choices:
-            schema: dict[str, Any] = {"enum": _spellings(choices, nullable=type(None) in get_args(hints[option.name]))}
+            is_nullable = type(None) in get_args(option_type)
+            schema: dict[str, Any] = {"enum": _spellings(choices, is_nullable)}
         else:
-            schema = TypeAdapter(hints[option.name]).json_schema()
+            schema = TypeAdapter(option_type).json_schema()
         schema |= {_BOUNDS[bound]: value for bound, value in option.metadata["bounds"].items()}
         default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
         schemas[options.public_name(option)] = {**schema, "description": option.metadata["help"], "default": default}
@@ -115,9 +119,14 @@ def _options_schema(cls: type) -> dict[str, Any]:
 
 
 def _spellings(choices: Any, nullable: bool) -> list[Any]:
-    """Return the values in YAML that select one of the choices; YAML parses the name 64 as a number."""
-    numbers = [int(choice) for choice in choices if str(choice).isdecimal()]
-    return [*choices, *numbers, *([None] if nullable else [])]
+    """Return the values in YAML that select one of the choices.
+
+    YAML parses the name ``64`` as a number: for the choices "32" and "64" the values are "32", "64", 32 and 64.
+    """
+    values = [*choices, *(int(choice) for choice in choices if str(choice).isdecimal())]
+    if nullable:
+        values.append(None)
+    return values
 
 
 def build(registry: Registry, value: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
@@ -146,7 +155,7 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
     raise ConfigError(header + "\n  ".join(lines))
 
 
-_TYPES = ("int", "float", "str")  # pydantic adds the type of a union to the location of an error
+_TYPES = ("int", "float", "str")  # in locations, see `_field_name`
 
 
 def _error_line(item: Any, model: type[BaseModel]) -> str:
@@ -156,22 +165,38 @@ def _error_line(item: Any, model: type[BaseModel]) -> str:
         item: element of pydantic's `ValidationError.errors`.
         model: class of the section.
     """
-    parts = map(str, item["loc"])
-    where = ".".join(part for part in parts if part not in _TYPES and not part.startswith("function-"))
-    kind, value = item["type"], item["input"]
+    where = _field_name(item["loc"])
+    error_type, value = item["type"], item["input"]
     section, meaning = _find_field(model, item["loc"])
-    if kind == "extra_forbidden":
+    if error_type == "extra_forbidden":
         hint = options.instead(str(item["loc"][-1]), section.model_fields if section else {})
         return f"{where}: unknown field (value {_short(value)}){hint}"
-    if kind == "missing":
+    if error_type == "missing":
         return f"{where}: is missing. It is: {meaning}"
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if not where or message.startswith((f"{where}.", f"{where}: ")):
+    contains_field = message.startswith((f"{where}.", f"{where}: "))  # of checks in `model_post_init`
+    if not where or contains_field:
         return message
-    if isinstance(item.get("ctx", {}).get("error"), ValueRejected):
+    if isinstance(
+        item.get("ctx", {}).get("error"), ValueRejected
+    ):  # the message contains the value and what is allowed
         return f"{where}: {message}"
-    hint = options.meant_number(value) if kind.startswith(("int_", "float_")) else ""
-    return str(rejection(where, _short(value), message + (f" ({meaning})" if meaning else "") + hint))
+    allowed = message
+    if meaning:
+        allowed += f" ({meaning})"
+    if error_type.startswith(("int_", "float_")):
+        allowed += options.meant_number(value)
+    return str(rejection(where, _short(value), allowed))
+
+
+def _field_name(location: tuple[Any, ...]) -> str:
+    """Return the name of a field from pydantic's location: ``training.batch_size``, ``sweep.values.0``.
+
+    pydantic adds the type of a union, or the name of a checking function, to the location of an error, such as
+    ``("dataset", "heldout", "float")``.
+    """
+    names = [str(part) for part in location]
+    return ".".join(name for name in names if name not in _TYPES and not name.startswith("function-"))
 
 
 def _short(value: Any) -> str:
@@ -188,6 +213,7 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[type
         if current is not None and part in current.model_fields:
             field = current.model_fields[part]
             meaning = field.description or ""
-            kinds = (kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type))
-            current = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+            # the type of the field, and the types in a union such as `TextEncoderConfig | None`
+            types = (item for item in (field.annotation, *get_args(field.annotation)) if isinstance(item, type))
+            current = next((item for item in types if issubclass(item, BaseModel)), None)
     return current, meaning
