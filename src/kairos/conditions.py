@@ -55,6 +55,7 @@ def drop(conditions: dict[str, Tensor], descriptions: Descriptions, dropped: Ten
     null_values = nulls(conditions, descriptions)
     result = {}
     for name, values in conditions.items():
-        mask = dropped.view(-1, *[1] * (values.ndim - 1))  # (batch, 1, ...)
+        further_dimensions = [1] * (values.ndim - 1)
+        mask = dropped.view(-1, *further_dimensions)  # (batch, 1, ...), broadcasts over a sample's values
         result[name] = torch.where(mask, null_values[name], values)
     return result

@@ -52,23 +52,31 @@ class Progress:
 
     def _print_line(self, facts: str) -> None:
         """Print the progress, rate and remaining time as one line."""
-        seconds = max(time.monotonic() - self._start_time, 1e-9)
-        rate = (self.done - self._first) / seconds
-        left = (self.total - self.done) / rate if rate > 0 else float("inf")
-        text = f"{self.label}: {self.unit} {self.done}/{self.total}, {rate:.3g} {self.unit}s/s"
-        text += f", {duration(left)} left" if self.done < self.total else f", took {duration(seconds)}"
-        log(text + (f", {facts}" if facts else ""))
+        elapsed = max(time.monotonic() - self._start_time, 1e-9)  # seconds; no division by zero below
+        rate = (self.done - self._first) / elapsed
+        line = f"{self.label}: {self.unit} {self.done}/{self.total}, {rate:.3g} {self.unit}s/s"
+        if self.done < self.total:
+            remaining = (self.total - self.done) / rate if rate > 0 else float("inf")
+            line += f", {duration(remaining)} left"
+        else:
+            line += f", took {duration(elapsed)}"
+        if facts:
+            line += f", {facts}"
+        log(line)
 
 
 def duration(seconds: float) -> str:
     """Return a time in seconds as text, such as 9 s, 3:05 or 2:03:04."""
     if seconds == float("inf"):
         return "unknown time"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    minutes, second = divmod(whole_seconds, 60)
+    if minutes < 60:
+        return f"{minutes}:{second:02d}"
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}"
 
 
 def table(rows: Sequence[Sequence[object]], right: Callable[[bool, int, str], bool]) -> str:
@@ -96,4 +104,5 @@ def log(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, sys.stderr.fileno())  # stderr writes there from now on

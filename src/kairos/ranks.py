@@ -16,6 +16,7 @@ T = TypeVar("T")
 LONGEST_WAIT = 600.0  # seconds that ranks wait for each other in a step; use `meet` if one may take longer
 _PATIENCE = 0.02  # seconds between two checks whether all ranks have arrived
 _store: Any = None  # torchrun's key-value store, which all ranks share
+_COUNTER = "met"  # key in the store: calls of `meet` on all ranks
 _meetings = 0  # calls of `meet` on this rank
 
 
@@ -41,26 +42,30 @@ def join(processes: int, device: "torch.device") -> None:
             f"training.processes: got {processes}, but {os.environ.get('WORLD_SIZE', 1)} were started; use kairos train"
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    _store, number, _ = next(distributed.rendezvous("env://"))
+    # "env://": torchrun has set the address of the store, and the rank, in environment variables
+    _store, own_rank, _ = next(distributed.rendezvous("env://"))
     meet(processes)
     distributed.init_process_group(
-        backend, store=_store, rank=number, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
+        backend, store=_store, rank=own_rank, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
     )
 
 
 def meet(processes: int | None = None) -> None:
     """Wait for the other ranks, without a time limit.
 
+    All ranks add to one counter. With three ranks, the second meeting ends when the counter reaches 6.
+
     Args:
-        processes: number of ranks, before torch.distributed is initialised.
+        processes: number of ranks, before torch.distributed is initialised; None: after that.
     """
     global _meetings
     processes = processes or ranks()
-    if processes > 1:
-        _meetings += 1
-        _store.add("met", 1)
-        while _store.add("met", 0) < _meetings * processes:  # torchrun ends all ranks if one dies
-            time.sleep(_PATIENCE)
+    if processes == 1:
+        return
+    _meetings += 1
+    _store.add(_COUNTER, 1)
+    while _store.add(_COUNTER, 0) < _meetings * processes:  # torchrun ends all ranks if one dies
+        time.sleep(_PATIENCE)
 
 
 def leave() -> None:
@@ -85,5 +90,6 @@ def add(values: list[float]) -> list[float]:
 def on_first(function: "Callable[[], T]") -> "T":
     """Call a function on rank 0 and return its result on all ranks; the function may take long."""
     value = function() if rank() == 0 else None
-    meet()
-    return gather_objects(value)[0]  # type: ignore[return-value]
+    meet()  # without a time limit, which the exchange of the results has
+    result_of_first, *_ = gather_objects(value)
+    return result_of_first  # type: ignore[return-value]

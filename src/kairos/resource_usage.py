@@ -27,10 +27,11 @@ def cpu_seconds() -> float:
 def wall_seconds() -> float:
     """Return the seconds since this process was started, including the start of the interpreter."""
     if not os.path.exists("/proc/self/stat"):
-        return time.monotonic() - _import_time
-    # field 22 of /proc/self/stat: start of the process in clock ticks since boot; the name in field 2 may have blanks
-    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    start = inherited.get("start", ticks / os.sysconf("SC_CLK_TCK"))
+        return time.monotonic() - _import_time  # without the start of the interpreter
+    # fields of /proc/self/stat, such as "21 (kairos train) S 1 ...": the name in field 2 may contain blanks
+    _, fields_from_3 = Path("/proc/self/stat").read_text().rsplit(")", 1)
+    start_ticks = int(fields_from_3.split()[22 - 3])  # field 22: start of the process, in clock ticks since boot
+    start = inherited.get("start", start_ticks / os.sysconf("SC_CLK_TCK"))
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start
 
 
@@ -67,7 +68,7 @@ def write_record(path: Path | str, stage: str, **facts: Any) -> None:
         "cpu_seconds": round(cpu, 3),
         "startup_wall_seconds": round(_startup.get("wall", wall), 3),
         "startup_cpu_seconds": round(_startup.get("cpu", cpu), 3),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # ru_maxrss is in KiB
         **facts,
     }
     write_json(path, record)

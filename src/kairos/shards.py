@@ -3,6 +3,7 @@
 Images are split between batches, so that the shards compute exactly the batches of the whole job.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,12 @@ AGAIN = "delete this part and run again: the workflow computes it again; by hand
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard `number`, from 1, of `of` shards."""
+    """One shard of a job.
+
+    Attributes:
+        number: number of the shard, from 1.
+        of: number of all shards.
+    """
 
     number: int
     of: int
@@ -30,14 +36,14 @@ class Shard:
         match = re.fullmatch(r"(\d+)of(\d+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise ConfigError(f"--shard: got {text!r}, allowed: KofN, part K of N, such as 1of4")
-        return cls(int(match[1]), int(match[2]))
+        return cls(number=int(match[1]), of=int(match[2]))
 
     def rows(self, count: int, batch_size: int) -> range:
         """Return the images of the shard, of `count`; shards differ by at most one batch, and some may be empty."""
-        batches = -(-count // batch_size)
-        start = batches * (self.number - 1) // self.of * batch_size
-        stop = batches * self.number // self.of * batch_size
-        return range(min(start, count), min(stop, count))
+        batches = math.ceil(count / batch_size)
+        first_batch = batches * (self.number - 1) // self.of
+        end_batch = batches * self.number // self.of
+        return range(min(first_batch * batch_size, count), min(end_batch * batch_size, count))
 
     def record(self, count: int, batch_size: int) -> dict[str, int]:
         """Return the record of this shard; it contains images `first` ... `end` - 1 of the job's `count`."""

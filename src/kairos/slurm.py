@@ -23,7 +23,9 @@ from kairos_timesteps.errors import DamagedError
 NO_CLUSTER = "DNS SRV lookup failed"  # in the output of SLURM's commands on machines without a configured cluster
 PENDING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of jobs that have not started
 _USER_OPTIONS = re.compile("SQUEUE_|SACCT_|SINFO_|SLURM_TIME_FORMAT")  # environment variables that change outputs
+# comment of a training job, with method and seed: "rule_train_wildcards_speed_0", "rule_train_2_wildcards_speed_0"
 _COMMENT = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
+# output of a training job, with method and seed: "speed/seed0/milestones/1000", "speed/seed0/training.json"
 _OUTPUT = re.compile(r"([^/]+)/seed(\d+)/(?:milestones/.*|training\.json)")
 
 TrainingRun = tuple[str, int]  # method and seed
@@ -32,7 +34,8 @@ TrainingRun = tuple[str, int]  # method and seed
 def job_name(results: str) -> str:
     """Return the name of all jobs of an experiment in the queue, for `squeue --name` and `scancel --name`."""
     path_hash = hashlib.sha256(os.path.abspath(results).encode()).hexdigest()[:6]
-    return f"kairos-{re.sub(r'[^A-Za-z0-9_-]', '-', os.path.basename(results))}-{path_hash}"
+    experiment = re.sub(r"[^A-Za-z0-9_-]", "-", os.path.basename(results))
+    return f"kairos-{experiment}-{path_hash}"
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,18 @@ def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
 
 
 def _parse_job(results: Path, line: str) -> Job:
-    """Parse a line of squeue with number, state, reason, start time and comment."""
+    """Parse a line of squeue with number, state, reason, start time and comment.
+
+    Example: ``17|RUNNING|None|2026-11-25T12:00:00|rule_train_wildcards_speed_0``, a job of stage ``train``.
+    """
     number, state, reason, start, comment = line.split("|", 4)
     begun = None
     if state not in PENDING_STATES:  # the start time of a pending job is an estimate
-        with suppress(ValueError):
+        with suppress(ValueError):  # such as N/A
             begun = datetime.fromisoformat(start).timestamp()  # in local time, like squeue's output
-    stage = comment.removeprefix("rule_").split("_")[0]
-    return Job(number, state, reason, begun, stage, tuple(sorted(_find_training_runs(results, number, comment))))
+    stage, *_ = comment.removeprefix("rule_").split("_")
+    training_runs = sorted(_find_training_runs(results, number, comment))
+    return Job(number=number, state=state, reason=reason, begun=begun, stage=stage, trainings=tuple(training_runs))
 
 
 def _find_training_runs(results: Path, number: str, comment: str) -> set[TrainingRun]:
@@ -138,6 +145,7 @@ def _find_training_runs(results: Path, number: str, comment: str) -> set[Trainin
 
 
 def summarize_jobs(jobs: list[Job]) -> str:
-    """Return the numbers of waiting and running jobs of each stage, as a line."""
+    """Return the numbers of waiting and running jobs of each stage: ``in the queue: sample 2 wait, train 1 run``."""
     counts = Counter((job.stage, "wait" if job.pending else "run") for job in jobs)
-    return "in the queue: " + ", ".join(f"{stage} {number} {what}" for (stage, what), number in sorted(counts.items()))
+    facts = [f"{stage} {count} {verb}" for (stage, verb), count in sorted(counts.items())]
+    return f"in the queue: {', '.join(facts)}"

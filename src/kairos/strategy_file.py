@@ -11,7 +11,7 @@ COLUMNS = ("t", "p", "w", "effective")
 
 
 def strategy_csv(columns: dict[str, Any]) -> str:
-    """Return a table as CSV, with 17 significant digits, from which exactly equal floats are read.
+    """Return a table as CSV with 17 significant digits, which reproduce float64 exactly.
 
     Args:
         columns: the columns by name, each (T,).
@@ -32,4 +32,4 @@ def parse_strategy_csv(text: str) -> dict[str, Any]:
     if tuple(header.split(",")) != COLUMNS or not lines:
         raise ValueError(f"columns {header!r}, expected {','.join(COLUMNS)}")
     rows = np.array([[float(value) for value in line.split(",")] for line in lines])  # (T, 4)
-    return dict(zip(COLUMNS, rows.T, strict=True))
+    return dict(zip(COLUMNS, rows.T, strict=True))  # raises ValueError if lines lack values
