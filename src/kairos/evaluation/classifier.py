@@ -6,6 +6,7 @@ rotated. Gidaris et al. 2018, "Unsupervised representation learning by predictin
 is deterministic on one machine and takes seconds on small images.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,14 @@ class Classifier(nn.Module):
         super().__init__()
         height, width, inputs = shape
         layers: list[nn.Module] = [nn.Conv2d(inputs, channels, 3, padding=1), nn.ReLU()]
-        level = channels
+        level_channels = channels
         while max(height, width) > SMALLEST_SIDE:
-            wider = min(2 * level, 4 * channels)
-            layers += [nn.Conv2d(level, wider, 3, stride=2, padding=1), nn.ReLU()]
-            level, height, width = wider, -(-height // 2), -(-width // 2)
-        self.body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(level * height * width, features), nn.ReLU())
+            next_channels = min(2 * level_channels, 4 * channels)
+            layers += [nn.Conv2d(level_channels, next_channels, 3, stride=2, padding=1), nn.ReLU()]
+            level_channels = next_channels
+            height, width = math.ceil(height / 2), math.ceil(width / 2)  # the sides after a stride of 2 with padding 1
+        flat_width = level_channels * height * width
+        self.body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(flat_width, features), nn.ReLU())
         self.head = nn.Linear(features, classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +98,8 @@ def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset,
 
 def rotate_images(images: Tensor, quarters: Tensor) -> Tensor:
     """Return square images (n, channels, side, side), each rotated by its number of quarter turns, `quarters` (n,)."""
-    return torch.stack([image.rot90(int(number), (1, 2)) for image, number in zip(images, quarters)])
+    rotated = [image.rot90(int(count), dims=(1, 2)) for image, count in zip(images, quarters)]
+    return torch.stack(rotated)
 
 
 def train_on_task(
@@ -144,7 +148,8 @@ def _optimise(kind: str, model: Classifier, options: ClassifierOptions, dataset:
     for step in range(options.steps):
         positions = order.integers(step, len(dataset.train), range(options.batch_size)).numpy()
         images, labels = task(dataset.train[positions], step)
-        loss = nn.functional.cross_entropy(model(images)[1], labels)
+        _, logits = model(images)
+        loss = nn.functional.cross_entropy(logits, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -159,10 +164,12 @@ def _heldout_accuracy(model: Classifier, dataset: PreparedDataset, task: Task) -
     if not len(heldout):
         return None
     correct = 0
+    batches = np.split(heldout, range(BATCH, len(heldout), BATCH))
     with torch.inference_mode():
-        for batch_number, indices in enumerate(np.split(heldout, range(BATCH, len(heldout), BATCH))):
+        for batch_number, indices in enumerate(batches):
             images, labels = task(indices, batch_number)
-            correct += int((model(images)[1].argmax(1) == labels).sum())
+            _, logits = model(images)
+            correct += int((logits.argmax(1) == labels).sum())
     return correct / len(heldout)
 
 

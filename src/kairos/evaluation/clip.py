@@ -42,7 +42,7 @@ def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> T
         texts: one text for each image.
     """
     model, tokenizer, processor = network
-    rgb = [image.repeat(3, 2) if image.shape[2] == 1 else image for image in images]
+    rgb = [image.repeat(3, axis=2) if image.shape[2] == 1 else image for image in images]
     pixels = processor(images=rgb, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
     length = model.config.text_config.max_position_embeddings
     tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
@@ -62,9 +62,9 @@ def _load_network(path: str, device: torch.device) -> Network:
     from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
     folder = network_folder(path, FIELD, (*FILES, PREPROCESSOR))
-    kind = read_json(folder / "config.json").get("model_type")
-    if kind != "clip" or not (folder / PREPROCESSOR).is_file():
-        raise ConfigError(f"{FIELD}: got a {kind} in {path!r}, allowed: a clip with {PREPROCESSOR}")
+    model_type = read_json(folder / "config.json").get("model_type")
+    if model_type != "clip" or not (folder / PREPROCESSOR).is_file():
+        raise ConfigError(f"{FIELD}: got a {model_type} in {path!r}, allowed: a clip with {PREPROCESSOR}")
     tokenizer = load_pretrained(folder, AutoTokenizer, FIELD)
     processor = load_pretrained(folder, CLIPImageProcessor, FIELD)
     model = load_pretrained(folder, CLIPModel, FIELD, weights=True).to(device)

@@ -22,7 +22,7 @@ from kairos.files import hash_folder, sha256_json
 from kairos_timesteps.errors import KairosError
 
 SIDE = 224
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's RGB values in [0, 1]
 
 
 def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
@@ -37,14 +37,14 @@ def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path)
         model = AutoModel.from_pretrained(options.path)
     except (OSError, ValueError) as error:
         raise KairosError(missing_network_message(options.path, " ".join(str(error).split()))) from None
-    kind = model.config.model_type
-    if kind != "dinov2":
-        raise KairosError(f"evaluation.extractor.path: got a {kind} in {options.path!r}, allowed: a dinov2")
+    model_type = model.config.model_type
+    if model_type != "dinov2":
+        raise KairosError(f"evaluation.extractor.path: got a {model_type} in {options.path!r}, allowed: a dinov2")
     shutil.rmtree(folder / "model", ignore_errors=True)
     model.save_pretrained(folder / "model")
     files = {f"model/{name}": digest for name, digest in hash_folder(folder / "model").items()}
     width = model.config.hidden_size
-    return {"name": kind, "metric": "fd_dinov2", "features": width, "sha256": sha256_json(files), "files": files}
+    return {"name": "dinov2", "metric": "fd_dinov2", "features": width, "sha256": sha256_json(files), "files": files}
 
 
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:

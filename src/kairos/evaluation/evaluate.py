@@ -70,14 +70,14 @@ def run(
             f"--metrics: got {','.join(metric_names)}, allowed with an npz reference only; "
             f"{reference} fixes its metrics"
         )
-    if is_external and extractor is None:
-        extractor = Path(_extractor_of_metrics(metric_names or []))
-    if str(extractor) in PUBLISHED_EXTRACTORS and not Path(str(extractor)).exists():
-        extractor = cache_published_extractor(str(extractor))
-    milestone = next((job.milestone for job in jobs if job.milestone), None)
-    device = compute.setup(1, "auto") if milestone is None else set_up_device(load_settings(milestone, {})[1])
-    folder = reference if reference.is_dir() else reference.parent
-    opened = open_extractor(extractor or folder / "../extractor", device)
+    extractor_folder = _find_extractor(reference, extractor, metric_names or [])
+    milestones = [job.milestone for job in jobs if job.milestone is not None]
+    if milestones:  # threads and determinism as in training
+        _, snapshot_record = load_settings(milestones[0], overrides={})
+        device = set_up_device(snapshot_record)
+    else:
+        device = compute.setup(1, "auto")
+    opened = open_extractor(extractor_folder, device)
     resource_usage.end_startup()
     if is_external:
         opened_reference = open_external_reference(reference, opened, metric_names)
@@ -89,6 +89,26 @@ def run(
         for warning in evaluate(job, opened_reference, opened, sets, latents):
             files_by_warning.setdefault(warning, []).append(str(job.samples))
     _print_warnings(files_by_warning, opened_reference.record.get("warnings", []))
+
+
+def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[str]) -> Path:
+    """Return the folder of the extractor; a published extractor given by its name is built in the cache.
+
+    Args:
+        reference: folder or reference.json of stage reference, or an npz file.
+        extractor: folder, ``inception`` or ``dinov2``; None: see `run`.
+        metric_names: names of the metrics, which decide the extractor for an npz file.
+
+    Raises:
+        ConfigError: the metrics decide no extractor.
+    """
+    if extractor is None and reference.suffix != ".npz":
+        folder = reference if reference.is_dir() else reference.parent
+        return folder / "../extractor"
+    name = _extractor_of_metrics(metric_names) if extractor is None else str(extractor)
+    if name in PUBLISHED_EXTRACTORS and not Path(name).exists():
+        return cache_published_extractor(name)
+    return Path(name)
 
 
 def _extractor_of_metrics(names: list[str]) -> str:
@@ -116,8 +136,11 @@ def _print_warnings(files_by_warning: dict[str, list[str]], printed: list[str]) 
     for warning, (first, *others) in files_by_warning.items():
         if any(line == warning or line.endswith(f": {warning}") for line in printed):
             continue
-        more = f" (and {len(others)} other file{'s' * (len(others) > 1)})" if others else ""
-        metrics.warn(first + more, warning)
+        files = first
+        if others:
+            noun = "file" if len(others) == 1 else "files"
+            files = f"{first} (and {len(others)} other {noun})"
+        metrics.warn(files, warning)
 
 
 def cache_published_extractor(name: str) -> Path:
@@ -153,27 +176,27 @@ def evaluate(
     samples = open_samples(job.samples)
     needs = reference.comparison.needs
     file = str(job.samples)
-    parts, warnings = split_into_sets(len(samples.images), reference.record["num_samples"], sets, file)
-    few_images = metrics.check_image_count(len(parts[0]), extractor.width, file)
+    image_sets, unused_images = split_into_sets(len(samples.images), reference.record["num_samples"], sets, file)
+    few_images = metrics.check_image_count(len(image_sets[0]), extractor.width, file)
     training_latents = None
     if job.milestone is not None and needs & {"pairs", "milestone"}:
         snapshot_record = read_json(job.milestone / "milestone.json")
         training_latents = _open_training_latents(job, samples.protocol, snapshot_record, latents)
     scores = []
-    for part in parts:
-        statistics = measure(extractor, iterate_rows(samples.images, part), needs)
+    for indices in image_sets:
+        statistics = measure(extractor, iterate_rows(samples.images, indices), needs)
         if "captions" in needs:
-            statistics = replace(statistics, captioned=pair_with_captions(file, samples, part))
+            statistics = replace(statistics, captioned=pair_with_captions(file, samples, indices))
         if "pairs" in needs and training_latents is not None:
-            pairs = pair_with_real_images(samples, part, training_latents, snapshot_record["conditions"])
+            pairs = pair_with_real_images(samples, indices, training_latents, snapshot_record["conditions"])
             statistics = replace(statistics, pairs=pairs)
         scores.append(reference.comparison.score(statistics))
     columns = metrics.summarise(scores)
     record = {
         "step": samples.protocol.get("step"),
         "metrics": columns,
-        "protocol": _evaluation_protocol(samples.protocol, reference.record, extractor, parts),
-        "warnings": warnings + few_images,
+        "protocol": _evaluation_protocol(samples.protocol, reference.record, extractor, image_sets),
+        "warnings": unused_images + few_images,
     }
     if "milestone" in needs and training_latents is not None:
         record["validation"] = _compute_losses(job, samples.protocol, reference, training_latents, extractor)
@@ -200,8 +223,8 @@ def _compute_losses(
     return results
 
 
-def pair_with_captions(file: str, samples: SamplesFile, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
-    """Return batches of the images `part` with the captions that they were generated from.
+def pair_with_captions(file: str, samples: SamplesFile, indices: range) -> Iterable[tuple[np.ndarray, list[str]]]:
+    """Return batches of the images `indices` with the captions that they were generated from.
 
     Raises:
         KairosError: the samples file contains no captions.
@@ -211,18 +234,18 @@ def pair_with_captions(file: str, samples: SamplesFile, part: range) -> Iterable
         raise KairosError(
             f"{file}: contains no captions, which metric clip needs; evaluate samples of a model with condition text"
         )
-    texts = ([text.decode("utf-8", "replace") for text in batch.tolist()] for batch in iterate_rows(captions, part))
-    return zip(iterate_rows(samples.images, part), texts)
+    texts = ([text.decode("utf-8", "replace") for text in batch.tolist()] for batch in iterate_rows(captions, indices))
+    return zip(iterate_rows(samples.images, indices), texts)
 
 
 def pair_with_real_images(
-    samples: SamplesFile, part: range, latents: Latents, conditions: dict[str, dict[str, Any]]
+    samples: SamplesFile, indices: range, latents: Latents, conditions: dict[str, dict[str, Any]]
 ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Return generated images with the real images of their conditions, in batches of uint8 (n, h, w, channels).
 
     Args:
         samples: the samples file.
-        part: indices of the images.
+        indices: indices of the generated images.
         latents: latents that the model was trained on.
         conditions: descriptions of the model's conditions.
 
@@ -235,8 +258,8 @@ def pair_with_real_images(
             "evaluation.metrics: psnr needs samples with their conditions; got a file without `labels` in its "
             "protocol; generate the samples with kairos sample"
         )
-    sources = select_condition_sources(latents, part, conditions, protocol["labels"], protocol["seed"])
-    return zip(iterate_rows(samples.images, part), iterate_rows(latents.dataset.images, sources))
+    sources = select_condition_sources(latents, indices, conditions, protocol["labels"], protocol["seed"])
+    return zip(iterate_rows(samples.images, indices), iterate_rows(latents.dataset.images, sources))
 
 
 def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) -> tuple[list[range], list[str]]:
@@ -251,19 +274,20 @@ def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) 
     Raises:
         KairosError: fewer images than one set has.
     """
-    size = num_samples or images // sets
-    count = images // size if size else 0
+    size = images // sets if num_samples is None else num_samples
+    count = images // size if size > 0 else 0
     if count == 0:
         raise KairosError(f"{file}: got {images} images, allowed: at least {num_samples or sets}, one full set")
-    rest = images - count * size
-    warnings = [f"the last {rest} images fill no set of {size} and are not used"] if rest else []
-    for warning in warnings:
-        metrics.warn(file, warning)
+    warnings = []
+    unused = images - count * size
+    if unused > 0:
+        warnings.append(f"the last {unused} images fill no set of {size} and are not used")
+        metrics.warn(file, warnings[0])
     return [range(number * size, (number + 1) * size) for number in range(count)], warnings
 
 
 def _evaluation_protocol(
-    sampling: dict[str, Any], reference: dict[str, Any], extractor: Extractor, parts: list[range]
+    sampling: dict[str, Any], reference: dict[str, Any], extractor: Extractor, image_sets: list[range]
 ) -> dict[str, Any]:
     """Return all settings that decide the metrics; those that an external samples file lacks are null.
 
@@ -271,7 +295,7 @@ def _evaluation_protocol(
         sampling: sampling protocol of the samples file.
         reference: record of the reference.
         extractor: the feature extractor.
-        parts: sets of images.
+        image_sets: indices of each set of images.
     """
     scheduler = sampling.get("scheduler") or {}
     return {
@@ -281,8 +305,8 @@ def _evaluation_protocol(
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],
-        "n_samples": len(parts[0]),
-        "sets": len(parts),
+        "n_samples": len(image_sets[0]),
+        "sets": len(image_sets),
         "scheduler": scheduler.get("name"),
         "sample_seed": sampling.get("seed"),
         "sample_precision": sampling.get("precision"),
@@ -307,8 +331,9 @@ def _open_training_latents(
         KairosError: the samples were generated from another snapshot, or the latents are not the snapshot's.
     """
     assert job.milestone is not None
-    sampled = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
-    if sampled != (record["identity"], record["step"]):
+    snapshot = (record["identity"], record["step"])
+    sampled_snapshot = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
+    if sampled_snapshot != snapshot:  # samples of other projects have neither field
         raise KairosError(
             f"{job.samples}: generated from another snapshot than {job.milestone}; generate the samples again"
         )

@@ -73,7 +73,9 @@ def _resolve_auto(evaluation: EvaluationConfig, counts: ImageCounts) -> tuple[st
     classifier is trained if the images have labels, and a self-supervised network if not.
     """
     path = inception_weights.default_path()
-    smallest_set = min(evaluation.num_samples, counts.train or evaluation.num_samples)
+    smallest_set = evaluation.num_samples
+    if counts.train is not None:
+        smallest_set = min(smallest_set, counts.train)
     if path.is_file() and smallest_set > WIDTHS["inception"]:
         return "inception", f"its weights are {path}"
     if path.is_file():
@@ -129,9 +131,11 @@ def _too_few_images(evaluation: EvaluationConfig, counts: ImageCounts) -> list[s
     """Return an error message for each number of images that gives the features' covariance no full rank."""
     name = evaluation.extractor["name"]
     width = evaluation.extractor.get("features", WIDTHS.get(name, 0))
-    numbers = [("evaluation.num_samples", evaluation.num_samples, "images a set")]
+    image_counts = [("evaluation.num_samples", evaluation.num_samples, "images a set")]  # field, number and unit
     if counts.train is not None and evaluation.reference == "train":
-        numbers.append(("dataset", counts.train, "training images"))
+        image_counts.append(("dataset", counts.train, "training images"))
     hint = "; evaluation.extractor.features sets it" if "features" in evaluation.extractor else ""
     allowed = f"more than {width}, the number of features of {name} (fewer make the Fréchet distance meaningless{hint})"
-    return [f"{field}: got {number} {unit}, allowed: {allowed}" for field, number, unit in numbers if number <= width]
+    return [
+        f"{field}: got {number} {unit}, allowed: {allowed}" for field, number, unit in image_counts if number <= width
+    ]

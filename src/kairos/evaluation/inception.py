@@ -43,10 +43,11 @@ class Inception(FeatureExtractorInceptionV3):
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        self.Mixed_6d.branch1x1.register_forward_hook(self._keep)
+        self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
 
-    def _keep(self, module: Any, inputs: Any, output: Tensor) -> None:
-        self.spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)  # (batch, 17 * 17 * 7)
+    def _keep_spatial(self, module: Any, inputs: Any, output: Tensor) -> None:
+        """Store the layer ``spatial`` of a batch, (batch, 17 * 17 * 7), for `forward`: a hook of torch."""
+        self.spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the requested layers of uint8 images (batch, 1 or 3, height, width), ``spatial`` last."""

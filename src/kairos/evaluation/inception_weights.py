@@ -1,6 +1,7 @@
 """Published weights of extractors: the path of torch-fidelity's Inception weights, and downloads. No torch here."""
 
 import http.client
+import math
 import os
 import re
 import urllib.error
@@ -14,8 +15,8 @@ from kairos_timesteps.errors import KairosError
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 NAME = URL.rsplit("/", 1)[1]
-_CHUNK = 2**18
-_SECONDS = 60.0  # without a byte until a download fails
+_CHUNK = 2**18  # bytes
+_TIMEOUT_S = 60.0  # without a byte until a download fails
 
 
 def default_path() -> Path:
@@ -34,10 +35,13 @@ def find_weights(configured: str | None) -> tuple[Path, bool]:
         KairosError: the file is missing and cannot be downloaded; the message contains URL and path.
     """
     path = Path(configured) if configured else default_path()
-    if path.is_file() or not (configured or _offline()):
-        return path, path.is_file()
-    why = "the file does not exist" if configured else "the file does not exist, and HF_HUB_OFFLINE is set"
-    raise KairosError(missing_weights_message(path, why))
+    if path.is_file():
+        return path, True
+    if configured:  # a file of the user is never downloaded
+        raise KairosError(missing_weights_message(path, "the file does not exist"))
+    if _offline():
+        raise KairosError(missing_weights_message(path, "the file does not exist, and HF_HUB_OFFLINE is set"))
+    return path, False
 
 
 def find_network(path: str) -> tuple[str, bool]:
@@ -48,12 +52,12 @@ def find_network(path: str) -> tuple[str, bool]:
     """
     if is_available(path, "config.json" if Path(path).is_dir() else "model.safetensors"):
         return path, True
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
-    if not on_hub or _offline():
-        why = (
-            "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set" if on_hub else "the folder does not exist"
-        )
-        raise KairosError(missing_network_message(path, why))
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None  # such as facebook/dinov2-large
+    if not is_hub_id:
+        raise KairosError(missing_network_message(path, "the folder does not exist"))
+    if _offline():
+        reason = "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set"
+        raise KairosError(missing_network_message(path, reason))
     return path, False
 
 
@@ -97,12 +101,12 @@ def download(url: str, path: Path) -> None:
     """
     name = url.rsplit("/", 1)[1]
     try:
-        with urllib.request.urlopen(url, timeout=_SECONDS) as response, atomic(path) as file:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response, atomic(path) as file:
             size = int(response.headers.get("Content-Length") or 0)
-            progress = Progress(_megabytes(size), f"fetch {name}", "MiB")
+            progress = Progress(_mebibytes(size), f"fetch {name}", "MiB")
             while chunk := response.read(_CHUNK):
                 file.write(chunk)
-                progress.advance(_megabytes(file.tell()) - progress.done)
+                progress.advance(_mebibytes(file.tell()) - progress.done)
             progress.close()
             file.flush()
             if size and file.tell() != size:
@@ -113,6 +117,6 @@ def download(url: str, path: Path) -> None:
         raise KairosError(f"{getattr(error, 'reason', None) or error}") from None
 
 
-def _megabytes(number: int) -> int:
+def _mebibytes(size: int) -> int:
     """Return a number of bytes in MiB, rounded up."""
-    return -(-number // 2**20)
+    return math.ceil(size / 2**20)

@@ -34,9 +34,9 @@ from kairos.sampling.samples_file import open_samples
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream, derived_seed
 
-RESAMPLES = 20
-GAUSSIAN_IMAGES = 10_000
-GAUSSIAN_VALUES = 2**27  # 512 MB of float32
+RESAMPLES = 20  # bootstrap resamples of the held-out images
+GAUSSIAN_IMAGES = 10_000  # most latents to which the Gaussian is fitted
+GAUSSIAN_VALUES = 2**27  # most numbers in these latents: 512 MB of float32
 _HELD_OUT = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
 _GENERATED = "standard deviation over sets of fresh draws"
 ImageSource = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
@@ -275,7 +275,9 @@ def _compute_rows(
         comparison: statistics of the real images, and the metrics.
     """
     heldout = dataset.heldout[: evaluation.num_samples]
-    heldout_sources = _heldout_sources(heldout, dataset, codec, evaluation.num_samples, extractor.width)
+    heldout_sources = _heldout_sources(
+        heldout, dataset, codec, num_samples=evaluation.num_samples, width=extractor.width
+    )
     captions = None
     if heldout_sources and dataset.captions is not None and "captions" in comparison.needs:
         captions = dataset.captions.texts(dataset.captions.caption_indices(heldout))
@@ -283,7 +285,8 @@ def _compute_rows(
     rows = {}
     with torch.inference_mode():
         for name, heldout_images in heldout_sources.items():
-            statistics = measure(extractor, heldout_images(), comparison.needs | {"features"})
+            needs = comparison.needs | {"features"}  # for the bootstrap
+            statistics = measure(extractor, heldout_images(), needs)
             if captions is not None:
                 batches = zip(heldout_images(), iterate_rows(captions, range(len(heldout))))
                 statistics = replace(statistics, captioned=batches)

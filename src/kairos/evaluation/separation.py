@@ -34,16 +34,20 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
     real, gaussian = rows.get("floor", {}), rows.get("gaussian", {})
     if metric not in real or metric not in gaussian:
         return None
-    real_error = real.get(f"{metric}_spread") or 0.0
-    gaussian_error = gaussian.get(f"{metric}_spread")
-    gaussian_error = real_error if gaussian_error is None else gaussian_error
-    if gaussian[metric] - real[metric] > CLEAR * math.hypot(real_error, gaussian_error):
+    real_deviation = real.get(f"{metric}_spread") or 0.0
+    gaussian_deviation = gaussian.get(f"{metric}_spread")
+    if gaussian_deviation is None:
+        gaussian_deviation = real_deviation
+    deviation_of_difference = math.hypot(real_deviation, gaussian_deviation)
+    if gaussian[metric] - real[metric] > CLEAR * deviation_of_difference:
         return None
-    scores = [f"{row[metric]:.4g} ± {error:.2g}" for row, error in ((real, real_error), (gaussian, gaussian_error))]
-    images = f"{real['n_samples']} real held-out images score {scores[0]}" if "n_samples" in real else scores[0]
+    real_score = f"{real[metric]:.4g} ± {real_deviation:.2g}"
+    gaussian_score = f"{gaussian[metric]:.4g} ± {gaussian_deviation:.2g}"
+    if "n_samples" in real:
+        real_score = f"{real['n_samples']} real held-out images score {real_score}"
     return (
-        f"{metric} cannot rank methods on these images: {images}, not clearly below the {scores[1]} of a Gaussian "
-        "fitted to the data."
+        f"{metric} cannot rank methods on these images: {real_score}, not clearly below the {gaussian_score} of a "
+        "Gaussian fitted to the data."
     )
 
 
@@ -60,8 +64,9 @@ def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, res
         return None
     record = glance(results / "reference/reference.json")
     manifest = glance(results / "extractor/manifest.json")
-    recorded = (manifest.get("options"), record.get("num_samples"), record.get("reference"))
-    if record and recorded == (evaluation.extractor, evaluation.num_samples, evaluation.reference):
+    recorded_settings = (manifest.get("options"), record.get("num_samples"), record.get("reference"))
+    settings = (evaluation.extractor, evaluation.num_samples, evaluation.reference)
+    if record and recorded_settings == settings:
         reason = cannot_rank(record)
         return f"{reason} {ADVICE}" if reason else None
     name, images = evaluation.extractor["name"], count_images(dataset).train

@@ -31,13 +31,13 @@ class EvaluationConfig(Section):
         """Check the reference and the metrics, as far as this section alone determines them."""
         if self.metrics is not None:
             check_metrics(self.metrics, self.extractor["name"])
-        good = self.reference in ("train", "all") or self.reference.endswith(".npz")
-        demand(good, "evaluation.reference", repr(self.reference), "train, all or the path of an npz")
+        is_valid = self.reference in ("train", "all") or self.reference.endswith(".npz")
+        demand(is_valid, "evaluation.reference", repr(self.reference), "train, all or the path of an npz")
 
     @model_serializer(mode="wrap")
-    def _omit_default_primary_metric(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_default_primary_metric(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Keep the plain values, and so the hashes, of experiments that do not set `primary_metric`."""
-        values = values_of(self)
+        values = serialize(self)
         if self.primary_metric == "distance":
             del values["primary_metric"]
         return values

@@ -24,9 +24,11 @@ def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
 
     There are fewer intervals if fewer cells are left between the first and the last. All begin and end with a cell.
     """
-    count = min(strata, max(cells - 2, 0))
-    edges = np.unique(np.round(np.linspace(1, cells - 1, count + 1)))
-    return list(itertools.pairwise((np.concatenate([[0], edges, [cells]]) / cells).tolist()))
+    inner_cells = max(cells - 2, 0)  # without the first and the last
+    inner_strata = min(strata, inner_cells)
+    inner_edges = np.unique(np.round(np.linspace(1, cells - 1, inner_strata + 1)))  # in cells
+    edges = np.concatenate([[0], inner_edges, [cells]]) / cells
+    return list(itertools.pairwise(edges.tolist()))
 
 
 def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:

@@ -153,7 +153,8 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> S
         raise KairosError(f"weights: got {weights!r}, allowed: ema, raw")
     config = record["config"]
     process = build_process(config["diffusion"], record["sigma_data"])
-    shape = tuple(record["shape"])
-    outputs = process.channels(shape[0])
+    channels, height, width = record["shape"]
+    shape = (channels, height, width)
+    outputs = process.channels(channels)
     model = models.load(folder / weights, config["model"], shape, record["conditions"], outputs)
     return Snapshot(model.to(device), process, record, config)

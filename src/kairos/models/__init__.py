@@ -73,12 +73,21 @@ def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> No
     write_json(folder / "config.json", module.config())
 
 
-def load(folder: Path, *build_arguments: Any) -> Any:
+def load(
+    folder: Path,
+    model: dict[str, Any],
+    shape: tuple[int, int, int],
+    conditions: dict[str, dict[str, Any]],
+    outputs: int | None = None,
+) -> Any:
     """Load a backbone from a folder, in evaluation mode.
 
     Args:
         folder: folder that `save` wrote.
-        build_arguments: arguments of `build` for this backbone.
+        model: section `model` of the training run.
+        shape: (channels, height, width) of x0.
+        conditions: descriptions of the conditions, by name.
+        outputs: output channels; None: the channels of x0.
 
     Raises:
         KairosError: the folder contains no weights.
@@ -87,6 +96,6 @@ def load(folder: Path, *build_arguments: Any) -> Any:
 
     if not (folder / WEIGHTS).is_file():
         raise KairosError(f"{folder}: no {WEIGHTS}; not a model folder")
-    module = build(*build_arguments)
+    module = build(model, shape, conditions, outputs)
     module.load_weights(load_file(folder / WEIGHTS))
     return module.eval()

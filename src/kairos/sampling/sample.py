@@ -23,7 +23,7 @@ from kairos.sampling.generate import (
     make_noise_source,
 )
 from kairos.sampling.registries import SCHEDULERS, resolve_solver
-from kairos.sampling.samples_file import join_parts, open_samples, write_samples
+from kairos.sampling.samples_file import Batches, join_parts, open_samples, write_samples
 from kairos.sampling.settings import GUIDANCE, SamplingConfig
 from kairos.sampling.time_grids import build_time_grid
 from kairos.section import build, check
@@ -179,7 +179,7 @@ def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
         images = join_parts(job.parts, protocol, request.num, sampler.options.batch_size)
     else:
         images = sampler.generate()
-    stored_conditions = {}
+    stored_conditions: dict[str, Batches] = {}
     for name, description in sampler.conditions.descriptions.items():
         if description["kind"] != "image":  # images as conditions would double the size of the file
             stored_conditions[name] = sampler.stored_conditions(name)
