@@ -27,7 +27,7 @@ def main(records_folder: str, *command: str) -> int:
     process = subprocess.Popen(command)
 
     def forward(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # the process group contains this process
+        signal.signal(number, signal.SIG_IGN)  # the process group, 0, contains this process
         os.killpg(0, number)
 
     signal.signal(signal.SIGTERM, forward)
@@ -36,7 +36,7 @@ def main(records_folder: str, *command: str) -> int:
         success = success_file(Path(records_folder) / f"{os.environ['SLURM_JOB_ID']}.json")
         success.parent.mkdir(parents=True, exist_ok=True)
         success.touch()
-    return status if status >= 0 else 128 - status
+    return status if status >= 0 else 128 - status  # a negative status is the number of a signal
 
 
 def success_file(record: Path) -> Path:

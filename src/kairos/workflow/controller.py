@@ -7,9 +7,9 @@ parse the Snakefile too, but only read the frozen experiment.
 Training runs that start over: a training run keeps what it has computed, and returns it again when a job requests it
 again. So a controller that is killed before it records a completed job loses nothing. But a user who forces a job or
 deletes its outputs wants a new computation. The controller marks the requests of these jobs ``start_over`` before they
-start, and their training runs begin at step 0 (see `kairos.training.store`). Deleted outputs count only if all jobs of
-the training run have been completed before. DVC deletes all outputs of a training run also if only its last segment is
-new, such as after a later milestone was added. Then the earlier segments are returned again.
+start, and their training runs begin at step 0 (see `kairos.training.run_folder`). Deleted outputs count only if all
+jobs of the training run have been completed before. DVC deletes all outputs of a training run also if only its last
+segment is new, such as after a later milestone was added. Then the earlier segments are returned again.
 """
 
 import glob
@@ -61,7 +61,7 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
     An invalid experiment ends the process with one message.
     """
     with _exit_on_error():
-        if FROZEN_VARIABLE in os.environ:
+        if FROZEN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
             return load_frozen_layout()
         layout = create_layout(_load_experiment(workflow, config))
         os.environ[FROZEN_VARIABLE] = str(layout.config_file.resolve())
@@ -73,13 +73,19 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
 
 
 def _load_experiment(workflow: Any, config: dict[str, Any]) -> Any:
-    """Return the checked experiment of ``--configfile`` and ``--config``, or else of params.yaml."""
+    """Return the checked experiment of ``--configfile`` and ``--config``, or else of params.yaml.
+
+    Args:
+        workflow: Snakemake's workflow, which contains the two options.
+        config: Snakemake's merge of all configuration files and values.
+    """
     files = workflow.config_settings.configfiles
-    if len(files) < 2 and not workflow.config_settings.config:
+    is_one_file = len(files) < 2 and not workflow.config_settings.config
+    if is_one_file:
         return load(files[0] if files else _DEFAULT_EXPERIMENT)
     if files:
         return validate(apply_extends(dict(config), Path(files[-1])), " + ".join(map(str, files)))
-    load(_DEFAULT_EXPERIMENT)  # reports its errors without those of --config
+    load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
     return validate({**values, **config}, f"{_DEFAULT_EXPERIMENT} with --config")
 
@@ -95,7 +101,9 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _lock_results(results: Path) -> IO[str]:
-    """Lock an experiment's results until the returned file is closed; Snakemake's own locks outlive its process.
+    """Lock an experiment's results until the returned file is closed.
+
+    Snakemake's own locks cannot serve here, because they outlive its process.
 
     Raises:
         KairosError: another run of the workflow holds the lock.
@@ -138,6 +146,7 @@ def _remove_leftovers(layout: Layout) -> None:
 def list_data_files(layout: Layout) -> list[str]:
     """Return the existing files of a data set other than single images; `kairos prepare` reports missing files."""
     dataset = layout.experiment.dataset
+    # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
     lists = [re.sub(r":\d+$", "", section.files) for section in dataset.sections if section.files]
     files = sorted({path for path in (*lists, *dataset.caption_files) if os.path.isfile(path)})
     if dataset.source not in ("parquet", "zip"):
@@ -160,24 +169,26 @@ def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
         return list_data_files(layout) or None
-    names_and_sizes = []
+    names_and_sizes_of_sections = []
     for section in dataset.sections:
         root = Path(str(section.path))
         files = [file for file in root.rglob("*") if file.is_file()]
-        names_and_sizes.append(sorted((file.relative_to(root).as_posix(), file.stat().st_size) for file in files))
-    return sha256_json(names_and_sizes)
+        names_and_sizes = [(file.relative_to(root).as_posix(), file.stat().st_size) for file in files]
+        names_and_sizes_of_sections.append(sorted(names_and_sizes))
+    return sha256_json(names_and_sizes_of_sections)
 
 
 def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[[Any], str] | None:
     """Return a function from wildcards to the group of training runs that share a GPU, which run as one job.
 
-    The function also sets the size of the group in Snakemake. Without ``trainings_per_gpu`` there is no group.
+    The function also sets the size of the group in Snakemake. None: the experiment has no groups, because each training
+    run has a GPU of its own.
     """
     name_group = layout.training_group(segment)
     if name_group is None:
         return None
-    number = layout.experiment.training.trainings_per_gpu
-    return lambda wildcards: set_jobs_per_group(workflow, name_group(wildcards), number)
+    trainings_per_gpu = layout.experiment.training.trainings_per_gpu
+    return lambda wildcards: set_jobs_per_group(workflow, name_group(wildcards), trainings_per_gpu)
 
 
 # ------------------------------------------------------------------------------------------------- start of the jobs
@@ -196,29 +207,20 @@ def starts(workflow: Any, layout: Layout) -> None:
         _mark_trainings_to_start_over(workflow, Path(layout.results))
     if workflow.local_exec:
         _end_on_signals(workflow.scheduler)
-        stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]
+        stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]  # rule train_2: stage train
         fork_server.start_server(layout.config_file, layout.experiment.training.threads, stages)
 
 
 def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
-    """Mark the completed requests of jobs that are forced or whose outputs were deleted; unmark all other requests."""
+    """Mark the completed requests of jobs that are forced or whose outputs were deleted; unmark all other requests.
+
+    The mark of ``complete/0-400.json`` is the file ``complete/0-400.start_over``.
+    """
     completed: dict[Path, Request] = {}
     for path in results.glob("*/seed*/.state/*/complete/*.json"):
         training_folder = path.parents[3].as_posix()
         completed[path] = training_folder, tuple(read_json(path)["milestones"])
-    jobs_by_training: dict[str, list[Any]] = defaultdict(list)
-    for job in workflow.dag.needrun_jobs():
-        if job.rule.name.startswith("train"):
-            jobs_by_training[job.params.out].append(job)
-    starting_over: set[Request] = set()
-    for jobs in jobs_by_training.values():
-        completed_jobs = [
-            job for job in jobs if is_recorded_as_complete(workflow, job) and _request_of(job) in completed.values()
-        ]
-        all_completed = len(completed_jobs) == len(jobs)
-        for job in completed_jobs:
-            if _is_forced(workflow, job) or (all_completed and _has_missing_output(job)):
-                starting_over.add(_request_of(job))
+    starting_over = _requests_to_start_over(workflow, set(completed.values()))
     for path, request in completed.items():
         mark = path.with_suffix(".start_over")
         if request in starting_over:
@@ -227,16 +229,42 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
             mark.unlink(missing_ok=True)
 
 
+def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Request]:
+    """Return the completed requests whose jobs Snakemake will run because the user wants a new computation.
+
+    Args:
+        workflow: Snakemake's workflow with the jobs that will run.
+        completed: requests that training runs have completed.
+    """
+    jobs_by_training: dict[str, list[Any]] = defaultdict(list)
+    for job in workflow.dag.needrun_jobs():
+        if job.rule.name.startswith("train"):
+            jobs_by_training[job.params.out].append(job)
+    starting_over: set[Request] = set()
+    for jobs in jobs_by_training.values():
+        completed_jobs = [
+            job for job in jobs if is_recorded_as_complete(workflow, job) and _request_of(job) in completed
+        ]
+        # deleted outputs of a training run with a new segment may be DVC's doing, see above
+        all_completed = len(completed_jobs) == len(jobs)
+        for job in completed_jobs:
+            if _is_forced(workflow, job) or (all_completed and _has_missing_output(job)):
+                starting_over.add(_request_of(job))
+    return starting_over
+
+
 def _request_of(job: Any) -> Request:
     """Return the request of a training job: the folder of its training run and its milestones."""
     return job.params.out, tuple(job.params.steps)
 
 
 def _is_forced(workflow: Any, job: Any) -> bool:
+    """Return True if the user has forced a job's rule or one of its outputs, such as by ``--forcerun``."""
     return job.rule in workflow.dag.forcerules or not workflow.dag.forcefiles.isdisjoint(job.output)
 
 
 def _has_missing_output(job: Any) -> bool:
+    """Return True if an output of a job does not exist."""
     return not all(Path(str(output)).exists() for output in job.output)
 
 
@@ -252,9 +280,11 @@ def _end_on_signals(scheduler: Any) -> None:
     processes that remain after `_SECONDS_TO_END` are killed.
     """
     received: SimpleQueue[int] = SimpleQueue()  # its `put` may interrupt any code of the main thread
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: received.put(number))
+    handled = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        handled.append(signal.SIGHUP)
+    for number in handled:
+        signal.signal(number, lambda number, frame: received.put(number))
     threading.Thread(target=_end_after_signal, args=(scheduler, received), daemon=True).start()
 
 
@@ -265,7 +295,7 @@ def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
     logging.disable()  # Snakemake would report each of its jobs as failed
     scheduler.exit_gracefully()
     terminated: set[psutil.Process] = set()
-    while True:  # until this process ends
+    while True:  # until this process ends, because jobs may start further processes
         is_late = time.time() - _interruption_times[0] > _SECONDS_TO_END
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
@@ -281,11 +311,14 @@ def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:
-    """Finish a successful run: delete leftover shards of finished merges, and print the path of the report."""
-    if workflow.touch:
+    """Finish a successful run: delete leftover shards of finished merges, and print the path of the report.
+
+    Shards are left over if the controller that would have deleted them was killed.
+    """
+    if workflow.touch:  # nothing was computed
         return
-    shards = {path for job in workflow.dag.jobs for path in job.input.get("parts", ())}
-    for path in shards:
+    shard_paths = {path for job in workflow.dag.jobs for path in job.input.get("parts", ())}
+    for path in shard_paths:
         if os.path.isdir(path):
             shutil.rmtree(path)
         else:
@@ -296,7 +329,7 @@ def succeeded(workflow: Any, layout: Layout) -> None:
 
 
 def failed(workflow: Any, layout: Layout) -> None:
-    """Finish a failed or interrupted run: print how many training runs wrote a checkpoint, or the failed jobs' logs."""
+    """Finish a failed run by printing the failed jobs' logs, or an interrupted one by printing what it has saved."""
     for job in workflow.scheduler.failed:
         # Snakemake's metadata contain outputs that it has deleted itself, as if the user had deleted them
         workflow.persistence.cleanup(job)
@@ -308,20 +341,22 @@ def failed(workflow: Any, layout: Layout) -> None:
 
 def _report_interruption(layout: Layout) -> None:
     """Print how many training runs have written a checkpoint since the signal."""
-    stopped = 0
+    stopped_count = 0
     for method, seed in layout.trainings:
         progress = read_progress(Path(layout.training_folder(method, seed)))
         if progress.get("state") == "stopped" and progress["updated"] > _interruption_times[0]:
-            stopped += 1
-    trainings = "training run" if stopped == 1 else "training runs"
-    log(f"interrupted: {stopped} {trainings} wrote a checkpoint; run the same command again to resume")
+            stopped_count += 1
+    trainings = "training run" if stopped_count == 1 else "training runs"
+    log(f"interrupted: {stopped_count} {trainings} wrote a checkpoint; run the same command again to resume")
 
 
 def _report_failed_jobs(workflow: Any) -> None:
     """Print the log file and its last line of each job that has failed in this run."""
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():
-        file = Path(str(job.log[0])) if job.log else None
-        if file and not workflow.dag.finished(job) and file.exists() and file.stat().st_mtime >= _start_time:
+        if workflow.dag.finished(job) or not job.log:
+            continue
+        file = Path(str(job.log[0]))
+        if file.exists() and file.stat().st_mtime >= _start_time:  # older: the job has not started in this run
             lines = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             log(f"  {file}: {lines[-1] if lines else 'no message'}")

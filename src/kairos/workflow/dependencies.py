@@ -56,7 +56,7 @@ def find_dependencies(stage: str, plain: Plain, method: str | None = None) -> De
         plain: the whole resolved experiment.
         method: name of the method, for a stage of `TRAINING_STAGES`.
     """
-    if stage == "train":
+    if stage == "train":  # the only stage whose fields and code differ between methods
         return _train_stage(plain, str(method))
     stages = {
         **_analysis_stages(plain),
@@ -70,6 +70,7 @@ def find_dependencies(stage: str, plain: Plain, method: str | None = None) -> De
 
 
 def _train_stage(plain: Plain, method: str) -> Dependencies:
+    """Return the dependencies of a method's training runs."""
     fields = _only(plain, "model", "diffusion")
     fields |= {"method": plain["methods"][method], "training": trajectory_settings(plain, method)}
     return Dependencies(fields, code_roots(plain, method))
@@ -105,6 +106,7 @@ def _autoencoder_settings(autoencoder: Plain) -> Plain:
 
 
 def _sample_stage(plain: Plain) -> Dependencies:
+    """Return the dependencies of sampling; batch size and number of shards do not change the images."""
     evaluation, sampling = plain["evaluation"], plain["sampling"]
     fields = {"sampling": _without(sampling, "batch_size", "shards")}
     fields |= {"num": evaluation["num_samples"] * evaluation["sets"], **_computing(plain)}
@@ -116,16 +118,18 @@ def _evaluation_stages(plain: Plain) -> dict[str, Dependencies]:
     """Return the dependencies of the stages that compare samples with the reference."""
     evaluation, computing = plain["evaluation"], _computing(plain)
     extractor = EXTRACTORS.entry(evaluation["extractor"]["name"]).module
-    metric_names = [metric["name"] for metric in evaluation["metrics"] or []] or list(METRICS)
-    metrics = {name: METRICS.entry(name).module for name in metric_names}
+    metric_names = [metric["name"] for metric in evaluation["metrics"] or []] or list(METRICS)  # default: all metrics
+    metric_modules = {name: METRICS.entry(name).module for name in metric_names}
     # the reference is real images, which have no network: metrics that need one do not run on it
-    image_metrics = [metrics[name] for name in metric_names if "milestone" not in needs_of([{"name": name}])]
+    image_metric_modules = [
+        module for name, module in metric_modules.items() if "milestone" not in needs_of([{"name": name}])
+    ]
     extractor_fields = {**_only(evaluation, "extractor"), **computing}
     reference_fields = {"evaluation": _without(evaluation, "extractor", "primary_metric"), **computing}
-    evaluate_modules = ["kairos.evaluation.evaluate", *_network_modules(plain), extractor, *metrics.values()]
+    evaluate_modules = ["kairos.evaluation.evaluate", *_network_modules(plain), extractor, *metric_modules.values()]
     return {
         "extractor": Dependencies(extractor_fields, ["kairos.evaluation.extractors", extractor]),
-        "reference": Dependencies(reference_fields, ["kairos.evaluation.reference", extractor, *image_metrics]),
+        "reference": Dependencies(reference_fields, ["kairos.evaluation.reference", extractor, *image_metric_modules]),
         "evaluate": Dependencies({}, evaluate_modules),  # the reference, an input, follows from its fields
     }
 
@@ -156,8 +160,10 @@ def _network_modules(plain: Plain) -> list[str]:
 
 
 def _only(values: Plain, *names: str) -> Plain:
+    """Return the entries with some names."""
     return {name: values[name] for name in names}
 
 
 def _without(values: Plain, *names: str) -> Plain:
+    """Return the entries except those with some names."""
     return {name: value for name, value in values.items() if name not in names}

@@ -29,7 +29,8 @@ RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
 _PYTHON = (sys.executable, "-m")
 _STAGES = Path("dvc.yaml")
 _LOCK = Path("dvc.lock")
-# its stage writes the table that the stages in dvc.yaml depend on; its own lock changes with every byte of the code
+# the stage of this file runs first: it writes the table that the stages in dvc.yaml depend on. It is a separate file,
+# because its lock changes with every byte of the code.
 _FIRST = Path("workflow/dvc.yaml")
 _NO_TELEMETRY = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 _CLOCK_TIMES = ("report.html", "summary.csv", "figures", "timing", "timing.jsonl")  # differ in every run
@@ -62,25 +63,33 @@ def write_dependencies(config: Path, out: Path) -> None:
     if _STAGES.is_file() and str(config) == RECORDED:
         _update_methods(layout.methods)
         _update_plugin_files(layout.experiment.plugins)
-    stages = (
-        yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"] if _STAGES.is_file() else layout.shared_stages
-    )
-    if missing := set(layout.shared_stages) - set(stages):
-        advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
-        raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
+    if _STAGES.is_file():
+        stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"]
+        if missing := set(layout.shared_stages) - set(stages):
+            advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
+            raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
+    table = _build_dependency_table(layout)
+    without_shared_objects = json.loads(json.dumps(table))  # else YAML writes anchors
+    text = yaml.safe_dump(without_shared_objects, sort_keys=True)
+    if not out.exists() or out.read_text(encoding="utf-8") != text:
+        write_text(out, text)
+
+
+def _build_dependency_table(layout: Layout) -> dict[str, Any]:
+    """Return fields and code fingerprint of every stage; stages of training runs have them for each method.
+
+    DVC splits keys at dots. Method ``uniform.lr0.1`` therefore has its entry at ``uniform``, ``lr0``, ``1``.
+    """
     table: dict[str, Any] = {}
     for stage in (*layout.shared_stages, "report"):
         table[stage] = dependencies.collect_params(stage, layout.plain)
     for stage, method in product(dependencies.TRAINING_STAGES, layout.methods):
         entry = table.setdefault(stage, {})
-        for part in method.split("."):  # DVC splits keys at dots
-            entry = entry.setdefault(part, {})
+        for key in method.split("."):
+            entry = entry.setdefault(key, {})
         fields = dependencies.collect_params(stage, layout.plain, method)
         entry["fields"] = {**fields, "milestones": list(layout.experiment.milestones)}
-    without_shared_objects = json.loads(json.dumps(table))  # else YAML writes anchors
-    text = yaml.safe_dump(without_shared_objects, sort_keys=True)
-    if not out.exists() or out.read_text(encoding="utf-8") != text:
-        write_text(out, text)
+    return table
 
 
 def _update_methods(methods: list[str]) -> None:
@@ -90,7 +99,8 @@ def _update_methods(methods: list[str]) -> None:
         KairosError: dvc.yaml has changed.
     """
     written_methods = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8"))["methods"]
-    names = "${methods}" if list(written_methods) == methods else json.dumps(methods)
+    has_grid = list(written_methods) != methods
+    names = json.dumps(methods) if has_grid else "${methods}"  # DVC expands ${methods} from params.yaml
     text = _STAGES.read_text(encoding="utf-8")
     updated = re.sub(r"(?m)^( +method: ).*$", lambda match: match[1] + names, text)
     if updated != text:
@@ -107,8 +117,8 @@ def _update_plugin_files(plugins: list[str]) -> None:
     """
     text = _FIRST.read_text(encoding="utf-8")
     plugin_files = "".join(f", {json.dumps(file)}" for file in source_files(plugins))
-    line = r"(?m)^( +deps: \[params\.yaml, src/kairos, library/src/kairos_timesteps).*\]$"
-    updated = re.sub(line, rf"\1{plugin_files}]", text)
+    deps_line = r"(?m)^( +deps: \[params\.yaml, src/kairos, library/src/kairos_timesteps).*\]$"
+    updated = re.sub(deps_line, rf"\1{plugin_files}]", text)
     if updated != text:
         write_text(_FIRST, updated)
         message = f"{_FIRST} now lists the plugin files of {RECORDED}"
@@ -144,21 +154,24 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
     Raises:
         ConfigError: the experiment has no such stage, or `method` and `seed` are missing, unknown or superfluous.
     """
-    rules, stages = layout.stage_rules(stage), (*layout.shared_stages, *dependencies.TRAINING_STAGES, "report")
+    stages = (*layout.shared_stages, *dependencies.TRAINING_STAGES, "report")
     demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
+    rules = layout.stage_rules(stage)
     if stage in dependencies.TRAINING_STAGES:
         if method not in layout.methods or seed not in layout.experiment.seeds:
             allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
             raise rejection(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
-        checksums = [layout.checksum_file(stage, method, seed, segment) for segment in layout.segments]
-        return [f"{rule}{segment.suffix}" for rule in rules for segment in layout.segments], checksums
+        rules_of_segments = [f"{rule}{segment.suffix}" for rule in rules for segment in layout.segments]
+        checksum_files = [layout.checksum_file(stage, method, seed, segment) for segment in layout.segments]
+        return rules_of_segments, checksum_files
     if method is not None or seed is not None:
         got = f"--method {method} --seed {seed}"
         raise rejection(f"ledger run {stage}", got, "neither, as all training runs share this stage")
     if stage == "report":  # DVC has no stages for the analyses and the import into MLflow, which is of this machine
-        analyses = [rule for rule in layout.count_jobs() if rule.startswith(("measure_", "analyse_"))]
-        last = ["report", "track"] if layout.experiment.tracking.enabled else ["report"]
-        return [*analyses, *last], last
+        analysis_rules = [rule for rule in layout.count_jobs() if rule.startswith(("measure_", "analyse_"))]
+        targets = ["report", "track"] if layout.experiment.tracking.enabled else ["report"]
+        return [*analysis_rules, *targets], targets
+    # rule encode joins the shards of rule encode_parts, which has wildcards and is therefore no target
     return rules, [rule for rule in rules if not rule.endswith("_parts")]
 
 
@@ -169,17 +182,21 @@ def record() -> None:
         KairosError: the working tree has uncommitted changes, results are stale, or DVC fails.
     """
     written = [str(path) for path in (_LOCK, _FIRST.with_suffix(".lock"), _machines_file(_LOCK))]
-    if dirty := [line for line in _changed_files() if line[3:] not in written]:
+    uncommitted = [line for line in _changed_files() if line[3:] not in written]  # line: " M path" or "?? path"
+    if uncommitted:
         reason = "the working tree has uncommitted changes, so the results could not be reproduced from a commit"
-        raise KairosError("\n".join([f"record: {reason}; commit them first:", *dirty[:_MOST_LINES]]))
+        raise KairosError("\n".join([f"record: {reason}; commit them first:", *uncommitted[:_MOST_LINES]]))
     _check_up_to_date("record: results are stale; run `make demo` first.")
     results = Path(create_layout(load(RECORDED)).results)
     write_dependencies(Path(RECORDED), results / "dependencies.yaml")
     _write_lock()
-    if machines := _list_machines(results):  # adopted results come without: the recorded machines stay
+    machines = _list_machines(results)
+    if machines:  # adopted results come without machines; the recorded ones then stay
         write_json(_machines_file(_LOCK), {"machines": machines})
-    commit = f"recorded in dvc.lock; commit it: git add {' '.join(written)} && git commit"
-    log(commit if _changed_files(*written) else "dvc.lock is up to date already")
+    if _changed_files(*written):
+        log(f"recorded in dvc.lock; commit it: git add {' '.join(written)} && git commit")
+    else:
+        log("dvc.lock is up to date already")
 
 
 def _write_lock() -> None:
@@ -198,7 +215,9 @@ def _write_lock() -> None:
 
 
 def adopt() -> None:
-    """Pull the recorded results into this clone, and mark them as computed in Snakemake's metadata.
+    """Pull the recorded results into this clone, and mark them as computed in Snakemake's metadata and for DVC.
+
+    The report is imported into MLflow if the experiment enables tracking.
 
     Raises:
         KairosError: nothing is recorded, the data cannot be pulled, or something would still have to run.
@@ -213,7 +232,7 @@ def adopt() -> None:
     if layout.experiment.tracking.enabled:
         _run_tool("snakemake", *quiet, "--allowed-rules", "track", "--", "track", captured=False)
     _check_up_to_date("adopt: the recorded results do not belong to this working tree.")
-    _run_tool("dvc", "repro", str(_FIRST))
+    _run_tool("dvc", "repro", str(_FIRST))  # writes the table of dependencies, which `dvc status` compares
     if _run_tool("dvc", "status", "--quiet").returncode:
         raise KairosError("adopt: files differ from dvc.lock; `dvc status` lists them")
     log(f"adopted: {layout.results}/report.html; nothing to rerun for snakemake and dvc")
@@ -231,7 +250,7 @@ def _pull() -> None:
     if not remotes.stdout.strip():
         raise KairosError(f"adopt: no DVC remote is configured. {_SET_REMOTE}")
     if _run_tool("dvc", "pull").returncode:
-        name, location = remotes.stdout.split()[:2]
+        name, location = remotes.stdout.split()[:2]  # line: name and location of the first remote
         reason = "it cannot be reached from here, or `dvc push` was not run where the results were recorded"
         advice = _SET_REMOTE.replace("add --local", "add --force --local")
         raise KairosError(f"adopt: the recorded data are not all at {location} (remote {name}): {reason}. {advice}")
@@ -248,7 +267,7 @@ def _check_up_to_date(problem: str) -> None:
     if process.returncode:
         raise KairosError(f"snakemake --dry-run failed:\n{output.strip()}")
     if "Nothing to be done" not in output:
-        jobs = output[output.find("Job stats:") :].split("\n\n")[0].strip()
+        jobs = output[output.find("Job stats:") :].split("\n\n")[0].strip()  # Snakemake's table ends at an empty line
         raise KairosError(f"{problem} Snakemake would run:\n{jobs}")
 
 
@@ -291,22 +310,35 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
         stages: dict[str, Any] = yaml.safe_load(lock.read_text(encoding="utf-8"))["stages"]
     except (OSError, LookupError, TypeError, yaml.YAMLError) as error:
         raise KairosError(f"--against: {lock} cannot be read ({error}); pass the dvc.lock of a recording") from None
-    outputs = [(name, out["path"], out["md5"]) for name, stage in stages.items() for out in stage.get("outs", [])]
-    digests = {path: hash_path(lock.parent / path) for _, path, _ in outputs if not _has_clock_times(path)}
-    different = {path for _, path, recorded in outputs if path in digests and digests[path] != recorded}
-    for name, path, _ in outputs:
+    outputs = [(stage, output) for stage in stages.values() for output in stage.get("outs", [])]
+    digests: dict[str, str] = {}
+    different: set[str] = set()  # of all outputs, because the reason for a difference may be an input
+    for _, output in outputs:
+        path = output["path"]
+        if not _has_clock_times(path):
+            digests[path] = hash_path(lock.parent / path)
+            if digests[path] != output["md5"]:
+                different.add(path)
+    for stage, output in outputs:
+        path = output["path"]
         if path not in digests:
             yield path, "not compared", "holds clock times"
         elif path in different:
-            yield path, "differs" if digests[path] else "missing", _explain(stages[name], lock, different)
+            result = "differs" if digests[path] else "missing"
+            yield path, result, _explain(stage, lock, different)
         else:
             yield path, "same", ""
 
 
 def hash_path(path: Path) -> str:
-    """Return DVC's hash of a file or folder, or an empty text if there is none."""
+    """Return DVC's hash of a file or folder, or an empty text if the path does not exist.
+
+    DVC's hash of a folder is the MD5 of a JSON list of its files with their hashes, followed by ``.dir``.
+    """
+    if not path.exists():
+        return ""
     if not path.is_dir():
-        return hashlib.md5(path.read_bytes()).hexdigest() if path.exists() else ""
+        return hashlib.md5(path.read_bytes()).hexdigest()
     relative_paths = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
     complete = [file for file in relative_paths if not _is_temporary(file)]
     names = sorted(file.as_posix() for file in complete)
@@ -350,9 +382,9 @@ def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
             continue
         table = yaml.safe_load(path.read_text(encoding="utf-8"))
         for key, recorded_fields in recorded.items():
-            fields = table
-            for part in key.split("."):
-                fields = fields.get(part, {})
+            fields = table  # key train.uniform.fields: table["train"]["uniform"]["fields"]
+            for name in key.split("."):
+                fields = fields.get(name, {})
             for field, recorded_value in recorded_fields.items():
                 if fields.get(field) != recorded_value:
                     changed.append(f"{key}.{field}")
@@ -365,7 +397,7 @@ def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
     if not file.exists():
         return [f"the machine of the recording is unknown ({file.name} is missing)"]
     recorded = read_json(file)["machines"]
-    experiment_folder = Path(*Path(stage["outs"][0]["path"]).parts[:2])
+    experiment_folder = Path(*Path(stage["outs"][0]["path"]).parts[:2])  # results/<experiment>
     present = _list_machines(lock.parent / experiment_folder)
     reasons = []
     for fact in _MACHINE_FACTS:

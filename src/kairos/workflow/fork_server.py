@@ -10,6 +10,10 @@ bit. The processes are:
       └── bash
             └── kairos ...  the client: `run_on_server`; ends with the job's exit status
 
+A client connects to the server's socket and sends `_REQUEST` with its standard streams, and a line of JSON. The
+guardian answers `_ACCEPTED` and later the job's exit status, 4 bytes. In between, each byte from the client is the
+number of a signal. A closed connection without an answer means that the server does not accept the command.
+
 A machine with a GPU has no server: the import of diffusers initialises the GPU, which forks then cannot use. There is
 none on a cluster and outside of Linux either.
 
@@ -42,6 +46,7 @@ from kairos.training.launch import die_with_parent
 _TRAINING_STAGES = ("train", "sample", "evaluate", "analyse", "measure")
 FORKED_STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_TRAINING_STAGES))
 _SOCKET_VARIABLE = "KAIROS_PRELOADED"  # environment variable with the path of the server's socket
+# code of the server's process, to be formatted with the arguments of `serve`: listener, config and folder
 _SERVER = "from kairos import cli; from kairos.workflow import fork_server; fork_server.serve(cli.main, {}, {!r}, {!r})"
 # environment variables that Snakemake sets to a job's number of threads, and to its folder for temporary files
 _THREAD_LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
@@ -68,18 +73,20 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
         stages: the stage of every job that the run will start.
     """
     os.environ.pop(_SOCKET_VARIABLE, None)
-    forked_jobs = sum(stage in FORKED_STAGES for stage in stages)
-    if sys.platform != "linux" or os.path.exists("/dev/nvidiactl") or forked_jobs < 2:
+    forked_job_count = sum(stage in FORKED_STAGES for stage in stages)
+    has_gpu = os.path.exists("/dev/nvidiactl")
+    if sys.platform != "linux" or has_gpu or forked_job_count < 2:
         return
     folder = tempfile.mkdtemp(prefix="kairos-")  # only this user can open it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
+    # the environment that Snakemake will give to the jobs' commands, see `_process_conditions`
+    environment = dict(os.environ)
+    environment |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    environment |= dict.fromkeys(_FOLDER_VARIABLES, tempfile.gettempdir())
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:  # an OSError: the jobs run without a server
         os.close(os.pidfd_open(os.getpid()))  # raises OSError before Linux 5.3, where guardians could not work
         listener.bind(f"{folder}/socket")
         listener.listen(_MOST_WAITING)
-        environment = dict(os.environ)
-        environment |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
-        environment |= dict.fromkeys(_FOLDER_VARIABLES, tempfile.gettempdir())
         server = subprocess.Popen(
             [sys.executable, "-P", "-c", _SERVER.format(listener.fileno(), str(config), folder)],
             stdin=subprocess.PIPE,
@@ -109,31 +116,25 @@ def run_on_server(argv: list[str]) -> int | None:
     path = os.environ.pop(_SOCKET_VARIABLE, None)
     if path is None or sys.stdin is None:
         return None
-    ignored = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
+    ignored_signals = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
     request: Request = {
         "conditions": _process_conditions(),
         "sys": [sys.argv, sys.path],
         "usage": resource_usage.usage_so_far(),
-        "ignored": ignored,
+        "ignored": ignored_signals,
         "argv": argv,
     }
     with socket.socket(socket.AF_UNIX) as server:
-        try:
-            server.connect(path)
-            socket.send_fds(server, [_REQUEST], [0, 1, 2])
-            server.sendall(json.dumps(request).encode() + b"\n")
-            if not server.recv(1):
-                return None
-        except OSError:
+        if not _send_request(server, path, request):
             return None
 
         def forward(number: int, frame: object) -> None:
             with suppress(OSError):
                 server.send(bytes([number]))
-            if number == signal.SIGTSTP:
+            if number == signal.SIGTSTP:  # the handler replaces the signal's effect: stop this process as well
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-        for number in set(_SIGNALS) - set(ignored):
+        for number in set(_SIGNALS) - set(ignored_signals):
             signal.signal(number, forward)
         answer = b""
         with suppress(OSError):
@@ -141,6 +142,24 @@ def run_on_server(argv: list[str]) -> int | None:
     # without an answer the guardian was killed
     status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
     return status if status >= 0 else 128 - status
+
+
+def _send_request(server: socket.socket, path: str, request: Request) -> bool:
+    """Send a request and this process's standard streams to the server; return True if the server accepts it.
+
+    Args:
+        server: a socket that is not connected yet.
+        path: path of the server's socket.
+        request: the request.
+    """
+    standard_streams = [0, 1, 2]
+    try:
+        server.connect(path)
+        socket.send_fds(server, [_REQUEST], standard_streams)
+        server.sendall(json.dumps(request).encode() + b"\n")
+        return bool(server.recv(len(_ACCEPTED)))
+    except OSError:
+        return False
 
 
 # ----------------------------------------------------------------------------------------------------- in the server
@@ -155,14 +174,15 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
         config: file of the frozen experiment.
         folder: folder of the socket, which the server deletes at its end.
     """
-    gc.disable()
+    gc.disable()  # imports are faster without it; in a job `kairos.resource_usage.end_startup` enables it again
     if portable.is_requested(Namespace(config=config)):
         portable.set_variables()
     conditions = _process_conditions()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a job's first signals wait until its handlers are set
     _import_modules(config)
     # a fork could not use a GPU that is initialised, and would lack other threads
-    can_fork = not sys.modules["torch"].cuda.is_available() and len(os.listdir("/proc/self/task")) == 1
+    thread_count = len(os.listdir("/proc/self/task"))
+    can_fork = thread_count == 1 and not sys.modules["torch"].cuda.is_available()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended guardians are removed without a wait
     with socket.socket(fileno=listener) as clients:
         request = _fork_jobs(clients, conditions) if can_fork else None
@@ -183,15 +203,16 @@ def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
         The request, in the process of its job. None in the server when the controller has ended.
     """
     sources = _source_times()
-    controller = 0  # standard input is a pipe from the controller
-    while controller not in select.select([controller, clients.fileno()], [], [])[0]:
-        with suppress(OSError, ValueError), clients.accept()[0] as client:
-            streams = socket.recv_fds(client, 1, 3)[1]
+    controller = 0  # standard input, a pipe that becomes readable when the controller ends
+    while controller not in _wait_until_readable(controller, clients.fileno()):
+        with suppress(OSError, ValueError), clients.accept()[0] as client:  # a faulty request is not accepted
+            _, streams, _, _ = socket.recv_fds(client, len(_REQUEST), maxfds=3)
             try:
                 request: Request = json.loads(client.makefile(encoding="utf-8").readline())
+                # the server may have imported more modules since `sources` was read, but no file may have changed
                 unchanged = sources.items() <= _source_times().items()
                 if request["conditions"] == conditions and unchanged and os.fork() == 0:
-                    _guard(client)
+                    _guard(client)  # returns in the job's process alone
                     for number, stream in enumerate(streams):
                         os.dup2(stream, number)
                     return request
@@ -199,6 +220,12 @@ def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
                 for stream in streams:
                     os.close(stream)
     return None
+
+
+def _wait_until_readable(*descriptors: int) -> list[int]:
+    """Wait until at least one of some file descriptors can be read or is closed, and return those that can."""
+    readable, _, _ = select.select(descriptors, [], [])
+    return readable
 
 
 def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
@@ -209,42 +236,47 @@ def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
     for number in _SIGNALS:
         if number in request["ignored"]:
             signal.signal(number, signal.SIG_IGN)
+        elif number == signal.SIGINT:  # as Python does at its start
+            signal.signal(number, signal.default_int_handler)
         else:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     sys.exit(main(request["argv"]))
 
 
 def _guard(client: socket.socket) -> None:
-    """Fork the job; return in the job, and in this process stay until the job has ended, then exit.
+    """Fork the job, and return in the job's process alone.
 
-    This process, the guardian, forwards signals from the client to the job, and sends the job's exit status.
+    This process, the guardian, forwards signals from the client to the job. When the job has ended, it sends the job's
+    exit status to the client and exits.
     """
     die_with_parent(signal.SIGKILL)
     guardian = os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server ignores it, and then waitpid returns no status
     with suppress(OSError):
         job = os.fork()
         if job == 0:
             die_with_parent(signal.SIGTERM)
             if os.getppid() == guardian:
                 return
-            os._exit(1)  # the guardian ended before the job could ask for a signal at its end
+            os._exit(1)  # the guardian ended before `die_with_parent` took effect
         job_end = os.pidfd_open(job)
         client.sendall(_ACCEPTED)
-        while job_end not in select.select([client.fileno(), job_end], [], [])[0]:
+        while job_end not in _wait_until_readable(client.fileno(), job_end):
             message = client.recv(1)
             # a client that has ended without a signal for the job was killed
             os.kill(job, message[0] if message else signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+        _, wait_status = os.waitpid(job, 0)
+        status = os.waitstatus_to_exitcode(wait_status)  # negative: number of the signal that ended the job
         client.sendall(status.to_bytes(4, "big", signed=True))
     os._exit(0)
 
 
 def _import_modules(config: str) -> None:
-    """Import the modules of kairos and torch that an experiment's stages need; other modules could compute something.
+    """Import the modules of kairos and torch that an experiment's stages need.
 
-    The time of the imports is recorded in ``timing/preload.json``.
+    Other modules, such as those of plugins, are left out because their import could compute something. The time of the
+    imports is recorded in ``timing/preload.json``.
     """
     from kairos.config import load
     from kairos.workflow.dependencies import TRAINING_STAGES, find_dependencies, shared_stages
@@ -278,4 +310,5 @@ def _process_conditions() -> list[Any]:
 def _source_times() -> dict[str, int]:
     """Return the modification time of the file of every imported module, in nanoseconds."""
     specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
-    return {spec.origin: os.stat(spec.origin).st_mtime_ns for spec in specs if spec and spec.has_location}
+    files = [spec.origin for spec in specs if spec is not None and spec.has_location]
+    return {file: os.stat(file).st_mtime_ns for file in files}

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from kairos.workflow import dependencies
 from kairos.workflow.rules import gpus_per_job
 
 FROZEN_VARIABLE = "KAIROS_EXPERIMENT"  # environment variable with the path of the controller's frozen experiment
-_SHARDS_FOLDER = ".parts"
+_SHARDS_FOLDER = ".parts"  # for the outputs and timing files of jobs that compute a shard
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Segment:
 
     Attributes:
         steps: the segment's snapshots, by their steps.
-        previous: name of the snapshot that the segment starts from; empty for the first segment.
+        previous: list with the name of the snapshot that the segment starts from; empty for the first segment.
         number: number of the segment, from 1.
         suffix: ``_`` and the number, for rule names and log files; empty if the training run has one segment.
         is_last: True if the training run is complete after the segment.
@@ -95,13 +95,17 @@ class Layout:
     def segments(self) -> list[Segment]:
         """Segments of every training run, in order."""
         steps_by_segment = self.experiment.segments
-        previous: list[list[str]] = [[]]
-        for steps, _ in pairwise(steps_by_segment):
-            previous.append(name_snapshots(steps[-1:]))
-        segments, count = [], len(steps_by_segment)
+        count = len(steps_by_segment)
+        segments: list[Segment] = []
         for number, steps in enumerate(steps_by_segment, 1):
-            suffix = f"_{number}" if count > 1 else ""
-            segments.append(Segment(steps, previous[number - 1], number, suffix, number == count))
+            segment = Segment(
+                steps=steps,
+                previous=segments[-1].snapshots[-1:] if segments else [],
+                number=number,
+                suffix=f"_{number}" if count > 1 else "",
+                is_last=number == count,
+            )
+            segments.append(segment)
         return segments
 
     @property
@@ -141,32 +145,33 @@ class Layout:
     def training_group(self, segment: Segment) -> Callable[[Any], str] | None:
         """Return a function from wildcards to the group of training runs that a scheduler runs as one job.
 
-        Every run of the workflow has the same groups. A training run that has diverged is a group by itself, because
-        it would stop the other training runs at each attempt. Without ``trainings_per_gpu`` there is no group.
+        Every run of the workflow has equal groups. A training run that has diverged is a group by itself, because it
+        would stop the other training runs at each attempt. None: the experiment has no groups, because each training
+        run has a GPU of its own.
         """
         trainings_per_gpu = self.experiment.training.trainings_per_gpu
         if trainings_per_gpu == 1:
             return None
-        numbers = {training: number // trainings_per_gpu for number, training in enumerate(self.trainings)}
+        group_numbers = {training: index // trainings_per_gpu for index, training in enumerate(self.trainings)}
 
         def name_group(wildcards: Any) -> str:
             method, seed = wildcards.method, int(wildcards.seed)
             progress = read_progress(Path(self.training_folder(method, seed)))
-            diverged = not progress.get("again", True)
-            suffix = f"_alone_{method}_seed{wildcards.seed}" if diverged else ""
-            return f"trainings{segment.suffix}_{numbers[method, seed]}{suffix}"
+            has_diverged = not progress.get("again", True)
+            suffix = f"_alone_{method}_seed{seed}" if has_diverged else ""
+            return f"trainings{segment.suffix}_{group_numbers[method, seed]}{suffix}"
 
         return name_group
 
     def count_jobs(self) -> dict[str, int]:
         """Return the number of jobs of each rule; the segments of a rule count together."""
-        jobs_of_trainings = len(self.trainings) * len(self.segments)
+        training_job_count = len(self.trainings) * len(self.segments)
         counts: dict[str, int] = {}
         for stage in (*self.shared_stages, *dependencies.TRAINING_STAGES):
-            number = jobs_of_trainings if stage in dependencies.TRAINING_STAGES else 1
-            counts[stage] = number
+            count = training_job_count if stage in dependencies.TRAINING_STAGES else 1
+            counts[stage] = count
             if shards := self.shards(stage):
-                counts[f"{stage}_parts"] = number * len(shards)
+                counts[f"{stage}_parts"] = count * len(shards)
         for name in self.analyses:
             if files := self.measurement_files(name):
                 counts[f"measure_{name}"] = len(files)
@@ -215,12 +220,15 @@ class Layout:
         return files
 
     def training_end(self, wildcards: Any) -> list[str]:
-        """Return the record of a training run's end, as an input of jobs that read the last snapshot; else nothing."""
+        """Return an input of a snapshot's job: the record of the training run's end if it is the last snapshot.
+
+        A job of another snapshot does not wait for the end, and gets an empty list.
+        """
         folder = self.training_folder(wildcards.method, wildcards.seed)
         return [f"{folder}/training.json"] if wildcards.step == self.snapshots[-1] else []
 
     def checksum_file(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
-        """Return the path of the checksums of what a job of a training run has written.
+        """Return the path of the checksums of the outputs of a training run's job.
 
         All checksums of a training run's stage are in one folder, which DVC's report stage can depend on.
         """
@@ -228,14 +236,14 @@ class Layout:
 
     def report_inputs(self) -> list[str]:
         """Return all records that the report and the import into MLflow read."""
-        shared = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
-        of_snapshot = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
-        of_training = ["training.json", "metrics.jsonl"]
+        shared_records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
+        snapshot_files = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
+        training_files = ["training.json", "metrics.jsonl"]
         for snapshot in self.snapshots:
-            of_training += [path.format(snapshot) for path in of_snapshot]
-        paths = [f"{self.results}/{record}.json" for record in shared]
+            training_files += [path.format(snapshot) for path in snapshot_files]
+        paths = [f"{self.results}/{record}.json" for record in shared_records]
         for method, seed in self.trainings:
-            paths += [f"{self.training_folder(method, seed)}/{path}" for path in of_training]
+            paths += [f"{self.training_folder(method, seed)}/{path}" for path in training_files]
         for stage, (method, seed), segment in product(dependencies.TRAINING_STAGES, self.trainings, self.segments):
             paths.append(self.checksum_file(stage, method, seed, segment))
         return paths + self.analysis_outputs
@@ -249,15 +257,21 @@ class Layout:
     def rule_params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
         """Return the ``params:`` of a rule: the dependencies of its stage, the experiment file and the timing file.
 
-        The timing file is not an output: it contains times and the machine, so that it differs in every run.
+        The timing file is not an output: it contains times and the machine, so that it differs in every run. Its path
+        contains the wildcards of the rule, such as ``timing/train/{method}_seed{seed}/1.json``.
+
+        Args:
+            rule: name of the rule, without the suffix of a segment.
+            segment: segment of the rule's jobs; None: its stage is not split into segments.
         """
         stage = rule.removesuffix("_parts")
+        is_shard_rule = rule != stage
         job = stage
         if stage.startswith("measure_"):
             job += ".{method}.seed{seed}.{step}"
         elif segment is not None:
             job += f"/{{method}}_seed{{seed}}/{segment.number}"
-        if rule != stage:
+        if is_shard_rule:
             job = f"{_SHARDS_FOLDER}/{job}.{{shard}}"
         timing = f"{self.results}/timing/{job}.json"
         return {**self.dependency_params(stage), "timing": timing, "config": self.config_argument}
@@ -267,14 +281,18 @@ class Layout:
 
         The functions delay the fingerprint of code: Snakemake calls them only for stages that have jobs.
         """
-        is_of_training = stage in dependencies.TRAINING_STAGES
-        collect = cache(lambda method: dependencies.collect_params(stage, self.plain, method))
+        depends_on_method = stage in dependencies.TRAINING_STAGES
 
-        def select(name: str) -> Callable[[Any], Any]:
-            return lambda wildcards: collect(wildcards.method if is_of_training else None)[name]
+        @cache
+        def collect(method: str | None) -> dict[str, Any]:
+            return dependencies.collect_params(stage, self.plain, method)
 
+        def build_function(name: str) -> Callable[[Any], Any]:
+            return lambda wildcards: collect(wildcards.method if depends_on_method else None)[name]
+
+        # the names of the fields are equal for all methods
         names = dependencies.find_dependencies(stage, self.plain, self.methods[0]).fields
-        return {name: select(name) for name in (*names, "code")}
+        return {name: build_function(name) for name in (*names, "code")}
 
     def config_argument(self, wildcards: Any, output: Any) -> str:
         """Return the path of the frozen experiment, a ``params:`` value that Snakemake does not record."""
@@ -283,10 +301,10 @@ class Layout:
     def sampling_options(self, wildcards: Any, output: Any) -> str:
         """Return the options of ``kairos sample`` for the whole sampling section; Snakemake does not record them."""
         sampling = {name: value for name, value in self.plain["sampling"].items() if name != "shards"}
-        sampling["grid_images"] = sampling.pop("grid")
+        sampling["grid_images"] = sampling.pop("grid")  # the field's name differs from the option's, --grid-images
         options = []
         for name, value in sampling.items():
-            text = value if isinstance(value, str) else json.dumps(value)  # null too
+            text = value if isinstance(value, str) else json.dumps(value)  # None becomes null, as in the experiment
             options.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
         return " ".join(options)
 
@@ -297,7 +315,7 @@ def name_snapshots(steps: tuple[int, ...]) -> list[str]:
 
 
 def create_layout(experiment: Experiment) -> Layout:
-    """Return the layout of an experiment, after choosing what the experiment leaves open and freezing it in a file."""
+    """Return the layout of an experiment, after settling its open choices and freezing it in a file."""
     settled, notes = experiment.resolve()
     return Layout(settled, freeze(settled), notes + warn_of_missing(settled))
 

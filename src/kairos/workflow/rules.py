@@ -1,7 +1,7 @@
 """Shell arguments and resources of the Snakemake rules in ``workflow/rules``.
 
 Snakemake does not record ``params:`` functions that take ``input`` or ``output``: it compares those files themselves.
-It finds out by the names of the functions' parameters, so those names are fixed.
+Snakemake recognises such functions by the names of their parameters, so those names are fixed.
 """
 
 import os
@@ -10,12 +10,13 @@ from typing import Any
 
 from kairos.config import Experiment
 
-PathsFunction = Callable[[Any, Any, Any], list[str]]  # of a job's wildcards, input and output
+# functions of a job's wildcards, input and output
+PathsFunction = Callable[[Any, Any, Any], list[str]]
 TextFunction = Callable[[Any, Any, Any], str]
 
 _TRAINING_MB = 6000  # main memory of one process of a training run
 _LARGEST_FACTOR = 3  # retries do not request more than this multiple, so that the job still fits a machine
-_TRAINING_MINUTES = 1440
+_TRAINING_MINUTES = 1440  # a day
 
 
 def paths_of(name: str) -> PathsFunction:
@@ -23,7 +24,9 @@ def paths_of(name: str) -> PathsFunction:
 
     def list_paths(wildcards: Any, input: Any, output: Any) -> list[str]:
         paths = output.get(name) or input.get(name) or []
-        return [paths] if isinstance(paths, str) else list(paths)
+        if isinstance(paths, str):
+            return [paths]
+        return list(paths)
 
     return list_paths
 
@@ -41,21 +44,33 @@ def folder_of(name: str) -> TextFunction:
 
 
 def stage_options(*stages: str) -> TextFunction:
-    """Return a ``params:`` function that writes ``--STAGE FOLDER`` for each stage, an input of the rule."""
-    folders = {stage: folder_of(stage) for stage in stages}
-    return lambda wildcards, input, output: " ".join(
-        f"--{stage} {folder(wildcards, input, output)}" for stage, folder in folders.items()
-    )
+    """Return a ``params:`` function that writes ``--STAGE FOLDER`` for each stage, an input of the rule.
+
+    An example is ``--dataset results/tiny/dataset --autoencoder results/tiny/autoencoder``.
+    """
+
+    def write_options(wildcards: Any, input: Any, output: Any) -> str:
+        options = []
+        for stage in stages:
+            folder = folder_of(stage)(wildcards, input, output)
+            options.append(f"--{stage} {folder}")
+        return " ".join(options)
+
+    return write_options
 
 
 def repeat_option(option: str, paths: PathsFunction) -> TextFunction:
     """Return a ``params:`` function that writes ``OPTION PATH`` for each of a job's paths."""
-    return lambda wildcards, input, output: " ".join(f"{option} {path}" for path in paths(wildcards, input, output))
+
+    def write_options(wildcards: Any, input: Any, output: Any) -> str:
+        return " ".join(f"{option} {path}" for path in paths(wildcards, input, output))
+
+    return write_options
 
 
 def shard_options(wildcards: Any, input: Any, output: Any) -> str:
     """Return ``--shard K`` for a job that computes a shard, else ``--part PATH`` for each shard that the job joins."""
-    if "shard" in wildcards.keys():  # noqa: SIM118  (no dictionary)
+    if "shard" in wildcards.keys():  # noqa: SIM118  (Snakemake's wildcards are no dictionary)
         return f"--shard {wildcards.shard}"
     return repeat_option("--part", paths_of("parts"))(wildcards, input, output)
 

@@ -42,16 +42,18 @@ def prevent_retry(job: Any) -> None:
 
     The public setter of the attempt would return more resources to the scheduler than the job has taken.
     """
-    job._attempt = job.restart_times + 1
+    job._attempt = job.restart_times + 1  # the last one
 
 
-def set_jobs_per_group(workflow: Any, group: str, number: int) -> str:
-    """Let Snakemake combine up to `number` jobs of a group that do not depend on each other; return the group.
+def set_jobs_per_group(workflow: Any, group: str, job_count: int) -> str:
+    """Let Snakemake combine up to `job_count` jobs of a group that do not depend on each other; return the group.
 
-    Rules call this function when Snakemake evaluates their group: the settings do not exist before.
+    Rules call this function when Snakemake evaluates their group: the settings do not exist before. A number that the
+    user has set for the group is kept.
     """
-    if settings := workflow.group_settings:  # None if nothing is executed, such as for a summary
-        settings.group_components = {group: number, **settings.group_components}
+    settings = workflow.group_settings
+    if settings is not None:  # None if nothing is executed, such as for a summary
+        settings.group_components = {group: job_count, **settings.group_components}
     return group
 
 
@@ -65,4 +67,6 @@ def read_longest_limit(partition_file: Path, gpu: bool) -> float:
     from snakemake_executor_plugin_slurm.partitions import read_partition_file  # imports pandas
 
     limits = [partition.limits for partition in read_partition_file(partition_file)]
-    return max((limit.max_runtime for limit in limits if limit.max_gpu or not gpu), default=0.0)
+    if gpu:
+        limits = [limit for limit in limits if limit.max_gpu]
+    return max((limit.max_runtime for limit in limits), default=0.0)
