@@ -222,7 +222,7 @@ def experiment_values(**changes):
     ("changes", "message"),
     [
         ({"dataset": {"low_resolution": 5}}, r"low_resolution: got 5, allowed: a divisor of the images' side, 32"),
-        ({"dataset": {"low_resolution": None}}, r"dataset\.low_resolution: got None, allowed: a number, since model"),
+        ({"dataset": {"low_resolution": None}}, r"dataset\.low_resolution: got null, allowed: a number, since model"),
         ({"model": {"conditions": []}, "training": {"condition_dropout": 0.0}, "sampling": {"guidance_scale": 1.0}},
          r"dataset\.low_resolution: got 4, allowed: null, unless model\.conditions contains low_resolution"),
         ({"dataset": {"source": "digits", "path": None, "resolution": None, "flips": False, "low_resolution": 3}},
