@@ -43,7 +43,7 @@ def paper(name: str) -> str:
     return "\n\n".join([table(heads, rows), claims, *(part for one in recipes for part in _recipe(one))])
 
 
-def told(file: Path) -> tuple[str, list[str]]:
+def read_header(file: Path) -> tuple[str, list[str]]:
     """Read the header comment of a recipe; returns its description and the known differences from the paper."""
     comments = re.match(r"(?:#.*\n)+", file.read_text(encoding="utf-8"))[0].splitlines()[1:]  # type: ignore[index]
     text = " ".join(line.removeprefix("#").strip() for line in comments)
@@ -53,7 +53,7 @@ def told(file: Path) -> tuple[str, list[str]]:
 
 def _recipe(one: Recipe) -> Iterator[str]:
     path = one.file.relative_to(ROOT).as_posix()
-    description, differences = told(one.file)
+    description, differences = read_header(one.file)
     yield f"## {one.file.stem}"
     yield plain(description)
     memory, stored = (

@@ -73,11 +73,11 @@ def markers(name: str) -> set[str]:
 
 def test_promises_name_tests_that_exist_and_say_when_these_run():
     page = (ROOT / "docs/promises.md").read_text().partition("\n\n| ")[2]
-    named = re.findall(r"`([\w/]+::\w+)`(?: \((long|cluster)\))?", page)
-    assert len(named) > 80
-    for name, said in named:
+    tests_of_promises = re.findall(r"`([\w/]+::\w+)`(?: \((long|cluster)\))?", page)
+    assert len(tests_of_promises) > 80
+    for name, kind in tests_of_promises:
         (expected,) = markers(name) & {"long", "cluster"} or {""}
-        assert said == expected, name
+        assert kind == expected, name
 
 
 def component_problems(registry: Registry, name: str) -> list[str]:
@@ -96,8 +96,8 @@ def component_problems(registry: Registry, name: str) -> list[str]:
 
 
 def test_every_component_has_its_formula_and_its_options():
-    named = [(registry, name) for registry in (SAMPLERS, WEIGHTINGS, COUPLINGS) for name in registry]
-    assert [problem for registry, name in named for problem in component_problems(registry, name)] == []
+    components = [(registry, name) for registry in (SAMPLERS, WEIGHTINGS, COUPLINGS) for name in registry]
+    assert [problem for registry, name in components for problem in component_problems(registry, name)] == []
     common = reference.fields(gallery._COMMON)
     assert [option for option in gallery._COMMON if f"| `{option}` |" not in common] == []
 

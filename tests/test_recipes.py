@@ -276,7 +276,7 @@ def test_invalid_options_of_small_forms_are_rejected(tmp_path, capsys, options, 
 def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     import paper_pages
 
-    title, differs = paper_pages.told(ROOT / "recipes/speed/table5.yaml")
+    title, differs = paper_pages.read_header(ROOT / "recipes/speed/table5.yaml")
     assert title.startswith("Wang et al. 2025, table 5, ablations") and len(differs) == 2
     assert differs[0].startswith("k = 1 is uniform") and "5b and 5c" in differs[0]
     block = load(ROOT / "recipes/speed/table11.yaml").published[0]

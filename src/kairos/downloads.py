@@ -250,8 +250,8 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
         file = (folder / name).resolve()  # in the hub's cache a link to a file that is named by its hash
         if not file.is_file():
             return None
-        is_named_by_hash = re.fullmatch(r"[0-9a-f]{64}", file.name) is not None
-        if is_named_by_hash and sha256_file(file) != file.name:
+        has_hash_as_name = re.fullmatch(r"[0-9a-f]{64}", file.name) is not None
+        if has_hash_as_name and sha256_file(file) != file.name:
             file.unlink()
             return None
     try:

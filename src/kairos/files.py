@@ -250,9 +250,9 @@ def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
     Args:
         file: the open file.
         timeout: seconds until the attempts end.
-        users: rest of the error message, between "so nothing would keep two" and "another one, or mount it with locks":
-            what two processes would do without the lock, and the start of the advice. Example: "jobs from training here
-            at once; put results on".
+        users: middle of the error message "so nothing would keep two USERS another one, or mount it with locks". It
+            contains the processes that would collide and the start of the advice. Example: "jobs from training here at
+            once; put results on".
 
     Raises:
         KairosError: the file system has no locks.
