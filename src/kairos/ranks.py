@@ -43,10 +43,10 @@ def join(processes: int, device: "torch.device") -> None:
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # "env://": torchrun has set the address of the store, and the rank, in environment variables
-    _store, rank, _ = next(distributed.rendezvous("env://"))
+    _store, this_rank, _ = next(distributed.rendezvous("env://"))
     meet(processes)
     distributed.init_process_group(
-        backend, store=_store, rank=rank, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
+        backend, store=_store, rank=this_rank, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
     )
 
 
