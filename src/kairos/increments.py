@@ -25,7 +25,7 @@ Differences from the paper, and points that the paper leaves open:
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,69 +145,108 @@ def increments(
     if not 1 < r < np.inf:
         raise ConfigError(f"r: got {r:g}, allowed: number > 1, the magnitude where convergence begins")
     if process != "vp":
-        t, s, sigma, *bounds, reached = _of_levels(process, timesteps, r)
+        levels = _continuous_levels(process, timesteps, r)
     elif schedule is not None:
-        t, s, sigma, *bounds, reached = _of_schedule(schedule, r)
+        levels = _levels_of_schedule(schedule, r)
     else:
         raise ConfigError("schedule: none given, process vp needs one")
-    noise, ratio = (s * sigma) ** 2, s[1:] / s[:-1]
+    t, s = levels.t, levels.s
+    noise, ratio = (s * levels.sigma) ** 2, s[1:] / s[:-1]
     variance_given_x0 = (ratio - 1) ** 2 * noise[:-1] + noise[1:] - ratio**2 * noise[:-1]
-    both = noise[1:] + noise[:-1]
-    mean_bound, variance_bound, change, magnitude = (values[:-1] for values in bounds)
-    rows = (
-        t[:-1],
-        s[:-1],
-        sigma[:-1],
-        np.diff(s),
-        both,
-        variance_given_x0,
-        mean_bound,
-        variance_bound,
-        change,
-        magnitude,
-    )
+    change = levels.change[:-1]
     peak = int(np.argmax(change))
-    deceleration = None if np.ptp(change) == 0 or peak == len(change) - 1 else float(t[peak])
-    return Increments(process, *rows, r, deceleration, float(reached) if reached < t[-1] else None)
+    has_peak = np.ptp(change) > 0 and peak < len(change) - 1
+    return Increments(
+        process=process,
+        t=t[:-1],
+        s=s[:-1],
+        sigma=levels.sigma[:-1],
+        mean=np.diff(s),
+        variance=noise[1:] + noise[:-1],
+        own_variance=variance_given_x0,
+        mean_squared_bound=levels.mean_squared_bound[:-1],
+        variance_bound=levels.variance_bound[:-1],
+        change=change,
+        magnitude=levels.magnitude[:-1],
+        r=r,
+        deceleration=float(t[peak]) if has_peak else None,
+        convergence=levels.convergence if levels.convergence < t[-1] else None,
+    )
 
 
-def _of_levels(process: str, timesteps: int, r: float) -> tuple[Any, ...]:
-    """Compute values at t = 0, the image, and at each noise level of a process, all (T + 1,).
+class _Levels(NamedTuple):
+    """Values of a process at t = 0, the image, and at each noise level; arrays are (T + 1,).
 
-    The order is t, s, sigma, bounds of mean² and variance, change of the variance bound, magnitude. The last value is
-    the time at which the magnitude is r.
+    The fields are those of `Increments`; `convergence` is the time at which the magnitude is r, in the process or
+    beyond its end.
+    """
+
+    t: Array
+    s: Array
+    sigma: Array
+    mean_squared_bound: Array
+    variance_bound: Array
+    change: Array
+    magnitude: Array
+    convergence: float
+
+
+def _continuous_levels(process: str, timesteps: int, r: float) -> _Levels:
+    """Compute the values of a process in continuous time, ``flow``, ``ve`` or ``edm``, at `timesteps` noise levels.
+
+    The magnitude is 1 + sigma². Solved for t, magnitude = r gives the time of convergence.
     """
     fraction = np.arange(timesteps) / (timesteps - 1)
-    if (
-        process == "flow"
-    ):  # at t = 1 the signal-to-noise ratio would be 0; the limit is that of `diffusion.processes.Flow`
-        t, reached = np.minimum((np.arange(timesteps) + 1) / timesteps, 1 - 1e-5), 1 - 1 / (1 + (r - 1) ** 0.5)
+    if process == "flow":
+        # at t = 1 the signal-to-noise ratio would be 0; the limit is that of `diffusion.processes.Flow`
+        t = np.minimum((np.arange(timesteps) + 1) / timesteps, 1 - 1e-5)
+        convergence = 1 - 1 / (1 + (r - 1) ** 0.5)  # sigma = t / (1 - t)
     elif process == "ve":
-        t, reached = (0.02 * (100 / 0.02) ** fraction) ** 2, r - 1
-    else:
+        t = (0.02 * (100 / 0.02) ** fraction) ** 2
+        convergence = r - 1  # sigma² = t
+    elif process == "edm":
         low, high = 0.002 ** (1 / 7), 80 ** (1 / 7)
-        t, reached = (low + fraction * (high - low)) ** 7, (r - 1) ** 0.5
+        t = (low + fraction * (high - low)) ** 7
+        convergence = (r - 1) ** 0.5  # sigma = t
+    else:
+        raise ConfigError(f"process: got {process!r}, allowed: {', '.join(PROCESSES)}")
     t = np.concatenate([[0.0], t])
     form = table_8(process, t)
-    bound = np.full_like(t, np.diff(form.s, prepend=1).min() ** 2)
-    growth = bound, 2 * form.s**2 * form.sigma2, form.variance_dot(), 1 + form.sigma2
-    return t, form.s, np.sqrt(form.sigma2), *growth, reached
+    largest_drop_of_s = np.abs(np.diff(form.s, prepend=1)).max()  # s never rises
+    return _Levels(
+        t=t,
+        s=form.s,
+        sigma=np.sqrt(form.sigma2),
+        mean_squared_bound=np.full_like(t, largest_drop_of_s**2),
+        variance_bound=2 * form.s**2 * form.sigma2,
+        change=form.variance_dot(),
+        magnitude=1 + form.sigma2,
+        convergence=float(convergence),
+    )
 
 
-def _of_schedule(schedule: NoiseSchedule, r: float) -> tuple[Any, ...]:
-    """Compute levels and bounds of VP at t = 0, the image, and at each timestep of the schedule, all (T + 1,).
+def _levels_of_schedule(schedule: NoiseSchedule, r: float) -> _Levels:
+    """Compute the values of VP at each timestep of a noise schedule.
 
-    The order is that of `_of_levels`: t, s, sigma, bounds of mean² and variance, change of the variance bound,
-    magnitude. The last value is the time at which the magnitude is r.
+    The linear schedule has table 8's closed form. For other schedules, and if the last beta is clipped, the change is a
+    numerical derivative, and the time of convergence is interpolated.
     """
     t = np.arange(schedule.timesteps + 1.0)
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
     if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # not clipped
         delta, beta_0 = linear_coefficients(schedule)
         form = table_8("vp", t, beta_0, delta / schedule.timesteps)
-        decay, change, reached = form.s**2, form.variance_dot(), tau_of_magnitude(r, schedule)
+        decay, change, convergence = form.s**2, form.variance_dot(), tau_of_magnitude(r, schedule)
     else:
         decay, change = alphas_cumprod, np.gradient(2 * (1 - alphas_cumprod))
-        reached = float(np.interp(np.log(r), -np.log(decay), t, right=np.inf))
-    growth = schedule.betas.max() * decay, 2 * (1 - decay), change, 1 / decay
-    return t, np.sqrt(alphas_cumprod), np.sqrt(1 / alphas_cumprod - 1), *growth, reached
+        convergence = np.interp(np.log(r), -np.log(decay), t, right=np.inf)
+    return _Levels(
+        t=t,
+        s=np.sqrt(alphas_cumprod),
+        sigma=np.sqrt(1 / alphas_cumprod - 1),
+        mean_squared_bound=schedule.betas.max() * decay,
+        variance_bound=2 * (1 - decay),
+        change=change,
+        magnitude=1 / decay,
+        convergence=float(convergence),
+    )

@@ -137,7 +137,7 @@ def check() -> None:
 
 @functools.cache
 def replace_kernels() -> Any:
-    """Replace the CPU kernels that no variable makes portable.
+    """Replace the CPU kernels that no environment variable makes portable.
 
     Returns:
         The library of operators, whose deletion would restore the old kernels.
@@ -156,7 +156,8 @@ def replace_kernels() -> Any:
     square_root = _elementwise_kernel(np.sqrt)
 
     def power(x: "Tensor", exponent: Any, out: "Tensor | None" = None) -> "Tensor | None":
-        return square_root(x, out) if exponent == 0.5 else None  # torch computes x ** 0.5 as a square root
+        """Compute x ** 0.5 as torch does, by a square root; None for other exponents: torch's kernel is used."""
+        return square_root(x, out) if exponent == 0.5 else None
 
     _replace_kernel(library, "pow.Tensor_Scalar", power)
     _replace_kernel(library, "pow_.Scalar", lambda x, exponent: power(x, exponent, out=x))

@@ -121,7 +121,7 @@ def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
 def _encode(arguments: Any, experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
     """Encode the images of the data set or one shard of them, or merge shards; write them to `out`, and describe them.
 
-    A model that is conditioned on text gets the encoded captions, too.
+    The latents for a model that is conditioned on text refer to the folder of the captions, encoded by `kairos text`.
     """
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode

@@ -192,7 +192,11 @@ def estimate_cost(
 
 
 def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward_flops: float) -> dict[str, float]:
-    """Return the times of a method as keyword arguments of `MethodCost`.
+    """Return the times of training and sampling of a method, as keyword arguments of `MethodCost`.
+
+    ``training_hours`` and ``sampling_hours`` are hours of a CPU or GPU, summed over seeds and devices.
+    ``longest_job_hours`` is the wall time of the longest training job. ``lost_seconds`` is the time between two
+    checkpoints, the training time that a kill costs at most.
 
     Args:
         experiment: the checked experiment.
@@ -209,8 +213,8 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
         training_devices = training.processes / training.trainings_per_gpu
         sampling_devices = 1
     images = evaluation.num_samples * evaluation.sets * len(experiment.milestones)
-    passes_per_evaluation = 2 if sampling.guidance_scale != 1 else 1  # guidance needs a pass without conditions
-    forward_passes = seeds * images * sampling.nfe * passes_per_evaluation
+    passes_per_nfe = 2 if sampling.guidance_scale != 1 else 1  # guidance needs a pass without conditions
+    forward_passes = seeds * images * sampling.nfe * passes_per_nfe
     sampling_seconds = forward_passes * forward_flops / rate.flops_per_second
     job_ends = [0, *(segment[-1] for segment in experiment.segments)]
     steps_of_longest_job = max(end - start for start, end in pairwise(job_ends))

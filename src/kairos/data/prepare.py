@@ -205,13 +205,16 @@ def _random_subset(indices: Sequence[int], count: int, seed: int, stream: str) -
 
 
 def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImages) -> dict[str, np.ndarray]:
-    """Return the arrays to store, by name, other than the images and the split."""
+    """Return the conditions and captions of the images by name of the array.
+
+    With ``store: refer`` the images stay in their source. Then numbers, checksums and names of the images are added.
+    """
     indices = decoded.indices.tolist()
     arrays: dict[str, np.ndarray] = {}
     if config.store == "refer":
         names = np.array([os.fsencode(source.name(index)) for index in indices])
         arrays |= {"numbers": decoded.indices, "checksums": decoded.checksums, "names": names}
-    for name, (_, values) in source.conditions.items():
+    for name, (_description, values) in source.conditions.items():
         arrays[f"conditions/{name}"] = values[decoded.indices]
     if source.captions is not None:
         arrays |= captioning.pack_captions([source.captions[index] for index in indices])

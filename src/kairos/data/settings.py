@@ -82,10 +82,11 @@ class DatasetConfig(Section):
             demand(not self.files, "dataset.files", repr(self.files), f"null with source {self.source}")
 
     def _check_sizes(self) -> None:
-        """Check the resolution, and the factor of the low-resolution condition."""
-        if self.crop == "adm":
-            allowed = "a number with crop adm, which resizes before it cuts"
-            demand(self.resolution, "dataset.resolution", "null", allowed)
+        """Check that crop ``adm`` has a resolution, and that the low-resolution factor divides the images' side."""
+        if self.crop == "adm" and self.resolution is None:
+            raise ConfigError(
+                "dataset.resolution: got null, allowed: a number with crop adm, which resizes before it cuts"
+            )
         side = self.resolution  # None: known only after the images are prepared
         if side is None and self.source == "digits":
             side = 8

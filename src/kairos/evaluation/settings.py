@@ -49,25 +49,30 @@ class EvaluationConfig(Section):
             extractor: the extractor in use, which `self.extractor` may leave open as ``auto``.
             heldout: True if images are held out, which the validation loss needs.
 
+        Returns:
+            The metrics of the experiment file; if it has none, the defaults that the extractor and the split allow.
+
         Raises:
-            ConfigError: a metric lacks something that it needs.
+            ConfigError: a metric lacks something that it needs, or the primary metric is not among the metrics.
         """
         if self.metrics is None:
-            names = default_metrics(extractor, heldout)
+            metrics = metrics_with_options(default_metrics(extractor, heldout))
         else:
-            names = [metric["name"] for metric in self.metrics]
+            metrics = self.metrics
+        names = [metric["name"] for metric in metrics]
         if self.primary_metric == "validation" and "validation" not in names:
             raise ConfigError(
                 f"evaluation.primary_metric: got validation, which is not among the metrics {', '.join(names)}; "
                 "add it to evaluation.metrics and hold images out (dataset.heldout), or set distance"
             )
         if self.metrics is None:
-            return metrics_with_options(names)
-        check_metrics(self.metrics, extractor)
-        losses = [metric["name"] for metric in self.metrics if "milestone" in needs_of([metric])]
+            return metrics
+        check_metrics(metrics, extractor)
+        # metrics of a snapshot's weights, not of its samples: losses on held-out images
+        losses = [metric["name"] for metric in metrics if "milestone" in needs_of([metric])]
         if losses and not heldout:
             raise ConfigError(f"evaluation.metrics: {losses[0]} needs held-out images, and dataset.heldout is 0")
-        return self.metrics
+        return metrics
 
 
 def metrics_with_options(names: list[str]) -> list[dict[str, Any]]:

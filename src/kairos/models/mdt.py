@@ -117,12 +117,19 @@ class MDT(DiT):
         tokens = mask_tokens.index_put(index, visible_tokens) + self.decoder_pos_embed
         return torch.where(is_hidden, self.sideblocks[0](tokens, c, self._offset_rows), tokens)
 
-    def _visible_patches(self, mask: Tensor) -> Tensor:
-        """Return the ascending indices of the patches that `mask` (batch, height, width) does not hide, (batch, n)."""
+    def _visible_patches(self, scores: Tensor) -> Tensor:
+        """Select the visible patches: those with the smallest random scores.
+
+        Args:
+            scores: uniform random numbers, (batch, height, width); a patch has the score of its first pixel.
+
+        Returns:
+            Ascending indices of the visible patches, (batch, n); n is the fraction 1 - ratio of all patches.
+        """
         patch = self.options.patch
-        corners = mask[:, ::patch, ::patch].flatten(1)  # the number at the first pixel of each patch, (batch, patches)
-        visible_count = max(1, int(corners.shape[1] * (1 - self.options.ratio)))
-        return corners.argsort(1)[:, :visible_count].sort(1).values
+        patch_scores = scores[:, ::patch, ::patch].flatten(1)  # (batch, patches)
+        visible_count = max(1, int(patch_scores.shape[1] * (1 - self.options.ratio)))
+        return patch_scores.argsort(1)[:, :visible_count].sort(1).values
 
 
 def _pairwise_offsets(rows: int, columns: int) -> Tensor:

@@ -283,11 +283,14 @@ def _find_changed_settings(outline: Outline, method: str, seed: int, begun_ident
     if outline.expected is None:
         return ""
     folder = outline.run_folder(method, seed)
-    record = find_first_snapshot(folder)
-    published_identity = outline.expected.snapshot_record(record).get("identity") if record else None
-    if begun_identity and published_identity != begun_identity:
-        record = find_first_snapshot(folder / ".state" / begun_identity[:16])
-    return format_changes(outline.expected.find_changes(method, seed, record)) if record else ""
+    snapshot = find_first_snapshot(folder)
+    published_identity = outline.expected.snapshot_record(snapshot).get("identity") if snapshot else None
+    if begun_identity and begun_identity != published_identity:
+        # a newer run has begun and published nothing yet: its own snapshots, in its state folder, are compared
+        snapshot = find_first_snapshot(folder / ".state" / begun_identity[:16])
+    if snapshot is None:
+        return ""
+    return format_changes(outline.expected.find_changes(method, seed, snapshot))
 
 
 def find_first_snapshot(folder: Path) -> Path | None:

@@ -81,8 +81,10 @@ def train(
     """
     label = f"train {method} seed {seed}"
     state_folder = out / ".state"
-    with _set_up_process(plain["training"], state_folder, last_milestone=milestones[-1], wait=wait) as process:
-        device, progress = process
+    with _set_up_process(plain["training"], state_folder, last_milestone=milestones[-1], wait=wait) as (
+        device,
+        progress,
+    ):
         is_first = distributed.rank() == 0
         if is_first:
             processes = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
@@ -95,9 +97,10 @@ def train(
         run_folder = RunFolder(out, identity)
         if restart and is_first:
             run_folder.clear()
-        missing = ranks.on_first(lambda: run_folder.prepare(milestones, milestones_only))
+        # rank 0 looks, and all ranks get its answer; empty: an earlier call has computed all that is requested
+        missing_milestones = ranks.on_first(lambda: run_folder.prepare(milestones, milestones_only))
         steps_run = 0
-        if missing:
+        if missing_milestones:
             job = TrainingJob(
                 run_folder=run_folder,
                 training=TrainingState(plain, method, seed, latents, device),
@@ -106,7 +109,7 @@ def train(
                 stop_request=stop_request or StopRequest(),
                 accept_versions=accept_versions,
             )
-            steps_run = job.train_until(milestones, missing)
+            steps_run = job.train_until(milestones, missing_milestones)
         elif is_first:
             log(f"{out}: all milestones are complete, 0 steps to do")
 

@@ -392,7 +392,12 @@ def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
 
 
 def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
-    """Return a reason for each difference between the machines of the recording and of the present results."""
+    """Return a reason for each difference between the machines that computed the recorded and the present results.
+
+    Args:
+        lock: the dvc.lock; a file next to it lists the machines of the recorded results.
+        stage: any stage of the lock, whose outputs are in the experiment's results folder.
+    """
     file = _machines_file(lock)
     if not file.exists():
         return [f"the machine of the recording is unknown ({file.name} is missing)"]
