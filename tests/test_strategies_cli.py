@@ -262,6 +262,11 @@ def test_curricula_are_shown_at_any_progress(columns, kairos_strategies):
     assert end.argmax() == pytest.approx(300, abs=1) and end[300] / end[500] == pytest.approx(np.exp(0.5), rel=0.01)
     _, out, _ = kairos_strategies("show", "clts", "--progress", 0.25, "--set", "length=100")
     assert "step 25 of 100" in out
+    by_progress = ["schedule", "--set", "of=progress", "--set"]
+    by_progress.append('parts=[{"name": "uniform", "start": 0}, {"name": "log_normal", "start": 0.5}]')
+    assert "progress 0.7" in kairos_strategies("show", *by_progress, "--progress", 0.7)[1]
+    mixture = 'parts=[{"name": "clts", "share": 1, "length": 100}, {"name": "uniform", "share": 1}]'
+    assert "step 70 of 100" in kairos_strategies("show", "mixture", "--set", mixture, "--progress", 0.7)[1]
 
 
 def test_tables_and_figures_are_written_to_files(kairos_strategies, tmp_path, monkeypatch):

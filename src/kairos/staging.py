@@ -196,7 +196,11 @@ def _is_complete(home: Path, copied: Copied) -> bool:
 
 
 def _copy_or_link(file: Path, target: Path, digest: str | None) -> None:
-    """Copy a file and check its hash; without a hash, which files that training does not read lack, link it."""
+    """Copy a file and check its hash; with `digest` None, for a file that training does not read, link it.
+
+    Raises:
+        DamagedError: the copy differs from the hash.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     if digest is None:
         target.symlink_to(file.resolve())

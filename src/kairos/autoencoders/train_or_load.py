@@ -30,10 +30,11 @@ _STATE = ".state.pt"  # checkpoint of an interrupted training run
 def make_autoencoder(
     config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool = False
 ) -> dict[str, Any]:
-    """Train or load the autoencoder, write its folder and return its manifest.
+    """Train or load the autoencoder, write its folder and return its manifest; with kind ``none`` it stands for pixels.
 
     The manifest contains kind, class, scaling and shift factor, and image_shape and latent_shape (channels, height,
-    width). It also contains the hash of weights and configuration, and the PSNR in dB with the images it is of.
+    width). It also contains the hash of weights and configuration, and the PSNR in dB with the indices of the measured
+    images.
 
     Args:
         config: section `autoencoder`.

@@ -177,7 +177,7 @@ FRECHET_METRICS = ("frechet", "fid", "fd_dinov2")  # metrics that methods are ra
 
 
 def needs_of(metrics: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the names of all measurements that metrics need of a set of samples; see `MEASUREMENTS`."""
+    """Return the names of all measurements that some metrics need; `MEASUREMENTS` describes them."""
     needs: set[str] = set()
     for metric in metrics:
         needs.update(METRICS.entry(metric["name"]).facts.get("needs", ()))

@@ -296,7 +296,10 @@ def _is_newer(file: Path, other: Path) -> bool:
 
 
 def _read_snapshot_record(path: Path) -> Record:
-    """Read the record of a snapshot, without the other methods of its experiment; it is empty if there is no file."""
+    """Read the record of a snapshot without the other methods of its experiment; it is empty if there is no file.
+
+    Only settings of the snapshot's own method decide whether the snapshot is outdated.
+    """
     record = glance(path)
     if not record:
         return record
@@ -312,7 +315,10 @@ def read_samples_protocol(path: Path) -> Record:
 
 @lru_cache(maxsize=10_000)
 def _read_protocol(path: Path, modified_ns: int, size: int) -> Record:
-    """Read the protocol of a file once; the modification time and the size are the key of the cache."""
+    """Read the protocol, the settings of sampling, of a file of samples; it is empty if the file is damaged.
+
+    The modification time and the size are part of the key of the cache, so that a new file is read again.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(json.loads(str(file["protocol"])))

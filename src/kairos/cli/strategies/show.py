@@ -373,13 +373,21 @@ def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> 
         return {}, []
     shown_progress = 0.0 if progress is None else progress
     demand(0 <= shown_progress <= 1, "progress", f"{shown_progress:g}", "0 to 1")
-    # sampler clts has a length; sampler schedule has `values`, the steps at which its components begin
-    length = getattr(sampler, "length", 0) or max(getattr(sampler, "values", [0]))
+    length = _curriculum_length(sampler)
     step = round(shown_progress * length)
-    note = f"curriculum at step {step} of {length}"
+    note = f"curriculum at step {step} of {length}" if length else f"curriculum at progress {shown_progress:g}"
     if progress is None:
         note += "; --progress 0..1 shows other steps"
     return {"step": step, "progress": shown_progress}, [note]
+
+
+def _curriculum_length(sampler: Any) -> int:
+    """Return the number of steps over which the density of a sampler changes; 0 if no option states it in steps."""
+    if hasattr(sampler, "length"):  # clts
+        return int(sampler.length)
+    if getattr(sampler, "of", None) == "steps":  # schedule: `values` are the steps at which its components begin
+        return round(max(sampler.values))
+    return max(map(_curriculum_length, getattr(sampler, "components", ())), default=0)
 
 
 def _render_table(views: list[View]) -> str:
