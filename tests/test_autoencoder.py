@@ -104,9 +104,11 @@ def test_training_is_deterministic_for_each_seed(digits, tmp_path):
     assert first == again != other
 
 
-def _train_until_killed(config, dataset, out) -> None:
+def _train_until_killed(config, dataset_folder, out) -> None:
     import kairos.autoencoders.train as training
+    from kairos.compute import setup
 
+    setup(1, "cpu")
     training._CHECKPOINT_EVERY = 4
     original_advance = training.Progress.advance
 
@@ -116,7 +118,7 @@ def _train_until_killed(config, dataset, out) -> None:
         original_advance(self, *arguments, **keywords)
 
     training.Progress.advance = advance
-    make_autoencoder(config, dataset, out, CPU)
+    make_autoencoder(config, open_dataset(dataset_folder), out, CPU)
 
 
 def test_a_killed_training_run_resumes_exactly(digits, tmp_path, monkeypatch, capsys):
@@ -124,8 +126,9 @@ def test_a_killed_training_run_resumes_exactly(digits, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(training, "_CHECKPOINT_EVERY", 4)
     expected = make_autoencoder(settings(steps=10), digits, tmp_path / "whole", CPU)
-    job = multiprocessing.get_context("fork").Process(
-        target=_train_until_killed, args=(settings(steps=10), digits, tmp_path / "killed")
+    # a fork of this process could not train: tests before this one may have started autograd's threads
+    job = multiprocessing.get_context("forkserver").Process(
+        target=_train_until_killed, args=(settings(steps=10), digits.folder, tmp_path / "killed")
     )
     job.start()
     job.join()

@@ -275,7 +275,9 @@ def test_a_changed_expression_reruns_its_stages_and_those_that_read_changed_resu
         changed = [(old.strip(), new.strip()) for old, new in zip(before, after, strict=True) if old != new]
         assert [old.split(":")[0] for old, _ in changed] == ["code"]
         assert disposable_copy.to_do(config="params.yaml") == {}
-    with disposable_copy.edited("src/kairos/evaluation/validation.py", '"loss": sum(mean)', '"loss": 2 * sum(mean)'):
+    with disposable_copy.edited(
+        "src/kairos/evaluation/validation.py", '"loss": sum(loss_parts)', '"loss": 2 * sum(loss_parts)'
+    ):
         assert reproduce(disposable_copy) == [FIRST, "evaluate@adaptive-0", "report"]
         assert disposable_copy.to_do(config="params.yaml") == {}
     reproduce(disposable_copy)  # from DVC's cache of runs

@@ -109,8 +109,15 @@ rule train:
 4 of 10 steps (40%) done
 rule evaluate:
 """
-    times = iter([0.0, 0.0, 10.0, 40.0])
-    first, second, third = new_experiment.progress_lines(output.splitlines(), lambda: next(times))
+    clock = 0.0
+
+    def snakemake_output():
+        nonlocal clock
+        for line in output.splitlines():
+            clock += {"1 of 10 steps (10%) done": 10, "4 of 10 steps (40%) done": 30}.get(line, 0)
+            yield line
+
+    first, second, third = new_experiment.progress_lines(snakemake_output(), lambda: clock)
     assert "prepare" in first and "0 of 10" in first
     assert "train" in second and "1 of 10" in second and "1:30 left" in second
     assert "evaluate" in third and "4 of 10" in third and "0.1 jobs/s" in third and "1:00 left" in third
