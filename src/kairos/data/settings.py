@@ -83,10 +83,9 @@ class DatasetConfig(Section):
 
     def _check_sizes(self) -> None:
         """Check that crop ``adm`` has a resolution, and that the low-resolution factor divides the images' side."""
-        if self.crop == "adm" and self.resolution is None:
-            raise ConfigError(
-                "dataset.resolution: got null, allowed: a number with crop adm, which resizes before it cuts"
-            )
+        if self.crop == "adm":
+            allowed = "a number with crop adm, which resizes before it cuts"
+            demand(self.resolution is not None, "dataset.resolution", "null", allowed)
         side = self.resolution  # None: known only after the images are prepared
         if side is None and self.source == "digits":
             side = 8
