@@ -34,7 +34,7 @@ _AREA_COLORS = {"acceleration": "#D55E00", "steady": "#7A4FA3", "deceleration": 
 _DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
 _AGREEMENT_STEPS = 4  # snapshots that the figure of agreement shows
 _INCREMENT_MOMENTS = {"variance": (_BLUE, "variance"), "mean": ("#B27C00", "‖mean‖ / ‖x0‖")}  # colour and label
-_TITLES: dict[Any, str] = {  # of losses and columns
+_TITLES: dict[Any, str] = {  # by name of a loss or of a column
     "training": "training loss",
     "vlb": "VLB loss",
     "variance": "variance of the gradient",
@@ -166,7 +166,10 @@ def _draw_cosines(
 
 
 def _draw_interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
-    """Draw a matrix per snapshot: change of the loss on every part in %, a row for each part that was trained on."""
+    """Draw a matrix per snapshot: how training on one interval of the process changes the loss on every interval, in %.
+
+    A row is an interval that was trained on, a column an interval that the loss was measured on.
+    """
     figure, panels = _create_panels(table, ["method", "step"], columns=3, width=3.6, height=3.6, row_space=0.95)
     for axes, (method, step), rows in panels:
         mean = rows.groupby(["trained", "part"], sort=False)[["before", "change"]].mean()

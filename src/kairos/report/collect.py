@@ -362,8 +362,8 @@ def _read_run(
 ) -> _RunWithErrors:
     """Read the valid snapshots of a run, and collect an error for each result that is missing or outdated.
 
-    Snapshots of an unfinished experiment may belong to several runs, of which only the newest counts. Its files
-    training.json and metrics.jsonl exist once it has ended, and may belong to an earlier run before.
+    Snapshots of an unfinished experiment may belong to several runs, of which only the newest counts. Until the newest
+    run has ended, training.json and metrics.jsonl are missing or belong to an earlier run.
     """
     folder = expected.results / method / f"seed{seed}"
     errors: list[KairosError] = []
@@ -423,8 +423,8 @@ def _without_other_protocols(
 ) -> list[_RunWithErrors]:
     """Remove evaluations whose sampling or evaluation settings differ from the experiment's.
 
-    All evaluations stay if every one differs: they compare with each other, and the experiment that the snapshots
-    record may be older than they are.
+    If every evaluation differs, all are kept, because they can be compared with each other. This can happen if the
+    experiment comes from a snapshot's record, which may be older than the evaluations.
     """
     kept: list[_RunWithErrors] = []
     for run, errors in runs_with_errors:
@@ -522,7 +522,13 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
 
 
 def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:
-    """Read a file, and name the command of kairos that creates it if it is missing or damaged.
+    """Read a file of the results; an error reports the command of kairos that creates the file.
+
+    Args:
+        path: the file.
+        command: command of kairos that creates the file.
+        reader: function that reads the file.
+
 
     Raises:
         KairosError: the file is missing or cannot be read.

@@ -1,9 +1,9 @@
 """Comparison of methods from several experiments in one table, and an index page of all reports.
 
-All methods are compared at the last snapshot that all have, over the seeds that all have there. Tests and factors are
-those of the report. A difference is in units of the metric: the geometric mean over seeds of the ratio to the baseline,
-less 1, times the baseline's value. The ends of its interval are those of the ratio on the same scale, and the test is a
-test of the ratio.
+All methods are compared at the last snapshot that all have, over the seeds that all have there. Tests and cost factors
+are computed as in the report. A difference is in units of the metric: (ratio − 1) times the baseline's value, where the
+ratio to the baseline is a geometric mean over seeds. The ends of the ratio's interval are converted in the same way.
+The p-value tests the ratio.
 """
 
 import math
@@ -74,7 +74,7 @@ def join_experiments(selection: Selection, baseline: str | None = None) -> Metho
 
 
 def _choose_baseline(names: list[str], requested: str | None, default: str | None) -> str:
-    """Return the first of the names that is the baseline: the requested method, the default one, or else any.
+    """Return the first of the names that is the baseline: the requested method, the default one, or the first name.
 
     Args:
         names: names of the methods, such as ``experiment/method``.

@@ -70,9 +70,9 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
 
 
 def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline: str) -> list[str]:
-    """Summarise which methods end below and above the baseline, and the steps that the best of them saves.
+    """Summarise which methods end below and above the baseline, and how many steps one method saves.
 
-    The steps are those of the method with the lowest distance whose saving is significant.
+    This method has the lowest distance among the methods that save steps significantly.
     """
     methods_by_outcome: dict[str, list[str]] = {"Below": [], "Above": [], "Not told apart from": []}
     saving_methods = []

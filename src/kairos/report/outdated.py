@@ -35,11 +35,11 @@ _EVALUATION_FIELDS = {  # setting: field of an evaluation's protocol
     "seed": "eval_seed",
     "precision": "eval_precision",
 }
-_DEVICES = {"auto": ("cpu", "cuda")}  # a snapshot does not record which of the two computed it
+_DEVICES = {"auto": ("cpu", "cuda")}  # a snapshot does not record which of these two kinds of device computed it
 
 
 class _StageHash(NamedTuple):
-    """Where the hash of a stage's result is recorded.
+    """Names of the manifest and of the fields that contain the hash of a stage's result.
 
     Attributes:
         manifest: manifest of the stage, which contains the present hash.
@@ -197,10 +197,11 @@ class ExpectedSettings:
         return _compare_settings(self._settings_of(method), recorded)
 
     def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
-        """Return `changes`, corrected by the hash of a stage's result in a snapshot's record and by the present hash.
+        """Correct a list of changed settings by comparing the recorded and the present hash of a stage's result.
 
-        If the hashes differ although no setting of the section has changed, the hash itself is the change. If they are
-        equal and the stage ran again after the snapshot, its changed settings do not change its result.
+        If the hashes differ although no setting of the section has changed, the hash is added as a change. If the
+        hashes are equal and the stage ran again after the snapshot, the section's changes are removed, because they do
+        not change the result. Changes of fields that stage encode reads are kept.
 
         Args:
             section: section of the experiment file that contains the stage's settings.

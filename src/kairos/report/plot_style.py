@@ -43,7 +43,7 @@ class Label:
         text: the label.
         color: colour of the line.
         bold: True for bold text.
-        x: where the line ends, in data coordinates, if it ends before the right edge of the axes.
+        x: x coordinate of the line's end, in data coordinates; None if the line ends at the right edge of the axes.
     """
 
     y: float

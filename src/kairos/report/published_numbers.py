@@ -1,7 +1,7 @@
-"""Published numbers next to measured ones: which of them compare, and how much faster methods are by both.
+"""Published numbers with measured ones: which pairs are comparable, and published and measured accelerations.
 
-Two numbers compare if extractor, number of samples, sampling steps, real images and training steps equal those in the
-paper. If one differs, both numbers are shown with the reason. Settings that a paper does not state are no reason.
+A pair is comparable if extractor, number of samples, sampling steps, real images and training steps equal those in the
+paper. If one differs, both numbers are shown with the reason. Settings that a paper does not state are ignored.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ class NumberComparison:
         block: published table.
         row: published number.
         measured: measured number, mean over seeds in the paper's unit; NaN if there is none.
-        std: its standard deviation over seeds; NaN if there is none.
-        obstacle: why the two numbers do not compare; empty if they do.
+        std: standard deviation of the measured number over seeds; NaN if there is none.
+        obstacle: reason why the two numbers are not comparable; empty if they are.
     """
 
     block: PublishedConfig

@@ -2,8 +2,9 @@
 
 All methods of a seed share initial weights, data order and noise, so methods are compared seed by seed. Every pair gets
 a two-sided paired t-test on the logarithm of the final distance. The p-values are corrected after Holm (Scand. J.
-Statist. 6, 1979) over all pairs. If methods differ only by chance, at most 5 % of such tables contain a difference. The
-t-test assumes normal noise: with skewed noise, ten times larger for some methods, 9 to 13 % of the tables contain one.
+Statist. 6, 1979) over all pairs. If methods differ only by chance, at most 5 % of the tables contain a difference. The
+t-test assumes normal noise: with skewed noise that is ten times larger for some methods, 9 to 13 % of the tables
+contain a difference.
 Nothing is tested with fewer than five seeds.
 """
 
@@ -19,7 +20,7 @@ from kairos.report.collect import MethodMeasurements, Results, RunResults
 
 NOT_MOVED = 0.01  # total variation distance from the start below which a learned sampler counts as not moved
 MIN_SEEDS = 5  # common to all methods, to rank them: fewer show little of how much seeds matter
-SIGNIFICANCE_LEVEL = 0.05  # share of tables of equal methods that may name a difference; an interval misses as often
+SIGNIFICANCE_LEVEL = 0.05  # largest share of tables of equal methods that contain a difference; intervals cover 95 %
 _VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
 
 
@@ -55,10 +56,11 @@ class Ratio:
     Attributes:
         value: geometric mean.
         low, high: interval of this ratio alone; NaN with one seed.
-        p_value: of distances, corrected over the table; NaN if nothing is tested.
-        missed_seed_count: of cost factors, number of seeds that do not reach the baseline's final value. If it is not
+        p_value: p-value of the hypothesis that a ratio of distances is 1, corrected over the table; NaN if nothing is
+            tested, and for cost factors.
+        missed_seed_count: for cost factors, number of seeds that do not reach the baseline's final value. If it is not
             0, `value` is NaN.
-        seed_count: of cost factors, number of seeds.
+        seed_count: for cost factors, number of seeds.
     """
 
     value: float

@@ -86,7 +86,7 @@ def draw_strategy(
     """Draw density, weight and their product over timesteps.
 
     Args:
-        columns: ``t``, ``p``, ``w`` and ``effective`` of the strategy, each (T,), see `strategies.names.table`.
+        columns: ``t``, ``p``, ``w`` and ``effective`` of the strategy, each (T,), see `kairos_timesteps.lookup.table`.
         title: name of the strategy.
         lines: description, written below the name.
         process: name of the process whose time is the x axis.
