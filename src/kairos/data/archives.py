@@ -54,7 +54,7 @@ class ZipArchive:
         return names, ([labels[name] for name in names] if labels else [])
 
     def _read_labels(self, image_names: list[str]) -> dict[str, int]:
-        """Return the class of each image by name, from dataset.json; empty if that has no labels or does not exist."""
+        """Return the class of each image by name, from dataset.json; empty if the file is missing or has no labels."""
         where = f"dataset.path: {_LABELS} in {self._path!r}"
         try:
             content = json.loads(self.read(_LABELS)) if _LABELS in self._names else {}

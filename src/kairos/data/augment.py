@@ -86,9 +86,10 @@ def _diagonal(x: Tensor, y: Tensor) -> Tensor:
 def _warp(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     """Transform images affinely: position q of the result shows position ``linear (q - shift)`` of the image.
 
-    Positions are in pixels from the centre. The image is reflected at its edges, by its whole size whatever the batch
-    needs, so that images of a batch do not depend on each other. EDM treats the filter as centred on its middle,
-    although its centre of mass is 0.2 pixels away; rotated images therefore move by 0.2 pixels, here too.
+    Positions are in pixels from the centre. Each image is padded by its whole size, by reflection at its edges. EDM
+    pads by the largest amount that an image of the batch needs; here images of a batch do not depend on each other. EDM
+    treats the filter as centred on its middle, although the filter's centre of mass is 0.2 pixels away. Rotated images
+    therefore move by 0.2 pixels, also in kairos.
 
     Args:
         images: (n, c, h, w).

@@ -105,10 +105,10 @@ class Batches:
         return self._pin(rows), self._pin(conditions), self._pin(visit)
 
     def _visit(self, step: int) -> dict[str, np.ndarray]:
-        """Return which training images the samples of a step are, int64 (n,) by name; see `Batch.visit`.
+        """Return the training image and the epoch of each sample of a step, int64 (n,) by name; see `Batch.visit`.
 
         All samples of a run form one sequence, of all epochs one after another. With 10 training images, the sample at
-        position 23 of the sequence is the image at place 3 in the order of epoch 2.
+        index 23 of the sequence is the image at index 3 in the order of epoch 2. All indices begin at 0.
         """
         train_count = len(self.latents.train)
         positions = step * self.size + np.arange(self.sample_indices.start, self.sample_indices.stop)

@@ -65,7 +65,7 @@ def to_float(images: "torch.Tensor") -> "torch.Tensor":
 def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
     """Downsample images (n, channels, height, width) by averaging, then upsample them bilinearly to their old size.
 
-    The low-resolution condition of ADM's SuperResModel is computed so.
+    ADM's SuperResModel computes its low-resolution condition in this way.
     """
     from torch.nn.functional import avg_pool2d, interpolate
 

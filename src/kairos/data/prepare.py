@@ -98,7 +98,7 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
 
 
 def _delete_old_files(out: Path) -> None:
-    """Create the folder of a data set if necessary, and delete the files of an earlier one, manifest first."""
+    """Create the folder of a data set if necessary, and delete an earlier data set in it, manifest first."""
     (out / "conditions").mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
     for name in _ARRAYS:

@@ -100,7 +100,7 @@ def fill_arrays(
 def _rows_done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
     """Return the number of rows that an interrupted computation has finished.
 
-    The result is 0 if there is none, or if its key or the shape of an array differs.
+    The result is 0 if no computation was interrupted, or if its key or the shape of an array differs.
     """
     try:
         record = read_json(partial / "progress.json")

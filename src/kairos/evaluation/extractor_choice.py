@@ -128,7 +128,7 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
 
 
 def _too_few_images(evaluation: EvaluationConfig, counts: ImageCounts) -> list[str]:
-    """Return an error message for each number of images that gives the features' covariance no full rank."""
+    """Return an error message for each number of images that is too small for a feature covariance of full rank."""
     name = evaluation.extractor["name"]
     width = evaluation.extractor.get("features", WIDTHS.get(name, 0))
     image_counts = [("evaluation.num_samples", evaluation.num_samples, "images a set")]  # field, number and unit

@@ -46,7 +46,7 @@ class Inception(FeatureExtractorInceptionV3):
         self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
 
     def _keep_spatial(self, module: Any, inputs: Any, output: Tensor) -> None:
-        """Store the layer ``spatial`` of a batch, (batch, 17 * 17 * 7), for `forward`: a hook of torch."""
+        """Store the layer ``spatial`` of a batch, (batch, 17 * 17 * 7), for `forward`, as a forward hook of torch."""
         self.spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:

@@ -130,7 +130,7 @@ def indices_to_store(count: int) -> NDArray[np.int64]:
 
 
 def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStatistics:
-    """Return statistics from the cache `.kairos/cache`, after computing and storing them if they are not there.
+    """Return statistics from the cache `.kairos/cache`, after computing and storing them if the cache lacks them.
 
     Two processes may compute one file at the same time. The later rename replaces the file as a whole.
 

@@ -237,7 +237,7 @@ def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) 
 def _measure_cached(
     images: Any, indices: Any, extractor: Extractor, needs: set[str], cache_key: dict[str, Any]
 ) -> RealStatistics:
-    """Return the statistics of the images `indices`, from the cache if they are there.
+    """Return the statistics of the images `indices`, from the cache if it contains them.
 
     Args:
         images: uint8 (N, height, width, channels).
@@ -346,9 +346,9 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
     """Fit a Gaussian to the training latents and return the number of fitted latents and a source of its images.
 
     At most `GAUSSIAN_IMAGES` latents are fitted, fewer if they are large; the encoder's noise is drawn as in training.
-    A sample is mean + z rows / sqrt(n - 1), with z ~ N(0, I_n) and the centred latents as rows. Its covariance is the
-    sample covariance of the latents, which is never formed: of full rank if there are more latents than dimensions,
-    of rank n - 1 otherwise.
+    A sample is mean + z rows / sqrt(n - 1), with z ~ N(0, I_n) and the n centred latents as rows. The covariance of
+    such samples is the sample covariance of the latents, which is never formed. Its rank is n - 1, or the number of
+    dimensions if that is smaller.
 
     Args:
         latents: latents of the data set.

@@ -84,9 +84,9 @@ class Measurement:
     """A measurement of a set of images that metrics can need.
 
     Attributes:
-        content: what it contains.
-        taken_in: function of `kairos.evaluation` that takes it.
-        of_real_images: True if stage `reference` takes it of the real images too.
+        content: description of the measured values.
+        taken_in: function of `kairos.evaluation` that takes the measurement.
+        of_real_images: True if stage `reference` takes the measurement of the real images too.
         layer: for a mean and covariance: layer of the extractor; else empty.
         arrays: for a mean and covariance: names of the two arrays in published npz files.
     """

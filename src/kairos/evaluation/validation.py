@@ -1,9 +1,9 @@
-"""Validation loss by time: fixed held-out images, noise and times, the same for all methods.
+"""Validation loss by time: fixed held-out images, noise and times, which are equal for all methods.
 
-The range of fractions is divided into strata. The first and the last cell (timesteps of a discrete process) are strata
-of one cell, because the VLB's coefficient c is largest there. In a stratum, the fractions of the images are evenly
-spread, so that the mean over images is a mean over the stratum. The loss is the squared error of epsilon for every
-prediction target.
+A fraction u in [0, 1) is a position in the forward process. The range of fractions is divided into strata. The first
+and the last cell (timesteps of a discrete process) are strata of one cell, because the VLB's coefficient c is largest
+there. In a stratum, the fractions of the images are evenly spread, so that the mean over images is a mean over the
+stratum. The loss is the squared error of epsilon for every prediction target.
 """
 
 import itertools
@@ -22,7 +22,8 @@ from kairos_timesteps.validation import ValidationLoss, spread_over
 def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
     """Return half-open intervals of fractions that cover [0, 1): the first cell, `strata` intervals, the last cell.
 
-    There are fewer intervals if fewer cells are left between the first and the last. All begin and end with a cell.
+    There are fewer than `strata` intervals if fewer cells are between the first and the last. Every interval begins and
+    ends at the edge of a cell.
     """
     inner_cells = max(cells - 2, 0)  # without the first and the last
     inner_strata = min(strata, inner_cells)
@@ -43,7 +44,7 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
     Returns:
         ``loss``: mean over fractions.
         ``vlb``: mean over fractions of c times the loss of an image.
-        ``vlb_without_last``: ``vlb`` without the part of the last stratum.
+        ``vlb_without_last``: ``vlb`` without the contribution of the last stratum.
         ``images``: number of images.
         ``per_timestep``: a row per stratum with its fractions ``u``, the time ``t`` of the process at its centre,
         ``loss`` and ``vlb``.
@@ -75,7 +76,7 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
 def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
     """Compute the loss at eight equidistant times, fractions 0/8 to 7/8, assigned to the images in turn.
 
-    After the validation of MLPerf Training's Flux.1: the plain squared error of the network's prediction.
+    The loss is the plain squared error of the network's prediction, as in the validation of MLPerf Training's Flux.1.
 
     Args:
         milestone: ``model``, ``process`` and ``record`` of an opened snapshot.
