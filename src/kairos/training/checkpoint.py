@@ -58,7 +58,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         device: device of the tensors.
 
     Raises:
-        DamagedError: it is no checkpoint, ends early, or its content does not match its checksum.
+        DamagedError: the file is no checkpoint, ends early, or its content does not match its checksum.
     """
     with open(path, "rb") as file:
         header = file.readline(_LONGEST_HEADER).decode("ascii", errors="replace").split()

@@ -110,7 +110,7 @@ class CollectiveStop:
 
     A single process decides after every step. Several ranks exchange their requests about once a second, because an
     exchange is a collective. They also exchange the mean time of a step over all ranks. All ranks therefore agree on
-    the number of steps until the next exchange. It at most doubles from one exchange to the next.
+    the number of steps until the next exchange. This number at most doubles from one exchange to the next.
 
     Args:
         stop_request: requests to this process.
@@ -174,7 +174,7 @@ class ProgressFile:
     Args:
         state_folder: ``.state`` of the run's folder.
         last_step: last milestone of this job.
-        reports: this process writes steps. A process that fails writes its end in any case.
+        reports: True if this process writes its steps. A process that fails writes the failure in any case.
     """
 
     def __init__(self, state_folder: Path, last_step: int, reports: bool = True):

@@ -70,7 +70,7 @@ def inverse_sqrt(options: InverseSqrtOptions, step: int, length: int) -> float:
 
 
 def decay(options: DecayOptions, step: int, batch_size: int) -> float:
-    """Return the constant decay, with warm-up at most (1 + n)/(10 + n) at step n."""
+    """Return the constant decay; with warm-up at most (1 + n)/(10 + n), where n is the step plus `count_from`."""
     if not options.warmup:
         return options.decay
     n = step + options.count_from

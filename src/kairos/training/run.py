@@ -97,7 +97,7 @@ def train(
         run_folder = RunFolder(out, identity)
         if restart and is_first:
             run_folder.clear()
-        # rank 0 looks, and all ranks get its answer; empty: an earlier call has computed all that is requested
+        # rank 0 reads the files, and all ranks get its result; empty: an earlier call has computed the whole request
         missing_milestones = ranks.on_first(lambda: run_folder.prepare(milestones, milestones_only))
         steps_run = 0
         if missing_milestones:

@@ -186,7 +186,7 @@ class RunFolder:
         """Check that a checkpoint is of this run and that metrics.jsonl contains the lines up to its step.
 
         Raises:
-            DamagedError: it is of another run, or lines are missing or changed.
+            DamagedError: the checkpoint is of another run, or lines are missing or changed.
         """
         if content["identity"] != self.identity:
             raise DamagedError(f"{path}: of another training run ({content['identity'][:16]})")
@@ -256,7 +256,7 @@ class RunFolder:
             accept_versions: accept a checkpoint that other library versions computed, and record them.
 
         Raises:
-            KairosError: other library versions computed it, and `accept_versions` is False.
+            KairosError: other library versions computed the checkpoint, and `accept_versions` is False.
         """
         content = self.newest_checkpoint(latest_step, device)
         if content is None:

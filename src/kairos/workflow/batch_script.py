@@ -3,8 +3,8 @@
     python -m kairos.workflow.batch_script .kairos/jobs/tiny python -m snakemake ...
 
 Before it kills a job (scancel, preemption, time limit), SLURM sends signals to all processes of the job, or with
-``--signal=B:TERM@120`` only to the batch script. The SLURM plugin's own jobs start the command with srun. It is left
-out here, because srun kills its step on SIGTERM at once, before a training run can write a checkpoint.
+``--signal=B:TERM@120`` only to the batch script. The SLURM plugin's own jobs start the command with srun. This
+script does not use srun, because srun kills its step on SIGTERM at once, before a training run can write a checkpoint.
 """
 
 import os

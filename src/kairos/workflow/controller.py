@@ -121,7 +121,7 @@ def _lock_results(results: Path) -> IO[str]:
 
 
 def _remove_leftovers(layout: Layout) -> None:
-    """Remove records that an earlier run has left and that this run must not trust; not while another run works.
+    """Remove outdated records that an earlier run has left, unless another run of the workflow is active.
 
     The record of an import into MLflow that failed, or went to another server, is removed, so that the import is
     repeated. The record of a SLURM job is removed if the job succeeded without its controller: Snakemake's metadata
@@ -245,7 +245,7 @@ def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Reque
         completed_jobs = [
             job for job in jobs if is_recorded_as_complete(workflow, job) and _request_of(job) in completed
         ]
-        # deleted outputs of a training run with a new segment may be DVC's doing, see above
+        # DVC may have deleted the outputs of a training run with a new segment, see the module's docstring
         all_completed = len(completed_jobs) == len(jobs)
         for job in completed_jobs:
             if _is_forced(workflow, job) or (all_completed and _has_missing_output(job)):

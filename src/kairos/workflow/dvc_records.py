@@ -1,4 +1,4 @@
-"""DVC's record of the results: write and adopt it together with Snakemake's, and compare the files on disk with it.
+"""DVC's record of the results: write it, adopt it with Snakemake's metadata, and compare the files on disk with it.
 
 ``dvc.yaml`` contains the stages of the experiment in ``params.yaml``, ``dvc.lock`` the hashes of their results.
 Snakemake keeps metadata of its own. The commands ``kairos ledger`` and ``kairos verify --against`` call this module.
@@ -25,7 +25,7 @@ from kairos.workflow import dependencies
 from kairos.workflow.layout import Layout, create_layout
 from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
 
-RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
+RECORDED = "params.yaml"  # the experiment whose stages dvc.yaml contains
 _PYTHON = (sys.executable, "-m")
 _STAGES = Path("dvc.yaml")
 _LOCK = Path("dvc.lock")
@@ -352,7 +352,7 @@ def _is_temporary(file: Path) -> bool:
 
 
 def _has_clock_times(path: str) -> bool:
-    """Return True if an output contains clock times, so that no two runs have it in common."""
+    """Return True if an output contains clock times, so that it differs in every run."""
     return not set(Path(path).parts).isdisjoint(_CLOCK_TIMES)
 
 

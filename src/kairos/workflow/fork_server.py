@@ -14,8 +14,8 @@ A client connects to the server's socket and sends `_REQUEST` with its standard 
 guardian answers `_ACCEPTED` and later the job's exit status, 4 bytes. In between, each byte from the client is the
 number of a signal. A closed connection without an answer means that the server does not accept the command.
 
-A machine with a GPU has no server: the import of diffusers initialises the GPU, which forks then cannot use. There is
-none on a cluster and outside of Linux either.
+A machine with a GPU has no server: the import of diffusers initialises the GPU, which forks then cannot use. Clusters
+and operating systems other than Linux have no server either.
 
 A job does not outlive its client. It gets SIGTERM if the controller, the server or its guardian ends. A command runs in
 its own process if there is no server, or if the server has another environment, working directory, interpreter or

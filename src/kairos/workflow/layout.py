@@ -315,7 +315,7 @@ def name_snapshots(steps: tuple[int, ...]) -> list[str]:
 
 
 def create_layout(experiment: Experiment) -> Layout:
-    """Return the layout of an experiment, after settling its open choices and freezing it in a file."""
+    """Return the layout of an experiment, after selecting the extractor for ``auto`` and freezing the experiment."""
     settled, notes = experiment.resolve()
     return Layout(settled, freeze(settled), notes + warn_of_missing(settled))
 

@@ -3,7 +3,7 @@
 ``tests/test_private_names.py`` looks for each name, also in the newest releases; ``pyproject.toml`` caps the versions.
 This module imports nothing of kairos, so that the test runs with only Snakemake and the plugin installed.
 
-kairos also relies on four habits that have no name. The tests on SLURM, ``tests/cluster``, check them:
+kairos also relies on four behaviours that have no name. The tests on SLURM, ``tests/cluster``, check these behaviours:
 
 - Snakemake records a job as finished only in the mode ``ExecMode.DEFAULT``.
 - The plugin names jobs after ``run_uuid``, by which the next controller finds them.
