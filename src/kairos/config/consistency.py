@@ -112,7 +112,7 @@ def _check_shapes(experiment: "Experiment") -> None:
 
 
 def _check_augmentation(experiment: "Experiment") -> None:
-    """Check that augmentation transforms pixels, is the only flip, and is a condition of the model."""
+    """Check that augmentation transforms pixels, that `dataset.flips` is off, and that the model takes its labels."""
     augment, autoencoder, model = experiment.training.augment, experiment.autoencoder.kind, experiment.model
     if augment is None:
         return

@@ -62,7 +62,7 @@ def find_dataset_size(
     classes: int | None,
     text_shape: Sequence[int] | None = None,
 ) -> DatasetSize:
-    """Find shapes and numbers of an experiment's data: prepared data count first, then the experiment file.
+    """Find shapes and numbers of an experiment's data, from prepared data if possible, else from the experiment file.
 
     Args:
         experiment: the checked experiment.
@@ -226,7 +226,7 @@ def _pretrained_config(path: str) -> dict[str, Any]:
 
 
 def _describe_text(config: TextEncoderConfig, results: Path, stated: Sequence[int] | None) -> dict[str, Any] | None:
-    """Return the condition that encoded texts are; None if their shape is not known.
+    """Return the description of condition ``text``, with the shape of an encoded text; None if the shape is not known.
 
     Args:
         config: section `text_encoder`.

@@ -93,7 +93,7 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
     """
     try:
         images = inspect_images(dataset)
-    except ConfigError:  # a missing or empty folder, which the survey of the data set reports
+    except ConfigError:  # a missing or empty folder, which `count_images` reports
         return
     if images.unread and dataset.broken != "skip":
         unread = ", ".join(images.unread[:5]) + (", ..." if len(images.unread) > 5 else "")

@@ -83,8 +83,9 @@ class Recipe:
     def test_gpu_hours(self, gpu: str, utilisation: float) -> float:
         """Return the GPU-hours of testing the claim with `SEEDS` seeds.
 
-        They count training up to `test_steps`, samples of the baseline's last snapshot, and samples of two snapshots of
-        the claimed method. Its step is interpolated between these two.
+        The GPU-hours include training up to `test_steps`, samples of the baseline's last snapshot, and samples of two
+        snapshots of the claimed method. Between these two, the step that reaches the baseline's distance is
+        interpolated.
         """
         claim: Any = self.experiment.claim
         snapshots, seed_factor = self.experiment.milestones, SEEDS / len(self.experiment.seeds)

@@ -5,7 +5,7 @@ from kairos.costs.dataset_size import DatasetSize
 from kairos.costs.network import NetworkCost
 from kairos.training.lengths import log_interval
 
-_CHECKPOINTS = 2  # kept per training run, see `training.store`
+_CHECKPOINTS = 2  # kept per training run, see `training.run_folder`
 _BYTES_PER_TENSOR = 250  # metadata of a tensor in torch's file format, see tests/test_plan.py
 _BYTES_PER_LINE = 330  # of metrics.jsonl, which is stored twice
 _SMALL_FILES = 40_000  # bytes of a snapshot's configuration, scheduler, records and density

@@ -30,7 +30,7 @@ def build(
         outputs: output channels, see `Process.channels`; None: the channels of x0.
 
     Raises:
-        ConfigError: the backbone cannot be conditioned on a condition, or one is listed twice.
+        ConfigError: the backbone does not accept a condition, or a condition is listed twice.
         KairosError: the model needs a condition that the data set lacks.
     """
     names = model.get("conditions") or []

@@ -1,4 +1,4 @@
-"""The masked diffusion transformer, version 1 (Gao et al. 2023): a DiT that is also trained on a part of the patches.
+"""The masked diffusion transformer, version 1 (Gao et al. 2023): a DiT that is also trained on a subset of the patches.
 
 Parameter names are those of the published checkpoints.
 """
@@ -45,9 +45,9 @@ class BiasedAttention(Attention):
 class MDT(DiT):
     """The masked diffusion transformer; see `Backbone` for the arguments.
 
-    With ``conditions["mask"]``, uniform numbers (batch, height, width), the network hides a part of its L patches. All
-    blocks except the last `decoder_depth` process the int(L (1 - ratio)) patches with the lowest numbers at their
-    corners. Then a side block fills the gaps.
+    With ``conditions["mask"]``, uniform numbers (batch, height, width), the network hides a share `ratio` of its L
+    patches. All blocks except the last `decoder_depth` process the int(L (1 - ratio)) patches with the lowest numbers
+    in their first pixels. Then a side block computes the tokens of the hidden patches.
 
     Raises:
         KairosError: patches do not divide the size.

@@ -27,7 +27,9 @@ class BeitAttention(Attention):
 
 
 class ViT(Backbone):
-    """The vision transformer; see `Backbone` for the arguments. Its time table has `options.timesteps` rows from t = 0.
+    """The vision transformer; see `Backbone` for the arguments.
+
+    The table of times has `options.timesteps` rows, for t = 0 and later.
 
     Raises:
         KairosError: patches do not divide the size.
