@@ -64,7 +64,7 @@ def test_models_have_the_published_number_of_parameters(model, side, classes, ou
         ("unet", {"size": "speed", "blocks": 2}, {"head": 0, "scale_shift": False, "updown": False, "legacy": True}),
         ("adm", {"size": "64", "head_channels": 8}, {"head": 8, "scale_shift": True, "updown": True, "legacy": False}),
         ("adm", {"head_channels": 8}, {"head": 8, "scale_shift": True, "updown": True, "legacy": True}),
-        (  # three heads, as many as the joint weights have projections
+        (  # three heads: the number of projections in the joint weights, too
             "adm",
             {"head_channels": 8, "multipliers": [1, 1.5, 1.5]},
             {"head": 8, "scale_shift": True, "updown": True, "legacy": True},

@@ -32,7 +32,7 @@ class PublishedNumber:
 
 
 class PublishedConfig(Section):
-    """Numbers of one metric in a published table, and how they were measured; null: the paper does not report it."""
+    """Numbers of one metric in a published table, and how they were measured; null if the paper does not report it."""
 
     source: str = field(..., "the paper")
     table: str = field(..., "number of the table in the paper")

@@ -97,7 +97,7 @@ class LinkedImages:
             name = source.name(index) if index < source.count else "nothing"
             if os.fsencode(name) != recorded_name:
                 raise DamagedError(
-                    f"{self._folder}: refers to {os.fsdecode(recorded_name)}, which is not where kairos prepare found "
-                    f"it ({name} is there); {_ADVICE}"
+                    f"{self._folder}: image {index} of the source was {os.fsdecode(recorded_name)} at kairos prepare, "
+                    f"and is {name} now; {_ADVICE}"
                 )
         return source

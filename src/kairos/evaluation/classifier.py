@@ -124,7 +124,7 @@ def train_on_task(
     _optimise(kind, model, options, dataset, task)
     accuracy = _heldout_accuracy(model, dataset, task)
     if accuracy is not None:
-        log(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
+        log(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images classified correctly")
     digest = _save_weights(model, folder / WEIGHTS)
     return {
         "name": name,

@@ -206,7 +206,10 @@ class MDTOptions(TransformerOptions):
 
 
 class UViTOptions(TransformerOptions):
-    """U-ViT (Bao et al. 2023): everything a token, long skips. Size printed: Kim et al. 2025, table 9."""
+    """U-ViT (Bao et al. 2023): patches, time and conditions are tokens, and long skips connect blocks.
+
+    Size ``printed`` is the one in Kim et al. 2025, table 9.
+    """
 
     sizes = UVIT_SIZES
 
@@ -220,7 +223,7 @@ class UViTOptions(TransformerOptions):
 
 
 class ViTOptions(TransformerOptions):
-    """The plain vision transformer of Min-SNR (Hang et al. 2023); size printed: of depth 12."""
+    """The plain vision transformer of Min-SNR (Hang et al. 2023); size ``printed`` has depth 12."""
 
     sizes = VIT_SIZES
 

@@ -29,7 +29,7 @@ _SHARED = ("experiment", "seeds", "step", "metric", "baseline")  # a terminal sh
 _NO_PROTOCOL = ("identity", "accuracy")  # identity: of one run; accuracy: of the extractor, whose hash is compared
 _LINKS = {
     "report": "report.html",
-    "report of what is there": "report_unfinished.html",
+    "unfinished report": "report_unfinished.html",
     "summary.csv": "summary.csv",
     "picture": "figures/metric_vs_steps.svg",
 }

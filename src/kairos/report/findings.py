@@ -126,7 +126,7 @@ def find_warnings(results: Results) -> Iterator[str]:
     for reason in dict.fromkeys(chain.from_iterable(reasons)):
         yield f"Not bit-exact: {reason}."
     if len(results.experiment.seeds) == 1:
-        yield "One seed: how much another would change the numbers is unknown, and no part of the standard deviation."
+        yield "One seed: the variation between seeds is unknown, and is not part of the standard deviation."
     if not all(run.seconds_by_step for run in results.runs):
         yield "Some training runs have no timing.jsonl: their times and factors in time are missing."
 

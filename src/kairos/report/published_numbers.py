@@ -116,7 +116,7 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     if factor is None or factor.missed_seed_count:
         return remark or "in no seed"
     if not factor.low < factor.high:  # NaN with one seed
-        return "which decides nothing, being of one seed"
+        return "which one seed cannot confirm or refute"
     if factor.low >= claimed:
         outcome = "confirmed"
     elif factor.high < claimed:

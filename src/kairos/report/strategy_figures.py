@@ -245,7 +245,7 @@ def draw_increments(increments: Increments, title: str) -> Figure:
         title="Variance of $x_{t+1} - x_t$",
         logarithmic=exploding,
         lines=[
-            _Line("as the paper has it", increments.variance, _BLUE),
+            _Line("by the paper's formula", increments.variance, _BLUE),
             _Line("its lower bound", increments.variance_bound, INK, _DASHES),
         ],
         legend_position="lower right",
@@ -260,7 +260,7 @@ def draw_increments(increments: Increments, title: str) -> Figure:
     _draw_increment_panel(
         grid[1, 0],
         increments,
-        title="Own variance, given x0",
+        title="Variance given x0",
         logarithmic=exploding,
         lines=[_Line("", increments.own_variance, _GREEN)],
     )
@@ -378,7 +378,7 @@ def _draw_variance_histogram(axes: Axes, increments: Increments, areas: np.ndarr
     weights = [np.full(len(area_values), 100 / len(areas)) for area_values in values]  # bars in % of all timesteps
     shades = [SHADES[name] for name in names]
     axes.hist(values, edges.tolist(), weights=weights, stacked=True, color=shades, edgecolor=MUTED, linewidth=0.6)
-    axes.set(title="Timesteps by variance, %", xlabel="variance, as the paper has it")
+    axes.set(title="Timesteps by variance, %", xlabel="variance by the paper's formula")
     axes.grid(axis="x", visible=False)
 
 

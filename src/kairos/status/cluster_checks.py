@@ -115,7 +115,7 @@ def job(visible: int) -> list[Finding]:
     """
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
-        return [(True, "slurm job", "none: a login node, or a machine of one's own")]
+        return [(True, "slurm job", "none: this is not a job of SLURM")]
     variables = {name: os.environ[name] for name in _GPU_VARIABLES if os.environ.get(name)}
     assigned = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no GPU"
     fact = f"job {job_id} on {os.environ.get('SLURMD_NODENAME', '?')}, given: {assigned}; torch sees {visible}"

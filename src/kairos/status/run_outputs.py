@@ -117,7 +117,7 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     """
     complete = [stage for stage, record in _STAGE_RECORDS.items() if (outline.results / record).is_file()]
     open_stages = [stage for stage in _STAGE_RECORDS if stage not in complete]
-    stages = f"there: {', '.join(complete) or 'nothing'}; not yet: {', '.join(open_stages) or 'nothing'}"
+    stages = f"complete: {', '.join(complete) or 'none'}; missing: {', '.join(open_stages) or 'none'}"
     expected_count = len(outline.trainings) * len(outline.milestones)
     samples = _count_files("samples", [run.samples for run in outputs], expected_count)
     evaluations = _count_files("evaluations", [run.evaluations for run in outputs], expected_count)

@@ -224,7 +224,7 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
     for path, request in completed.items():
         mark = path.with_suffix(".start_over")
         if request in starting_over:
-            write_text(mark, "asked for again\n")
+            write_text(mark, "requested again\n")
         else:
             mark.unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ from kairos.strategy_file import strategy_csv
 _TABLE_COLUMNS = {  # header by attribute of `Increments`
     "mean": "mean / x0",
     "variance": "variance",
-    "own_variance": "of it, given x0",
+    "own_variance": "given x0",
     "variance_bound": "variance >=",
     "change": "change per t",
     "magnitude": "magnitude",
