@@ -17,6 +17,7 @@ from pathlib import Path
 from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation import inception_weights
+from kairos.evaluation.settings import ClipOptions, DinoOptions, InceptionOptions
 from kairos.files import read_json, sha256_file
 from kairos.pretrained import download_files, is_available, is_hub_id
 from kairos.progress import log
@@ -82,10 +83,10 @@ def list_requirements(experiment: Experiment) -> list[Requirement]:
     requirements = [_dataset(section) for section in sections]
     requirements += _networks_and_captions(experiment)
     extractor = experiment.evaluation.extractor
-    if extractor["name"] == "inception":
-        requirements.append(_inception(extractor["path"]))
-    if extractor["name"] == "dinov2":
-        requirements.append(_network("DINOv2", extractor["path"], "evaluation.extractor.path", _TRANSFORMERS))
+    if isinstance(extractor, InceptionOptions):
+        requirements.append(_inception(extractor.path))
+    if isinstance(extractor, DinoOptions):
+        requirements.append(_network("DINOv2", extractor.path, "evaluation.extractor.path", _TRANSFORMERS))
     return requirements
 
 
@@ -115,10 +116,10 @@ def _networks_and_captions(experiment: Experiment) -> list[Requirement]:
         path = experiment.text_encoder.path
         requirements.append(_network("text encoder", path, "text_encoder.path", _TRANSFORMERS, FILES))
     for metric in experiment.evaluation.metrics or ():
-        if metric["name"] == "clip":
+        if isinstance(metric, ClipOptions):
             files = (*FILES, PREPROCESSOR)
             field = "evaluation.metrics: clip.path"
-            requirements.append(_network("CLIP", metric["path"], field, _TRANSFORMERS, files))
+            requirements.append(_network("CLIP", metric.path, field, _TRANSFORMERS, files))
     return requirements
 
 

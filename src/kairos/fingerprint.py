@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kairos.components import Component, LibraryComponent
     from kairos_timesteps.registry import Registry
 
 _PIPELINE = "kairos"
@@ -28,7 +29,7 @@ _LIBRARY = "kairos_timesteps"
 _PACKAGES = (_PIPELINE, _LIBRARY)
 # these modules select code and values, or store and show results; they compute nothing
 _LEFT_OUT = (
-    *(f"kairos.{name}" for name in ("config", "progress", "resource_usage", "cli", "files", "section")),
+    *(f"kairos.{name}" for name in ("config", "progress", "resource_usage", "cli", "files", "section", "components")),
     *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.run_folder", "training.checkpoint")),
     *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance")),
     *(f"kairos_timesteps.{name}" for name in ("registry", "options", "errors", "components")),
@@ -65,10 +66,23 @@ def _without_file_name(code: str) -> str:
     return name
 
 
-def roots_of(registry: "Registry", component: dict[str, Any]) -> list[str]:
+def roots_of(component: "Component | LibraryComponent") -> list[str]:
     """Return the code of a component and of the components that its options name, as roots of a fingerprint.
 
-    A registered class counts by its definition, a component that is registered by import path by its whole module.
+    A component of the pipeline counts by the whole module of its code, a class of the library by its definition.
+    """
+    registry = getattr(component, "registry", None)
+    if registry is None:
+        return [component.module()]
+    return _library_roots(registry, component.plain())
+
+
+def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]:
+    """Return the code of a component of the library and of the components that its options name.
+
+    Args:
+        registry: registry of the component.
+        component: name and options as plain values.
     """
     from kairos_timesteps import options
 
@@ -84,7 +98,7 @@ def roots_of(registry: "Registry", component: dict[str, Any]) -> list[str]:
                 continue
             if isinstance(other, str):
                 other = {"name": other}
-            roots += roots_of(registry, other)
+            roots += _library_roots(registry, other)
     return roots
 
 

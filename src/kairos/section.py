@@ -1,24 +1,19 @@
-"""Sections of an experiment file: their base class, fields, components and error messages.
+"""Sections of an experiment file: their base class, fields and error messages.
 
 An experiment file consists of sections such as ``dataset`` or ``training``. Each is a pydantic model that derives from
 `Section`, in the module ``settings`` of the package that uses it. A section rejects unknown keys, and its values cannot
-be changed. Its fields are of two kinds:
+be changed. `field` declares a field with its meaning and limits; a field may select a component, see
+`kairos.components`.
 
-* `field` declares a plain value, with its meaning and limits;
-* `component` is the type of a value that selects a component of a registry, such as a sampler, with options.
-
-`check` converts the values of a file to a section, and reports all problems at once, one line per field. `build`
-builds the component that a field selects.
+`check` converts the values of a file to a section, and reports all problems at once, one line per field.
 """
 
-import dataclasses
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kairos_timesteps import options
 from kairos_timesteps.errors import ConfigError, ValueRejected, rejection
-from kairos_timesteps.registry import Registry, split
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -43,97 +38,6 @@ def field(default: Any, help: str, **limits: Any) -> Any:
     return Field(default, description=help, **limits)
 
 
-def component(registry: Registry, default: str | None = None) -> Any:
-    """Return the type of a field that selects a component: ``name`` or ``{name: ..., option: ...}``.
-
-    The value is stored as a dictionary with all options of the component, defaults included, so that different
-    spellings of one configuration are equal.
-
-    Args:
-        registry: the components to select from.
-        default: name of the component if the value has options only; None: the name is required.
-    """
-
-    def complete(value: Any) -> dict[str, Any]:
-        if isinstance(value, str):
-            value = {"name": value}
-        if isinstance(value, dict) and default is not None:
-            value = {"name": default, **value}
-        try:
-            if not isinstance(value, dict) or "name" not in value:
-                raise ConfigError(f"got {value!r}, allowed: a name or {{name: ..., options}} of {sorted(registry)}")
-            parsed = registry.parse(*split(value), f"{registry.kind} {value['name']}")
-        except ConfigError as error:
-            raise ValueRejected(str(error)) from None
-        return {"name": value["name"], **options.dump(parsed)}
-
-    return Annotated[dict[str, Any], BeforeValidator(complete), _Schema(registry, default)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Schema:
-    """JSON schema of a `component` field; `kairos schema` computes it on demand."""
-
-    registry: Registry
-    default: str | None
-
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        """Return a schema that accepts the name of each component, or its name with options."""
-        name_schemas, object_schemas = [], []
-        for name, entry in self.registry.items():
-            description = entry.help or self.registry.kind
-            name_schema = {"const": name, "description": description}
-            name_schemas.append(name_schema)
-            object_schemas.append(
-                {
-                    "type": "object",
-                    "description": description,
-                    "properties": {"name": name_schema, **_options_schema(entry.options)},
-                    "required": [] if name == self.default else ["name"],
-                    "additionalProperties": False,
-                }
-            )
-        return {"anyOf": [*name_schemas, *object_schemas]} if name_schemas else {"not": {}}
-
-
-# bounds of an option, and their names in a JSON schema
-_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
-
-
-def _options_schema(cls: type) -> dict[str, Any]:
-    """Return the JSON schemas of a component's options, by the names in an experiment file."""
-    schemas = {}
-    types = get_type_hints(cls)
-    for option in dataclasses.fields(cls):
-        option_type = types[option.name]
-        choices = option.metadata["choices"]
-        if choices:
-            is_nullable = type(None) in get_args(option_type)
-            schema: dict[str, Any] = {"enum": _spellings(choices, is_nullable)}
-        else:
-            schema = TypeAdapter(option_type).json_schema()
-        schema |= {_BOUNDS[bound]: value for bound, value in option.metadata["bounds"].items()}
-        default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
-        schemas[options.public_name(option)] = {**schema, "description": option.metadata["help"], "default": default}
-    return schemas
-
-
-def _spellings(choices: Any, nullable: bool) -> list[Any]:
-    """Return the values in YAML that select one of the choices.
-
-    YAML parses the name ``64`` as a number: for the choices "32" and "64" the values are "32", "64", 32 and 64.
-    """
-    values = [*choices, *(int(choice) for choice in choices if str(choice).isdecimal())]
-    if nullable:
-        values.append(None)
-    return values
-
-
-def build(registry: Registry, value: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
-    """Build the component that the value of a `component` field selects, from further arguments."""
-    return registry.build(*split(value), *arguments, **keywords)
-
-
 def check(model: type[S], values: dict[str, Any], source: str) -> S:
     """Convert values to an instance of a section.
 
@@ -150,7 +54,7 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
     except ConfigError as error:  # from checks outside pydantic, such as those of the models
         lines = [str(error)]
     except ValidationError as error:
-        lines = [_error_line(item, model) for item in error.errors()]
+        lines = [_error_line(item, model, values) for item in error.errors()]
     header = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} fields cannot be used\n  "
     raise ConfigError(header + "\n  ".join(lines))
 
@@ -158,18 +62,20 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
 _TYPES = ("int", "float", "str")  # in locations, see `_field_name`
 
 
-def _error_line(item: Any, model: type[BaseModel]) -> str:
+def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
     """Return one error of pydantic as a line with the field, its value and what is allowed.
 
     Args:
         item: element of pydantic's `ValidationError.errors`.
         model: class of the section.
+        values: values of the section.
     """
     where = _field_name(item["loc"])
     error_type, value = item["type"], item["input"]
-    section, meaning = _find_field(model, item["loc"])
+    section, meaning = _find_field(model, item["loc"], values)
     if error_type == "extra_forbidden":
-        hint = options.instead(str(item["loc"][-1]), section.model_fields if section else {})
+        names = [name for name in section.model_fields if name != "name"] if section else []
+        hint = options.instead(str(item["loc"][-1]), names)
         return f"{where}: unknown field (value {_short(value)}){hint}"
     if error_type == "missing":
         return f"{where}: is missing. It is: {meaning}"
@@ -205,15 +111,46 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _find_field(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[type[BaseModel] | None, str]:
-    """Return the section at a location of pydantic, None for a plain value, and the meaning of the last field in it."""
+def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) -> tuple[type[BaseModel] | None, str]:
+    """Return the section at a location of pydantic and the meaning of the last field in it.
+
+    Args:
+        model: class of the outermost section.
+        location: names of fields and indices of lists.
+        values: values of the outermost section, which decide the class of a selected component.
+
+    Returns:
+        The class of the section, None for a plain value; and the meaning, empty if there is none.
+    """
     current: type[BaseModel] | None = model
     meaning = ""
+    selection: Any = None  # annotation of a field that selects a component
     for part in location:
+        values = _value_at(values, part)
         if current is not None and part in current.model_fields:
             field = current.model_fields[part]
             meaning = field.description or ""
             # the type of the field, and the types in a union such as `TextEncoderConfig | None`
             types = (item for item in (field.annotation, *get_args(field.annotation)) if isinstance(item, type))
             current = next((item for item in types if issubclass(item, BaseModel)), None)
+            selection = _find_selection(field)
+        if selection is not None and not isinstance(values, list):
+            current, selection = selection.class_of(values), None
     return current, meaning
+
+
+def _value_at(values: Any, part: Any) -> Any:
+    """Return the value of a key or index; None if there is none, as of a field that has its default."""
+    try:
+        return values[part]
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _find_selection(field: Any) -> Any:
+    """Return the annotation `kairos.components.component` of a field or of the elements of its list, or None."""
+    annotations = [*field.metadata]
+    for argument in (field.annotation, *get_args(field.annotation)):  # list[...], or list[...] | None
+        for element in (argument, *get_args(argument)):
+            annotations += getattr(element, "__metadata__", ())
+    return next((annotation for annotation in annotations if hasattr(annotation, "class_of")), None)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.losses.registries import LossOptions
+from kairos.losses.settings import MseOptions
 from kairos.losses.terms import Prediction, SampleCoordinates, mse
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
@@ -65,7 +65,7 @@ def compute_gradient_moments(
     process: Any,
     x0: Tensor,
     levels: Sequence[tuple[float, float]],
-    loss: Loss = lambda prediction: mse(LossOptions(), prediction),
+    loss: Loss = lambda prediction: mse(MseOptions(), prediction),
     conditions: Mapping[str, Tensor] | None = None,
     metric: Sequence[Tensor] | None = None,
     seed: int = 0,

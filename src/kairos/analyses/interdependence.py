@@ -9,12 +9,13 @@ import numpy as np
 from torch import Tensor
 
 from kairos.analyses.noise_levels import TableRow, load_optimizer_state
-from kairos.analyses.registries import InterdependenceOptions
+from kairos.analyses.settings import InterdependenceOptions
 from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import build_fixed_loss
 from kairos.milestones import Snapshot, open_milestone
 from kairos.training.loop import train_steps
+from kairos.training.settings import read_run_settings
 from kairos.training.state import TrainingState
 from kairos_timesteps.validation import spread_over
 
@@ -84,7 +85,8 @@ def _prepare_training(
     method = snapshot.config["methods"][record["method"]] | {"sampler": sampler}
     settings = snapshot.config["training"] | _TRAINING_SETTINGS
     config = snapshot.config | {"methods": {record["method"]: method}, "training": settings}
-    training = TrainingState(config, record["method"], record["seed"], latents, device)
+    run = read_run_settings(config, record["method"], record["seed"])
+    training = TrainingState(run, latents, device)
     training.model.load_weights(snapshot.model.weights())
     if optimizer_state is not None:
         training.optimizer.load_state_dict(optimizer_state)

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from kairos.analyses.gradients import GradientMoments, Loss, compute_gradient_moments
-from kairos.analyses.registries import AgreementOptions, AreasOptions, GradientVarianceOptions, SnapshotOptions
+from kairos.analyses.settings import AgreementOptions, AreasOptions, GradientVarianceOptions, SnapshotOptions
 from kairos.data.latents import Latents
 from kairos.increments import increments
-from kairos.losses.registries import LOSSES, LossOptions
+from kairos.losses.settings import VlbOptions
 from kairos.losses.terms import Prediction, vlb
 from kairos.milestones import Snapshot, open_milestone
 from kairos.strategy_file import parse_strategy_csv
 from kairos.training import checkpoint
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
-from kairos_timesteps.registry import split
 
 TableRow = dict[str, Any]
 Level = tuple[TableRow, tuple[float, float]]  # columns that describe the level, and its fractions of the process
@@ -250,7 +249,7 @@ def _moments_of_level(moments: GradientMoments, level: int) -> TableRow:
 
 def _vlb_loss(prediction: Prediction) -> Tensor:
     """Compute each sample's term of the variational bound, (batch,)."""
-    return vlb(LossOptions(), prediction)
+    return vlb(VlbOptions(), prediction)
 
 
 def _build_training_loss(snapshot: Snapshot, weights: Array) -> Loss:
@@ -260,9 +259,7 @@ def _build_training_loss(snapshot: Snapshot, weights: Array) -> Loss:
         snapshot: snapshot whose configuration contains the losses.
         weights: loss weights by cell of the process, (T,).
     """
-    terms = []
-    for name, options in map(split, snapshot.config["diffusion"]["losses"]):
-        terms.append((LOSSES.parse(name, options), LOSSES.entry(name).load()))
+    terms = [(options, options.load()) for options in snapshot.diffusion.losses]
 
     def loss(prediction: Prediction) -> Tensor:
         """Return the sum of the loss terms, each with its scale and, if it is weighted, the weight at time t."""

@@ -8,13 +8,12 @@ import numpy as np
 
 from kairos import increments as process_increments
 from kairos.analyses.noise_levels import TableRow
-from kairos.analyses.registries import ADAPTIVE, DensityOptions, IncrementsOptions
+from kairos.analyses.settings import ADAPTIVE, AnalysisOptions, DensityOptions, IncrementsOptions
 from kairos.files import read_json
 from kairos.strategy_file import parse_strategy_csv
 from kairos.training.run_folder import read_timing
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import KairosError
-from kairos_timesteps.registry import NoOptions
 
 
 def collect_densities(options: DensityOptions, experiment: Any, results: Path) -> list[TableRow]:
@@ -46,7 +45,7 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
     return rows
 
 
-def collect_relative_times(options: NoOptions, experiment: Any, results: Path) -> list[TableRow]:
+def collect_relative_times(options: AnalysisOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Collect distance and time of every snapshot; ``relative_time`` is 1 when the baseline is at its best.
 
     That unit is "1D" of Kim et al. 2025, figure 1: the mean time over seeds at which the baseline's mean distance over
@@ -65,7 +64,7 @@ def collect_relative_times(options: NoOptions, experiment: Any, results: Path) -
     rows = []
     for (name, method), seed in product(experiment.methods.items(), experiment.seeds):
         run_folder = results / name / f"seed{seed}"
-        subset_size = method.sampler.get("selected") if method.sampler["name"] in ADAPTIVE else None
+        subset_size = method.sampler.get("selected") if method.sampler.name in ADAPTIVE else None
         timing_file = run_folder / "timing.jsonl"
         timing = read_timing(timing_file) if timing_file.is_file() else ()
         seconds_by_step = {0: 0.0} | {entry["step"]: entry["seconds"] for entry in timing}
@@ -99,7 +98,7 @@ def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
     return float(best_time)
 
 
-def collect_subset_sizes(options: NoOptions, experiment: Any, results: Path) -> list[TableRow]:
+def collect_subset_sizes(options: AnalysisOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Collect distance and time by subset size |S|: the rows of `collect_relative_times` that have one.
 
     These are the rows of adaptive samplers, whose |S| is in column ``selected``, and the rows of the baseline for

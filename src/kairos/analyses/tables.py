@@ -5,34 +5,33 @@ from typing import Any
 
 import pandas as pd
 
-from kairos.analyses.registries import ANALYSES, analysed_snapshots, snapshot_table_path
+from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapshot_table_path
 from kairos.data.latents import open_latents
 from kairos.files import read_json, write_text
 from kairos_timesteps.errors import KairosError
-from kairos_timesteps.registry import split
 
 
-def measure_snapshot(analysis: dict[str, Any], snapshot: Path, latents: Path, out: Path, device: Any) -> None:
+def measure_snapshot(analysis: AnalysisOptions, snapshot: Path, latents: Path, out: Path, device: Any) -> None:
     """Measure one snapshot, and write the rows of the analysis with method, seed and step as the first columns.
 
     Args:
-        analysis: name and options of an analysis that reads snapshots.
+        analysis: options of an analysis that reads snapshots.
         snapshot: folder of the snapshot.
         latents: folder of the data that the snapshot was trained on.
         out: CSV file to write.
         device: device of the computation.
     """
     record = read_json(snapshot / "milestone.json")
-    rows = ANALYSES.build(*split(analysis), snapshot, open_latents(latents), device)
+    rows = analysis.build(snapshot, open_latents(latents), device)
     snapshot_columns = {key: record[key] for key in ("method", "seed", "step")}
     write_table(pd.DataFrame([snapshot_columns | row for row in rows]), out)
 
 
-def build_table(analysis: dict[str, Any], experiment: Any, results: Path) -> pd.DataFrame:
+def build_table(analysis: AnalysisOptions, experiment: Any, results: Path) -> pd.DataFrame:
     """Build the table of an analysis for an experiment: join the tables of its snapshots, or compute it from results.
 
     Args:
-        analysis: name and options of the analysis.
+        analysis: options of the analysis.
         experiment: the experiment.
         results: its results folder.
 
@@ -41,8 +40,8 @@ def build_table(analysis: dict[str, Any], experiment: Any, results: Path) -> pd.
     """
     snapshots = analysed_snapshots(analysis, experiment)
     if not snapshots:
-        return pd.DataFrame(ANALYSES.build(*split(analysis), experiment, results))
-    paths = [Path(snapshot_table_path(results, analysis["name"], *snapshot)) for snapshot in snapshots]
+        return pd.DataFrame(analysis.build(experiment, results))
+    paths = [Path(snapshot_table_path(results, analysis.name, *snapshot)) for snapshot in snapshots]
     for path in paths:
         if not path.is_file():
             remedy = "`kairos analyse --milestone` creates it, `make run` all such files"

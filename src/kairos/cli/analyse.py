@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.config import load
 
     experiment, name, snapshot = load(arguments.config), arguments.analysis, arguments.milestone
-    analyses = {settings["name"]: settings for settings in experiment.analyses}
+    analyses = {analysis.name: analysis for analysis in experiment.analyses}
     allowed = f"{', '.join(analyses) or 'none'}: the analyses of {arguments.config}"
     demand(name in analyses, "analysis", name, allowed)
     both_or_neither = (snapshot is None) == (arguments.out is None)
@@ -39,20 +39,19 @@ def run(arguments: argparse.Namespace) -> None:
     # imported after the checks of the arguments, since it takes seconds
     from kairos import resource_usage
     from kairos.analyses import tables
-    from kairos.analyses.registries import ANALYSES
     from kairos.report.analysis_figures import write_analysis
 
-    entry = ANALYSES.entry(name)
-    entry.load()  # its imports count as start-up
+    analysis = analyses[name]
+    analysis.load()  # its imports count as start-up
     resource_usage.end_startup()
     results = arguments.results or Path("results", experiment.experiment)
     if snapshot is None:
-        write_analysis(analyses[name], experiment, results)
+        write_analysis(analysis, experiment, results)
     else:
-        measures_snapshots = entry.facts["reads"] == "milestone"
+        measures_snapshots = analysis.reads == "milestone"
         demand(measures_snapshots, "milestone", snapshot, f"none: {name} does not measure single snapshots")
         tables.measure_snapshot(
-            analyses[name],
+            analysis,
             snapshot=snapshot,
             latents=results / "latents",
             out=arguments.out,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.cli.common import add_plugins
+from kairos.components import Component, LibraryComponent
 from kairos.progress import table
 from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.registry import Registry
@@ -69,7 +70,6 @@ def _check_file(arguments: argparse.Namespace) -> None:
     # imported after `--folder`, which the Makefile calls before every run
     from kairos.costs.preflight import find_warnings
     from kairos.downloads import warn_of_missing
-    from kairos.evaluation.registries import EXTRACTORS
     from kairos.evaluation.separation import warning_before_run
 
     experiment, messages = configured.resolve()
@@ -84,7 +84,7 @@ def _check_file(arguments: argparse.Namespace) -> None:
     settings = _describe_settings(layout, arguments.all_options)
     if configured == experiment:  # else `messages` report the extractor that replaces auto
         extractor = experiment.evaluation.extractor
-        settings["extractor"] = _describe_component(EXTRACTORS, extractor, arguments.all_options)
+        settings["extractor"] = _describe_component(extractor, arguments.all_options)
     for name, setting in settings.items():
         print(_wrap(f"{name}: {setting}"))
     messages += find_warnings(
@@ -110,16 +110,12 @@ def _method_rows(experiment: Any, all_options: bool) -> _Table:
         experiment: the checked experiment.
         all_options: True to include options that have their default value.
     """
-    from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
-
-    registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS}
-    if any(method.coupling["name"] != "independent" for method in experiment.methods.values()):
-        registries["coupling"] = COUPLINGS
-    rows: _Table = [("method", *registries)]
+    parts = ["sampler", "weighting"]
+    if any(method.coupling.name != "independent" for method in experiment.methods.values()):
+        parts.append("coupling")
+    rows: _Table = [("method", *parts)]
     for name, method in experiment.methods.items():
-        cells = []
-        for part, registry in registries.items():  # part: sampler, weighting or coupling
-            cells.append(_describe_component(registry, getattr(method, part), all_options))
+        cells = [_describe_component(getattr(method, part), all_options) for part in parts]
         rows.append((name, *cells))
     return rows
 
@@ -132,10 +128,9 @@ def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
         all_options: True to include options that have their default value.
     """
     from kairos.report.formatting import describe_sample_sets
-    from kairos_timesteps.diffusion.registries import PROCESSES
 
     experiment = layout.experiment
-    process = _describe_component(PROCESSES, experiment.diffusion.process, all_options)
+    process = _describe_component(experiment.diffusion.process, all_options)
     if experiment.diffusion.prediction:
         process += f", prediction {experiment.diffusion.prediction}"
     steps = ", ".join(map(str, experiment.milestones))
@@ -176,31 +171,57 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError("\n".join([f"{len(problems)} files cannot be used", *problems]))
 
 
-def _describe_component(registry: Registry, component: Any, all_options: bool) -> str:
-    """Return a component as text, such as ``speed (k 5, tau 700)``; lists of components and plain values as well.
-
-    Options of components may be components of the same registry, such as the parts of a mixture of samplers.
+def _describe_component(component: Component | LibraryComponent, all_options: bool) -> str:
+    """Return a component as text, such as ``speed (k 5, tau 700)``.
 
     Args:
-        registry: registry of the component.
-        component: name and options, a list of components, or the value of an option.
+        component: the component with its options.
         all_options: True to include options that have their default value.
     """
-    if isinstance(component, list):
-        return ", ".join(_describe_component(registry, item, all_options) for item in component)
-    if not isinstance(component, dict):
-        return "null" if component is None else str(component)
-    if "name" not in component:
-        return str(component)
-    defaults = dump(registry.entry(component["name"]).options())
-    options = []
-    for option, value in but_name(component).items():
-        text = _describe_component(registry, value, all_options)
-        is_default = option in defaults and text == _describe_component(registry, defaults[option], all_options)
+    if isinstance(component, LibraryComponent):
+        return _describe_value(component.plain(), component.registry, all_options)
+    defaults = type(component)(name=component.name).plain_options()
+    return _describe_options(component.name, component.plain_options(), defaults, None, all_options)
+
+
+def _describe_value(value: Any, registry: Registry | None, all_options: bool) -> str:
+    """Return the value of an option as text.
+
+    Options of a sampler may be samplers, such as the parts of a mixture.
+
+    Args:
+        value: the value; a mapping with a name is a component of the registry.
+        registry: registry of the component that has the option; None: its options are no components.
+        all_options: True to include options of components that have their default value.
+    """
+    if isinstance(value, list):
+        return ", ".join(_describe_value(item, registry, all_options) for item in value)
+    if registry is None or not isinstance(value, dict) or "name" not in value:
+        return "null" if value is None else str(value)
+    defaults = dump(registry.entry(value["name"]).options())
+    return _describe_options(value["name"], but_name(value), defaults, registry, all_options)
+
+
+def _describe_options(
+    name: str, options: dict[str, Any], defaults: dict[str, Any], registry: Registry | None, all_options: bool
+) -> str:
+    """Return the name of a component with its options in parentheses.
+
+    Args:
+        name: name of the component.
+        options: values of its options.
+        defaults: default values of its options.
+        registry: registry of the component, see `_describe_value`.
+        all_options: True to include options that have their default value.
+    """
+    described = []
+    for option, value in options.items():
+        text = _describe_value(value, registry, all_options)
+        is_default = option in defaults and text == _describe_value(defaults[option], registry, all_options)
         is_empty = value in (None, [])
         if not is_default or (all_options and not is_empty):
-            options.append(f"{option} {text}")
-    return str(component["name"]) + (f" ({', '.join(options)})" if options else "")
+            described.append(f"{option} {text}")
+    return name + (f" ({', '.join(described)})" if described else "")
 
 
 def _render_table(rows: _Table) -> str:

@@ -79,10 +79,9 @@ def _extractor(arguments: argparse.Namespace) -> None:
     from kairos import resource_usage
     from kairos.data.dataset import open_dataset
     from kairos.evaluation import extractors
-    from kairos.evaluation.registries import EXTRACTORS
 
     dataset, extractor = open_dataset(arguments.dataset), experiment.evaluation.extractor
-    EXTRACTORS.entry(extractor["name"]).load()  # its imports count as start-up
+    extractor.load()  # its imports count as start-up
     set_up_device(experiment, "cpu")
     resource_usage.end_startup()
     extractors.build_extractor(extractor, dataset, arguments.out)

@@ -2,9 +2,12 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import demand, yaml_type
+
+if TYPE_CHECKING:
+    from kairos.config import Experiment
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -48,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     record = import_weights(
         arguments.file,
-        experiment,
+        experiment.run_settings(next(iter(experiment.methods)), seed=0),
         out,
         latents=arguments.latents,
         autoencoder=arguments.autoencoder,
@@ -58,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     x0_shape = "×".join(map(str, record["shape"]))
     command = f"kairos sample --milestone {out} --autoencoder DIR --out F.npz --num N"
-    log(f"{out}: snapshot of {experiment['model']['name']}, x0 of shape {x0_shape}; generate images: {command}")
+    log(f"{out}: snapshot of {experiment.model.name}, x0 of shape {x0_shape}; generate images: {command}")
 
 
 def _parse_shape(text: str) -> tuple[int, int, int]:
@@ -88,8 +91,8 @@ def _is_writable(folder: Path) -> bool:
     return record.is_file() and "imported" in read_json(record)
 
 
-def _describe_experiment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the experiment of the weights as plain values, from ``--config`` and ``--model``.
+def _describe_experiment(arguments: argparse.Namespace) -> "Experiment":
+    """Return the experiment of the weights, from ``--config`` and ``--model``.
 
     Without ``--config``, the process and the prediction target are those of the model's published weights.
 
@@ -102,19 +105,20 @@ def _describe_experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     model = {"name": arguments.model} if isinstance(arguments.model, str) else arguments.model
     demand(model or arguments.config, "model", "no value, and no --config", "one of the two")
     if arguments.config is not None:
-        values = load(arguments.config).plain()
+        experiment = load(arguments.config)
         if model:
-            values = validate({**values, "model": model}, str(arguments.config)).plain()
-        return values
+            experiment = validate({**experiment.plain(), "model": model}, str(arguments.config))
+        return experiment
     # `validate` checks the model later: until then, --model may be any YAML
     conditions_text = str(model.get("conditions")) if isinstance(model, dict) else ""
     for condition in ("text", "low_resolution"):
         got = f"none with a model conditioned on {condition}"
         demand(condition not in conditions_text, "config", got, "an experiment file")
     sections: dict[str, Any] = {"methods": {"imported": {}}, "model": model, "diffusion": published_diffusion(model)}
-    values = validate({"experiment": "imported", **sections}, "--model").plain()
+    experiment = validate({"experiment": "imported", **sections}, "--model")
     # published models are trained for guidance, except ADM's (null_class: false) and EDM's (ddpmpp)
-    has_null_class = values["model"].get("null_class", values["model"]["name"] != "ddpmpp")
-    if values["model"].get("conditions") and has_null_class:
-        values["training"]["condition_dropout"] = 0.1
-    return values
+    has_null_class = getattr(experiment.model, "null_class", experiment.model.name != "ddpmpp")
+    if experiment.conditions and has_null_class:
+        training = experiment.training.model_copy(update={"condition_dropout": 0.1})
+        experiment = experiment.model_copy(update={"training": training})
+    return experiment

@@ -121,15 +121,13 @@ def _train_in_this_process(
 
     method, seed, out = arguments.method, arguments.seed, arguments.out
     latents = arguments.latents or Path("results") / experiment.experiment / "latents"
-    plain = experiment.plain()
-    check_unedited(arguments.config, method, plain["methods"][method])
-    import_components(plain, method)
+    run_settings = experiment.run_settings(method, seed)
+    check_unedited(arguments.config, method, run_settings.method)
+    import_components(run_settings)
     resource_usage.end_startup()
     with reporting(experiment, method, seed, out), staged(latents) as local_latents:
         return train(
-            plain,
-            method,
-            seed,
+            run_settings,
             out,
             local_latents,
             milestones,

@@ -3,13 +3,11 @@
 import math
 from typing import TYPE_CHECKING
 
-from kairos.losses.registries import LOSSES
 from kairos.models import check_conditions_accepted
-from kairos.models.registries import MODELS
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
+from kairos.models.settings import BACKBONES
+from kairos_timesteps.components import checked
 from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import demand, rejection
-from kairos_timesteps.registry import split
 
 if TYPE_CHECKING:
     from kairos.config.experiment import Experiment
@@ -35,7 +33,7 @@ def check_consistency(experiment: "Experiment") -> None:
     if experiment.claim is not None:
         experiment.claim.check_methods(experiment.methods)
     dropout = experiment.training.condition_dropout
-    experiment.sampling.check_fits(experiment.diffusion.model_dump(), experiment.conditions, dropout)
+    experiment.sampling.check_fits(experiment.diffusion, experiment.conditions, dropout)
 
 
 def _check_job_counts(experiment: "Experiment") -> None:
@@ -60,7 +58,7 @@ def _check_conditions(experiment: "Experiment") -> None:
     dropout = experiment.training.condition_dropout
     drops_class = dropout > 0 and "class" in experiment.conditions
     if drops_class:
-        has_embedding = experiment.model.get("null_class") is not False
+        has_embedding = getattr(experiment.model, "null_class", True)
         value = f"{dropout} with model.null_class: false"
         allowed = "0, and no guidance (as published: the model has no embedding for a dropped class)"
         demand(has_embedding, "training.condition_dropout", value, allowed)
@@ -102,7 +100,7 @@ def _check_shapes(experiment: "Experiment") -> None:
     if experiment.x0_size is None:  # known once the data are prepared
         return
     channels, side = experiment.x0_size
-    patch = experiment.model.get("patch")
+    patch = getattr(experiment.model, "patch", None)
     if patch:
         demand(side % patch == 0, "model.patch", patch, f"a divisor of the input's side, {side}")
     guided_channels = experiment.sampling.guidance_channels
@@ -121,18 +119,18 @@ def _check_augmentation(experiment: "Experiment") -> None:
     allowed = "false, since training.augment flips images"
     demand(not experiment.dataset.flips, "dataset.flips", "true with training.augment", allowed)
     allowed = "null, or a model that is conditioned on the augmentation: ddpmpp with augment: 9"
-    demand(model.get("augment"), "training.augment", f"{augment} with model {model['name']}", allowed)
+    demand(getattr(model, "augment", 0), "training.augment", f"{augment} with model {model.name}", allowed)
 
 
 def _check_losses(experiment: "Experiment") -> None:
     """Check that a masked loss has a model that can mask tokens."""
-    model, losses = experiment.model["name"], [loss["name"] for loss in experiment.diffusion.losses]
-    masked_losses = [loss for loss in losses if LOSSES.entry(loss).facts.get("masked")]
+    model = experiment.model
+    masked_losses = [loss.name for loss in experiment.diffusion.losses if loss.masks_tokens]
     if masked_losses:
-        masking_models = [name for name, entry in MODELS.items() if entry.facts.get("masks")]
-        value = f"{', '.join(masked_losses)} with model {model}"
+        masking_models = [name for name, backbone in BACKBONES.items() if backbone.masks]
+        value = f"{', '.join(masked_losses)} with model {model.name}"
         allowed = f"with a model that masks tokens: {', '.join(masking_models) or 'none is known'}"
-        demand(model in masking_models, "diffusion.losses", value, allowed)
+        demand(model.masks, "diffusion.losses", value, allowed)
 
 
 def _check_timesteps(experiment: "Experiment") -> None:
@@ -141,23 +139,28 @@ def _check_timesteps(experiment: "Experiment") -> None:
     A learned table of timestep embeddings (`model.timesteps`) needs a row for each timestep of a discrete process.
     Samplers must not need context.
     """
-    process, table_rows = experiment.diffusion.process, experiment.model.get("timesteps")
+    process, table_rows = experiment.diffusion.process, getattr(experiment.model, "timesteps", None)
     if table_rows is not None:
-        if "timesteps" in process:
-            count = process["timesteps"] + process.get("first_index", 0)  # timesteps begin at first_index
+        if process.get("timesteps") is not None:
+            count = process.get("timesteps") + process.get("first_index", 0)  # timesteps begin at first_index
             demand(
                 table_rows >= count, "model.timesteps", table_rows, f"at least {count}, the timesteps of the process"
             )
         else:
-            allowed = f"a model without this option, since process {process['name']} is continuous"
+            allowed = f"a model without this option, since process {process.name} is continuous"
             raise rejection("model.timesteps", table_rows, allowed)
-    timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
+    timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process.name)
     for method_name, method in experiment.methods.items():
-        sampler, options = split(method.sampler)
-        required = SAMPLERS[sampler].load().required_context(SAMPLERS.parse(sampler, options))
-        value = f"{sampler}, which requires {', '.join(sorted(required))}"
+        required = method.sampler.load().required_context(method.sampler.options)
+        value = f"{method.sampler.name}, which requires {', '.join(sorted(required))}"
         demand(not required, f"methods.{method_name}.sampler", value, "samplers that require no context")
-        for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
-            component, options = split(getattr(method, part))
-            where = f"methods.{method_name}.{part}"
-            checked(registry, component, options, timesteps=timesteps, schedule=schedule, where=where)
+        for component in (method.sampler, method.weighting):
+            where = f"methods.{method_name}.{component.registry.kind}"
+            checked(
+                component.registry,
+                component.name,
+                component.plain_options(),
+                timesteps=timesteps,
+                schedule=schedule,
+                where=where,
+            )

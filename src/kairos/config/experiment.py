@@ -6,7 +6,7 @@ A field that an experiment file omits has its default, or the value of the file 
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import (
@@ -16,28 +16,30 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
+    model_validator,
 )
 
-from kairos.analyses.registries import ANALYSES, check_analyses
+from kairos.analyses.settings import ANALYSES, AnalysisOptions, check_analyses
 from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.components import component
 from kairos.config.consistency import check_consistency
 from kairos.config.plugins import check_listed, codes_file, load_plugins, method_codes
 from kairos.config.published_results import ClaimConfig, KnownConfig, PublishedConfig
 from kairos.config.reading import read_experiment_file
-from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.sweeps import expand_grids
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
+from kairos.diffusion import DiffusionConfig, MethodConfig
 from kairos.evaluation.extractor_choice import choose_extractor
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_json, write_text
 from kairos.milestones import hash_start_weights
-from kairos.models.registries import MODELS
+from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.sampling.settings import SamplingConfig
-from kairos.section import Section, check, component, field
+from kairos.section import Section, check, field
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos.training.lengths import length_in_steps
-from kairos.training.settings import TrainingConfig
+from kairos.training.settings import RunSettings, TrainingConfig
 from kairos_timesteps.errors import ConfigError, demand
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
@@ -84,6 +86,7 @@ def _check_method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodCon
 _Name = Annotated[str, AfterValidator(_check_folder_name)]
 _Seeds = Annotated[list[int], AfterValidator(_check_seeds)]
 _Plugins = Annotated[list[str], BeforeValidator(load_plugins)]
+_Analysis = Annotated[AnalysisOptions, component(ANALYSES)]
 _Methods = Annotated[dict[str, MethodConfig], AfterValidator(_check_method_names)]
 _EXTENDS = {
     "type": "string",
@@ -101,7 +104,7 @@ class Experiment(Section):
     dataset: DatasetConfig = DatasetConfig()
     autoencoder: AutoencoderConfig = AutoencoderConfig()
     text_encoder: TextEncoderConfig | None = field(None, "encoder of captions, for a text-conditional model")
-    model: component(MODELS) = field("unet", "backbone")
+    model: Annotated[BackboneOptions, component(BACKBONES)] = field("unet", "backbone")
     diffusion: DiffusionConfig = DiffusionConfig()
     training: TrainingConfig = TrainingConfig()
     plugins: _Plugins = field(
@@ -110,7 +113,7 @@ class Experiment(Section):
     methods: _Methods = field(..., "timestep strategies by name", min_length=1)
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    analyses: list[component(ANALYSES)] = field([], "further measurements, each with a table and a figure")
+    analyses: list[_Analysis] = field([], "further measurements, each with a table and a figure")
     tracking: TrackingConfig = TrackingConfig()
     published: list[PublishedConfig] = field([], "numbers of a paper, for comparison in the report")
     claim: ClaimConfig | None = field(None, "a paper's claim about two of the methods")
@@ -127,18 +130,20 @@ class Experiment(Section):
         added_later = ("plugins", "analyses", "published", "claim", "known")
         return {name: value for name, value in serialize(self).items() if value or name not in added_later}
 
-    def model_post_init(self, context: Any) -> None:
+    @model_validator(mode="after")
+    def _check_and_resolve(self) -> Self:
         """Check that the sections are consistent, and replace ``auto`` in `dataset.store` and `text_encoder`."""
-        self._resolve_store()
+        dataset = self._resolve_store()
         check_listed(self.plugins, self.methods)
         check_consistency(self)
         check_analyses(self)
-        if self.text_encoder is not None:
-            accepted_form = MODELS.entry(self.model["name"]).facts.get("text")
-            self._replace("text_encoder", self.text_encoder.resolve_auto(accepted_form))
+        text_encoder = self.text_encoder
+        if text_encoder is not None:
+            text_encoder = text_encoder.resolve_auto(self.model.text_form)
+        return self.model_copy(update={"dataset": dataset, "text_encoder": text_encoder})
 
-    def _resolve_store(self) -> None:
-        """Replace `dataset.store: auto` by ``refer`` or ``copy``.
+    def _resolve_store(self) -> DatasetConfig:
+        """Return section `dataset` with ``refer`` or ``copy`` instead of `store: auto`.
 
         Training in pixel space reads prepared images, which therefore have to be copies. With ``auto``, data refer to
         the user's images only if a pretrained autoencoder encodes them, as it reads each image once.
@@ -152,17 +157,13 @@ class Experiment(Section):
             demand(store != "refer", "dataset.store", store, allowed)
         if store == "auto":
             can_refer = autoencoder == "pretrained" and self.dataset.source != "digits"  # digits are no files
-            update = {"store": "refer" if can_refer else "copy"}
-            self._replace("dataset", self.dataset.model_copy(update=update))
-
-    def _replace(self, name: str, value: Any) -> None:
-        """Set a field, although sections are frozen; only while the experiment is created."""
-        object.__setattr__(self, name, value)
+            return self.dataset.model_copy(update={"store": "refer" if can_refer else "copy"})
+        return self.dataset
 
     @property
     def conditions(self) -> list[str]:
         """Names of the conditions that the model takes."""
-        return self.model.get("conditions") or []
+        return self.model.conditions
 
     @property
     def baseline(self) -> str | None:
@@ -170,17 +171,17 @@ class Experiment(Section):
 
         With EDM, the weights of its process, lambda, count as no weights.
         """
-        neutral_weightings = ("none", self.diffusion.process["name"])
+        neutral_weightings = ("none", self.diffusion.process.name)
         for name, method in self.methods.items():
-            is_uniform = method.sampler["name"] == "uniform" and method.coupling["name"] == "independent"
-            if is_uniform and method.weighting["name"] in neutral_weightings:
+            is_uniform = method.sampler.name == "uniform" and method.coupling.name == "independent"
+            if is_uniform and method.weighting.name in neutral_weightings:
                 return name
         return None
 
     @property
     def metrics(self) -> list[str]:
         """Names of the metrics that the file lists; empty if it leaves the choice to kairos."""
-        return [metric["name"] for metric in self.evaluation.metrics or ()]
+        return [metric.name for metric in self.evaluation.metrics or ()]
 
     @property
     def x0_size(self) -> tuple[int, int] | None:
@@ -223,6 +224,19 @@ class Experiment(Section):
         evaluation, messages = choose_extractor(self.evaluation, self.dataset, self.conditions)
         return self.model_copy(update={"evaluation": evaluation}), messages
 
+    def run_settings(self, method: str, seed: int) -> RunSettings:
+        """Return the settings of one training run."""
+        return RunSettings(
+            method_name=method,
+            seed=seed,
+            model=self.model,
+            diffusion=self.diffusion,
+            method=self.methods[method],
+            training=self.training,
+            train_images=self.dataset.train_images,
+            plain_experiment=self.plain,
+        )
+
     def plain(self) -> dict[str, Any]:
         """Return the whole configuration as plain values, defaults included."""
         return self.model_dump(mode="json")
@@ -264,7 +278,7 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
         folder: folder of frozen experiments.
     """
     plain = experiment.plain()
-    codes = method_codes(plain["methods"])
+    codes = method_codes(experiment.methods)
     content = [plain, codes] if codes else plain  # without plugins, the hash is that of earlier versions
     path = Path(folder) / f"{experiment.experiment}-{sha256_json(content)[:16]}.yaml"
     if codes and not codes_file(path).exists():

@@ -21,7 +21,7 @@ from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
-    from kairos.config.strategies import MethodConfig
+    from kairos.diffusion import MethodConfig
 
 _REGISTRIES = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "coupling": COUPLINGS}
 _PACKAGES = ("kairos", "kairos_timesteps")
@@ -162,16 +162,9 @@ def forget(name: str) -> None:
             del registry[component]
 
 
-def _plugin_roots(method: dict[str, Any]) -> list[str]:
-    """Return the code of plugins that a method uses, as roots of a fingerprint, such as ``my_strategies:Ramp``.
-
-    Args:
-        method: the method as plain values.
-    """
-    roots: list[str] = []
-    for part, registry in _REGISTRIES.items():  # part: sampler, weighting or coupling
-        if part in method:
-            roots += roots_of(registry, method[part])
+def _plugin_roots(method: "MethodConfig") -> list[str]:
+    """Return the code of plugins that a method uses, as roots of a fingerprint, such as ``my_strategies:Ramp``."""
+    roots = [root for component in method.components for root in roots_of(component)]
     return [root for root in roots if _module_of(root) in _plugins]
 
 
@@ -191,7 +184,7 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
         return
     listed = {Path(path).stem for path in plugins}
     for name, method in methods.items():
-        for root in _plugin_roots(method.model_dump()):
+        for root in _plugin_roots(method):
             module = _module_of(root)
             if module not in listed:
                 raise ConfigError(f"methods.{name}: {root} is from {_plugins[module].path}; list that file in plugins")
@@ -214,7 +207,7 @@ def source_files(paths: list[str]) -> list[str]:
     return [Path(path).as_posix() for path in (*dict.fromkeys(paths), *imported_files)]
 
 
-def method_codes(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
+def method_codes(methods: "dict[str, MethodConfig]") -> dict[str, str]:
     """Return the fingerprint of each component of a plugin that methods use, by ``module:Name``."""
     if not _plugins:
         return {}
@@ -226,21 +219,21 @@ def codes_file(config: Path) -> Path:
     return config.with_suffix(".plugins.json")
 
 
-def check_unedited(config: Path, method: str, values: dict[str, Any]) -> None:
+def check_unedited(config: Path, name: str, method: "MethodConfig") -> None:
     """Check that the plugin code of a method is the code with which a run began.
 
     Args:
         config: the frozen experiment. Any other experiment file passes the check, as it has no recorded code.
-        method: name of the method.
-        values: the method as plain values.
+        name: name of the method.
+        method: the method.
 
     Raises:
         KairosError: the code was edited since.
     """
     file = codes_file(config)
     recorded = read_json(file) if file.is_file() else {}
-    for root, code in method_codes({method: values}).items():
+    for root, code in method_codes({name: method}).items():
         if recorded.get(root, code) != code:
             path = os.path.relpath(_plugins[_module_of(root)].path)
             advice = "run the same command again to compute all its runs with the edit, or undo the edit"
-            raise KairosError(f"{path}: the code of method {method} was edited after this run began; {advice}")
+            raise KairosError(f"{path}: the code of method {name} was edited after this run began; {advice}")

@@ -12,13 +12,10 @@ from kairos.costs.dataset_size import DatasetSize, Shape, find_dataset_size
 from kairos.costs.network import NetworkCost, count_network_cost
 from kairos.costs.step_rate import StepRate
 from kairos.costs.storage import estimate_memory, estimate_storage
-from kairos.forward_process import build_process
-from kairos.losses.registries import LOSSES
-from kairos.section import build
+from kairos.diffusion import build_process
 from kairos.workflow.layout import Layout
 from kairos.workflow.rules import gpus_per_job
 from kairos_timesteps.base import Cost
-from kairos_timesteps.components import SAMPLERS
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,9 @@ def estimate_cost(
     training, results = experiment.training, Path(layout.results)
     data = find_dataset_size(experiment, results, x0_shape=x0_shape, classes=classes, text_shape=text_shape)
     channels, _, _ = data.x0_shape
-    process = build_process(experiment.diffusion.model_dump(mode="json"), sigma_data=1.0)  # costs do not depend on it
+    process = build_process(
+        experiment.diffusion.process, experiment.diffusion.prediction, sigma_data=1.0
+    )  # costs do not depend on it
 
     images_per_process = math.ceil(training.batch_size / training.processes)
     microbatch = min(training.microbatch or images_per_process, images_per_process)
@@ -146,14 +145,14 @@ def estimate_cost(
     training_flops = (network.forward_flops + network.backward_flops) / microbatch  # of one image
 
     passes = training.batch_size  # images that pass the network in a step, without further passes of samplers
-    if any(LOSSES.entry(loss["name"]).facts.get("masked") for loss in experiment.diffusion.losses):
+    if any(loss.masks_tokens for loss in experiment.diffusion.losses):
         # a second pass with masked tokens, which costs at most as much as the first
         passes *= 2
         network = replace(network, activation_bytes=2 * network.activation_bytes, bytes_moved=2 * network.bytes_moved)
     sampler_costs: dict[str, Cost] = {}  # by method
     flops: dict[str, float] = {}  # of a step, by method
     for name, method in experiment.methods.items():
-        cost = build(SAMPLERS, method.sampler, process.schedule).cost(training.batch_size, channels)
+        cost = method.sampler.build(process.schedule).cost(training.batch_size, channels)
         sampler_costs[name] = cost
         flops[name] = (passes + cost.gradient) * training_flops + cost.forward * forward_flops
 

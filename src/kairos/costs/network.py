@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kairos.costs.dataset_size import Shape
+from kairos.models.settings import BackboneOptions
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class NetworkCost:
 
 
 def count_network_cost(
-    model: dict[str, Any],
+    model: BackboneOptions,
     x0_shape: Shape,
     conditions: dict[str, dict[str, Any]],
     samples: int,
@@ -53,7 +54,7 @@ def count_network_cost(
     Operations are counted in fp32, or bf16. In fp64, the bytes of fp32 are doubled.
 
     Args:
-        model: section `model` of an experiment.
+        model: the backbone with its options.
         x0_shape: channels, height and width of the input.
         conditions: descriptions of the conditions that the network takes, by name.
         samples: images of the micro-batch.
@@ -70,7 +71,6 @@ def count_network_cost(
     from torch.utils.flop_counter import FlopCounterMode
 
     from kairos import models
-    from kairos.models.registries import MODELS
 
     class ByteCounter(TorchDispatchMode):
         """Sum the bytes that each operation reads and writes; views of tensors move no bytes."""
@@ -90,7 +90,7 @@ def count_network_cost(
         saved_storages.add(tensor.untyped_storage())
         return tensor
 
-    MODELS.entry(model["name"]).load()  # before FakeTensorMode: imported modules must see the usual torch
+    model.load()  # before FakeTensorMode: imported modules must see the usual torch
     byte_counter = ByteCounter()
     forward_counter, backward_counter = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with FakeTensorMode():  # tensors without content whose device is "cpu": autocast does not support "meta"

@@ -56,7 +56,7 @@ def shrink_experiment(
     demand(not unknown, "--methods", ", ".join(unknown), f"some of {', '.join(experiment.methods)}")
     demand(2 <= steps <= MOST_STEPS, "--steps", steps, f"2 to {MOST_STEPS}")
     plain = experiment.plain()
-    training, model_name = plain["training"], experiment.model["name"]
+    training, model_name = plain["training"], experiment.model.name
     small_options = {option: value for option, value in _MODELS[model_name].items() if option in plain["model"]}
     optimizer = training["optimizer"] | {"lr": 2.0e-3, "warmup_steps": steps // 5}
     metrics = {"metrics": ["frechet", "psnr"]} if "low_resolution" in experiment.conditions else {}

@@ -18,7 +18,7 @@ from torch_fidelity import FeatureExtractorBase, register_feature_extractor
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
-from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
+from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import atomic, read_json, sha256_file
 from kairos.progress import Progress, log
 from kairos_timesteps.errors import KairosError

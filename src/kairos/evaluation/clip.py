@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kairos.evaluation.measurements import ImageStatistics
-from kairos.evaluation.registries import ClipOptions
+from kairos.evaluation.settings import ClipOptions
 from kairos.files import read_json
 from kairos.text_encoders.encoder import load_pretrained, network_folder
 from kairos.text_encoders.settings import FILES, PREPROCESSOR

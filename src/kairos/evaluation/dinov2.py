@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.inception_weights import missing_network_message
-from kairos.evaluation.registries import DinoOptions
+from kairos.evaluation.settings import DinoOptions
 from kairos.files import hash_folder, sha256_json
 from kairos_timesteps.errors import KairosError
 

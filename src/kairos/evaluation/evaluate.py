@@ -13,8 +13,7 @@ from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, build_extractor, open_extractor
 from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.reference import Reference, open_external_reference, open_reference
-from kairos.evaluation.registries import METRICS, needs_of
-from kairos.evaluation.settings import LossSettings
+from kairos.evaluation.settings import EXTRACTORS, METRICS, LossSettings
 from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
 from kairos.progress import log
 from kairos.sampling.conditions import check_conditions, select_condition_sources
@@ -117,7 +116,7 @@ def _extractor_of_metrics(names: list[str]) -> str:
     Raises:
         ConfigError: the metrics are defined for any extractor, or for several ones.
     """
-    extractors = {METRICS.entry(name).facts.get("extractor", "") for name in names} - {""}
+    extractors = {METRICS.find(name).extractor for name in names} - {""}
     if len(extractors) != 1:
         raise ConfigError(
             "--extractor: got none, required with an npz as --reference: pass a folder, inception or dinov2, or "
@@ -154,7 +153,7 @@ def cache_published_extractor(name: str) -> Path:
         check_files(folder, manifest["files"], "run the evaluation again")
     except KairosError:
         with atomic_folder(folder) as new_folder:
-            build_extractor({"name": name}, None, new_folder)
+            build_extractor(EXTRACTORS.select({"name": name}), None, new_folder)
     return folder
 
 
@@ -217,8 +216,8 @@ def _compute_losses(
     settings = LossSettings(**reference.record["validation"], precision=extractor.precision)
     results: dict[str, Any] = {}
     for metric in reference.comparison.metrics:
-        if "milestone" in needs_of([metric]):
-            compute_loss = METRICS.entry(metric["name"]).load()
+        if "milestone" in metric.needs:
+            compute_loss = metric.load()
             results |= compute_loss(snapshot, latents, settings, extractor.device)
     return results
 

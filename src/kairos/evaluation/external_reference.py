@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kairos.evaluation.registries import GAUSSIAN_MEASUREMENTS
+from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
 from kairos_timesteps.errors import KairosError
 
 _IMAGE_ARRAYS = {"images", "arr_0"}
@@ -23,7 +23,7 @@ def read_moments(
     Args:
         path: the npz file.
         width: number of features; None if it is unknown.
-        needs: measurements of real images that the metrics need, see `registries.MEASUREMENTS`.
+        needs: measurements of real images that the metrics need, see `settings.MEASUREMENTS`.
         where: the experiment's field or the option that sets the file, for messages.
 
     Returns:

@@ -9,13 +9,12 @@ from pathlib import Path
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, count_images
 from kairos.evaluation import external_reference, inception_weights
-from kairos.evaluation.registries import needs_of_real_images
-from kairos.evaluation.settings import EvaluationConfig
+from kairos.evaluation.settings import DinoOptions, EvaluationConfig, InceptionOptions, needs_of_real_images
 from kairos.section import check
 from kairos_timesteps.errors import ConfigError, KairosError
 
+_INCEPTION_WIDTH = 2048  # features of Inception
 MIN_IMAGES_PER_CLASS = 5  # images of each class that training a classifier needs
-WIDTHS = {"inception": 2048}  # number of features of extractors that have no option for it
 
 
 def choose_extractor(
@@ -42,7 +41,7 @@ def choose_extractor(
         messages.append(
             f"warning: the number and labels of the images are unknown before kairos prepare ({counts.unknown})"
         )
-    name = evaluation.extractor["name"]
+    name = evaluation.extractor.name
     if name == "auto":
         name, reason = _resolve_auto(evaluation, counts)
         messages.insert(0, f"extractor: {name} (auto: {reason})")
@@ -56,7 +55,7 @@ def choose_extractor(
         messages += _check_weights(evaluation)
         metrics = evaluation.metrics_for(name, dataset.heldout != 0)
         if evaluation.reference not in ("train", "all"):
-            width = evaluation.extractor.get("features", WIDTHS.get(name))
+            width = evaluation.extractor.feature_count
             needs = needs_of_real_images(metrics)
             external_reference.read_moments(Path(evaluation.reference), width, needs, "evaluation.reference")
     except KairosError as error:
@@ -76,7 +75,7 @@ def _resolve_auto(evaluation: EvaluationConfig, counts: ImageCounts) -> tuple[st
     smallest_set = evaluation.num_samples
     if counts.train is not None:
         smallest_set = min(smallest_set, counts.train)
-    if path.is_file() and smallest_set > WIDTHS["inception"]:
+    if path.is_file() and smallest_set > _INCEPTION_WIDTH:
         return "inception", f"its weights are {path}"
     if path.is_file():
         reason = f"{smallest_set} images are too few for Inception"
@@ -114,12 +113,12 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
     Raises:
         KairosError: the weights are missing and cannot be downloaded.
     """
-    name = evaluation.extractor["name"]
+    extractor = evaluation.extractor
     source: Path | str
-    if name == "inception":
-        source, is_present = inception_weights.find_weights(evaluation.extractor["path"])
-    elif name == "dinov2":
-        source, is_present = inception_weights.find_network(evaluation.extractor["path"])
+    if isinstance(extractor, InceptionOptions):
+        source, is_present = inception_weights.find_weights(extractor.path)
+    elif isinstance(extractor, DinoOptions):
+        source, is_present = inception_weights.find_network(extractor.path)
     else:
         return []
     if is_present:
@@ -129,12 +128,12 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
 
 def _too_few_images(evaluation: EvaluationConfig, counts: ImageCounts) -> list[str]:
     """Return an error message for each number of images that is too small for a feature covariance of full rank."""
-    name = evaluation.extractor["name"]
-    width = evaluation.extractor.get("features", WIDTHS.get(name, 0))
+    name = evaluation.extractor.name
+    width = evaluation.extractor.feature_count or 0
     image_counts = [("evaluation.num_samples", evaluation.num_samples, "images a set")]  # field, number and unit
     if counts.train is not None and evaluation.reference == "train":
         image_counts.append(("dataset", counts.train, "training images"))
-    hint = "; evaluation.extractor.features sets it" if "features" in evaluation.extractor else ""
+    hint = "; evaluation.extractor.features sets it" if hasattr(evaluation.extractor, "features") else ""
     allowed = f"more than {width}, the number of features of {name} (fewer make the Fréchet distance meaningless{hint})"
     return [
         f"{field}: got {number} {unit}, allowed: {allowed}" for field, number, unit in image_counts if number <= width

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from kairos import compute
 from kairos.data.dataset import PreparedDataset
-from kairos.evaluation.registries import EXTRACTORS
+from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions
 from kairos.files import check_files, open_record, write_json
-from kairos.section import build
 from kairos_timesteps.errors import KairosError
 
 # manifest fields of extractors that kairos does not train; they take images of any size
@@ -80,7 +79,7 @@ class Extractor:
         return {name: values.float().flatten(1).cpu() for name, values in zip(self.layers, outputs)}
 
 
-def build_extractor(extractor: dict[str, Any], dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
+def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Run stage `extractor`: fill the extractor's folder, write the manifest last and return it.
 
     Args:
@@ -93,8 +92,8 @@ def build_extractor(extractor: dict[str, Any], dataset: PreparedDataset | None, 
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
-    manifest = {"kind": extractor["name"], "options": extractor, **_PRETRAINED}
-    manifest |= build(EXTRACTORS, extractor, dataset, folder)
+    manifest = {"kind": extractor.name, "options": extractor.plain(), **_PRETRAINED}
+    manifest |= extractor.build(dataset, folder)
     write_json(folder / "manifest.json", manifest)
     return manifest
 
@@ -108,7 +107,7 @@ def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: 
     """
     manifest = open_record(folder, f"extractor --config F --dataset DIR --out {folder}")
     check_files(folder, manifest["files"], "build it again with: kairos extractor")
-    module = importlib.import_module(EXTRACTORS.entry(manifest["kind"]).module)
+    module = importlib.import_module(EXTRACTORS.find(manifest["kind"]).module())
     opened: Extractor = module.load(folder, manifest)
     opened.module.to(torch.device(device))
     return dataclasses.replace(opened, device=torch.device(device), precision=precision)

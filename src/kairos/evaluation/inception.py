@@ -9,7 +9,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, Featu
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation import inception_weights
 from kairos.evaluation.extractors import Extractor
-from kairos.evaluation.registries import InceptionOptions
+from kairos.evaluation.settings import InceptionOptions
 from kairos.files import link_file, sha256_file
 from kairos_timesteps.errors import KairosError
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kairos.data.arrays import ArrayFile, write_npy_header
-from kairos.evaluation.registries import GAUSSIAN_MEASUREMENTS
+from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
 
 BATCH = 64  # images whose features are computed at a time
 Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]  # mean (d,) and covariance (d, d)
@@ -112,7 +112,7 @@ def measure(
     Args:
         extractor: an opened extractor.
         images: batches of uint8 (n, height, width, channels).
-        needs: measurements to take, see `registries.MEASUREMENTS`. Captions, pairs and snapshots are ignored: stage
+        needs: measurements to take, see `settings.MEASUREMENTS`. Captions, pairs and snapshots are ignored: stage
             evaluate adds them.
         only: indices of the images whose features and logits are stored; None: all.
     """

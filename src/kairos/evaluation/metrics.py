@@ -1,6 +1,6 @@
 """Formulas of the metrics of a set of images, each called as ``metric(options, statistics, comparison)``.
 
-A metric returns columns: a dictionary from column name to number. Module `registries` lists the measurements that each
+A metric returns columns: a dictionary from column name to number. Module `settings` lists the measurements that each
 metric needs.
 """
 
@@ -20,17 +20,16 @@ from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metri
 
 from kairos.data.arrays import iterate_blocks
 from kairos.evaluation.measurements import Gaussian, ImageStatistics, MomentSums
-from kairos.evaluation.registries import (
+from kairos.evaluation.settings import (
     GAUSSIAN_MEASUREMENTS,
-    METRICS,
     KidOptions,
-    ManifoldOptions,
-    NoOptions,
+    MetricOptions,
+    PrecisionOptions,
+    RecallOptions,
     needs_of,
 )
 from kairos.files import atomic, sha256_bytes, sha256_json
 from kairos.progress import log
-from kairos.section import build
 from kairos_timesteps.errors import KairosError
 
 CACHE = Path(".kairos/cache")
@@ -99,19 +98,19 @@ class Comparison:
 
     distance_column: str
     real: RealStatistics
-    metrics: tuple[dict[str, Any], ...]
+    metrics: tuple[MetricOptions, ...]
 
     @property
     def needs(self) -> set[str]:
-        """Measurements that the metrics need of a set of images; see `registries.MEASUREMENTS`."""
+        """Measurements that the metrics need of a set of images; see `settings.MEASUREMENTS`."""
         return needs_of(self.metrics)
 
     def score(self, statistics: ImageStatistics) -> dict[str, float]:
         """Return the columns of all metrics for one set of images, except those that evaluate a snapshot's network."""
         columns: dict[str, float] = {}
         for metric in self.metrics:
-            if "milestone" not in needs_of([metric]):
-                columns |= build(METRICS, metric, statistics, self)
+            if "milestone" not in metric.needs:
+                columns |= metric.build(statistics, self)
         return columns
 
 
@@ -176,13 +175,13 @@ def warn(what: str, warning: str) -> None:
     log(f"warning: {what}: {warning}")
 
 
-def frechet(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
+def frechet(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017)."""
     samples = statistics.gaussians["features"]
     return {comparison.distance_column: frechet_distance(samples, comparison.real, layer="features")}
 
 
-def sfid(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
+def sfid(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute sFID, the Fréchet distance of Inception's spatial features (Nash et al. 2021; ADM's evaluator)."""
     samples = statistics.gaussians["spatial"]
     return {"sfid": frechet_distance(samples, comparison.real, layer="spatial")}
@@ -236,7 +235,7 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
     return {"kid": result[KEY_METRIC_KID_MEAN]}
 
 
-def isc(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
+def isc(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the Inception score (Salimans et al. 2016), mean over splits of at most `SPLIT` images."""
     assert statistics.logits is not None
     splits = _iterate_vectors(statistics.logits, SPLIT)
@@ -244,7 +243,7 @@ def isc(options: NoOptions, statistics: ImageStatistics, comparison: Comparison)
     return {"isc": stats.fmean(score[KEY_METRIC_ISC_MEAN] for score in scores)}
 
 
-def psnr(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
+def psnr(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the mean peak signal-to-noise ratio in dB of image pairs; no column if the images have no pairs."""
     if statistics.pairs is None:
         return {}
@@ -254,12 +253,12 @@ def psnr(options: NoOptions, statistics: ImageStatistics, comparison: Comparison
     return {"psnr": float(np.mean(decibels))}
 
 
-def precision(options: ManifoldOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
+def precision(options: PrecisionOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the share of samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
     return {"precision": share_inside(statistics.features, comparison.real.features, options.neighbours)}
 
 
-def recall(options: ManifoldOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
+def recall(options: RecallOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the share of real images inside the manifold of the samples (Kynkäänniemi et al. 2019)."""
     return {"recall": share_inside(comparison.real.features, statistics.features, options.neighbours)}
 

@@ -26,8 +26,16 @@ from kairos.evaluation import external_reference, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.metrics import Comparison, RealStatistics
-from kairos.evaluation.registries import MEASUREMENTS, default_metrics, needs_of_real_images
-from kairos.evaluation.settings import EvaluationConfig, check_metrics, metrics_with_options
+from kairos.evaluation.settings import (
+    MEASUREMENTS,
+    METRICS,
+    EvaluationConfig,
+    MetricOptions,
+    check_metrics,
+    default_metrics,
+    metrics_with_options,
+    needs_of_real_images,
+)
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.progress import Progress, log
 from kairos.sampling.samples_file import open_samples
@@ -96,7 +104,7 @@ def build_reference(
         "extractor": opened.name,
         "extractor_hash": opened.hash,
         "metric": comparison.distance_column,
-        "metrics": selected,
+        "metrics": [metric.plain() for metric in selected],
         "features": opened.width,
         "accuracy": opened.manifest["accuracy"],
         "reference": evaluation.reference,
@@ -155,7 +163,7 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
             f"{record['extractor_hash'][:12]}, with which the reference was computed; pass it as --extractor DIR"
         )
     real = RealStatistics.load(path.parent / "statistics.npz")
-    return Reference(record, Comparison(record["metric"], real, tuple(record["metrics"])))
+    return Reference(record, Comparison(record["metric"], real, tuple(map(METRICS.select, record["metrics"]))))
 
 
 def open_external_reference(path: Path, extractor: Extractor, metric_names: list[str] | None) -> Reference:
@@ -188,7 +196,7 @@ def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extracto
 
 
 def _real_statistics(
-    which: str, dataset: PreparedDataset, extractor: Extractor, selected: tuple[dict[str, Any], ...]
+    which: str, dataset: PreparedDataset, extractor: Extractor, selected: tuple[MetricOptions, ...]
 ) -> RealStatistics:
     """Return the statistics of the real images, cached by content.
 
@@ -214,7 +222,7 @@ def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) 
     Args:
         path: the npz file.
         extractor: the feature extractor.
-        needs: measurements of real images that the metrics need, see `registries.MEASUREMENTS`.
+        needs: measurements of real images that the metrics need, see `settings.MEASUREMENTS`.
 
     Raises:
         KairosError: the file lacks a measurement, see `external_reference.read_moments`; or too few images.
@@ -243,7 +251,7 @@ def _measure_cached(
         images: uint8 (N, height, width, channels).
         indices: indices of the images to measure, (n,).
         extractor: the feature extractor.
-        needs: measurements, see `registries.MEASUREMENTS`.
+        needs: measurements, see `settings.MEASUREMENTS`.
         cache_key: JSON values that identify the images.
     """
     cache_key = {**cache_key, "extractor": extractor.hash, "precision": extractor.precision, "needs": sorted(needs)}

@@ -69,7 +69,7 @@ def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, res
     if record and recorded_settings == settings:
         reason = cannot_rank(record)
         return f"{reason} {ADVICE}" if reason else None
-    name, images = evaluation.extractor["name"], count_images(dataset).train
+    name, images = evaluation.extractor.name, count_images(dataset).train
     if name not in TRAINED or images is None or images >= ENOUGH_IMAGES:
         return None
     return (

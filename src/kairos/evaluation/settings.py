@@ -1,22 +1,330 @@
-"""Section `evaluation`, and the settings of the validation loss."""
+"""Section `evaluation`, the feature extractors and metrics by name, and the settings of the validation loss.
 
+An extractor's code is called as ``code(options, dataset, folder)``. It fills the folder and returns the manifest's
+fields. The module also has ``load(folder, manifest)``, which opens the folder.
+
+A metric's code is called as ``code(options, statistics, comparison)``, with the measurements of a set of images and the
+statistics of the real ones. It returns columns: a dictionary of numbers. A metric that needs a snapshot is called as
+``code(milestone, latents, settings, device)``, see `validation`.
+
+`MEASUREMENTS` lists what metrics can need of a set of images.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from kairos.evaluation.registries import EXTRACTORS, FRECHET_METRICS, METRICS, default_metrics, needs_of
-from kairos.section import Section, component, field
-from kairos_timesteps import options
+from kairos.components import Component, Components, component
+from kairos.section import Section, field
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand
+
+
+class ExtractorOptions(Component):
+    """Base class of the options of a feature extractor.
+
+    Attributes:
+        width: number of features; None: an option decides it.
+    """
+
+    width: ClassVar[int | None] = None
+
+    @property
+    def feature_count(self) -> int | None:
+        """Number of features; None if it is not known before the extractor is prepared."""
+        return self.width
+
+
+EXTRACTORS: Components[ExtractorOptions] = Components("extractor")
+
+
+@EXTRACTORS.register
+class ClassifierOptions(ExtractorOptions):
+    """A small convolutional classifier, trained by the pipeline on the labelled training split."""
+
+    code: ClassVar[str] = "kairos.evaluation.classifier:train"
+
+    name: str = "classifier"
+    features: int = field(64, "number of features: width of the layer before the classes", ge=2, le=2048)
+    channels: int = field(16, "width of the first convolution", ge=4)
+    steps: int = field(600, "training steps", ge=1)
+    batch_size: int = field(128, "images per step", ge=2)
+    learning_rate: float = field(2e-3, "peak learning rate", gt=0)
+    seed: int = field(0, "seed", ge=0)
+
+    @property
+    def feature_count(self) -> int | None:
+        """Number of features."""
+        return self.features
+
+
+@EXTRACTORS.register
+class SelfsupervisedOptions(ClassifierOptions):
+    """The network of `classifier`, trained without labels to predict the rotation of training images."""
+
+    code: ClassVar[str] = "kairos.evaluation.classifier:train_on_rotations"
+
+    name: str = "selfsupervised"
+
+
+@EXTRACTORS.register
+class AutoOptions(ExtractorOptions):
+    """Selected before any job by the images and weights at hand."""
+
+    code: ClassVar[str] = "kairos.evaluation.extractor_choice:choose_extractor"
+
+    name: str = "auto"
+
+
+@EXTRACTORS.register
+class InceptionOptions(ExtractorOptions):
+    """torch-fidelity's Inception-v3 (2,048 features): FID, IS and KID as published."""
+
+    code: ClassVar[str] = "kairos.evaluation.inception:prepare"
+    width: ClassVar[int | None] = 2048
+
+    name: str = "inception"
+    path: str | None = field(None, "weights file; null: torch-fidelity's file, downloaded if it is missing")
+
+
+@EXTRACTORS.register
+class DinoOptions(ExtractorOptions):
+    """DINOv2 (Oquab et al. 2023) through transformers; the published distance is of ViT-L/14."""
+
+    code: ClassVar[str] = "kairos.evaluation.dinov2:prepare"
+
+    name: str = "dinov2"
+    path: str = field("facebook/dinov2-large", "folder or hub id of a Dinov2Model")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement of a set of images that metrics can need.
+
+    Attributes:
+        content: description of the measured values.
+        taken_in: function of `kairos.evaluation` that takes the measurement.
+        of_real_images: True if stage `reference` takes the measurement of the real images too.
+        layer: for a mean and covariance: layer of the extractor; else empty.
+        arrays: for a mean and covariance: names of the two arrays in published npz files.
+    """
+
+    content: str
+    taken_in: str
+    of_real_images: bool
+    layer: str = ""
+    arrays: tuple[str, str] = ("", "")
+
+
+MEASUREMENTS = {
+    "moments": Measurement(
+        "mean and covariance of the features",
+        "measurements.measure",
+        of_real_images=True,
+        layer="features",
+        arrays=("mu", "sigma"),
+    ),
+    "spatial": Measurement(
+        "mean and covariance of Inception's spatial features",
+        "measurements.measure",
+        of_real_images=True,
+        layer="spatial",
+        arrays=("mu_s", "sigma_s"),
+    ),
+    "features": Measurement("feature vectors", "measurements.measure", of_real_images=True),
+    "logits": Measurement("logits of the classes", "measurements.measure", of_real_images=False),
+    "captions": Measurement("images with their captions", "evaluate.pair_with_captions", of_real_images=False),
+    "pairs": Measurement(
+        "images with the real images that their conditions come from",
+        "evaluate.pair_with_real_images",
+        of_real_images=False,
+    ),
+    "milestone": Measurement(
+        "none: the metric evaluates the snapshot's network on held-out images",
+        "evaluate._compute_losses",
+        of_real_images=False,
+    ),
+}
+GAUSSIAN_MEASUREMENTS = {name: measurement for name, measurement in MEASUREMENTS.items() if measurement.layer}
+
+
+class MetricOptions(Component):
+    """Base class of the options of a metric.
+
+    Attributes:
+        needs: measurements that the metric needs, names of `MEASUREMENTS`.
+        extractor: the only extractor that the metric is defined for; empty: any.
+    """
+
+    needs: ClassVar[tuple[str, ...]]
+    extractor: ClassVar[str] = ""
+
+
+METRICS: Components[MetricOptions] = Components("metric")
+
+
+@METRICS.register
+class FrechetOptions(MetricOptions):
+    """Fréchet distance of the extractor's features (Heusel et al. 2017)."""
+
+    code: ClassVar[str] = "kairos.evaluation.metrics:frechet"
+    needs: ClassVar[tuple[str, ...]] = ("moments",)
+
+    name: str = "frechet"
+
+
+@METRICS.register
+class FidOptions(MetricOptions):
+    """FID: Fréchet distance of Inception's features."""
+
+    code: ClassVar[str] = "kairos.evaluation.metrics:frechet"
+    needs: ClassVar[tuple[str, ...]] = ("moments",)
+    extractor: ClassVar[str] = "inception"
+
+    name: str = "fid"
+
+
+@METRICS.register
+class FdDinoOptions(MetricOptions):
+    """Fréchet distance of DINOv2's features (Stein et al. 2023)."""
+
+    code: ClassVar[str] = "kairos.evaluation.metrics:frechet"
+    needs: ClassVar[tuple[str, ...]] = ("moments",)
+    extractor: ClassVar[str] = "dinov2"
+
+    name: str = "fd_dinov2"
+
+
+@METRICS.register
+class SfidOptions(MetricOptions):
+    """FID of Inception's spatial features (Nash et al. 2021)."""
+
+    code: ClassVar[str] = "kairos.evaluation.metrics:sfid"
+    needs: ClassVar[tuple[str, ...]] = ("spatial",)
+    extractor: ClassVar[str] = "inception"
+
+    name: str = "sfid"
+
+
+@METRICS.register
+class KidOptions(MetricOptions):
+    """Kernel distance (Bińkowski et al. 2018)."""
+
+    code: ClassVar[str] = "kairos.evaluation.metrics:kid"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
+
+    name: str = "kid"
+    subsets: int = field(50, "number of random subsets", ge=1)
+    subset_size: int = field(1000, "images per subset, at most half of the images", ge=2)
+
+
+@METRICS.register
+class IscOptions(MetricOptions):
+    """Inception score (Salimans et al. 2016)."""
+
+    code: ClassVar[str] = "kairos.evaluation.metrics:isc"
+    needs: ClassVar[tuple[str, ...]] = ("logits",)
+    extractor: ClassVar[str] = "inception"
+
+    name: str = "isc"
+
+
+@METRICS.register
+class PrecisionOptions(MetricOptions):
+    """Share of samples in the real manifold (Kynkäänniemi et al. 2019)."""
+
+    code: ClassVar[str] = "kairos.evaluation.metrics:precision"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
+
+    name: str = "precision"
+    neighbours: int = field(3, "number of the neighbour to which a ball reaches", ge=1)
+
+
+@METRICS.register
+class RecallOptions(PrecisionOptions):
+    """Share of real images in the samples' manifold."""
+
+    code: ClassVar[str] = "kairos.evaluation.metrics:recall"
+
+    name: str = "recall"
+
+
+@METRICS.register
+class ClipOptions(MetricOptions):
+    """100 x cosine of images and captions (Hessel et al. 2021)."""
+
+    code: ClassVar[str] = "kairos.evaluation.clip:clip"
+    needs: ClassVar[tuple[str, ...]] = ("captions",)
+
+    name: str = "clip"
+    path: str = field("openai/clip-vit-large-patch14", "folder or hub id of a CLIPModel, tokenizer and preprocessor")
+
+
+@METRICS.register
+class ValidationOptions(MetricOptions):
+    """Loss by time on held-out images."""
+
+    code: ClassVar[str] = "kairos.evaluation.validation:validation_loss"
+    needs: ClassVar[tuple[str, ...]] = ("milestone",)
+
+    name: str = "validation"
+
+
+@METRICS.register
+class Mlperf8Options(MetricOptions):
+    """Loss at eight equidistant times (MLPerf Training, Flux.1)."""
+
+    code: ClassVar[str] = "kairos.evaluation.validation:mlperf8"
+    needs: ClassVar[tuple[str, ...]] = ("milestone",)
+
+    name: str = "mlperf8"
+
+
+@METRICS.register
+class PsnrOptions(MetricOptions):
+    """PSNR in dB against the images that conditions come from."""
+
+    code: ClassVar[str] = "kairos.evaluation.metrics:psnr"
+    needs: ClassVar[tuple[str, ...]] = ("pairs",)
+
+    name: str = "psnr"
+
+
+FRECHET_METRICS = ("frechet", "fid", "fd_dinov2")  # metrics that methods are ranked by, one for each kind of extractor
+
+
+def needs_of(metrics: Iterable[MetricOptions]) -> set[str]:
+    """Return the names of all measurements that some metrics need; `MEASUREMENTS` describes them."""
+    needs: set[str] = set()
+    for metric in metrics:
+        needs.update(metric.needs)
+    return needs
+
+
+def needs_of_real_images(metrics: Iterable[MetricOptions]) -> set[str]:
+    """Return the names of all measurements that metrics need of the real images; see `MEASUREMENTS`."""
+    return {need for need in needs_of(metrics) if MEASUREMENTS[need].of_real_images}
+
+
+def default_metrics(extractor: str, heldout: bool) -> list[str]:
+    """Return the metrics of an experiment that lists none; `heldout` is True if images are held out."""
+    by_extractor = {"inception": ["fid", "kid", "isc"], "dinov2": ["fd_dinov2", "kid"]}
+    names = by_extractor.get(extractor, ["frechet", "kid"])
+    if heldout:
+        return [*names, "validation"]
+    return names
+
+
+_Metric = Annotated[MetricOptions, component(METRICS)]
 
 
 class EvaluationConfig(Section):
     """Settings of the comparison of samples with real images."""
 
-    extractor: component(EXTRACTORS) = field("auto", "extractor of image features")
+    extractor: Annotated[ExtractorOptions, component(EXTRACTORS)] = field("auto", "extractor of image features")
     reference: str = field("train", "real images: train, all (with the held-out ones), or an npz's path")
-    metrics: list[component(METRICS)] | None = field(None, "metrics; null: the defaults of the extractor")
+    metrics: list[_Metric] | None = field(None, "metrics; null: the defaults of the extractor")
     primary_metric: Literal["distance", "validation"] = field(
         "distance", "metric that methods are ranked by: the Fréchet distance or the validation loss"
     )
@@ -30,7 +338,7 @@ class EvaluationConfig(Section):
     def model_post_init(self, context: Any) -> None:
         """Check the reference and the metrics, as far as this section alone determines them."""
         if self.metrics is not None:
-            check_metrics(self.metrics, self.extractor["name"])
+            check_metrics(self.metrics, self.extractor.name)
         is_valid = self.reference in ("train", "all") or self.reference.endswith(".npz")
         demand(is_valid, "evaluation.reference", repr(self.reference), "train, all or the path of an npz")
 
@@ -42,7 +350,7 @@ class EvaluationConfig(Section):
             del values["primary_metric"]
         return values
 
-    def metrics_for(self, extractor: str, heldout: bool) -> list[dict[str, Any]]:
+    def metrics_for(self, extractor: str, heldout: bool) -> list[MetricOptions]:
         """Return the metrics to compute, with their options.
 
         Args:
@@ -59,7 +367,7 @@ class EvaluationConfig(Section):
             metrics = metrics_with_options(default_metrics(extractor, heldout))
         else:
             metrics = self.metrics
-        names = [metric["name"] for metric in metrics]
+        names = [metric.name for metric in metrics]
         if self.primary_metric == "validation" and "validation" not in names:
             raise ConfigError(
                 f"evaluation.primary_metric: got validation, which is not among the metrics {', '.join(names)}; "
@@ -69,26 +377,26 @@ class EvaluationConfig(Section):
             return metrics
         check_metrics(metrics, extractor)
         # metrics of a snapshot's weights, not of its samples: losses on held-out images
-        losses = [metric["name"] for metric in metrics if "milestone" in needs_of([metric])]
+        losses = [metric.name for metric in metrics if "milestone" in metric.needs]
         if losses and not heldout:
             raise ConfigError(f"evaluation.metrics: {losses[0]} needs held-out images, and dataset.heldout is 0")
         return metrics
 
 
-def metrics_with_options(names: list[str]) -> list[dict[str, Any]]:
+def metrics_with_options(names: list[str]) -> list[MetricOptions]:
     """Return metrics given by name, each with the default values of its options."""
-    return [{"name": name, **options.dump(METRICS.parse(name))} for name in names]
+    return [METRICS.select({"name": name}) for name in names]
 
 
-def check_metrics(metrics: list[dict[str, Any]], extractor: str) -> None:
+def check_metrics(metrics: list[MetricOptions], extractor: str) -> None:
     """Check that metrics can be computed with an extractor; ``auto`` stands for one that is selected later.
 
     Raises:
         ConfigError: a metric is listed twice or defined for another extractor, or not exactly one metric ranks methods.
     """
-    names = [metric["name"] for metric in metrics]
-    for name in names:
-        required = METRICS.entry(name).facts.get("extractor")
+    names = [metric.name for metric in metrics]
+    for metric in metrics:
+        name, required = metric.name, metric.extractor
         if required and extractor not in (required, "auto"):
             raise ValueRejected(f"evaluation.metrics: {name} needs evaluation.extractor {required}, got {extractor}")
         demand(names.count(name) == 1, "evaluation.metrics", f"{name} twice", "each once")

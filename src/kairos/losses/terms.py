@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kairos.losses.registries import LossOptions, VbOptions
+from kairos.losses.settings import LossOptions, VbOptions
 from kairos_timesteps.diffusion.processes import per_sample, shaped
 from kairos_timesteps.randomness import Stream
 

@@ -5,11 +5,17 @@ Sampling, evaluation and users read them. Experiment files and folders call them
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kairos.diffusion import DiffusionConfig, build_process
 from kairos.files import atomic_folder, check_files, hash_folder, open_record, sha256_json, write_json, write_text
+from kairos.section import check
 from kairos.strategy_file import strategy_csv
+from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.errors import ConfigError, KairosError
+
+if TYPE_CHECKING:
+    from kairos.models.settings import BackboneOptions
 
 # options of section `model` that decide the shapes of the weights
 _SHAPE_OPTIONS = ("patch", "width", "depth", "heads", "channels", "multipliers", "blocks", "attention", "conditions")
@@ -89,12 +95,12 @@ def load_start_weights(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-def hash_start_weights(folder: Path, model: dict[str, Any]) -> str:
+def hash_start_weights(folder: Path, model: "BackboneOptions") -> str:
     """Return a hash of the weights that `load_start_weights` loads, from the snapshot's record alone.
 
     Args:
         folder: folder of the snapshot.
-        model: section `model` of the training run that starts from it.
+        model: backbone of the training run that starts from it.
 
     Raises:
         ConfigError: the folder contains no snapshot, or one of another backbone or size.
@@ -106,12 +112,12 @@ def hash_start_weights(folder: Path, model: dict[str, Any]) -> str:
             "of a training run or of kairos import-weights"
         )
     record = open_record(folder, "train", path.name)
-    snapshot_model = record["config"]["model"]
+    snapshot_model, values = record["config"]["model"], model.plain()
     for name in ("name", *_SHAPE_OPTIONS):
-        if snapshot_model.get(name) != model.get(name):
+        if snapshot_model.get(name) != values.get(name):
             raise ConfigError(
                 f"training.start_from: got model.{name}: {snapshot_model.get(name)} in {str(folder)!r}, allowed: "
-                f"{model.get(name)}, the value in this experiment"
+                f"{values.get(name)}, the value in this experiment"
             )
     ema_hashes = {name: sha256 for name, sha256 in record["files"].items() if name.startswith("ema/")}
     return sha256_json(ema_hashes)
@@ -125,12 +131,14 @@ class Snapshot:
         model: the network in evaluation mode.
         process: the forward process.
         record: content of milestone.json.
-        config: the experiment of the training run, as plain values.
+        diffusion: section `diffusion` of the experiment of the training run.
+        config: the whole experiment, as plain values of the version of kairos that trained.
     """
 
     model: Any
-    process: Any
+    process: Process
     record: dict[str, Any]
+    diffusion: DiffusionConfig
     config: dict[str, Any]
 
 
@@ -146,15 +154,17 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> S
         KairosError: the snapshot is missing or damaged.
     """
     from kairos import models
-    from kairos.forward_process import build_process
+    from kairos.models.settings import BACKBONES
 
     record = check_milestone(folder)
     if weights not in ("ema", "raw"):
         raise KairosError(f"weights: got {weights!r}, allowed: ema, raw")
     config = record["config"]
-    process = build_process(config["diffusion"], record["sigma_data"])
+    diffusion = check(DiffusionConfig, config["diffusion"], f"{folder}/milestone.json: diffusion")
+    process = build_process(diffusion.process, diffusion.prediction, record["sigma_data"])
     channels, height, width = record["shape"]
     shape = (channels, height, width)
     outputs = process.channels(channels)
-    model = models.load(folder / weights, config["model"], shape, record["conditions"], outputs)
-    return Snapshot(model.to(device), process, record, config)
+    backbone = BACKBONES.select(config["model"])
+    model = models.load(folder / weights, backbone, shape, record["conditions"], outputs)
+    return Snapshot(model.to(device), process, record, diffusion, config)

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from kairos.files import write_json, write_weights
-from kairos.models.registries import MODELS
+from kairos.models.settings import BackboneOptions
 from kairos_timesteps.errors import ConfigError, KairosError
-from kairos_timesteps.registry import split
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def build(
-    model: dict[str, Any],
+    model: BackboneOptions,
     shape: tuple[int, int, int],
     conditions: dict[str, dict[str, Any]],
     outputs: int | None = None,
@@ -24,7 +23,7 @@ def build(
     """Build the backbone of a `model` section.
 
     Args:
-        model: ``{"name": ..., option: ...}``.
+        model: the backbone with its options.
         shape: (channels, height, width) of x0.
         conditions: descriptions of the conditions that the data set has, by name.
         outputs: output channels, see `Process.channels`; None: the channels of x0.
@@ -33,7 +32,7 @@ def build(
         ConfigError: the backbone does not accept a condition, or a condition is listed twice.
         KairosError: the model needs a condition that the data set lacks.
     """
-    names = model.get("conditions") or []
+    names = model.conditions
     check_conditions_accepted(model)
     missing = [name for name in names if name not in conditions]
     if missing:
@@ -41,24 +40,22 @@ def build(
             f"model.conditions: got {missing}, allowed: conditions of the data set: {sorted(conditions) or 'none'}"
         )
     model_conditions = {name: conditions[name] for name in names}
-    name, options = split(model)
-    return MODELS.build(name, options, shape, model_conditions, outputs or shape[0])
+    return model.build(shape, model_conditions, outputs or shape[0])
 
 
-def check_conditions_accepted(model: dict[str, Any]) -> None:
+def check_conditions_accepted(model: BackboneOptions) -> None:
     """Check that a backbone can be conditioned on the conditions of a `model` section, and that each is listed once.
 
     Raises:
         ConfigError: a condition is not allowed or listed twice; the message contains the allowed ones.
     """
-    conditions = model.get("conditions") or []
-    accepted = MODELS.entry(model["name"]).facts.get("takes")
-    if accepted is None:  # a plugin's backbone that does not list its conditions
+    conditions, accepted = model.conditions, model.takes
+    if accepted is None:  # the backbone does not list its conditions
         return
     has_duplicates = len(set(conditions)) < len(conditions)
     if set(conditions) - set(accepted) or has_duplicates:
         allowed = f"{', '.join(accepted)}; each once" if accepted else "none"
-        raise ConfigError(f"model.conditions: got {conditions}, allowed with {model['name']}: {allowed}")
+        raise ConfigError(f"model.conditions: got {conditions}, allowed with {model.name}: {allowed}")
 
 
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:
@@ -75,7 +72,7 @@ def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> No
 
 def load(
     folder: Path,
-    model: dict[str, Any],
+    model: BackboneOptions,
     shape: tuple[int, int, int],
     conditions: dict[str, dict[str, Any]],
     outputs: int | None = None,

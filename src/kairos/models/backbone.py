@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from kairos_timesteps.errors import KairosError
-from kairos_timesteps.options import dump
 
 Descriptions = dict[str, dict[str, Any]]
 
@@ -82,7 +81,7 @@ class Backbone(nn.Module):
             described[name] = {key: value for key, value in description.items() if key != "empty"}
         return {
             "_class_name": type(self).__name__,
-            "options": dump(self.options),
+            "options": self.options.plain_options(),
             "shape": list(self.shape),
             "conditions": described,
             "outputs": self.outputs,

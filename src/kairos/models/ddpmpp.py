@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, apply_padded
 from kairos.models.layers import embed_time
-from kairos.models.registries import DdpmppOptions
+from kairos.models.settings import DdpmppOptions
 
 _SUM_SCALE = math.sqrt(0.5)  # keeps the variance of a sum of two branches
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, NullText
 from kairos.models.layers import Attention, build_mlp, build_sequence, embed_time
-from kairos.models.registries import TransformerOptions
+from kairos.models.settings import TransformerOptions
 from kairos_timesteps.errors import KairosError
 
 _FREQUENCIES = 256  # width of the sinusoidal embedding of t

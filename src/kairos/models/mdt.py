@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kairos.models.backbone import Descriptions
 from kairos.models.dit import AdaLNBlock, DiT, initialise
 from kairos.models.layers import Attention
-from kairos.models.registries import MDTOptions
+from kairos.models.settings import MDTOptions
 
 _UNUSED_OFFSETS = 3  # rows at the end of the published bias tables that no pair of patches uses
 

@@ -10,7 +10,7 @@ from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, apply_padded
-from kairos.models.registries import UNetOptions
+from kairos.models.settings import UNetOptions
 from kairos.models.unet_names import to_diffusers_names
 from kairos_timesteps.errors import KairosError
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, NullText
 from kairos.models.layers import Attention, PlainBlock, build_sequence, embed_time, initialise_normal
-from kairos.models.registries import UViTOptions
+from kairos.models.settings import UViTOptions
 
 
 class UViT(Backbone):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions
 from kairos.models.layers import Attention, PlainBlock, build_sequence, initialise_normal
-from kairos.models.registries import ViTOptions
+from kairos.models.settings import ViTOptions
 
 
 class BeitAttention(Attention):

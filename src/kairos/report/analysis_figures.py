@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from kairos.analyses import tables
+from kairos.analyses.settings import AnalysisOptions
 from kairos.report.plot_style import (
     INK,
     MUTED,
@@ -44,18 +45,18 @@ _TITLES: dict[Any, str] = {  # by name of a loss or of a column
 }
 
 
-def write_analysis(analysis: dict[str, Any], experiment: Any, results: Path) -> None:
+def write_analysis(analysis: AnalysisOptions, experiment: Any, results: Path) -> None:
     """Write table and figure of an analysis into the folder ``analyses`` of the results, each atomically.
 
     Args:
-        analysis: name and options of the analysis.
+        analysis: the analysis with its options.
         experiment: the experiment that is analysed.
         results: its results folder.
 
     Raises:
         KairosError: results that the analysis needs are missing.
     """
-    name = analysis["name"]
+    name = analysis.name
     table = tables.build_table(analysis, experiment, results)
     tables.write_table(table, results / "analyses" / f"{name}.csv")
     write_png(lambda: _DRAW_FUNCTIONS[name](table, experiment), results / "analyses" / f"{name}.png")
@@ -74,7 +75,7 @@ def _draw_gradient_variance(table: pd.DataFrame, experiment: Any) -> Figure:
         for axes, (loss, column) in zip(panels, product(("training", "vlb"), ("variance", "loss_mean"))):
             _shade_density(axes, density)
             _draw_group_lines(axes, rows[rows["loss"] == loss], x="t", y=column, by="step", colors=colors)
-            time_settings = time_axis_settings(experiment.diffusion.process["name"])
+            time_settings = time_axis_settings(experiment.diffusion.process.name)
             axes.set(title=f"{method}, {_TITLES[loss]}", **time_settings)
     _draw_snapshot_legend(figure, colors, Patch(facecolor=_SHADE, label="T · p(t) at the last snapshot (right axis)"))
     return figure
@@ -192,7 +193,7 @@ def _draw_density(table: pd.DataFrame, experiment: Any) -> Figure:
 
     The dashed line is p(t) over its mean, at the last snapshot.
     """
-    colors, process = _snapshot_colors(table), experiment.diffusion.process["name"]
+    colors, process = _snapshot_colors(table), experiment.diffusion.process.name
     figure, panels = _create_panels(table, ["method"], columns=4, width=2.3, height=2.3, row_space=0.9)
     highest = max(2, table["trained"].max())
     for axes, (method,), rows in panels:

@@ -72,7 +72,7 @@ def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     height = grid_height(rows, panel_height=2.75, row_space=0.95)
     figure, grid = create_figure(7.8, height, rows, 2, row_space=0.95, column_space=0.8)
     losses = {method: _loss_per_timestep(results, method) for method in looks}
-    settings = time_axis_settings(results.experiment.diffusion.process["name"]) | {"ylabel": "validation loss"}
+    settings = time_axis_settings(results.experiment.diffusion.process.name) | {"ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
         title = f"Loss per timestep, {scale} axis"
         draw_method_lines(axes, looks, losses, settings | {"title": title, "yscale": scale}, labelled=scale == "log")
@@ -248,7 +248,7 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
         scale: scale of the y axis, ``linear`` or ``log``.
     """
     methods, steps = results.methods, results.experiment.milestones
-    time_settings = time_axis_settings(results.experiment.diffusion.process["name"])
+    time_settings = time_axis_settings(results.experiment.diffusion.process.name)
     columns = min(_STRATEGY_COLUMNS, len(methods))
     rows = math.ceil(len(methods) / columns)
     height = 2.25 * rows - 0.55  # inches

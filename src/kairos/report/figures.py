@@ -31,7 +31,7 @@ FIGURES: dict[str, DrawFunction] = {
 
 def available_figures(results: Results) -> dict[str, DrawFunction]:
     """Return the figures whose results exist."""
-    conditions = set(results.experiment.model.get("conditions") or ())
+    conditions = set(results.experiment.conditions)
     grid_files = [snapshot.grid_file for _, snapshot in results.run_snapshots]
     is_available = {
         "validation_loss": results.has_validation_losses,

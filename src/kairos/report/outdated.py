@@ -15,8 +15,7 @@ import numpy as np
 
 from kairos.config import Experiment
 from kairos.files import glance
-from kairos.sampling.registries import resolve_solver
-from kairos.sampling.settings import GUIDANCE
+from kairos.sampling.settings import GUIDANCE, resolve_solver
 from kairos.training.identity import compute_identity, trajectory_settings
 from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import ConfigError
@@ -146,7 +145,7 @@ class ExpectedSettings:
             now["loss_images"] = min(settings.loss_images, heldout_count)
         if losses_by_time := validation.get("per_timestep"):
             before["evaluation"]["strata"] = len(losses_by_time) - 2  # the first and the last cell are separate strata
-            cells = self.plain["diffusion"]["process"].get("timesteps", CELLS)
+            cells = self.experiment.diffusion.process.get("timesteps", CELLS)
             now["strata"] = min(settings.strata, max(cells - 2, 0))
         return _compare_settings({"sampling": self._sampling_settings, "evaluation": now}, before)
 
@@ -163,10 +162,11 @@ class ExpectedSettings:
         latents = self._read_manifest("latents")
         if not latents:
             return []
-        device = self.plain["training"]["device"].partition(":")[0]  # cuda:1 is of kind cuda
+        device = self.experiment.training.device.partition(":")[0]  # cuda:1 is of kind cuda
         device_kinds = _DEVICES.get(device, (device,))
         with suppress(ConfigError):  # the file of training.start_from does not exist
-            return [compute_identity(self.plain, method, seed, latents, kind)["identity"] for kind in device_kinds]
+            run = self.experiment.run_settings(method, seed)
+            return [compute_identity(run, latents, kind)["identity"] for kind in device_kinds]
         return []
 
     def _collect_settings(self, method: str) -> Record:
@@ -179,7 +179,7 @@ class ExpectedSettings:
             "model": self.plain["model"],
             "diffusion": self.plain["diffusion"],
             "methods": {method: self.plain["methods"][method]},
-            "training": trajectory_settings(self.plain, method),
+            "training": trajectory_settings(self.experiment.training, self.experiment.methods[method]),
         }
 
     @cached_property
@@ -187,7 +187,7 @@ class ExpectedSettings:
         """Settings that decide the images that are sampled from a snapshot."""
         sampling = self.experiment.sampling
         names = ("steps", "weights", "precision", "seed", *GUIDANCE)
-        scheduler = resolve_solver(sampling.scheduler, self.plain["diffusion"]["process"])
+        scheduler = resolve_solver(sampling.scheduler, self.experiment.diffusion.process).plain()
         return {"scheduler": scheduler, **{name: getattr(sampling, name) for name in names}}
 
     def _find_all_changes(self, method: str, record: Record) -> list[Change]:

@@ -9,16 +9,13 @@ from typing import Any
 import pandas as pd
 from PIL import Image
 
-from kairos.analyses.registries import ANALYSES
-from kairos.models.registries import omit_overridden_size
+from kairos.models.settings import omit_overridden_size
 from kairos.report import findings, formatting, published_numbers
 from kairos.report.collect import Record, Results
 from kairos.report.figures import available_figures
 from kairos.report.plot_style import DPI, assign_looks
 from kairos.report.ranking import build_curve, compare_methods, has_not_moved
-from kairos.sampling.registries import SCHEDULERS
-from kairos.sampling.settings import GUIDANCE
-from kairos_timesteps.options import dump
+from kairos.sampling.settings import GUIDANCE, SOLVERS
 
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
@@ -66,7 +63,9 @@ def render_page(results: Results, figures: Path) -> str:
         further_metrics=_further_metrics(metrics_of_runs, results.primary_metric),
         reference_metrics=_further_metrics(results.reference["rows"].values(), results.metric),
         snapshot_labels=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
-        losses=formatting.join_names(list(map(formatting.describe_component, results.experiment.diffusion.losses))),
+        losses=formatting.join_names(
+            [formatting.describe_component(loss.plain()) for loss in results.experiment.diffusion.losses]
+        ),
         costs=_sum_costs(results.jobs),
         published_numbers=published_numbers.compare_published_numbers(results),
         accelerations=_compute_accelerations(results),
@@ -101,10 +100,10 @@ def _compute_accelerations(results: Results) -> list[published_numbers.Accelerat
 def _solver_settings(protocol: Record) -> Record:
     """Return name and options of the solver in the protocol of an evaluation."""
     solver = protocol["scheduler"]
-    if solver not in SCHEDULERS:  # not registered here: its options are unknown
+    if solver not in SOLVERS:  # not registered here: its options are unknown
         return {"name": solver}
-    option_names = dump(SCHEDULERS.parse(solver, {}, "scheduler"))
-    return {"name": solver, **{name: protocol[name] for name in option_names if name in protocol}}
+    option_names = SOLVERS[solver].model_fields
+    return {"name": solver, **{name: protocol[name] for name in option_names if name in protocol and name != "name"}}
 
 
 def _validation_size(results: Results) -> tuple[int, int] | None:
@@ -150,9 +149,8 @@ def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
 def _load_analyses(results: Results) -> list[tuple[str, str, tuple[str, int | None]]]:
     """Return name, title and figure of each analysis whose figure exists."""
     folder = results.folder / "analyses"
-    names = [analysis["name"] for analysis in results.experiment.analyses]
-    available = [name for name in names if (folder / f"{name}.png").is_file()]
-    return [(name, ANALYSES.entry(name).help, _load_figure(folder, name, "png")) for name in available]
+    available = [each for each in results.experiment.analyses if (folder / f"{each.name}.png").is_file()]
+    return [(analysis.name, analysis.title, _load_figure(folder, analysis.name, "png")) for analysis in available]
 
 
 def _load_figure(folder: Path, name: str, form: str = "svg") -> tuple[str, int | None]:

@@ -12,6 +12,7 @@ import torch
 from kairos import compute, resource_usage
 from kairos.data.dataset import to_uint8
 from kairos.data.image_grid import write_image_grid
+from kairos.diffusion import DiffusionConfig
 from kairos.files import open_record
 from kairos.progress import Progress, log
 from kairos.sampling.conditions import ImageConditions, load_conditions
@@ -22,11 +23,10 @@ from kairos.sampling.generate import (
     iterate_batches,
     make_noise_source,
 )
-from kairos.sampling.registries import SCHEDULERS, resolve_solver
 from kairos.sampling.samples_file import Batches, join_parts, open_samples, write_samples
-from kairos.sampling.settings import GUIDANCE, SamplingConfig
+from kairos.sampling.settings import GUIDANCE, SamplingConfig, resolve_solver
 from kairos.sampling.time_grids import build_time_grid
-from kairos.section import build, check
+from kairos.section import check
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -83,18 +83,25 @@ def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
 
 
 def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
-    """Return section `sampling` of a snapshot's configuration, with fields replaced, and the snapshot's record.
+    """Return section `sampling` of a snapshot with fields replaced and a definite solver, and the snapshot's record.
 
     Raises:
         KairosError: the snapshot is missing.
         ConfigError: a replaced field has an invalid value.
     """
     record = open_record(milestone, "train --config F --method M --seed N --out D", "milestone.json")
-    config = record["config"]
-    sampling = check(SamplingConfig, {**config["sampling"], **overrides}, f"{milestone}/milestone.json: sampling")
-    conditions, dropout = config["model"].get("conditions") or [], config["training"]["condition_dropout"]
-    sampling.check_fits(config["diffusion"], conditions, dropout)
-    return sampling, record
+    config, source = record["config"], f"{milestone}/milestone.json"
+    sampling = check(SamplingConfig, {**config["sampling"], **overrides}, f"{source}: sampling")
+    diffusion = check(DiffusionConfig, config["diffusion"], f"{source}: diffusion")
+    sampling.check_fits(diffusion, _condition_names(record), config["training"]["condition_dropout"])
+    solver = resolve_solver(sampling.scheduler, diffusion.process)
+    return sampling.model_copy(update={"scheduler": solver}), record
+
+
+def _condition_names(record: dict[str, Any]) -> list[str]:
+    """Return the names of the conditions of the network of a snapshot's record."""
+    names: list[str] = record["config"]["model"].get("conditions") or []
+    return names
 
 
 def set_up_device(record: dict[str, Any]) -> torch.device:
@@ -110,8 +117,7 @@ class _SnapshotSampler:
     Attributes:
         milestone: folder of the snapshot.
         record: record of the snapshot.
-        options: section `sampling`.
-        scheduler: solver with a definite spacing.
+        options: section `sampling`, with a solver that has a definite spacing.
         conditions: conditions by image index.
         guidance: classifier-free guidance.
         autoencoder: folder of the autoencoder, see `SamplingRequest`.
@@ -123,7 +129,6 @@ class _SnapshotSampler:
     milestone: Path
     record: dict[str, Any]
     options: SamplingConfig
-    scheduler: dict[str, Any]
     conditions: ImageConditions
     guidance: Guidance
     autoencoder: Path | None
@@ -138,10 +143,9 @@ class _SnapshotSampler:
         device = set_up_device(self.record)
         snapshot = open_milestone(self.milestone, self.options.weights, device)
         codec = open_codec(self.milestone, self.record, self.autoencoder, device)
-        process = snapshot.process
+        process, solver = snapshot.process, self.options.scheduler
         shape = tuple(self.record["shape"])
-        grid = build_time_grid(process, self.options.steps, self.scheduler)
-        clip = self.scheduler.get("clip", False)
+        grid = build_time_grid(process, self.options.steps, solver)
         resource_usage.end_startup()
         progress = Progress(len(self.rows), self.label, "image")
         for indices, kept in iterate_batches(self.rows, self.options.batch_size):
@@ -150,9 +154,9 @@ class _SnapshotSampler:
                 predictor = build_guided_predictor(
                     process, snapshot.model, batch_conditions, self.record["conditions"], self.guidance
                 )
-                predict_x0 = DataPrediction(process, predictor, clip, self.options.precision)
+                predict_x0 = DataPrediction(process, predictor, solver.clip, self.options.precision)
                 noise = make_noise_source(self.seed, indices, shape, device)
-                x0 = build(SCHEDULERS, self.scheduler, process, grid, predict_x0, noise)  # (batch, c, h, w)
+                x0 = solver.build(process, grid, predict_x0, noise)  # (batch, c, h, w)
                 images = to_uint8(codec.decode(x0.float()))[:kept]
             yield images
             progress.advance(kept)
@@ -197,14 +201,11 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
         KairosError: the snapshot is missing, or the latents do not belong to it.
     """
     options, record = load_settings(job.milestone, request.overrides)
-    config = record["config"]
     seed = options.seed if request.seed is None else request.seed
-    scheduler = resolve_solver(options.scheduler, config["diffusion"]["process"])
-    names = config["model"].get("conditions") or []
     latents = request.latents or job.milestone / "../../../../latents"
-    conditions = load_conditions(names, record["conditions"], latents, options.labels, seed)
+    conditions = load_conditions(_condition_names(record), record["conditions"], latents, options.labels, seed)
     guidance = _guidance(options, record["shape"][0])
-    protocol = _sampling_protocol(record, options, scheduler, seed, request.num)
+    protocol = _sampling_protocol(record, options, seed, request.num)
     label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
     rows = range(request.num)
     shard = request.shard
@@ -222,7 +223,6 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
         milestone=job.milestone,
         record=record,
         options=options,
-        scheduler=scheduler,
         conditions=conditions,
         guidance=guidance,
         autoencoder=request.autoencoder,
@@ -233,11 +233,9 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
     return sampler, protocol
 
 
-def _sampling_protocol(
-    record: dict[str, Any], options: SamplingConfig, scheduler: dict[str, Any], seed: int, num: int
-) -> dict[str, Any]:
+def _sampling_protocol(record: dict[str, Any], options: SamplingConfig, seed: int, num: int) -> dict[str, Any]:
     """Return everything that decides the images, as JSON values to store with them."""
-    has_conditions = bool(record["config"]["model"].get("conditions"))
+    has_conditions = bool(_condition_names(record))
     of_snapshot = {name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")}
     of_sampling = {name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", *GUIDANCE)}
     model_files = {}
@@ -248,7 +246,7 @@ def _sampling_protocol(
         **of_snapshot,
         "training_seed": record["seed"],
         "model_files": model_files,
-        "scheduler": scheduler,
+        "scheduler": options.scheduler.plain(),
         **of_sampling,
         "labels": options.labels if has_conditions else None,
         "seed": seed,

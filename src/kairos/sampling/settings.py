@@ -1,20 +1,167 @@
-"""Section `sampling`."""
+"""Section `sampling`, the solvers by name, and the options that each forward process allows."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from kairos.forward_process import build_process
-from kairos.sampling.registries import SCHEDULERS, resolve_solver
+from kairos.components import Component, Components, LibraryComponent, component
+from kairos.diffusion import DiffusionConfig, build_process
 from kairos.sampling.time_grids import build_time_grid
-from kairos.section import Section, component, field
+from kairos.section import Section, field
+from kairos_timesteps.diffusion.schedule import VARIANCES
 from kairos_timesteps.errors import ConfigError, demand
 
 GUIDANCE = ("guidance_scale", "guidance_channels", "guidance_power", "guidance_interval")
+DISCRETE = ("trailing", "leading", "linspace", "karras")  # spacings of discrete processes; the first is the default
+CONTINUOUS = ("karras", "uniform")  # spacings of continuous processes; the first is the default
+
+
+class SolverOptions(Component):
+    """Base class of the options of a solver: those of its time grid and of the predicted x0.
+
+    Attributes:
+        evaluations: network evaluations per interval; the last interval has one in any case.
+    """
+
+    evaluations: ClassVar[int] = 1
+
+    spacing: Literal["auto", "trailing", "leading", "linspace", "uniform", "karras"] = field(
+        "auto", "spacing of the time grid; auto: the default of the process"
+    )
+    rho: float = field(7.0, "karras: concentration of the steps at small noise", gt=0)
+    sigma_min: float | None = field(None, "karras: smallest noise over signal; null: that of the process", gt=0)
+    sigma_max: float | None = field(None, "karras: largest noise over signal; null: that of the process", gt=0)
+    clip: bool = field(False, "clip the predicted x0 to [-1, 1]: for pixels, wrong for latents")
+
+    def model_post_init(self, context: Any) -> None:
+        """Check that the noise levels are in order."""
+        if self.sigma_min is not None and self.sigma_max is not None:
+            allowed = f"less than sigma_max = {self.sigma_max}"
+            demand(self.sigma_min < self.sigma_max, "sigma_min", self.sigma_min, allowed)
+
+
+SOLVERS: Components[SolverOptions] = Components("solver")
+
+
+@SOLVERS.register
+class DdpmOptions(SolverOptions):
+    """Ancestral sampling (Ho et al. 2020).
+
+    Variance and spacing are explicit because diffusers' defaults differ from the papers'.
+    """
+
+    code: ClassVar[str] = "kairos.sampling.solvers:ddpm"
+
+    name: str = "ddpm"
+    variance: Literal["fixed_large", "fixed_small", "learned_range"] = field(
+        "fixed_large", "reverse variance; learned_range: predicted by the network"
+    )
+
+
+class OdeOptions(SolverOptions):
+    """Base class of the options of solvers of the ODE on the timesteps of latent diffusion's public code."""
+
+    offset: Literal[0, 1] = field(0, "added to leading's timesteps (latent diffusion: 1)")
+    end: Literal["image", "first"] = field("image", "first: end at the first timestep, as latent diffusion")
+
+
+@SOLVERS.register
+class DdimOptions(OdeOptions):
+    """DDIM (Song et al. 2021)."""
+
+    code: ClassVar[str] = "kairos.sampling.solvers:ddim"
+
+    name: str = "ddim"
+    eta: float = field(0.0, "noise of each step; 0: deterministic, 1: as DDPM", ge=0, le=1)
+
+
+@SOLVERS.register
+class DpmSolverOptions(OdeOptions):
+    """DPM-Solver++ (Lu et al. 2022)."""
+
+    code: ClassVar[str] = "kairos.sampling.solvers:dpm_solver"
+
+    name: str = "dpm_solver"
+
+
+@SOLVERS.register
+class EulerOptions(SolverOptions):
+    """Euler's method on the ODE of a flow or of EDM, with EDM's churn."""
+
+    code: ClassVar[str] = "kairos.sampling.solvers:edm"
+
+    name: str = "euler"
+    s_churn: float = field(0.0, "noise added in all intervals; 0: none, deterministic", ge=0)
+    s_min: float = field(0.0, "smallest noise level at which noise is added", ge=0)
+    s_max: float | None = field(None, "largest noise level at which noise is added; null: no limit", gt=0)
+    s_noise: float = field(1.0, "factor of the added noise", gt=0)
+
+
+@SOLVERS.register
+class HeunOptions(EulerOptions):
+    """EDM's sampler, Heun's method on the ODE with churn (Karras et al. 2022)."""
+
+    evaluations: ClassVar[int] = 2
+
+    name: str = "heun"
+
+
+def resolve_solver(scheduler: SolverOptions, process: LibraryComponent) -> SolverOptions:
+    """Check a solver against the forward process and replace spacing ``auto`` by the default of the process.
+
+    Args:
+        scheduler: the solver.
+        process: the forward process.
+
+    Raises:
+        ConfigError: the process does not allow an option's value.
+    """
+    spacings = _allowed_spacings(process)
+    for name, (values, reason) in _restricted_options(scheduler, process, spacings).items():
+        value = getattr(scheduler, name, values[0])  # a solver without the option has no restriction
+        if value not in values:
+            choices = ", ".join(map(str, values))
+            raise ConfigError(f"sampling.scheduler.{name}: got {value!r}, allowed with {reason}: {choices}")
+    if scheduler.spacing == "auto":
+        return scheduler.model_copy(update={"spacing": spacings[0]})
+    return scheduler
+
+
+def _allowed_spacings(process: LibraryComponent) -> tuple[str, ...]:
+    """Return the spacings of time grids that a process allows; the first is its default."""
+    if process.name == "flow":  # its noise over signal is unbounded, so karras has no end points
+        return ("uniform",)
+    if process.get("timesteps") is not None:
+        return DISCRETE
+    return CONTINUOUS
+
+
+def _restricted_options(
+    scheduler: SolverOptions, process: LibraryComponent, spacings: tuple[str, ...]
+) -> dict[str, tuple[tuple[Any, ...], str]]:
+    """Return the options that the process or the spacing restricts: allowed values and the reason, by option.
+
+    Args:
+        scheduler: the solver, see `resolve_solver`.
+        process: the forward process.
+        spacings: spacings that the process allows.
+    """
+    of_process = f"process {process.name}"
+    restricted: dict[str, tuple[tuple[Any, ...], str]] = {"spacing": (("auto", *spacings), of_process)}
+    if spacings != CONTINUOUS:  # churn needs continuous, unbounded noise levels
+        restricted["s_churn"] = ((0,), of_process)
+    if scheduler.spacing != "leading":
+        restricted["offset"] = ((0,), f"spacing {scheduler.spacing}")
+    if process.get("timesteps") is None:
+        restricted["end"] = (("image",), of_process)
+    if process.get("variance") != "learned_range":
+        fixed_variances = tuple(variance for variance in VARIANCES if variance != "learned_range")
+        restricted["variance"] = (fixed_variances, f"variance {process.get('variance')}")
+    return restricted
 
 
 class SamplingConfig(Section):
     """Settings of the generation of images from a snapshot."""
 
-    scheduler: component(SCHEDULERS) = field("ddim", "solver")
+    scheduler: Annotated[SolverOptions, component(SOLVERS)] = field("ddim", "solver")
     steps: int = field(50, "intervals of the solver's time grid from noise to the image", ge=1)
     weights: Literal["ema", "raw"] = field("ema", "weights to generate with")
     guidance_scale: float = field(1.0, "classifier-free guidance; 1: none", ge=0)
@@ -35,11 +182,10 @@ class SamplingConfig(Section):
     @property
     def nfe(self) -> int:
         """Number of network evaluations per image; with guidance, each evaluates the network twice."""
-        per_interval = getattr(SCHEDULERS.entry(self.scheduler["name"]).options, "evaluations", 1)
         last_interval = 1  # every solver evaluates the network once there
-        return int(per_interval * (self.steps - 1) + last_interval)
+        return self.scheduler.evaluations * (self.steps - 1) + last_interval
 
-    def check_fits(self, diffusion: dict[str, Any], conditions: list[str], dropout: float) -> None:
+    def check_fits(self, diffusion: DiffusionConfig, conditions: list[str], dropout: float) -> None:
         """Check the section against other sections of the experiment.
 
         Args:
@@ -51,7 +197,7 @@ class SamplingConfig(Section):
             ConfigError: a field does not fit the other sections; the message contains its name.
         """
         self._check_guidance(conditions, dropout)
-        process = diffusion["process"]
+        process = diffusion.process
         timesteps = process.get("timesteps")  # None for a continuous process, which has a time for every step
         if timesteps is not None:
             allowed = f"at most diffusion.process.timesteps = {timesteps}"
@@ -59,11 +205,12 @@ class SamplingConfig(Section):
         scheduler = resolve_solver(self.scheduler, process)
         if timesteps is None:
             return
-        if scheduler.get("offset"):
+        if getattr(scheduler, "offset", 0):
             got = f"1 with all {timesteps} timesteps as steps"
             demand(self.steps < timesteps, "sampling.scheduler.offset", got, "0")
-        if scheduler.get("spacing") == "karras":
-            build_time_grid(build_process(diffusion), self.steps, scheduler)  # raises ConfigError if levels collide
+        if scheduler.spacing == "karras":
+            built_process = build_process(process, diffusion.prediction)
+            build_time_grid(built_process, self.steps, scheduler)  # raises ConfigError if levels collide
 
     def _check_guidance(self, conditions: list[str], dropout: float) -> None:
         """Check the fields of guidance against each other and the model's conditions.

@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from kairos.sampling.generate import DataPrediction, NoiseSource
-from kairos.sampling.registries import DdimOptions, DdpmOptions, EulerOptions, OdeOptions
+from kairos.sampling.settings import DdimOptions, DdpmOptions, EulerOptions, OdeOptions
 from kairos.sampling.time_grids import GridPoint, grid_points_at, times_of_noise_levels
 
 

@@ -4,13 +4,16 @@ For a flow these coordinates are x_t itself. For every other process they are x_
 That is EDM's form, x0 plus noise of level sigma (Karras et al. 2022, eq. 4), so EDM's sampler serves all processes.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kairos_timesteps.diffusion.processes import Discrete
 from kairos_timesteps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kairos.sampling.settings import SolverOptions
 
 Array = NDArray[Any]
 
@@ -36,7 +39,7 @@ class GridPoint(NamedTuple):
 IMAGE_POINT = GridPoint(t=None, signal=1.0, noise=0.0, scale=1.0)
 
 
-def build_time_grid(process: Any, steps: int, scheduler: dict[str, Any]) -> list[GridPoint]:
+def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> list[GridPoint]:
     """Return the `steps` + 1 points that bound the `steps` intervals from noise to the image.
 
     Args:
@@ -49,7 +52,7 @@ def build_time_grid(process: Any, steps: int, scheduler: dict[str, Any]) -> list
     """
     times = _grid_times(process, steps, scheduler)
     points = grid_points_at(process, times)
-    if scheduler.get("end") != "first":
+    if getattr(scheduler, "end", "image") != "first":
         return [*points, IMAGE_POINT]
     signal, noise = process.coefficients(np.array([0]))
     # latent diffusion takes x_t at the first timestep for the image, so x_t is not divided by the signal
@@ -57,13 +60,13 @@ def build_time_grid(process: Any, steps: int, scheduler: dict[str, Any]) -> list
     return [*points, first_timestep]
 
 
-def _grid_times(process: Any, steps: int, scheduler: dict[str, Any]) -> Array:
+def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
     """Return the times at which the intervals begin, (steps,), descending."""
-    spacing = scheduler.get("spacing", "uniform")
+    spacing = scheduler.spacing
     if spacing == "uniform":
         return np.asarray(process.times(np.arange(steps, 0, -1) / steps))
     if spacing != "karras":
-        return spaced_timesteps(spacing, steps, process.schedule.timesteps) + scheduler.get("offset", 0)
+        return spaced_timesteps(spacing, steps, process.schedule.timesteps) + getattr(scheduler, "offset", 0)
     times = times_of_noise_levels(process, karras_noise_levels(process, steps, scheduler))
     distinct = len(set(times.tolist()))
     if distinct < steps:
@@ -100,18 +103,18 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int
     return ascending.astype(np.int64)[::-1].copy()
 
 
-def karras_noise_levels(process: Any, steps: int, scheduler: dict[str, Any]) -> Array:
+def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
     """Return EDM's noise levels (noise over signal), (steps,), descending (Karras et al. 2022, eq. 5).
 
     The last level is the smallest one above 0; the image follows it.
     """
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
     low, high = noise / signal  # levels of the process at fractions 0 and 1
-    if scheduler["sigma_min"] is not None:
-        low = max(low, scheduler["sigma_min"])
-    if scheduler["sigma_max"] is not None:
-        high = min(high, scheduler["sigma_max"])
-    rho = scheduler["rho"]
+    if scheduler.sigma_min is not None:
+        low = max(low, scheduler.sigma_min)
+    if scheduler.sigma_max is not None:
+        high = min(high, scheduler.sigma_max)
+    rho = scheduler.rho
     position = np.linspace(0, 1, steps)
     return np.asarray(((1 - position) * high ** (1 / rho) + position * low ** (1 / rho)) ** rho)
 

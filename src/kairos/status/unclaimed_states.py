@@ -32,14 +32,15 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
         return []
     from kairos.training.identity import compute_identity  # imports the registries, which most calls do not need
 
-    plain, latents = outline.experiment.plain(), read_json(latents_manifest)
-    device = plain["training"]["device"].partition(":")[0]  # cuda:1 has type cuda
+    latents = read_json(latents_manifest)
+    device = outline.experiment.training.device.partition(":")[0]  # cuda:1 has type cuda
     device_types = _DEVICE_TYPES.get(device, (device,))
     unclaimed = []
     for run, paths in states.items():
         claimed_names = []  # a state's folder is named by the first digits of the identity
+        settings = outline.experiment.run_settings(run.method, run.seed)
         for device_type in device_types:
-            identity = compute_identity(plain, run.method, run.seed, latents, device_type)["identity"]
+            identity = compute_identity(settings, latents, device_type)["identity"]
             claimed_names.append(identity[:16])
         unclaimed += [path for path in paths if path.name not in claimed_names]
     return unclaimed

@@ -14,7 +14,7 @@ import yaml
 
 from kairos.files import atomic_folder, glance, write_text
 from kairos.milestones import check_milestone, step_name
-from kairos.models.registries import omit_overridden_size
+from kairos.models.settings import omit_overridden_size
 from kairos.report import formatting
 from kairos.report.collect import Results
 from kairos.report.sample_figures import load_sample_grid

@@ -72,7 +72,7 @@ def build_experiment_run(results: "Results") -> RunContent:
     return RunContent(
         name=name,
         identifying={"kairos.experiment": name, "kairos.role": "experiment"},
-        params={"methods": ", ".join(results.methods), "model": results.experiment.model["name"]},
+        params={"methods": ", ".join(results.methods), "model": results.experiment.model.name},
         points=list(convert_record(reference_values, step=0, time_of_step=build_step_clock(start, seconds_by_step={}))),
         tags={"kairos.data": results.dataset["content_sha256"], **build_source_tags(provenance)},
     )
@@ -113,7 +113,7 @@ def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict
         **plain["methods"][method],
         "model": plain["model"],
         "diffusion": plain["diffusion"],
-        "training": trajectory_settings(plain, method),
+        "training": trajectory_settings(experiment.training, experiment.methods[method]),
         "dataset": {key: plain["dataset"][key] for key in ("source", "path", "resolution", "flips")},
         "autoencoder": {"kind": plain["autoencoder"]["kind"]},
     }

@@ -5,11 +5,16 @@ identity therefore resumes where the shorter one ended. This module imports no t
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kairos.components import Component, LibraryComponent
 from kairos.files import sha256_json
 from kairos.fingerprint import fingerprint, roots_of
 from kairos.milestones import hash_start_weights
+
+if TYPE_CHECKING:
+    from kairos.diffusion import MethodConfig
+    from kairos.training.settings import RunSettings, TrainingConfig
 
 # Settings that do not decide the trajectory. A new setting that is missing here changes identities, which is safe:
 # runs are computed again.
@@ -17,84 +22,67 @@ _HARDWARE_SETTINGS = ("processes", "nodes", "trainings_per_gpu", "device")
 _JOB_SETTINGS = ("milestones", "segments", "checkpoint_every", "log_every")
 
 
-def trajectory_settings(plain: dict[str, Any], method: str) -> dict[str, Any]:
-    """Return the part of section `training` that decides the trajectory of a method.
+def trajectory_settings(training: "TrainingConfig", method: "MethodConfig") -> dict[str, Any]:
+    """Return the part of section `training` that decides the trajectory of a method, as plain values.
 
     The number of processes counts for couplings that each rank applies to its slice of the batch.
 
     Args:
-        plain: the whole resolved experiment.
-        method: name of the method.
+        training: section `training` of the experiment.
+        method: the timestep strategy.
     """
-    from kairos_timesteps.components import COUPLINGS
-
-    coupling = plain["methods"][method].get("coupling", {"name": "independent"})
     ignored = {*_HARDWARE_SETTINGS, *_JOB_SETTINGS}
-    if COUPLINGS.entry(coupling["name"]).facts.get("by_rank"):
+    if method.coupling.facts.get("by_rank"):
         ignored.remove("processes")
-    return {key: value for key, value in plain["training"].items() if key not in ignored}
+    return training.model_dump(mode="json", exclude=ignored)
 
 
-def code_roots(plain: dict[str, Any], method: str) -> list[str]:
+def code_roots(run: "RunSettings") -> list[str]:
     """Return the code that a training run starts from: the loop and the components that the experiment selects.
 
     Args:
-        plain: the whole resolved experiment.
-        method: name of the method.
+        run: settings of the training run.
 
     Returns:
         Names of modules, and of functions as ``module:function``.
     """
-    from kairos.losses.registries import LOSSES
-    from kairos.models.registries import MODELS
-    from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
-    from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
-    from kairos_timesteps.diffusion.registries import PROCESSES
-
-    strategy, training = plain["methods"][method], plain["training"]
-    components = [
-        (MODELS, plain["model"]),
-        (PROCESSES, plain["diffusion"]["process"]),
-        (SAMPLERS, strategy["sampler"]),
-        (WEIGHTINGS, strategy["weighting"]),
-        (OPTIMIZERS, training["optimizer"]),
-        (SCHEDULES, training["schedule"]),
-        (AVERAGES, training["ema"]),
-        *((LOSSES, loss) for loss in plain["diffusion"]["losses"]),
-        *((PROBES, probe) for probe in training["probes"]),
+    training = run.training
+    components: list[Component | LibraryComponent] = [
+        run.model,
+        run.diffusion.process,
+        *run.method.components,
+        training.optimizer,
+        training.schedule,
+        training.ema,
+        *run.diffusion.losses,
+        *training.probes,
     ]
-    if "coupling" in strategy:
-        components.append((COUPLINGS, strategy["coupling"]))
     roots = ["kairos.training.run"]
-    for registry, component in components:
-        roots += roots_of(registry, component)
+    for component in components:
+        roots += roots_of(component)
     return roots
 
 
-def compute_identity(
-    plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str
-) -> dict[str, Any]:
+def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -> dict[str, Any]:
     """Return everything that decides the trajectory of a run, as plain values with their hash under ``identity``.
 
     Args:
-        plain: the whole resolved experiment.
-        method: name of the method; its content counts, not its name.
-        seed: seed of the training run.
+        run: settings of the training run; the content of the method counts, not its name.
         latents: manifest of the training data.
         device: type of the computing device.
     """
     parts = {
         "data": latents["content_sha256"],
         "autoencoder": latents["autoencoder_sha256"],
-        "model": plain["model"],
-        "diffusion": plain["diffusion"],
-        "method": plain["methods"][method],
-        "seed": seed,
-        "training": trajectory_settings(plain, method),
+        "model": run.model.plain(),
+        "diffusion": run.diffusion.model_dump(mode="json"),
+        "method": run.method.model_dump(mode="json"),
+        "seed": run.seed,
+        "training": trajectory_settings(run.training, run.method),
         "device": device,
-        "code": fingerprint(code_roots(plain, method)),
+        "code": fingerprint(code_roots(run)),
     }
-    snapshot = plain["training"]["start_from"]
+    snapshot = run.training.start_from
     if snapshot:  # the hash of the weights replaces their path
-        parts["training"]["start_from"] = hash_start_weights(Path(snapshot), plain["model"])
+        parts["training"]["start_from"] = hash_start_weights(Path(snapshot), run.model)
     return {**parts, "identity": sha256_json(parts)}

@@ -7,11 +7,12 @@ import torch
 
 from kairos import models
 from kairos.data.latents import open_latents
+from kairos.diffusion import build_process, scheduler_config
 from kairos.files import open_record, sha256_file, sha256_json
-from kairos.forward_process import build_process, scheduler_config
 from kairos.milestones import write_milestone
 from kairos.models.published_weights import read_published
 from kairos.training.provenance import build_provenance, library_versions
+from kairos.training.settings import RunSettings
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.strategy import Strategy
 
@@ -63,7 +64,7 @@ def published_diffusion(model: Any) -> dict[str, Any]:
 
 def import_weights(
     file: Path,
-    plain: dict[str, Any],
+    run: RunSettings,
     out: Path,
     latents: Path | None = None,
     autoencoder: Path | None = None,
@@ -77,7 +78,7 @@ def import_weights(
 
     Args:
         file: weights, see `models.published_weights.read_published`.
-        plain: a whole experiment, with model, diffusion and sampling of the weights.
+        run: settings of a training run with model and diffusion of the weights; its experiment also has sampling.
         out: folder of the snapshot.
         latents: folder of latents that the weights fit; provides shape, conditions and autoencoder.
         autoencoder: folder of the autoencoder that the weights fit; provides the shape.
@@ -105,18 +106,18 @@ def import_weights(
         sources["autoencoder_sha256"] = manifest["sha256"]
     if shape is None:
         raise ConfigError("--shape: got none; pass C,H,W of x0, or --autoencoder DIR or --latents DIR that contain it")
-    condition_names = plain["model"].get("conditions") or []
+    condition_names = run.model.conditions
     _check_conditions(condition_names, kinds)
 
-    process = build_process(plain["diffusion"], sources["sigma_data"])
-    model = models.build(plain["model"], shape, kinds, process.channels(shape[0]))
+    process = build_process(run.diffusion.process, run.diffusion.prediction, sources["sigma_data"])
+    model = models.build(run.model, shape, kinds, process.channels(shape[0]))
     averaged_weights = _load_published(model, file)
 
     condition_records = {}
     for name in condition_names:  # without the encoded empty text, which is a large array
         condition_records[name] = {key: value for key, value in kinds[name].items() if key != "empty"}
     identity_parts = {
-        "config": plain,
+        "config": run.plain_experiment(),
         "shape": list(shape),
         "conditions": condition_records,
         **sources,
@@ -126,7 +127,7 @@ def import_weights(
         "identity": sha256_json(identity_parts), "method": "imported", "seed": 0, "step": step, "images_seen": 0,
         **identity_parts,
         "learned": False, "strategy": {"updates": None, "a": None, "b": None, "tv_from_start": 0.0},
-        "provenance": build_provenance(plain, torch.device("cpu"), library_versions(), []),
+        "provenance": build_provenance(run.model, run.training, torch.device("cpu"), library_versions(), []),
     }  # fmt: skip
     columns = Strategy("uniform", process).table()  # the density of the published training is unknown
     has_pixels = sources["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)

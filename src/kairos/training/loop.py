@@ -37,7 +37,7 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
     Raises:
         DivergedError: the loss or the gradient of a step is not finite; the step has not changed the weights.
     """
-    interval = log_interval(training.settings["log_every"], training.device.type)
+    interval = log_interval(training.settings.log_every, training.device.type)
     for batch in training.batches.steps(training.step, end):
         step = batch.step
         logs = (step + 1) % interval == 0
@@ -98,7 +98,7 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
     strategy, step = training.strategy, batch.step
     # only samplers that count visits of images take epoch and position of an image as context
     visit = batch.visit if strategy.sampler.points == "epochs" else {}
-    draw = strategy.draw(batch.x0, index=batch.sample_indices, total=training.settings["batch_size"], **visit)
+    draw = strategy.draw(batch.x0, index=batch.sample_indices, total=training.settings.batch_size, **visit)
     image_shape = batch.x0.shape[1:]
     noise = Stream(training.seed, "noise").normal(
         step, batch.sample_indices, image_shape, training.device, training.dtype
@@ -163,7 +163,7 @@ def _forward_backward_micro_batch(
     means = [weighted_mean, *(term.mean() for term in unweighted_terms)]
 
     # DistributedDataParallel averages gradients over the ranks; the factor makes the average a sum
-    fraction_of_batch = len(draw.t) / training.settings["batch_size"]
+    fraction_of_batch = len(draw.t) / training.settings.batch_size
     objective = torch.stack(means).sum() * (fraction_of_batch * distributed.ranks())
     objective.backward()
 
@@ -201,7 +201,7 @@ def predict_and_compute_losses(
     x_t = training.process.noised(x0, noise, t)
     output = predict(x_t, {})
     prediction = Prediction(training.process, x0, noise, t, x_t, output, predict=predict, coordinates=samples)
-    terms = {name: compute_loss(options, prediction) for name, options, compute_loss in training.losses}
+    terms = {options.name: compute_loss(options, prediction) for options, compute_loss in training.losses}
     return prediction, terms
 
 
@@ -213,7 +213,7 @@ def _scale_terms(training: TrainingState, terms: dict[str, Tensor], weighted: bo
         terms: loss terms by name, each (batch,).
         weighted: True: return the terms that the strategy weights; False: return the other terms.
     """
-    return [options.scale * terms[name] for name, options, _ in training.losses if options.weighted is weighted]
+    return [options.scale * terms[options.name] for options, _ in training.losses if options.weighted is weighted]
 
 
 def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gr
 
     A loss that is not finite clears `training.all_finite`.
     """
-    batch_size, step = training.settings["batch_size"], draw.step
+    batch_size, step = training.settings.batch_size, draw.step
     probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}
     # this rank's shares of the means over the global batch; the objective contains the number of ranks as a factor
     fraction_of_batch = len(draw.x0) / batch_size

@@ -39,9 +39,9 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
         allowed = f"training.microbatch: {fitting} keeps the batch and fits (measured)"
     else:
         allowed = "a smaller model: a pass of 1 image does not fit (measured)"
-    field = "batch_size" if training.settings["microbatch"] is None else "microbatch"
+    field = "batch_size" if training.settings.microbatch is None else "microbatch"
     problem = f"out of memory on {_describe_device(training.device)} at step {training.step + 1}"
-    raise KairosError(f"training.{field}: got {training.settings[field]}: {problem}; allowed: {allowed}")
+    raise KairosError(f"training.{field}: got {getattr(training.settings, field)}: {problem}; allowed: {allowed}")
 
 
 def _describe_device(device: torch.device) -> str:

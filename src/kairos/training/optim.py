@@ -1,4 +1,4 @@
-"""Optimisers, learning-rate schedules and averages of weights; `kairos.training.registries` selects them by name.
+"""Optimisers, learning-rate schedules and averages of weights; `kairos.training.settings` selects them by name.
 
 A schedule returns the factor of the learning rate at a step. An average returns its decay at a step: the weight of the
 previous average. Steps count from 0.
@@ -13,34 +13,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.training.registries import (
-    AdamOptions,
+from kairos.training.settings import (
+    ConstantOptions,
     CosineOptions,
     DecayOptions,
     DecaysOptions,
     HalfLifeOptions,
     InverseSqrtOptions,
+    OptimizerOptions,
     PowerOptions,
 )
-from kairos_timesteps.registry import NoOptions
 
 
-def adam(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:
+def adam(options: OptimizerOptions, parameters: list[Any]) -> torch.optim.Optimizer:
     """Build Adam (Kingma and Ba 2015)."""
     return torch.optim.Adam(parameters, **_adam_settings(options))
 
 
-def adamw(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:
+def adamw(options: OptimizerOptions, parameters: list[Any]) -> torch.optim.Optimizer:
     """Build AdamW, Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
     return torch.optim.AdamW(parameters, **_adam_settings(options))
 
 
-def _adam_settings(options: AdamOptions) -> dict[str, Any]:
+def _adam_settings(options: OptimizerOptions) -> dict[str, Any]:
     """Return the options that torch's Adam and AdamW take."""
-    return {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
+    return {"lr": options.lr, "betas": tuple(options.betas), "eps": options.eps, "weight_decay": options.weight_decay}
 
 
-def constant(options: NoOptions, step: int, length: int) -> float:
+def constant(options: ConstantOptions, step: int, length: int) -> float:
     """Return the factor 1: the learning rate does not change."""
     return 1.0
 

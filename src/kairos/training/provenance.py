@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from kairos.models.settings import BackboneOptions
+from kairos.training.settings import TrainingConfig
 from kairos_timesteps import distributed
 
 
@@ -23,7 +25,11 @@ def package_version(package: str) -> str | None:
 
 
 def build_provenance(
-    plain: dict[str, Any], device: torch.device, libraries: dict[str, str | None], earlier: list[dict[str, Any]]
+    model: BackboneOptions,
+    training: TrainingConfig,
+    device: torch.device,
+    libraries: dict[str, str | None],
+    earlier: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the provenance of a result: versions, device and processes, and whether the result is exact, with reasons.
 
@@ -31,21 +37,21 @@ def build_provenance(
     times.
 
     Args:
-        plain: the whole resolved experiment as plain values.
+        model: the backbone.
+        training: section `training` of the experiment.
         device: computing device.
         libraries: versions from `library_versions`.
         earlier: versions that computed the first steps, each with ``steps``, the number of steps by then.
     """
-    settings = plain["training"]
     inexact = [
         f"versions: torch {old['torch']}, diffusers {old['diffusers']} to step {old['steps']}" for old in earlier
     ]
-    if settings["compile"]:
+    if training.compile:
         inexact.append("training.compile: autotuning may choose other kernels on another run")
-    if not settings["deterministic"]:
+    if not training.deterministic:
         inexact.append("training.deterministic is off")
     # each micro-batch has its own dropout stream; without them the number of processes decides the streams
-    if distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None:
+    if distributed.ranks() > 1 and getattr(model, "dropout", 0.0) > 0 and training.microbatch is None:
         inexact.append(
             "training.processes: dropout differs between numbers of processes; training.microbatch ends that"
         )
@@ -56,7 +62,7 @@ def build_provenance(
         "resumed_under": earlier,
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": settings["threads"],
+        "threads": training.threads,
         "processes": distributed.ranks(),
         "exact": not inexact,
         "inexact_because": inexact,

@@ -18,7 +18,7 @@ import torch
 
 from kairos import compute, ranks
 from kairos.data.latents import open_latents
-from kairos.forward_process import scheduler_config
+from kairos.diffusion import scheduler_config
 from kairos.milestones import write_milestone
 from kairos.progress import Progress, duration, log
 from kairos.training import launch
@@ -29,23 +29,22 @@ from kairos.training.loop import divergence_error, train_steps
 from kairos.training.memory import explain_out_of_memory
 from kairos.training.provenance import build_provenance, library_versions
 from kairos.training.run_folder import RunFolder, lock_run_folder, read_timing
+from kairos.training.settings import RunSettings, TrainingConfig
 from kairos.training.state import TrainingState
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned
 from kairos_timesteps.errors import DivergedError
 
 
-def import_components(plain: dict[str, Any], method: str) -> None:
-    """Import the modules that a training run of `method` uses, so that this time counts as start-up."""
+def import_components(run: RunSettings) -> None:
+    """Import the modules that a training run uses, so that this time counts as start-up."""
     # torch's optimisers import its compiler when the first one is created
-    for root in ("torch._dynamo", *code_roots(plain, method)):
+    for root in ("torch._dynamo", *code_roots(run)):
         importlib.import_module(root.partition(":")[0])
 
 
 def train(
-    plain: dict[str, Any],
-    method: str,
-    seed: int,
+    run: RunSettings,
     out: Path,
     latents_folder: Path,
     milestones: list[int],
@@ -58,9 +57,7 @@ def train(
     """Train until every one of `milestones` is reached, and publish their snapshots in `out`.
 
     Args:
-        plain: the whole resolved experiment as plain values.
-        method: name of one of the experiment's methods.
-        seed: seed of the training run.
+        run: settings of the training run.
         out: folder of the training run.
         latents_folder: output of `kairos encode`.
         milestones: steps whose weights are kept, increasing; training ends at the last one.
@@ -79,9 +76,9 @@ def train(
         DivergedError: a loss or gradient is not finite.
         StoppedEarly: a stop was requested; the completed steps are saved.
     """
-    label = f"train {method} seed {seed}"
+    label = f"train {run.method_name} seed {run.seed}"
     state_folder = out / ".state"
-    with _set_up_process(plain["training"], state_folder, last_milestone=milestones[-1], wait=wait) as (
+    with _set_up_process(run.training, state_folder, last_milestone=milestones[-1], wait=wait) as (
         device,
         progress,
     ):
@@ -90,7 +87,7 @@ def train(
             processes = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
             log(f"{label}: on {compute.describe(device)}{processes}")
         latents = open_latents(latents_folder)
-        identity_parts = compute_identity(plain, method, seed, latents.manifest, device.type)
+        identity_parts = compute_identity(run, latents.manifest, device.type)
         identity = identity_parts.pop("identity")
         progress.set_identity(identity)
 
@@ -103,7 +100,7 @@ def train(
         if missing_milestones:
             job = TrainingJob(
                 run_folder=run_folder,
-                training=TrainingState(plain, method, seed, latents, device),
+                training=TrainingState(run, latents, device),
                 label=label,
                 progress=progress,
                 stop_request=stop_request or StopRequest(),
@@ -121,12 +118,14 @@ def train(
             record = {
                 "identity": identity,
                 "parts": identity_parts,
-                "method": method,
-                "seed": seed,
+                "method": run.method_name,
+                "seed": run.seed,
                 "steps": checkpoint["step"],
                 "milestones": milestones,
                 "components": {**component_hashes(checkpoint), "metrics": checkpoint["metrics"]["sha256"]},
-                "provenance": build_provenance(plain, device, checkpoint["versions"], checkpoint["resumed_under"]),
+                "provenance": build_provenance(
+                    run.model, run.training, device, checkpoint["versions"], checkpoint["resumed_under"]
+                ),
             }
             run_folder.publish(milestones, record)
     return {"steps_run": steps_run, "step": milestones[-1], "identity": identity}
@@ -134,7 +133,7 @@ def train(
 
 @contextmanager
 def _set_up_process(
-    settings: dict[str, Any], state_folder: Path, last_milestone: int, wait: bool
+    settings: TrainingConfig, state_folder: Path, last_milestone: int, wait: bool
 ) -> Iterator[tuple[torch.device, ProgressFile]]:
     """Hold the run's lock, set up the device, join the other ranks, and record how the block ended.
 
@@ -149,21 +148,21 @@ def _set_up_process(
     Yields:
         The computing device and the progress file.
     """
-    has_ranks = settings["processes"] > 1
+    has_ranks = settings.processes > 1
     is_first = not has_ranks or os.environ.get("RANK", "0") == "0"  # torchrun sets RANK; the ranks join further below
     with lock_run_folder(state_folder, wait) if is_first else nullcontext():
         progress = ProgressFile(state_folder, last_milestone, reports=is_first)
         try:
             local_rank = launch.local_rank() if has_ranks else None
             device = compute.setup(
-                settings["threads"],
-                settings["device"],
-                settings["deterministic"],
+                settings.threads,
+                settings.device,
+                settings.deterministic,
                 local_rank=local_rank,
-                precision=settings["precision"],
+                precision=settings.precision,
             )
             if has_ranks:
-                ranks.join(settings["processes"], device)
+                ranks.join(settings.processes, device)
             yield device, progress
             ranks.leave()
         except StoppedEarly as stopped:
@@ -250,7 +249,7 @@ class TrainingJob:
             StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
         """
         training, last = self.training, milestones[-1]
-        checkpoint_interval = training.settings["checkpoint_every"]
+        checkpoint_interval = training.settings.checkpoint_every
         collective_stop = CollectiveStop(self.stop_request)
         progress_bar = Progress(last, self.label, "step", start=training.step) if self.is_first else None
         latest_loss = ""
@@ -337,19 +336,23 @@ class TrainingJob:
         columns = training.strategy.table(training.density_images())
         facts = {
             "identity": self.run_folder.identity,
-            "method": training.method,
+            "method": training.run.method_name,
             "seed": training.seed,
-            "config": training.plain,
+            "config": training.run.plain_experiment(),
             "autoencoder_sha256": manifest["autoencoder_sha256"],
             "dataset_sha256": manifest["dataset_sha256"],
             "shape": list(training.latents.shape),
             "sigma_data": training.sigma_data,
             "conditions": {name: manifest["conditions"][name] for name in training.conditions},
             "provenance": build_provenance(
-                training.plain, training.device, library_versions(), self.run_folder.resumed_under
+                training.run.model,
+                training.settings,
+                training.device,
+                library_versions(),
+                self.run_folder.resumed_under,
             ),
             "step": training.step,
-            "images_seen": training.step * training.settings["batch_size"],
+            "images_seen": training.step * training.settings.batch_size,
             "learned": isinstance(sampler, Learned),
             "strategy": {
                 **{name: statistics.get(name) for name in ("updates", "a", "b")},

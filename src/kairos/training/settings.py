@@ -1,10 +1,158 @@
-"""Section `training` of an experiment: lengths, optimiser, hardware, and the split into jobs."""
+"""Section `training` of an experiment: lengths, hardware, split into jobs; optimisers, schedules, averages, probes."""
 
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-from kairos.section import Section, component, field
-from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
+from kairos.components import Component, Components, component
+from kairos.diffusion import DiffusionConfig, MethodConfig
+from kairos.models.settings import BACKBONES, BackboneOptions
+from kairos.section import Section, check, field
 from kairos_timesteps.errors import demand
+
+
+class OptimizerOptions(Component):
+    """Base class of the options of an optimiser, with linear warm-up and gradient clipping.
+
+    A gradient that is not finite ends the training run; EDM's code replaces its values by 0 and 1e5.
+    """
+
+    lr: float = field(2e-4, "learning rate after warm-up", gt=0)
+    betas: list[float] = field([0.9, 0.999], "decay rates of the two moment estimates, each in [0, 1)")
+    eps: float = field(1e-8, "term added to the denominator", gt=0)
+    weight_decay: float = field(0.0, "weight decay (decoupled for adamw)", ge=0)
+    warmup_steps: int = field(0, "steps of linear warm-up", ge=0)
+    warmup_from_zero: bool = field(False, "the first step has rate 0 (EDM, U-ViT) instead of 1/warmup_steps of lr")
+    grad_clip: float | None = field(1.0, "largest gradient norm; null: no clipping", gt=0)
+
+    def model_post_init(self, context: Any) -> None:
+        """Check the decay rates."""
+        valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        demand(valid, "betas", self.betas, "two numbers, each in [0, 1)")
+
+
+OPTIMIZERS: Components[OptimizerOptions] = Components("optimizer")
+
+
+@OPTIMIZERS.register
+class AdamOptions(OptimizerOptions):
+    """Adam (Kingma and Ba 2015)."""
+
+    code: ClassVar[str] = "kairos.training.optim:adam"
+
+    name: str = "adam"
+
+
+@OPTIMIZERS.register
+class AdamWOptions(OptimizerOptions):
+    """AdamW, Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
+
+    code: ClassVar[str] = "kairos.training.optim:adamw"
+
+    name: str = "adamw"
+
+
+class ScheduleOptions(Component):
+    """Base class of the options of a learning-rate schedule."""
+
+
+SCHEDULES: Components[ScheduleOptions] = Components("learning-rate schedule")
+
+
+@SCHEDULES.register
+class ConstantOptions(ScheduleOptions):
+    """Constant learning rate."""
+
+    code: ClassVar[str] = "kairos.training.optim:constant"
+
+    name: str = "constant"
+
+
+@SCHEDULES.register
+class CosineOptions(ScheduleOptions):
+    """Half a cosine, from the learning rate to a fraction of it (Loshchilov and Hutter 2017)."""
+
+    code: ClassVar[str] = "kairos.training.optim:cosine"
+
+    name: str = "cosine"
+    length: int | None = field(None, "steps until the end is reached; null: the last milestone", ge=1)
+    final: float = field(0.0, "fraction of the learning rate at the end", ge=0, le=1)
+
+
+@SCHEDULES.register
+class DecaysOptions(ScheduleOptions):
+    """Constant except for a short decay to 0 before each of some steps, so that their weights can be evaluated."""
+
+    code: ClassVar[str] = "kairos.training.optim:decays"
+
+    name: str = "decays"
+    at: list[float] = field([100_000], "steps at which a decay ends, increasing; after each the rate is full again")
+    share: float = field(0.2, "length of a decay, as a fraction of the steps before its end", gt=0, le=1)
+
+    def model_post_init(self, context: Any) -> None:
+        """Check that the steps increase."""
+        valid = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})
+        demand(valid, "at", self.at, "steps, 1 or more, increasing")
+
+
+@SCHEDULES.register
+class InverseSqrtOptions(ScheduleOptions):
+    """Constant, then falling with the square root of the step, as EDM2's (Karras et al. 2024)."""
+
+    code: ClassVar[str] = "kairos.training.optim:inverse_sqrt"
+
+    name: str = "inverse_sqrt"
+    reference: int = field(70_000, "step from which the rate falls", ge=1)
+
+
+class AverageOptions(Component):
+    """Base class of the options of an average of the weights."""
+
+
+AVERAGES: Components[AverageOptions] = Components("average of weights")
+
+
+@AVERAGES.register
+class DecayOptions(AverageOptions):
+    """Exponential moving average with a decay per step (Ho et al. 2020)."""
+
+    code: ClassVar[str] = "kairos.training.optim:decay"
+
+    name: str = "decay"
+    decay: float = field(0.9999, "decay per step", ge=0, lt=1)
+    warmup: bool = field(True, "decay min(decay, (1 + n)/(10 + n)), so that early averages are not initial")
+    count_from: Literal[0, 1] = field(0, "n of the first step (ddpm-torch: 0, latent diffusion: 1)")
+
+
+@AVERAGES.register
+class HalfLifeOptions(AverageOptions):
+    """EDM's exponential moving average, whose half-life is given in images (Karras et al. 2022)."""
+
+    code: ClassVar[str] = "kairos.training.optim:half_life"
+
+    name: str = "half_life"
+    images: float = field(500_000.0, "half-life of the average, in images", gt=0)
+    rampup: float | None = field(0.05, "largest half-life, as a fraction of the images seen; null: no limit", gt=0)
+
+
+@AVERAGES.register
+class PowerOptions(AverageOptions):
+    """EDM2's power function, whose half-life grows with the length of the training run (Karras et al. 2024)."""
+
+    code: ClassVar[str] = "kairos.training.optim:power"
+
+    name: str = "power"
+    width: float = field(0.05, "relative width sigma_rel of the averaging profile", gt=0, lt=0.289)
+
+
+class ProbeOptions(Component):
+    """Base class of the options of a probe: a measurement in steps that log, see `kairos.training.loop.StepResult`."""
+
+
+PROBES: Components[ProbeOptions] = Components("probe")  # kairos has none of its own
+
+
+_Probe = Annotated[ProbeOptions, component(PROBES)]
 
 
 class TrainingConfig(Section):
@@ -29,9 +177,9 @@ class TrainingConfig(Section):
         "steps between lines of metrics.jsonl, which synchronise with the device; null: 1 on a CPU, 10 on a GPU",
         ge=1,
     )
-    optimizer: component(OPTIMIZERS, "adam") = field({}, "optimiser of the model")
-    schedule: component(SCHEDULES) = field("constant", "learning rate after warm-up")
-    ema: component(AVERAGES, "decay") = field({}, "average of the weights")
+    optimizer: Annotated[OptimizerOptions, component(OPTIMIZERS, "adam")] = field({}, "optimiser of the model")
+    schedule: Annotated[ScheduleOptions, component(SCHEDULES)] = field("constant", "learning rate after warm-up")
+    ema: Annotated[AverageOptions, component(AVERAGES, "decay")] = field({}, "average of the weights")
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = field(
         "fp32", "tf32: matrix products of a GPU; bf16: the network in autocast; fp64: everything in double"
     )
@@ -51,7 +199,7 @@ class TrainingConfig(Section):
         ge=0,
         le=1,
     )
-    probes: list[component(PROBES)] = field([], "measurements taken during training")
+    probes: list[_Probe] = field([], "measurements taken during training")
 
     def model_post_init(self, context: Any) -> None:
         """Check that the processes can share the batch, and that the device supports the settings."""
@@ -95,3 +243,51 @@ class TrainingConfig(Section):
             largest = (batch_size - 1) // (processes - 1)
             allowed = f"at most {largest}, so that batch_size = {batch_size} has one for each of {processes} processes"
             demand(microbatch <= largest, "training.microbatch", microbatch, allowed)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of one training run: all that it reads of an experiment.
+
+    Attributes:
+        method_name: name of the method; it decides nothing but names.
+        seed: seed of the training run.
+        model: the backbone.
+        diffusion: forward process, prediction target and losses.
+        method: timestep strategy.
+        training: lengths, optimiser and hardware.
+        train_images: number of training images, which lengths in epochs need.
+        plain_experiment: returns the whole resolved experiment as plain values, which records keep; it decides nothing.
+    """
+
+    method_name: str
+    seed: int
+    model: BackboneOptions
+    diffusion: DiffusionConfig
+    method: MethodConfig
+    training: TrainingConfig
+    train_images: int | None
+    plain_experiment: Callable[[], dict[str, Any]]
+
+
+def read_run_settings(config: dict[str, Any], method: str, seed: int) -> RunSettings:
+    """Return the settings of a training run from the experiment in the record of one of its snapshots.
+
+    Args:
+        config: the whole experiment as plain values, of this or an earlier version of kairos.
+        method: name of the method.
+        seed: seed of the training run.
+
+    Raises:
+        ConfigError: a section is not valid in this version of kairos.
+    """
+    return RunSettings(
+        method_name=method,
+        seed=seed,
+        model=BACKBONES.select(config["model"]),
+        diffusion=check(DiffusionConfig, config["diffusion"], "diffusion"),
+        method=check(MethodConfig, config["methods"][method], f"methods.{method}"),
+        training=check(TrainingConfig, config["training"], "training"),
+        train_images=config["dataset"].get("train_images"),
+        plain_experiment=lambda: config,
+    )

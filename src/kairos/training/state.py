@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,16 +14,14 @@ from torch import Tensor, nn
 from kairos import models
 from kairos.data.batches import Batches
 from kairos.data.latents import Latents
-from kairos.forward_process import build_process
-from kairos.losses.registries import LOSSES
+from kairos.diffusion import build_process
 from kairos.milestones import load_start_weights
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
-from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
+from kairos.training.settings import RunSettings
 from kairos_timesteps import distributed
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import derived_seed
-from kairos_timesteps.registry import Registry, split
 from kairos_timesteps.strategy import Strategy
 
 
@@ -44,9 +41,7 @@ class TrainingState:
     """State of a training run, with the components that its configuration selects.
 
     Args:
-        plain: the whole resolved experiment as plain values.
-        method: name of the method.
-        seed: seed of the training run.
+        run: settings of the training run.
         latents: training data.
         device: device that computes the run.
 
@@ -56,7 +51,7 @@ class TrainingState:
         batches: source of x0 and conditions.
         process: forward process.
         strategy: timestep strategy of the method.
-        losses: name, options and function of each loss term.
+        losses: options and function of each loss term.
         probes: measurements by name, see `kairos.training.loop.StepResult`.
         model: the module that is trained.
         network: the model, compiled if the settings request it; measurements call it.
@@ -69,35 +64,35 @@ class TrainingState:
         all_finite: bool scalar on the device: no gradient and no logged loss was infinite or NaN so far.
     """
 
-    def __init__(self, plain: dict[str, Any], method: str, seed: int, latents: Latents, device: torch.device):
-        self.plain, self.method, self.seed, self.latents, self.device = plain, method, seed, latents, device
-        self.settings = settings = plain["training"]
-        self.dtype = torch.float64 if settings["precision"] == "fp64" else torch.float32
-        self.conditions: tuple[str, ...] = tuple(plain["model"].get("conditions") or [])
+    def __init__(self, run: RunSettings, latents: Latents, device: torch.device):
+        self.run, self.seed, self.latents, self.device = run, run.seed, latents, device
+        self.settings = settings = run.training
+        self.dtype = torch.float64 if settings.precision == "fp64" else torch.float32
+        self.conditions = tuple(run.model.conditions)
 
         # data
         self.micro_batches = split_into_micro_batches(
-            settings["batch_size"], settings["microbatch"], distributed.rank(), distributed.ranks()
+            settings.batch_size, settings.microbatch, distributed.rank(), distributed.ranks()
         )
         self.batches = self._build_batches()
 
         # diffusion
         self.sigma_data = latents.measure_sigma_data()
-        self.process = build_process(plain["diffusion"], self.sigma_data)
+        self.process = build_process(run.diffusion.process, run.diffusion.prediction, self.sigma_data)
         self.strategy = self._build_strategy()
-        self.losses = [(term["name"], *_load_component(LOSSES, term)) for term in plain["diffusion"]["losses"]]
-        self.probes = {probe["name"]: PROBES.build(*split(probe)) for probe in settings["probes"]}
+        self.losses = [(term, term.load()) for term in run.diffusion.losses]
+        self.probes = {probe.name: probe.build() for probe in settings.probes}
 
         # model and the code that updates its weights
         self.model: Any = self._build_model()
         self.average = self._build_average()
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._optimizer_options, self.optimizer = self._build_optimizer()
-        clip = self._optimizer_options.grad_clip
+        self.optimizer: torch.optim.Optimizer = settings.optimizer.build(self.parameters)
+        clip = settings.optimizer.grad_clip
         self.grad_clip = math.inf if clip is None else clip
-        self._schedule_options, self._schedule = _load_component(SCHEDULES, settings["schedule"])
+        self._rate_factor = settings.schedule.load()
         self.length = self._schedule_length()
-        self.network = torch.compile(self.model) if settings["compile"] else self.model
+        self.network = torch.compile(self.model) if settings.compile else self.model
         self.ddp_network = self._wrap_for_ranks(self.network)
 
         self.step = 0
@@ -110,38 +105,36 @@ class TrainingState:
         return Batches(
             self.latents,
             seed=self.seed,
-            size=settings["batch_size"],
+            size=settings.batch_size,
             sample_indices=range(first_samples.start, last_samples.stop),
             conditions=self.conditions,
-            dropout=settings["condition_dropout"],
+            dropout=settings.condition_dropout,
             device=self.device,
             dtype=self.dtype,
-            augment=settings["augment"],
+            augment=settings.augment,
         )
 
     def _build_strategy(self) -> Strategy:
         """Build the timestep strategy of the method: sampler, weighting and coupling of noise."""
-        components = self.plain["methods"][self.method]
-        sampler, sampler_options = split(components["sampler"])
-        weighting, weighting_options = split(components["weighting"])
+        method = self.run.method
         return Strategy(
-            f"{sampler}+{weighting}",
+            f"{method.sampler.name}+{method.weighting.name}",
             self.process,
-            sampler=sampler_options,
-            weighting=weighting_options,
-            coupling=components.get("coupling", "independent"),
+            sampler=method.sampler.plain_options(),
+            weighting=method.weighting.plain_options(),
+            coupling=method.coupling.plain(),
             seed=self.seed,
         )
 
     def _build_model(self) -> nn.Module:
         """Build the model on the device, with weights drawn from the run's seed or read from a snapshot."""
-        plain, latents = self.plain, self.latents
+        latents = self.latents
         with torch.random.fork_rng(devices=[]):  # restores torch's CPU generator afterwards
             torch.random.default_generator.manual_seed(derived_seed(self.seed, "weights"))
             output_channels = self.process.channels(latents.shape[0])
-            model = models.build(plain["model"], latents.shape, latents.condition_kinds, output_channels)
-        if self.settings["start_from"]:
-            model.load_weights(load_start_weights(Path(self.settings["start_from"]), model.weights()))
+            model = models.build(self.run.model, latents.shape, latents.condition_kinds, output_channels)
+        if self.settings.start_from:
+            model.load_weights(load_start_weights(Path(self.settings.start_from), model.weights()))
         model = model.to(self.device, self.dtype)
         if self.dtype == torch.float64:
             # models embed times in float32 also in a float64 network: convert the inputs of linear layers
@@ -152,26 +145,20 @@ class TrainingState:
 
     def _build_average(self) -> Average:
         """Build the average of the model's weights, which starts at the present weights."""
-        options, decay_at = _load_component(AVERAGES, self.settings["ema"])
-        batch_size = self.settings["batch_size"]
+        options, batch_size = self.settings.ema, self.settings.batch_size
+        decay_at = options.load()
         return Average(self.model.weights(), lambda step: decay_at(options, step, batch_size))
-
-    def _build_optimizer(self) -> tuple[Any, torch.optim.Optimizer]:
-        """Return the options of the optimiser, and the optimiser of all trainable parameters."""
-        options, build = _load_component(OPTIMIZERS, self.settings["optimizer"])
-        return options, build(options, self.parameters)
 
     def _schedule_length(self) -> int | None:
         """Return the steps of a schedule that ends, by default up to the last milestone; None for other schedules.
 
         A schedule ends if its options contain `length`.
         """
-        if not hasattr(self._schedule_options, "length"):
+        settings = self.settings
+        if not hasattr(settings.schedule, "length"):
             return None
-        last_milestone = length_in_steps(
-            self.settings["milestones"][-1], self.settings["batch_size"], self.plain["dataset"]["train_images"]
-        )
-        return self._schedule_options.length or last_milestone
+        last_milestone = length_in_steps(settings.milestones[-1], settings.batch_size, self.run.train_images)
+        return settings.schedule.length or last_milestone
 
     def _wrap_for_ranks(self, network: Any) -> Any:
         """Return the network whose backward pass averages gradients over ranks; `network` if there is one rank."""
@@ -184,12 +171,12 @@ class TrainingState:
 
     def autocast(self) -> Any:
         """Return the context manager in which the network is called: bfloat16 for precision bf16."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings["precision"] == "bf16")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0: linear warm-up times the schedule."""
-        options = self._optimizer_options
-        rate: float = options.lr * self._schedule(self._schedule_options, step, self.length or 0)
+        options = self.settings.optimizer
+        rate: float = options.lr * self._rate_factor(self.settings.schedule, step, self.length or 0)
         if not options.warmup_steps:
             return rate
         warm_steps = step if options.warmup_from_zero else step + 1
@@ -218,7 +205,7 @@ class TrainingState:
         if state["length"] != self.length:
             raise KairosError(
                 f"training.schedule: got a length of {self.length} steps, but the state after step {step} followed a "
-                f"length of {state['length']}; allowed: that length ({self.settings['schedule']['name']} depends on "
+                f"length of {state['length']}; allowed: that length ({self.settings.schedule.name} depends on "
                 "its end), or --restart"
             )
         self.model.load_state_dict(state["model"])
@@ -255,9 +242,3 @@ def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int,
 def _convert_to_double(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Convert the tensors among a module's inputs to float64, as a forward pre-hook."""
     return tuple(value.double() if isinstance(value, Tensor) else value for value in inputs)
-
-
-def _load_component(registry: Registry, section: dict[str, Any]) -> tuple[Any, Callable[..., Any]]:
-    """Return the parsed options and the function of the component that a section of the experiment selects."""
-    name, options = split(section)
-    return registry.parse(name, options), registry.entry(name).load()

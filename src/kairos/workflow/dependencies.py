@@ -4,17 +4,18 @@ Snakemake records them in its ``params:``, and DVC in the file that `kairos ledg
 stage depends on, such as a batch size or a number of shards that does not change the images, make nothing run again.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kairos.analyses.registries import ANALYSES
-from kairos.evaluation.registries import EXTRACTORS, METRICS, needs_of
+from kairos.analyses.settings import SnapshotOptions
+from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.config import Experiment
+from kairos.evaluation.settings import METRICS, MetricOptions
 from kairos.fingerprint import fingerprint
-from kairos.models.registries import MODELS
-from kairos.sampling.registries import SCHEDULERS
+from kairos.section import Section
 from kairos.training.identity import code_roots, trajectory_settings
-from kairos_timesteps.diffusion.registries import PROCESSES
 
-Plain = dict[str, Any]
+Fields = dict[str, Any]
 SHARED_STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference")
 TRAINING_STAGES = ("train", "sample", "evaluate")  # stages with jobs for each training run
 
@@ -23,71 +24,76 @@ class Dependencies(NamedTuple):
     """Dependencies of a stage's results.
 
     Attributes:
-        fields: settings of the experiment, defaults included, by the name of a group.
+        fields: settings of the experiment as plain values, defaults included, by the name of a group.
         modules: modules that compute the results; the modules that they import count too.
     """
 
-    fields: Plain
+    fields: Fields
     modules: list[str]
 
 
-def shared_stages(plain: Plain) -> tuple[str, ...]:
+def shared_stages(experiment: Experiment) -> tuple[str, ...]:
     """Return the stages that all training runs of an experiment share; ``text`` only if captions are encoded."""
-    return tuple(stage for stage in SHARED_STAGES if stage != "text" or plain["text_encoder"])
+    return tuple(stage for stage in SHARED_STAGES if stage != "text" or experiment.text_encoder)
 
 
-def collect_params(stage: str, plain: Plain, method: str | None = None) -> Plain:
+def collect_params(stage: str, experiment: Experiment, method: str | None = None) -> Fields:
     """Return the fields that a stage's results depend on and, under ``code``, the fingerprint of the code.
 
     Args:
         stage: name of the stage.
-        plain: the whole resolved experiment.
+        experiment: the resolved experiment.
         method: name of the method, for a stage of `TRAINING_STAGES`.
     """
-    dependencies = find_dependencies(stage, plain, method)
+    dependencies = find_dependencies(stage, experiment, method)
     return {**dependencies.fields, "code": fingerprint(dependencies.modules)}
 
 
-def find_dependencies(stage: str, plain: Plain, method: str | None = None) -> Dependencies:
+def find_dependencies(stage: str, experiment: Experiment, method: str | None = None) -> Dependencies:
     """Return the fields and modules that a stage's results depend on.
 
     Args:
         stage: name of the stage.
-        plain: the whole resolved experiment.
+        experiment: the resolved experiment.
         method: name of the method, for a stage of `TRAINING_STAGES`.
     """
     if stage == "train":  # the only stage whose fields and code differ between methods
-        return _train_stage(plain, str(method))
-    stages = {
-        **_analysis_stages(plain),
-        **_data_stages(plain),
-        **_evaluation_stages(plain),
-        "sample": _sample_stage(plain),
-        "report": Dependencies({"experiment": _without(plain, "tracking", "plugins")}, ["kairos.report.build"]),
-        "track": Dependencies(_only(plain, "tracking"), ["kairos.tracking.track"]),
-    }
+        return _train_stage(experiment, str(method))
+    if stage == "report":
+        fields = {"experiment": _dump(experiment, leave_out=("tracking", "plugins"))}
+        return Dependencies(fields, ["kairos.report.build"])
+    if stage == "track":
+        return Dependencies({"tracking": _dump(experiment.tracking)}, ["kairos.tracking.track"])
+    if stage == "sample":
+        return _sample_stage(experiment)
+    stages = {**_analysis_stages(experiment), **_data_stages(experiment), **_evaluation_stages(experiment)}
     return stages[stage]
 
 
-def _train_stage(plain: Plain, method: str) -> Dependencies:
+def _train_stage(experiment: Experiment, method: str) -> Dependencies:
     """Return the dependencies of a method's training runs."""
-    fields = _only(plain, "model", "diffusion")
-    fields |= {"method": plain["methods"][method], "training": trajectory_settings(plain, method)}
-    return Dependencies(fields, code_roots(plain, method))
+    run = experiment.run_settings(method, seed=0)  # the seed is no parameter: each seed has a job of its own
+    fields = {
+        "model": run.model.plain(),
+        "diffusion": _dump(run.diffusion),
+        "method": _dump(run.method),
+        "training": trajectory_settings(run.training, run.method),
+    }
+    return Dependencies(fields, code_roots(run))
 
 
-def _data_stages(plain: Plain) -> dict[str, Dependencies]:
+def _data_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """Return the dependencies of the stages that prepare and encode images and captions."""
-    dataset, autoencoder, computing = plain["dataset"], plain["autoencoder"], _computing(plain)
-    autoencoder_fields = {"autoencoder": _autoencoder_settings(autoencoder)}
-    encode_fields = _only(dataset, "flips", "low_resolution")
-    if autoencoder["kind"] == "train":
-        autoencoder_fields |= _only(dataset, "flips")
-    if autoencoder["kind"] != "none":  # in pixel space neither stage computes anything
+    dataset, autoencoder, computing = experiment.dataset, experiment.autoencoder, _computing(experiment)
+    autoencoder_fields: Fields = {"autoencoder": _autoencoder_settings(autoencoder)}
+    encode_fields: Fields = {"flips": dataset.flips, "low_resolution": dataset.low_resolution}
+    if autoencoder.kind == "train":
+        autoencoder_fields["flips"] = dataset.flips
+    if autoencoder.kind != "none":  # in pixel space neither stage computes anything
         autoencoder_fields |= computing
-        encode_fields |= {"batch_size": autoencoder["encode_batch_size"], **computing}
-    prepare_fields = {"dataset": _without(dataset, "flips", "low_resolution")}
-    text_fields = {**_only(plain, "text_encoder"), **computing}
+        encode_fields |= {"batch_size": autoencoder.encode_batch_size, **computing}
+    prepare_fields = {"dataset": _dump(dataset, leave_out=("flips", "low_resolution"))}
+    text_fields = {"text_encoder": _dump(experiment.text_encoder), **computing}
     return {
         "prepare": Dependencies(prepare_fields, ["kairos.data.prepare", "kairos.data.sources"]),
         "autoencoder": Dependencies(autoencoder_fields, ["kairos.autoencoders.train_or_load"]),
@@ -96,74 +102,75 @@ def _data_stages(plain: Plain) -> dict[str, Dependencies]:
     }
 
 
-def _autoencoder_settings(autoencoder: Plain) -> Plain:
+def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
     """Return the settings of section `autoencoder` that its kind uses and that change its weights."""
-    if autoencoder["kind"] == "none":
-        return _only(autoencoder, "kind")
-    if autoencoder["kind"] == "pretrained":
-        return _only(autoencoder, "kind", "path", "scaling")
-    return _without(autoencoder, "path", "shards")
+    if autoencoder.kind == "none":
+        return {"kind": autoencoder.kind}
+    if autoencoder.kind == "pretrained":
+        return {"kind": autoencoder.kind, "path": autoencoder.path, "scaling": autoencoder.scaling}
+    return _dump(autoencoder, leave_out=("path", "shards"))
 
 
-def _sample_stage(plain: Plain) -> Dependencies:
+def _sample_stage(experiment: Experiment) -> Dependencies:
     """Return the dependencies of sampling; batch size and number of shards do not change the images."""
-    evaluation, sampling = plain["evaluation"], plain["sampling"]
-    fields = {"sampling": _without(sampling, "batch_size", "shards")}
-    fields |= {"num": evaluation["num_samples"] * evaluation["sets"], **_computing(plain)}
-    solver = SCHEDULERS.entry(sampling["scheduler"]["name"]).module
-    return Dependencies(fields, ["kairos.sampling.sample", solver, *_network_modules(plain)])
+    evaluation, sampling = experiment.evaluation, experiment.sampling
+    fields = {
+        "sampling": _dump(sampling, leave_out=("batch_size", "shards")),
+        "num": evaluation.num_samples * evaluation.sets,
+        **_computing(experiment),
+    }
+    return Dependencies(fields, ["kairos.sampling.sample", sampling.scheduler.module(), *_network_modules(experiment)])
 
 
-def _evaluation_stages(plain: Plain) -> dict[str, Dependencies]:
+def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """Return the dependencies of the stages that compare samples with the reference."""
-    evaluation, computing = plain["evaluation"], _computing(plain)
-    extractor = EXTRACTORS.entry(evaluation["extractor"]["name"]).module
-    metric_names = [metric["name"] for metric in evaluation["metrics"] or []] or list(METRICS)  # default: all metrics
-    metric_modules = {name: METRICS.entry(name).module for name in metric_names}
+    evaluation, computing = experiment.evaluation, _computing(experiment)
+    extractor = evaluation.extractor.module()
+    metrics: Collection[MetricOptions | type[MetricOptions]] = evaluation.metrics or METRICS.values()  # default: all
     # the reference is real images, which have no network: metrics that need one do not run on it
-    image_metric_modules = [
-        module for name, module in metric_modules.items() if "milestone" not in needs_of([{"name": name}])
-    ]
-    extractor_fields = {**_only(evaluation, "extractor"), **computing}
-    reference_fields = {"evaluation": _without(evaluation, "extractor", "primary_metric"), **computing}
-    evaluate_modules = ["kairos.evaluation.evaluate", *_network_modules(plain), extractor, *metric_modules.values()]
+    image_metrics = [metric for metric in metrics if "milestone" not in metric.needs]
+    extractor_fields = {"extractor": evaluation.extractor.plain(), **computing}
+    reference_fields = {"evaluation": _dump(evaluation, leave_out=("extractor", "primary_metric")), **computing}
+    evaluate_modules = ["kairos.evaluation.evaluate", *_network_modules(experiment), extractor]
+    evaluate_modules += [metric.module() for metric in metrics]
+    reference_modules = ["kairos.evaluation.reference", extractor, *(metric.module() for metric in image_metrics)]
     return {
         "extractor": Dependencies(extractor_fields, ["kairos.evaluation.extractors", extractor]),
-        "reference": Dependencies(reference_fields, ["kairos.evaluation.reference", extractor, *image_metric_modules]),
+        "reference": Dependencies(reference_fields, reference_modules),
         "evaluate": Dependencies({}, evaluate_modules),  # the reference, an input, follows from its fields
     }
 
 
-def _analysis_stages(plain: Plain) -> dict[str, Dependencies]:
+def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """Return the dependencies of the stages ``measure_NAME`` and ``analyse_NAME`` of each analysis."""
     stages = {}
-    for settings in plain.get("analyses", []):
-        name, code = settings["name"], ANALYSES.entry(settings["name"]).module
-        # a measurement is of one snapshot of one method: the selection of methods and snapshots does not change it
-        measure_fields = {"asked": _without(settings, "methods", "milestones"), **_computing(plain)}
-        measure_modules = ["kairos.analyses.tables", code, *_network_modules(plain)]
-        analyse_fields = {"asked": settings, **_only(plain, "methods")}
-        stages[f"measure_{name}"] = Dependencies(measure_fields, measure_modules)
-        stages[f"analyse_{name}"] = Dependencies(analyse_fields, ["kairos.report.analysis_figures", code])
+    for analysis in experiment.analyses:
+        settings, code = analysis.plain(), analysis.module()
+        if isinstance(analysis, SnapshotOptions):
+            # a measurement is of one snapshot of one method: the selection of methods and snapshots does not change it
+            measured = _dump(analysis, leave_out=("methods", "milestones"))
+            measure_modules = ["kairos.analyses.tables", code, *_network_modules(experiment)]
+            measure_fields = {"asked": measured, **_computing(experiment)}
+            stages[f"measure_{analysis.name}"] = Dependencies(measure_fields, measure_modules)
+        methods = {name: _dump(method) for name, method in experiment.methods.items()}
+        analyse_fields = {"asked": settings, "methods": methods}
+        stages[f"analyse_{analysis.name}"] = Dependencies(analyse_fields, ["kairos.report.analysis_figures", code])
     return stages
 
 
-def _computing(plain: Plain) -> Plain:
+def _computing(experiment: Experiment) -> Fields:
     """Return the settings that change the last bits of every computed result."""
-    return {"computing": _only(plain["training"], "threads", "deterministic")}
+    training = experiment.training
+    return {"computing": {"threads": training.threads, "deterministic": training.deterministic}}
 
 
-def _network_modules(plain: Plain) -> list[str]:
+def _network_modules(experiment: Experiment) -> list[str]:
     """Return the modules of the network and of the diffusion process."""
-    model, process = plain["model"]["name"], plain["diffusion"]["process"]["name"]
-    return [MODELS.entry(model).module, PROCESSES.entry(process).module]
+    return [experiment.model.module(), experiment.diffusion.process.module()]
 
 
-def _only(values: Plain, *names: str) -> Plain:
-    """Return the entries with some names."""
-    return {name: values[name] for name in names}
-
-
-def _without(values: Plain, *names: str) -> Plain:
-    """Return the entries except those with some names."""
-    return {name: value for name, value in values.items() if name not in names}
+def _dump(section: Section | None, leave_out: Collection[str] = ()) -> Fields:
+    """Return the fields of a section as plain values, except those with some names."""
+    if section is None:
+        return {}
+    return section.model_dump(mode="json", exclude=set(leave_out))

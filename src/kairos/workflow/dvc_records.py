@@ -82,12 +82,12 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
     """
     table: dict[str, Any] = {}
     for stage in (*layout.shared_stages, "report"):
-        table[stage] = dependencies.collect_params(stage, layout.plain)
+        table[stage] = dependencies.collect_params(stage, layout.experiment)
     for stage, method in product(dependencies.TRAINING_STAGES, layout.methods):
         entry = table.setdefault(stage, {})
         for key in method.split("."):
             entry = entry.setdefault(key, {})
-        fields = dependencies.collect_params(stage, layout.plain, method)
+        fields = dependencies.collect_params(stage, layout.experiment, method)
         entry["fields"] = {**fields, "milestones": list(layout.experiment.milestones)}
     return table
 

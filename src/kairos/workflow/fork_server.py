@@ -281,17 +281,17 @@ def _import_modules(config: str) -> None:
     from kairos.config import load
     from kairos.workflow.dependencies import TRAINING_STAGES, find_dependencies, shared_stages
 
-    plain = load(config).plain()
+    experiment = load(config)
     names = {"torch._dynamo", "kairos.training.run", "kairos.staging", "kairos.tracking.live"}
-    if plain["autoencoder"]["kind"] != "none":
+    if experiment.autoencoder.kind != "none":
         names.add("kairos.autoencoders.train")
-    for stage in FORKED_STAGES.intersection((*shared_stages(plain), *TRAINING_STAGES)):
-        for method in plain["methods"]:
-            names.update(find_dependencies(stage, plain, method).modules)
+    for stage in FORKED_STAGES.intersection((*shared_stages(experiment), *TRAINING_STAGES)):
+        for method in experiment.methods:
+            names.update(find_dependencies(stage, experiment, method).modules)
     for name in sorted(names):
         if name.startswith(("torch.", "kairos.", "kairos_timesteps.")):
             importlib.import_module(name.partition(":")[0])
-    resource_usage.write_record(Path("results", plain["experiment"], "timing", "preload.json"), "preload")
+    resource_usage.write_record(Path("results", experiment.experiment, "timing", "preload.json"), "preload")
 
 
 def _process_conditions() -> list[Any]:

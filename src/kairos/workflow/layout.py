@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kairos.analyses.registries import ANALYSES, analysed_snapshots, snapshot_table_path
+from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapshot_table_path
 from kairos.config import Experiment, freeze, load
 from kairos.downloads import warn_of_missing
 from kairos.training.job import read_progress
@@ -66,11 +66,6 @@ class Layout:
 
     # Parts of the experiment
 
-    @cached_property
-    def plain(self) -> dict[str, Any]:
-        """The whole resolved experiment as plain values."""
-        return self.experiment.plain()
-
     @property
     def methods(self) -> list[str]:
         """Names of the methods."""
@@ -87,9 +82,9 @@ class Layout:
         return name_snapshots(self.experiment.milestones)
 
     @property
-    def analyses(self) -> dict[str, dict[str, Any]]:
-        """Settings of the experiment's analyses, by name."""
-        return {settings["name"]: settings for settings in self.experiment.analyses}
+    def analyses(self) -> dict[str, AnalysisOptions]:
+        """The experiment's analyses by name."""
+        return {analysis.name: analysis for analysis in self.experiment.analyses}
 
     @cached_property
     def segments(self) -> list[Segment]:
@@ -118,7 +113,7 @@ class Layout:
     @property
     def shared_stages(self) -> tuple[str, ...]:
         """Names of the stages that all training runs share, in order."""
-        return dependencies.shared_stages(self.plain)
+        return dependencies.shared_stages(self.experiment)
 
     @property
     def text_stages(self) -> list[str]:
@@ -213,7 +208,7 @@ class Layout:
         """Return the files that the table of an analysis is computed from."""
         files = self.measurement_files(analysis)
         records = {"strategies": "milestones/{}/milestone.json", "evaluations": "evaluation/{}.json"}
-        record = records.get(ANALYSES.entry(analysis).facts["reads"])
+        record = records.get(self.analyses[analysis].reads)
         if record:
             for (method, seed), snapshot in product(self.trainings, self.snapshots):
                 files.append(f"{self.training_folder(method, seed)}/{record.format(snapshot)}")
@@ -285,13 +280,13 @@ class Layout:
 
         @cache
         def collect(method: str | None) -> dict[str, Any]:
-            return dependencies.collect_params(stage, self.plain, method)
+            return dependencies.collect_params(stage, self.experiment, method)
 
         def build_function(name: str) -> Callable[[Any], Any]:
             return lambda wildcards: collect(wildcards.method if depends_on_method else None)[name]
 
         # the names of the fields are equal for all methods
-        names = dependencies.find_dependencies(stage, self.plain, self.methods[0]).fields
+        names = dependencies.find_dependencies(stage, self.experiment, self.methods[0]).fields
         return {name: build_function(name) for name in (*names, "code")}
 
     def config_argument(self, wildcards: Any, output: Any) -> str:
@@ -300,7 +295,7 @@ class Layout:
 
     def sampling_options(self, wildcards: Any, output: Any) -> str:
         """Return the options of ``kairos sample`` for the whole sampling section; Snakemake does not record them."""
-        sampling = {name: value for name, value in self.plain["sampling"].items() if name != "shards"}
+        sampling = self.experiment.sampling.model_dump(mode="json", exclude={"shards"})
         sampling["grid_images"] = sampling.pop("grid")  # the field's name differs from the option's, --grid-images
         options = []
         for name, value in sampling.items():

@@ -4,8 +4,10 @@ import argparse
 
 from kairos.cli.strategies.output import align_columns, text_bar, timestep_ranges, warn, write_output
 from kairos.cli.strategies.show import build_process_with_warnings
+from kairos.components import LibraryComponent
 from kairos.increments import AREAS, PROCESSES, Increments, increments
 from kairos.strategy_file import strategy_csv
+from kairos_timesteps.diffusion.registries import PROCESSES as FORWARD_PROCESSES
 
 _TABLE_COLUMNS = {  # header by attribute of `Increments`
     "mean": "mean / x0",
@@ -23,7 +25,8 @@ def run(arguments: argparse.Namespace) -> None:
     No file is read. A warning is logged if ``--schedule`` has no effect.
     """
     process = {"name": "discrete", "schedule": arguments.schedule or "linear", "timesteps": arguments.timesteps}
-    schedule = build_process_with_warnings({"process": process, "prediction": "epsilon"}).schedule
+    component = LibraryComponent.select(FORWARD_PROCESSES, process)
+    schedule = build_process_with_warnings(component, "epsilon").schedule
     defines_noise_levels = arguments.process in PROCESSES and arguments.process != "vp"
     if defines_noise_levels and arguments.schedule is not None:
         warn(f"--schedule {arguments.schedule} is not used: process {arguments.process} defines its noise levels")

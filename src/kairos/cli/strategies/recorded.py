@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from kairos.cli.strategies.show import (
+    ForwardProcess,
     StrategySettings,
     View,
     build_process_with_warnings,
     build_strategy_view,
     parse_strategy,
 )
+from kairos.components import LibraryComponent
+from kairos.diffusion import with_sigma_data
 from kairos.files import read_json, sha256_file
-from kairos.forward_process import with_sigma_data
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
 from kairos_timesteps.lookup import parse_name
 from kairos_timesteps.options import but_name
@@ -149,7 +152,7 @@ def _view_of_checkpoint(
         load_plugins(record["config"].get("plugins", []))
     settings = parse_strategy(arguments) if record is None else _recorded_settings(record, arguments)
     sampler, weighting, diffusion = settings
-    process = build_process_with_warnings(diffusion)
+    process = build_process_with_warnings(diffusion.process, diffusion.prediction)
     if _is_per_image(sampler["name"]):
         problem = f"p(t) of {sampler['name']} differs between images, and step {content['step']} has no snapshot"
         raise KairosError(f"{file}: {problem} with the mean over training images; pass the folder of a snapshot")
@@ -166,7 +169,7 @@ def _view_of_checkpoint(
 
 
 def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) -> StrategySettings:
-    """Return sampler and weighting with their options, and section `diffusion`, of a snapshot's record.
+    """Return sampler and weighting with their options, and the forward process, of a snapshot's record.
 
     The arguments may repeat the name of the recorded strategy; they may contain no other setting.
 
@@ -187,8 +190,9 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
     if superfluous:
         raise ConfigError(f"{', '.join(superfluous)}: not allowed with --checkpoint, which contains it; omit it")
     diffusion = record["config"]["diffusion"]
-    process = with_sigma_data(diffusion["process"], record["sigma_data"])
-    return method["sampler"], method["weighting"], {**diffusion, "process": process}
+    process = LibraryComponent.select(PROCESSES, diffusion["process"])
+    process = with_sigma_data(process, record["sigma_data"])
+    return method["sampler"], method["weighting"], ForwardProcess(process, diffusion["prediction"])
 
 
 def _is_per_image(sampler: str) -> bool:

@@ -4,7 +4,7 @@ import argparse
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -12,7 +12,8 @@ import yaml
 from kairos.cli.common import demand
 from kairos.cli.strategies.listing import describe_options
 from kairos.cli.strategies.output import align_columns, text_bar, timestep_ranges, warn, write_output
-from kairos.forward_process import build_process, select_prediction, with_sigma_data
+from kairos.components import LibraryComponent
+from kairos.diffusion import build_process, select_prediction, with_sigma_data
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.base import Learned, Sampler
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
@@ -25,8 +26,17 @@ from kairos_timesteps.options import but_name, dump, unknown_key
 
 _SIGMA_DATA = 0.5  # standard deviation of pixels, the default of weighting edm; a training run measures its data
 _MOST_EXACT = 1e15  # integers below are exact in float64
-# name and options of a sampler, name and options of a weighting, section `diffusion`
-StrategySettings = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+class ForwardProcess(NamedTuple):
+    """A forward process, and the prediction target of the network."""
+
+    process: LibraryComponent
+    prediction: str | None
+
+
+# name and options of a sampler, name and options of a weighting, forward process
+StrategySettings = tuple[dict[str, Any], dict[str, Any], ForwardProcess]
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class View:
 def build_strategy_view(
     sampler: dict[str, Any],
     weighting: dict[str, Any],
-    diffusion: dict[str, Any],
+    diffusion: ForwardProcess,
     columns: dict[str, Array],
     notes: tuple[str, ...],
 ) -> View:
@@ -69,13 +79,13 @@ def build_strategy_view(
         columns: ``t``, ``p``, ``w``, ``effective``, each (T,).
         notes: sentences about the state, step or context of the table.
     """
-    process = diffusion["process"]
-    if process["name"] == "discrete":
-        process_text = f"{process['schedule']} schedule, T = {process['timesteps']}"
+    process = diffusion.process
+    if process.name == "discrete":
+        process_text = f"{process.get('schedule')} schedule, T = {process.get('timesteps')}"
     else:
-        process_text = _describe_component(process)
-    if diffusion["prediction"] is not None:
-        process_text += f", prediction {diffusion['prediction']}"
+        process_text = _describe_component(process.plain())
+    if diffusion.prediction is not None:
+        process_text += f", prediction {diffusion.prediction}"
     description = (
         ("sampler", _describe_component(sampler)),
         ("weighting", _describe_component(weighting)),
@@ -83,7 +93,7 @@ def build_strategy_view(
     )
     return View(
         name=f"{sampler['name']}+{weighting['name']}",
-        process=process["name"],
+        process=process.name,
         columns=columns,
         description=description,
         notes=notes,
@@ -233,7 +243,7 @@ def find_faults(columns: dict[str, Array]) -> list[str]:
 
 
 def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
-    """Return sampler, weighting and section `diffusion`, with their options, from the arguments of the command.
+    """Return sampler, weighting and forward process, with their options, from the arguments of the command.
 
     Raises:
         ConfigError: the name is missing or unknown, or an option is unknown or ambiguous.
@@ -248,17 +258,17 @@ def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
         value = getattr(arguments, option)
         if value is not None:
             options["process"][option] = value
-    complete_process = {"name": process, **dump(PROCESSES.parse(process, options["process"]))}  # with defaults
-    complete_process = with_sigma_data(complete_process, _SIGMA_DATA)
-    diffusion = {"process": complete_process, "prediction": select_prediction(process, arguments.prediction)}
+    component = LibraryComponent.select(PROCESSES, {"name": process, **options["process"]})
+    component = with_sigma_data(component, _SIGMA_DATA)
+    diffusion = ForwardProcess(component, select_prediction(component, arguments.prediction))
     return {"name": sampler, **options["sampler"]}, {"name": weighting, **options["weighting"]}, diffusion
 
 
-def build_process_with_warnings(diffusion: dict[str, Any]) -> Process:
-    """Build the process of a section `diffusion`, and print its warnings, such as a process that ends before noise."""
+def build_process_with_warnings(component: LibraryComponent, prediction: str | None) -> Process:
+    """Build a forward process, and print its warnings, such as a process that ends before noise."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        process = build_process(diffusion)
+        process = build_process(component, prediction)
     for warning in caught:
         warn(str(warning.message))
     return process
@@ -333,7 +343,7 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
     sampler_settings, weighting_settings, diffusion = parse_strategy(arguments)
     sampler_name, weighting_name = sampler_settings["name"], weighting_settings["name"]
     sampler, weighting = build_pair(
-        build_process_with_warnings(diffusion),
+        build_process_with_warnings(diffusion.process, diffusion.prediction),
         names=(sampler_name, weighting_name),
         sampler=but_name(sampler_settings),
         weighting=but_name(weighting_settings),

@@ -17,10 +17,10 @@ from kairos.cli.strategies.show import (
     parse_scalar,
     select_context,
 )
-from kairos.forward_process import select_prediction
+from kairos.components import LibraryComponent
+from kairos.diffusion import select_prediction
 from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE, Row
 
 # process whose time is the time of a preset, by the unit of the preset's times
@@ -59,8 +59,8 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
     for option in (*_PROCESS_ARGUMENTS, "progress"):
         value = getattr(arguments, option)
         demand(value is None, option, value, f"none, since {preset_name} determines it")
-    process = PROCESS_BY_TIME_UNIT[unit]
-    process_arguments = {"process": process["name"], "schedule": process.get("schedule")}
+    process = LibraryComponent.select(PROCESSES, PROCESS_BY_TIME_UNIT[unit])
+    process_arguments = {"process": process.name, "schedule": process.get("schedule")}
     views = []
     for view_arguments, preset in zip(arguments_of_views, presets, strict=True):
         if preset is not None:
@@ -82,7 +82,7 @@ def _build_preset(arguments: argparse.Namespace) -> Any:
     return kairos_timesteps.preset(arguments.strategy, **options)
 
 
-def build_preset_view(preset: Any, process: dict[str, Any], context: dict[str, Any]) -> View:
+def build_preset_view(preset: Any, process: LibraryComponent, context: dict[str, Any]) -> View:
     """Return the view of a preset: its density and weights in each cell of the process's time.
 
     The density is the increment of the preset's cumulative distribution over a cell. Draws outside of the process's
@@ -90,16 +90,11 @@ def build_preset_view(preset: Any, process: dict[str, Any], context: dict[str, A
 
     Args:
         preset: the preset.
-        process: name and options of the process that has the preset's time.
+        process: the process that has the preset's time.
         context: properties of a sample, such as its tokens.
     """
     row = _ROWS[preset.name]
-    process_name = process["name"]
-    options = dump(PROCESSES.parse(process_name, but_name(process)))
-    prediction = select_prediction(process_name, None)
-    built_process = build_process_with_warnings(
-        {"process": {"name": process_name, **options}, "prediction": prediction}
-    )
+    built_process = build_process_with_warnings(process, select_prediction(process, None))
     properties, notes = select_context(preset.sampler, f"preset {preset.name}", context)
     schedule, unit = built_process.schedule, CONVENTIONS[row.convention].time
     unit_edges = np.arange(schedule.timesteps + 1) / schedule.timesteps  # edges of T equal cells of [0, 1]
@@ -116,7 +111,7 @@ def build_preset_view(preset: Any, process: dict[str, Any], context: dict[str, A
     w = preset.weights(preset_times).double().numpy()
     return View(
         name=preset.name,
-        process=process_name,
+        process=process.name,
         columns={"t": t, "p": p, "w": w, "effective": p * w},
         description=_describe_preset(preset, row),
         notes=tuple(notes),

@@ -1,0 +1,281 @@
+"""Components that an experiment selects by name, such as a backbone, an optimiser or a metric, with their options.
+
+A component of the pipeline is a class that derives from `Component`, in the module ``settings`` of the package that has
+its code. The class declares name, code and options, and `Components.register` adds it to the components of its kind:
+
+    @OPTIMIZERS.register
+    class Adam(Optimizer):
+        name: str = "adam"
+        code: ClassVar[str] = "kairos.training.optim:adam"
+        lr: float = field(2e-4, "learning rate after warm-up", gt=0)
+
+Samplers, weightings, couplings and forward processes are components of the library, which has its own declarations;
+`LibraryComponent` holds one that an experiment selects.
+
+`component` annotates a field of a section that selects a component of either kind.
+"""
+
+import dataclasses
+import importlib
+from collections import UserDict
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter
+from pydantic_core import CoreSchema, core_schema
+
+from kairos.section import Section
+from kairos_timesteps import options
+from kairos_timesteps.errors import ConfigError, ValueRejected
+from kairos_timesteps.options import Options
+from kairos_timesteps.registry import Registry, split
+
+
+class Component(Section):
+    """Base class of a component of the pipeline; an instance holds the options that an experiment selects.
+
+    Attributes:
+        name: name of the component in an experiment file.
+        code: ``module:attribute`` of the function or class that implements the component; it is called as
+            ``code(component, ...)``.
+    """
+
+    model_config = ConfigDict(defer_build=True)
+
+    name: str
+    code: ClassVar[str]
+
+    @classmethod
+    def help(cls) -> str:
+        """Return the first line of the class's docstring, without its full stop."""
+        return (cls.__doc__ or "").strip().partition("\n")[0].removesuffix(".")
+
+    @classmethod
+    def module(cls) -> str:
+        """Return the name of the module that contains the code."""
+        return cls.code.partition(":")[0]
+
+    @classmethod
+    def load(cls) -> Any:
+        """Import the code and return it."""
+        module, _, attribute = cls.code.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def build(self, *arguments: Any, **keywords: Any) -> Any:
+        """Import the code and call it with this component and the arguments."""
+        return self.load()(self, *arguments, **keywords)
+
+    def plain(self) -> dict[str, Any]:
+        """Return name and options as plain values, defaults included."""
+        return self.model_dump(mode="json")
+
+    def plain_options(self) -> dict[str, Any]:
+        """Return the options as plain values, defaults included."""
+        return self.model_dump(mode="json", exclude={"name"})
+
+
+C = TypeVar("C", bound=Component)
+
+
+class Components(UserDict[str, type[C]], Generic[C]):
+    """The components of one kind by name.
+
+    Args:
+        kind: name of the kind for messages, such as ``optimizer``.
+    """
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def register(self, cls: type[C]) -> type[C]:
+        """Add a component under the default of its field `name`; use as a decorator."""
+        self.data[cls.model_fields["name"].default] = cls
+        return cls
+
+    def find(self, name: str) -> type[C]:
+        """Return the component of a name.
+
+        Raises:
+            ConfigError: there is no such component; the message lists those that exist.
+        """
+        if name not in self.data:
+            raise ConfigError(f"unknown {self.kind} {name!r}{options.instead(str(name), self.data)}")
+        return self.data[name]
+
+    def select(self, values: Mapping[str, Any]) -> C:
+        """Return the component with checked options from ``{"name": ..., option: ...}``.
+
+        Raises:
+            ConfigError: there is no such component.
+            ValidationError: pydantic rejects an option.
+        """
+        return self.find(values["name"]).model_validate(dict(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryComponent:
+    """A sampler, weighting, coupling or forward process that an experiment selects.
+
+    Attributes:
+        registry: registry of the library with the component.
+        name: name of the component.
+        options: checked options of the component.
+    """
+
+    registry: Registry = dataclasses.field(repr=False, compare=False)
+    name: str
+    options: Options
+
+    @classmethod
+    def select(cls, registry: Registry, values: Mapping[str, Any]) -> "LibraryComponent":
+        """Return the component with checked options from ``{"name": ..., option: ...}``.
+
+        Raises:
+            ConfigError: there is no such component, or an option is unknown or has a value that is not allowed.
+        """
+        name, given_options = split(values)
+        return cls(registry, name, registry.parse(name, given_options, f"{registry.kind} {name}"))
+
+    def get(self, option: str, default: Any = None) -> Any:
+        """Return the value of an option, or a default if the component has no such option."""
+        return getattr(self.options, option, default)
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """Properties of the component that its registry states."""
+        return self.registry.entry(self.name).facts
+
+    def module(self) -> str:
+        """Return the name of the module that contains the class of the component."""
+        return self.registry.entry(self.name).module
+
+    def load(self) -> Any:
+        """Import the class of the component and return it."""
+        return self.registry.entry(self.name).load()
+
+    def build(self, *arguments: Any, **keywords: Any) -> Any:
+        """Import the class of the component and construct it from the options and the arguments."""
+        return self.load()(self.options, *arguments, **keywords)
+
+    def plain(self) -> dict[str, Any]:
+        """Return name and options as plain values, defaults included."""
+        return {"name": self.name, **self.plain_options()}
+
+    def plain_options(self) -> dict[str, Any]:
+        """Return the options as plain values by their names in an experiment file, defaults included."""
+        return options.dump(self.options)
+
+
+@dataclasses.dataclass(frozen=True)
+class component:  # noqa: N801: it annotates types, as functions of pydantic do
+    """Annotation of a field that selects a component: ``name`` or ``{name: ..., option: ...}``.
+
+    The type that it annotates is the base class of the components, or `LibraryComponent`. Sections serialise the value
+    as ``{name: ..., option: ...}`` with all options, so that different spellings of one configuration are equal.
+
+    Attributes:
+        components: the components to select from.
+        default: name of the component if the value has options only; None: the name is required.
+    """
+
+    components: Components[Any] | Registry
+    default: str | None = None
+
+    def class_of(self, value: Any) -> type[Component] | None:
+        """Return the class of the component of the pipeline that a value of the field selects, if there is one."""
+        name = value.get("name", self.default) if isinstance(value, dict) else value
+        if isinstance(self.components, Registry) or not isinstance(name, str):
+            return None
+        return self.components.get(name)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """Return pydantic's schema, which validates with `_select` and serialises as plain values."""
+        serialization = core_schema.plain_serializer_function_ser_schema(lambda value: value.plain())
+        return core_schema.no_info_plain_validator_function(self._select, serialization=serialization)
+
+    def _select(self, value: Any) -> Component | LibraryComponent:
+        """Return the selected component with checked options.
+
+        Raises:
+            ValueRejected: there is no such component, or the library rejects an option.
+            ValidationError: pydantic rejects an option.
+        """
+        if isinstance(value, Component | LibraryComponent):
+            return value
+        if isinstance(value, str):
+            value = {"name": value}
+        if isinstance(value, dict) and self.default is not None:
+            value = {"name": self.default, **value}
+        if not isinstance(value, dict) or "name" not in value:
+            names = sorted(self.components)
+            raise ValueRejected(f"got {value!r}, allowed: a name or {{name: ..., options}} of {names}")
+        try:
+            if isinstance(self.components, Registry):
+                return LibraryComponent.select(self.components, value)
+            return self.components.select(value)
+        except ConfigError as error:
+            raise ValueRejected(str(error)) from None
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        """Return a JSON schema that accepts the name of each component, or its name with options."""
+        name_schemas, object_schemas = [], []
+        for name in self.components:
+            if isinstance(self.components, Registry):
+                entry = self.components[name]
+                description, properties = entry.help or self.components.kind, _library_schema(entry.options)
+            else:
+                cls = self.components[name]
+                description, properties = cls.help(), _options_schema(cls)
+            name_schema = {"const": name, "description": description}
+            name_schemas.append(name_schema)
+            object_schemas.append(
+                {
+                    "type": "object",
+                    "description": description,
+                    "properties": {"name": name_schema, **properties},
+                    "required": [] if name == self.default else ["name"],
+                    "additionalProperties": False,
+                }
+            )
+        return {"anyOf": [*name_schemas, *object_schemas]} if name_schemas else {"not": {}}
+
+
+def _options_schema(cls: type[Component]) -> dict[str, Any]:
+    """Return the JSON schemas of the options of a component of the pipeline, by name."""
+    properties: dict[str, Any] = cls.model_json_schema()["properties"]
+    return {name: schema for name, schema in properties.items() if name != "name"}
+
+
+# bounds of an option of the library, and their names in a JSON schema
+_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
+
+
+def _library_schema(cls: type) -> dict[str, Any]:
+    """Return the JSON schemas of the options of a component of the library, by the names in an experiment file."""
+    schemas = {}
+    types = get_type_hints(cls)
+    for option in dataclasses.fields(cls):
+        option_type = types[option.name]
+        choices = option.metadata["choices"]
+        if choices:
+            is_nullable = type(None) in get_args(option_type)
+            schema: dict[str, Any] = {"enum": spellings(choices, is_nullable)}
+        else:
+            schema = TypeAdapter(option_type).json_schema()
+        schema |= {_BOUNDS[bound]: value for bound, value in option.metadata["bounds"].items()}
+        default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
+        schemas[options.public_name(option)] = {**schema, "description": option.metadata["help"], "default": default}
+    return schemas
+
+
+def spellings(choices: Any, nullable: bool = False) -> list[Any]:
+    """Return the values in YAML that select one of the choices.
+
+    YAML parses the name ``64`` as a number: for the choices "32" and "64" the values are "32", "64", 32 and 64.
+    """
+    values = [*choices, *(int(choice) for choice in choices if str(choice).isdecimal())]
+    if nullable:
+        values.append(None)
+    return values

@@ -1,0 +1,139 @@
+"""Sections `diffusion` and `methods`: the forward process, and the timestep strategies that are compared."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
+
+from kairos.components import LibraryComponent, component
+from kairos.losses.settings import LOSSES, LossOptions, check_losses
+from kairos.section import Section, field
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Flow, Process
+from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.errors import demand
+
+
+def select_prediction(process: LibraryComponent, prediction: str | None) -> str | None:
+    """Return the prediction target of the network: `prediction`, or by default the first choice of the process.
+
+    None if the process leaves no choice.
+
+    Raises:
+        ConfigError: the process does not have the requested prediction target.
+    """
+    choices: tuple[str, ...] = process.facts.get("predictions", ())
+    allowed = ", ".join(choices) or "null, since the process has one prediction target"
+    valid = prediction is None or prediction in choices
+    demand(valid, "diffusion.prediction", f"{prediction!r} with process {process.name}", allowed)
+    return prediction or next(iter(choices), None)
+
+
+_Loss = Annotated[LossOptions, component(LOSSES)]
+
+
+class DiffusionConfig(Section):
+    """The forward process, the prediction target and the losses."""
+
+    process: Annotated[LibraryComponent, component(PROCESSES)] = field("discrete", "forward process")
+    prediction: Literal["epsilon", "x0", "v"] | None = field(
+        None, "prediction target of the network, if the process has several"
+    )
+    losses: list[_Loss] = field(["mse"], "per-sample loss terms; their sum is minimised", min_length=1)
+
+    @field_validator("prediction")
+    @classmethod
+    def _resolve_prediction(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """Return the prediction target; the default depends on the process."""
+        process = info.data.get("process")
+        if process is None:  # the process is not valid, which pydantic reports
+            return value
+        return select_prediction(process, value)
+
+    def model_post_init(self, context: Any) -> None:
+        """Check the losses: a loss trains the variance if and only if the process learns the variance."""
+        check_losses(self.losses, self.process)
+
+
+# JSON schema of a method's `grid`, which is expanded before methods are checked
+_SCALAR = {"type": ["number", "string", "boolean", "null"]}
+_VALUES = {"type": "array", "minItems": 1, "uniqueItems": True, "items": _SCALAR}
+_KEYS = {"pattern": r"^(sampler|weighting|coupling)(\..+)?$"}
+_GRID = {"type": "object", "minProperties": 1, "propertyNames": _KEYS, "additionalProperties": _VALUES}
+_HELP = "values of options, such as sampler.k: [1, 2, 5]; each combination becomes a method"
+
+
+class MethodConfig(Section):
+    """A timestep strategy: a sampler, a weighting and a coupling of noise with images."""
+
+    model_config = ConfigDict(
+        json_schema_extra=lambda schema: schema["properties"].update(grid={**_GRID, "description": _HELP})
+    )
+
+    sampler: Annotated[LibraryComponent, component(SAMPLERS)] = field("uniform", "distribution of timesteps")
+    weighting: Annotated[LibraryComponent, component(WEIGHTINGS)] = field("none", "weight of the loss at each timestep")
+    coupling: Annotated[LibraryComponent, component(COUPLINGS)] = field("independent", "assignment of noise to images")
+
+    @property
+    def components(self) -> tuple[LibraryComponent, ...]:
+        """Sampler, weighting and coupling; without the coupling if it is the default, which does nothing."""
+        if self.coupling.name == "independent":
+            return self.sampler, self.weighting
+        return self.sampler, self.weighting, self.coupling
+
+    @model_serializer(mode="wrap")
+    def _omit_default_coupling(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize without the default coupling, so that methods from before there were couplings keep their hash."""
+        values: dict[str, Any] = serialize(self)
+        if self.coupling.name == "independent":
+            values.pop("coupling", None)
+        return values
+
+
+def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> LibraryComponent:
+    """Return a process with its option `sigma_data`, if it has one that is unset, set to the measured value.
+
+    Args:
+        process: name and options of a process.
+        sigma_data: standard deviation of the data.
+    """
+    options = process.plain_options()
+    if sigma_data is None or options.get("sigma_data", sigma_data) is not None:
+        return process
+    return LibraryComponent.select(PROCESSES, {**process.plain(), "sigma_data": sigma_data})
+
+
+def build_process(process: LibraryComponent, prediction: str | None, sigma_data: float | None = None) -> Process:
+    """Build a forward process.
+
+    Args:
+        process: field `process` of section `diffusion`.
+        prediction: prediction target of the network, the section's field `prediction`.
+        sigma_data: standard deviation of the data, for a process that needs it and whose option `sigma_data` is unset.
+    """
+    built: Process = with_sigma_data(process, sigma_data).build(prediction)
+    return built
+
+
+def scheduler_config(process: Process, clip: bool) -> dict[str, Any] | None:
+    """Return the configuration of diffusers' scheduler for a process; None if diffusers has none.
+
+    Schedulers of diffusers pass timesteps from 0 to the network, and times of a flow multiplied by 1000.
+
+    Args:
+        process: forward process.
+        clip: clip estimates of x0 to [-1, 1].
+    """
+    if isinstance(process, Discrete) and not process.first_index:
+        return {
+            "_class_name": "DDPMScheduler",
+            "num_train_timesteps": process.schedule.timesteps,
+            "trained_betas": process.schedule.betas.tolist(),
+            "prediction_type": DIFFUSERS[process.prediction],
+            "variance_type": process.schedule.variance,
+            "clip_sample": clip,
+            "timestep_spacing": "trailing",
+        }
+    if isinstance(process, Flow) and process.time_scale == 1000:
+        name = "FlowMatchEulerDiscreteScheduler"
+        return {"_class_name": name, "num_train_timesteps": 1000, "shift": process.shift}
+    return None
