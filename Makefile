@@ -3,6 +3,7 @@ PYTHON ?= python3
 EXPERIMENT ?= params.yaml
 PROFILE ?= profiles/slurm
 FLAGS ?=
+GPU_PYTHON ?= 3.12
 # nproc would obey OMP_NUM_THREADS, which says how many threads a process has
 CORES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ "$$n" -gt 1 ] && echo "$$n" || echo 2)
 TESTS ?= tests library/tests
@@ -21,7 +22,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run cluster test test-library test-trainers test-long test-all test-nightly test-cluster systems recipes gpu ui record adopt reproduce docs lint format clean
+.PHONY: help setup demo run cluster test test-library test-trainers test-long test-all test-nightly test-cluster systems recipes gpu gpu-wheels ui record adopt reproduce docs lint format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -69,9 +70,14 @@ recipes: setup  ## the small form of every recipe of the papers, from images to 
 	@$(BIN)/python benchmarks/recipes.py $(RECIPES) $(FLAGS)
 
 gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, sample or systems; all in turn without it
-	@status=0; for part in $(or $(PART),correct step strategies sample systems); do \
-	  PYTHONPATH=src:library/src $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
+	@packages=$$($(PYTHON) benchmarks/gpu/packages.py) || exit 1; \
+	status=0; for part in $(or $(PART),correct step strategies sample systems); do \
+	  PYTHONPATH=src:library/src:$$packages $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
 	done; exit $$status
+
+gpu-wheels:  ## pydantic's wheels for a GPU machine without a network, which has Python GPU_PYTHON
+	@$(PYTHON) -m pip download --quiet --dest benchmarks/gpu/wheels --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  --platform manylinux2014_x86_64 "pydantic>=2" && ls benchmarks/gpu/wheels
 
 ui: setup  ## look at the imported runs in MLflow (FLAGS="--port 5001 --no-open")
 	@exec $(BIN)/kairos ui $(FLAGS)

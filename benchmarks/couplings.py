@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from kairos import compute, models
+from kairos.models.settings import DiTOptions
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.strategy import Strategy
 
@@ -50,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device, shape = compute.setup(1, "auto"), (3, 32, 32)
     torch.manual_seed(0)
-    network = models.build({"name": "dit", "patch": 4, "width": 256, "depth": 6, "heads": 4}, shape, {}).to(device)
+    network = models.build(DiTOptions(patch=4, width=256, depth=6, heads=4), shape, {}).to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
     strategies = {name: Strategy("uniform", "linear", coupling=coupling) for name, coupling in COUPLINGS.items()}
     smooth = torch.nn.functional.interpolate(torch.randn(arguments.batch, 3, 4, 4), (32, 32), mode="bicubic")

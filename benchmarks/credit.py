@@ -41,6 +41,7 @@ from kairos import compute
 from kairos.config import load
 from kairos.data.latents import open_latents
 from kairos.training.loop import train_steps as train
+from kairos.training.settings import read_run_settings
 from kairos.training.state import TrainingState
 
 BLOCKS = 10  # of measurements, for the jackknife
@@ -191,7 +192,7 @@ def main() -> None:
                 plain, latents = configured(arguments.config, schedule)
             else:
                 plain, latents = digits(Path(folder), schedule)
-            training = TrainingState(plain, "uniform", 0, open_latents(latents), device)
+            training = TrainingState(read_run_settings(plain, "uniform", 0), open_latents(latents), device)
             for until in sorted(arguments.moments):
                 for _ in train(training, until):
                     pass

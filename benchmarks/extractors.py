@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation import classifier, extractors, measurements, metrics
-from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
+from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import write_json
 from kairos_timesteps.randomness import Stream
 

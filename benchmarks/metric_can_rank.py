@@ -24,9 +24,8 @@ import yaml
 from kairos.cli import main as kairos
 from kairos.costs import new_experiment
 from kairos.data.latents import open_latents
-from kairos.evaluation.registries import ClassifierOptions
 from kairos.evaluation.separation import cannot_rank
-from kairos.evaluation.settings import LossSettings
+from kairos.evaluation.settings import ClassifierOptions, LossSettings
 from kairos.evaluation.validation import validation_loss
 from kairos.files import read_json
 from kairos.milestones import open_milestone, step_name

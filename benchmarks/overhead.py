@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from kairos import compute, models
+from kairos.models.settings import BACKBONES
 from kairos.progress import Progress
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.strategy import Strategy
@@ -36,7 +37,7 @@ class Case:
 
     def __init__(self, name: str, config: dict, shape: tuple[int, int, int], batch: int, device: torch.device):
         torch.manual_seed(0)
-        self.network = models.build(config, shape, {}).to(device)
+        self.network = models.build(BACKBONES.select(config), shape, {}).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-4)
         plain, _, full = name.partition(" ")
         measures = {"adaptive", "adaptive_official", "gradient_norm", "gradient_variance", "first_order"}

@@ -34,8 +34,7 @@ def worker(case: str, kind: str) -> None:
     compute.setup(1, "cpu", "portable" if kind == "portable" else True)
     torch.manual_seed(0)
     if case == "demo":
-        plain = load("params.yaml").plain()
-        network, x = models.build(plain["model"], (4, 4, 4), {}), torch.randn(64, 4, 4, 4)
+        network, x = models.build(load("params.yaml").model, (4, 4, 4), {}), torch.randn(64, 4, 4, 4)
         predict = lambda: network(x, torch.arange(len(x)), {})  # noqa: E731
     else:
         from diffusers import UNet2DModel

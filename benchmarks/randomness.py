@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from kairos import compute, models
+from kairos.models.settings import BACKBONES
 from kairos_timesteps.randomness import Stream
 
 CASES = {  # model, shape of a sample, batch, steps in a round
@@ -32,7 +33,7 @@ class Case:
 
     def __init__(self, config: dict, shape: tuple[int, int, int], batch: int, steps: int, device: torch.device):
         torch.manual_seed(0)
-        self.network = models.build(config, shape, {}).to(device)
+        self.network = models.build(BACKBONES.select(config), shape, {}).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-4)
         self.shape, self.batch, self.steps, self.device = shape, batch, steps, device
         self.warm = steps // 3  # steps that are left out: the first turn of 16

@@ -110,9 +110,9 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
     from kairos.cli import main as kairos
     from kairos.config import validate
     from kairos.data.latents import open_latents
+    from kairos.diffusion import build_process
     from kairos.evaluation.settings import LossSettings
     from kairos.evaluation.validation import validation_loss
-    from kairos.forward_process import build_process
     from kairos.milestones import open_milestone
 
     system = SYSTEMS[name]
@@ -121,7 +121,8 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
         return []
     with tempfile.TemporaryDirectory(prefix="kairos-systems-") as temporary:
         folder = Path(temporary)
-        plain = validate(small(name, steps, folder, methods), name).plain()
+        experiment = validate(small(name, steps, folder, methods), name)
+        plain = experiment.plain()
         config, results = folder / "config.yaml", folder / "results"
         config.write_text(yaml.safe_dump(plain))
 
@@ -158,9 +159,9 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
                 "system": name, "method": method, "small_parameters": parameters, "steps": steps,
                 "loss_before": f"{losses[0]:.4f}", "loss_after": f"{losses[1]:.4f}", "seconds": f"{seconds:.1f}",
             })  # fmt: skip
-    process = build_process(plain["diffusion"], 0.5)
+    process = build_process(experiment.diffusion.process, experiment.diffusion.prediction, 0.5)
     with torch.device("meta"):
-        whole = {**validate({**published(name)}, name).plain()["model"]}
+        whole = validate({**published(name)}, name).model
         model = models.build(whole, system.shape, system.conditions, process.channels(system.shape[0]))
     counted = sum(value.numel() for value in model.parameters())
     return [{**row, "published": system.parameters, "parameters": counted} for row in rows]

@@ -29,11 +29,9 @@ from run import ROUNDS
 from scipy import optimize, stats
 
 from kairos.config.experiment import load
-from kairos.forward_process import build_process
+from kairos.diffusion import build_process
 from kairos.report.collect import collect
 from kairos.report.ranking import crossing_cost
-from kairos.section import build
-from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import KairosError
 
 METRICS = ("distance", "val_loss", "val_mlperf8")
@@ -46,16 +44,16 @@ def read_round(which: str) -> pd.DataFrame:
     rows = []
     for folder in sorted(report.parent for report in Path("results").glob(f"study_{which}_*/report.html")):
         experiment = load(folder / "experiment.yaml")
-        plain = experiment.plain()
         try:
             results = collect(experiment, folder)
         except KairosError as error:  # methods are being added to the experiment
             print(f"{folder.name} is skipped: {error}", file=sys.stderr)
             continue
-        batch, schedule = experiment.training.batch_size, build_process(plain["diffusion"], sigma_data=1.0).schedule
+        batch, diffusion = experiment.training.batch_size, experiment.diffusion
+        schedule = build_process(diffusion.process, diffusion.prediction, sigma_data=1.0).schedule
         reference = {f"ref_{name}": row[results.metric] for name, row in results.reference["rows"].items()}
         for training, milestone in results.run_snapshots:
-            cost = build(SAMPLERS, plain["methods"][training.method]["sampler"], schedule).cost(batch, 1)
+            cost = experiment.methods[training.method].sampler.build(schedule).cost(batch, 1)
             ratio = 1 + (cost.forward + 3 * cost.gradient) / (3 * batch)
             if milestone.step:
                 rows.append(

@@ -1,6 +1,7 @@
 """Shared code of the GPU benchmarks: rows with a time budget and a JSON record, synthetic data, interleaved timing.
 
-Only torch and numpy are needed; a row that needs diffusers is skipped with a message if diffusers is not installed.
+Only torch, numpy and pydantic are needed; `packages.py` finds or installs the last one. A row that needs diffusers is
+skipped with a message if diffusers is not installed.
 """
 
 import argparse
@@ -31,15 +32,12 @@ import torch
 
 from kairos import compute
 from kairos.data.latents import Latents, open_latents
+from kairos.diffusion import DiffusionConfig, MethodConfig
 from kairos.files import sha256_json, write_json
-from kairos.losses.registries import LOSSES
-from kairos.models.registries import MODELS
-from kairos.training.registries import AVERAGES, OPTIMIZERS, SCHEDULES
+from kairos.models.settings import BACKBONES
+from kairos.section import check
+from kairos.training.settings import TrainingConfig, read_run_settings
 from kairos.training.state import TrainingState
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-from kairos_timesteps.diffusion.registries import PROCESSES
-from kairos_timesteps.options import dump
-from kairos_timesteps.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARE = 20.0  # seconds between the end of the budget and that of a process that does not listen
@@ -207,50 +205,30 @@ def free(device: torch.device) -> None:
 # a training
 
 
-def component(registry: Registry, name: str, **options: Any) -> dict[str, Any]:
-    """Return a component with all its options, as in a checked experiment."""
-    return {"name": name, **dump(registry.parse(name, options))}
-
-
 def experiment(
     model: dict[str, Any],
     process: dict[str, Any] | None = None,
-    prediction: str = "epsilon",
+    prediction: str | None = None,
     sampler: dict[str, Any] | None = None,
     weighting: dict[str, Any] | None = None,
     losses: tuple[dict[str, Any], ...] = ({"name": "mse"},),
     **training: Any,
 ) -> dict[str, Any]:
-    """Build the part of a resolved experiment that training reads, without pydantic; its method is ``method``.
-
-    The defaults are copied from kairos.training.settings.
+    """Build the part of a resolved experiment that training reads, as plain values; its method is ``method``.
 
     Raises:
         Skipped: the model needs diffusers, which is not installed.
     """
     if model["name"] in ("unet", "ldm_unet", "adm") and no_unet():
         raise Skipped(no_unet())
-    defaults: dict[str, Any] = {
-        "batch_size": 128, "microbatch": None, "processes": 1, "nodes": 1, "trainings_per_gpu": 1,
-        "milestones": [1000], "segments": 1, "checkpoint_every": 500, "log_every": None,
-        "optimizer": component(OPTIMIZERS, "adam"), "schedule": component(SCHEDULES, "constant"),
-        "ema": component(AVERAGES, "decay"), "precision": "fp32", "compile": False, "deterministic": True, "threads": 1,
-        "device": "auto", "condition_dropout": 0.0, "augment": None, "start_from": None, "probes": [],
-    }  # fmt: skip
+    diffusion = {"process": process or {"name": "discrete"}, "prediction": prediction, "losses": [*losses]}
+    method = {"sampler": sampler or {"name": "uniform"}, "weighting": weighting or {"name": "none"}}
     return {
-        "model": component(MODELS, **model),
-        "diffusion": {
-            "process": component(PROCESSES, **(process or {"name": "discrete"})),
-            "prediction": prediction,
-            "losses": [component(LOSSES, **loss) for loss in losses],
-        },
-        "training": {**defaults, **training},
-        "methods": {
-            "method": {
-                "sampler": component(SAMPLERS, **(sampler or {"name": "uniform"})),
-                "weighting": component(WEIGHTINGS, **(weighting or {"name": "none"})),
-            }
-        },
+        "model": BACKBONES.select(model).plain(),
+        "dataset": {},
+        "diffusion": check(DiffusionConfig, diffusion, "diffusion").model_dump(mode="json"),
+        "training": check(TrainingConfig, training, "training").model_dump(mode="json"),
+        "methods": {"method": check(MethodConfig, method, "methods.method").model_dump(mode="json")},
     }
 
 
@@ -328,7 +306,7 @@ class Data:
 
 
 def training_of(plain: dict[str, Any], latents: Latents, device: torch.device, seed: int = 0) -> TrainingState:
-    return TrainingState(plain, "method", seed, latents, device)
+    return TrainingState(read_run_settings(plain, "method", seed), latents, device)
 
 
 def move(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -31,15 +31,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Data, Part, Skipped, arguments, component, experiment, free, move, setup, training_of
+from common import Data, Part, Skipped, arguments, experiment, free, move, setup, training_of
 from sample import SampledBatch
 
 from kairos.files import read_json, write_json
 from kairos.training.checkpoint import component_hashes
 from kairos.training.job import StopRequest
 from kairos.training.loop import train_steps
-from kairos.training.registries import OPTIMIZERS
 from kairos.training.run import train
+from kairos.training.settings import read_run_settings
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.registries import PROCESSES
@@ -160,7 +160,8 @@ class Correct:
             AssertionError: a difference exceeds its tolerance.
         """
         settings = plain["training"]
-        settings |= {"batch_size": self.batch, "optimizer": component(OPTIMIZERS, "adam", grad_clip=None)}
+        settings["batch_size"] = self.batch
+        settings["optimizer"]["grad_clip"] = None
         key = json.dumps([plain["model"], plain["diffusion"], plain["methods"], settings["condition_dropout"]])
         if key + reference not in self._references:
             changed = {**plain, "training": {**settings, "precision": reference, "compile": False}}
@@ -290,7 +291,7 @@ class Correct:
         plain = experiment(large, batch_size=1024, milestones=[2], device=str(self.device))
         try:
             try:
-                train(plain, "method", 0, out / "whole", latents, [0, 2])
+                train(read_run_settings(plain, "method", 0), out / "whole", latents, [0, 2])
             except KairosError as error:
                 message = str(error)
             else:
@@ -299,7 +300,7 @@ class Correct:
             size = int(message.split("training.microbatch: ")[1].split(" ")[0])
             plain["training"]["microbatch"] = size
             torch.cuda.reset_peak_memory_stats(self.device)
-            train(plain, "method", 0, out / "parts", latents, [0, 2])
+            train(read_run_settings(plain, "method", 0), out / "parts", latents, [0, 2])
             peak = torch.cuda.max_memory_allocated(self.device)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
@@ -348,7 +349,13 @@ def obey(order: dict[str, Any]) -> None:
     latents = Path(order["latents"])
     if "steps" not in order:
         leave = Killed(order["kill_at"]) if "kill_at" in order else None
-        train(order["plain"], "method", 0, Path(order["out"]), latents, order["milestones"], stop_request=leave)
+        train(
+            read_run_settings(order["plain"], "method", 0),
+            Path(order["out"]),
+            latents,
+            order["milestones"],
+            stop_request=leave,
+        )
         return
     from kairos.data.latents import open_latents
 

@@ -24,7 +24,6 @@ from common import (
     Skipped,
     arguments,
     compare_alternately,
-    component,
     experiment,
     free,
     move,
@@ -34,11 +33,13 @@ from common import (
 )
 
 from kairos import compute, models
-from kairos.forward_process import build_process
+from kairos.components import LibraryComponent
+from kairos.diffusion import build_process
+from kairos.models.settings import BACKBONES
 from kairos.sampling.generate import DataPrediction, Guidance, build_guided_predictor, make_noise_source
-from kairos.sampling.registries import SCHEDULERS, resolve_solver
+from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid
-from kairos_timesteps.registry import split
+from kairos_timesteps.diffusion.registries import PROCESSES
 
 DIT = {"name": "dit", "conditions": ["class"]}
 MODELS = {
@@ -71,12 +72,14 @@ class SampledBatch:
         self, plain: dict[str, Any], shape: tuple[int, int, int], batch: int, scheme: str, steps: int,
         guidance: float, precision: str, device: torch.device,
     ):  # fmt: skip
-        self.process, self.precision, self.device = build_process(plain["diffusion"], 0.5), precision, device
+        process = LibraryComponent.select(PROCESSES, plain["diffusion"]["process"])
+        self.process = build_process(process, plain["diffusion"]["prediction"], 0.5)
+        self.precision, self.device = precision, device
         torch.manual_seed(0)
-        network = models.build(plain["model"], shape, CLASSES, self.process.channels(shape[0]))
+        network = models.build(BACKBONES.select(plain["model"]), shape, CLASSES, self.process.channels(shape[0]))
         move(network.parameters())
-        self.scheduler = resolve_solver(component(SCHEDULERS, scheme), plain["diffusion"]["process"])
-        self.grid = build_time_grid(self.process, steps, self.scheduler)
+        self.solver = resolve_solver(SOLVERS.select({"name": scheme}), process)
+        self.grid = build_time_grid(self.process, steps, self.solver)
         conditions = {name: torch.arange(batch, device=device) % 10 for name in plain["model"]["conditions"]}
         self.predict = build_guided_predictor(
             self.process, network.to(device).eval(), conditions, CLASSES, Guidance(guidance)
@@ -92,7 +95,7 @@ class SampledBatch:
 
     def images(self) -> torch.Tensor:
         estimate = DataPrediction(self.process, self._counted, False, self.precision)
-        return SCHEDULERS.build(*split(self.scheduler), self.process, self.grid, estimate, self.noise)
+        return self.solver.build(self.process, self.grid, estimate, self.noise)
 
     def network_alone(self, times: int) -> None:
         for _ in range(times):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from common import Data, Part, Skipped, arguments, experiment, free, setup, synchronize, training_of
 
-from kairos.forward_process import select_prediction
 from kairos.training.loop import train_steps
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -71,7 +70,7 @@ class Systems:
             {"name": loss} if isinstance(loss, str) else loss for loss in values["diffusion"].get("losses", ["mse"])
         ]
         kept = {key: value for key, value in values["training"].items() if key in ("augment", "condition_dropout")}
-        prediction = select_prediction(process["name"], values["diffusion"].get("prediction"))
+        prediction = values["diffusion"].get("prediction")
         plain = experiment(
             model, process, prediction, losses=losses, batch_size=batch, log_every=10**9, precision="bf16", **kept
         )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kairos.analyses.noise_levels import log_snr_levels, measure_agreement
-from kairos.analyses.registries import AgreementOptions
+from kairos.analyses.settings import AgreementOptions
 from kairos.data.latents import open_latents
 from kairos.milestones import Snapshot, open_milestone
 from kairos_timesteps.randomness import Stream
