@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from kairos.config import load
-from kairos.config.strategies import MethodConfig
-from kairos.training.run import train
+from kairos.diffusion import MethodConfig
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-from training_case import experiment, make_latents
+from training_case import experiment, make_latents, train
 
 PAPERS = load(Path(__file__).parents[1] / "experiments" / "digits_all_methods.yaml").methods
 # samplers and weightings of other trainers, which the experiment does not compare: each sampler with a weighting

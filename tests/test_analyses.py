@@ -14,20 +14,19 @@ import results_tree
 from kairos.analyses import tables
 from kairos.analyses.gradients import compute_gradient_moments
 from kairos.analyses.noise_levels import area_levels, even_levels, load_optimizer_state, log_snr_levels
-from kairos.analyses.registries import ANALYSES
+from kairos.analyses.settings import ANALYSES
 from kairos.cli import main
 from kairos.config import validate
 from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
-from kairos.models.registries import MODELS
+from kairos.models.settings import BACKBONES
 from kairos.report.analysis_figures import write_analysis
-from kairos.training.run import train
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.options import Options
 from kairos_timesteps.randomness import Stream
 from report_page import page_of
-from training_case import experiment, make_latents, write_experiment
+from training_case import experiment, make_latents, train, write_experiment
 from workflow_copy import copy_finished_run
 
 PROCESSES = ("linear", "cosine", "edm", "flow", "vp")
@@ -163,8 +162,8 @@ class TableOptions(Options):
 def trained(tmp_path_factory):
     """A folder of results with training runs of a `Table`, and its experiment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS, "table", None)
-        MODELS.add("table", "test_analyses:Table", TableOptions)
+        patch.setitem(BACKBONES, "table", None)
+        BACKBONES.add("table", "test_analyses:Table", TableOptions)
         folder = tmp_path_factory.mktemp("case")
         latents = make_latents(folder)
         analyses = [

@@ -12,9 +12,8 @@ from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
 from kairos.files import read_json, write_json
 from kairos.models import WEIGHTS
-from kairos.training.run import train
 from kairos_timesteps.errors import ConfigError
-from training_case import experiment, hashes, make_latents
+from training_case import experiment, hashes, make_latents, train
 
 EYE = torch.eye(2, dtype=torch.float64)
 

@@ -19,11 +19,10 @@ from kairos.training.job import CollectiveStop, ProgressFile, StopRequest
 from kairos.training.loop import train_steps
 from kairos.training.run import TrainingJob
 from kairos.training.run_folder import RunFolder
-from kairos.training.state import TrainingState
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.strategy import Strategy
 from test_fake_cuda import DEFAULTS, LOGGING, MEASURING, ORDINARY, STEPS, make_experiment
-from training_case import experiment, make_latents
+from training_case import build_training, experiment, make_latents
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier",
                "broadcast", "broadcast_object_list", "gather", "reduce", "scatter")  # fmt: skip
@@ -61,7 +60,7 @@ def collectives_of_run(plain: dict, latents, folder, ranks: int, length: int, mo
     # the reducer of DistributedDataParallel does not take the results of a fake process group
     monkeypatch.setattr("torch.nn.parallel.DistributedDataParallel", Replicated)
     with process_group(ranks):
-        training = TrainingState(plain, next(iter(plain["methods"])), 0, latents, torch.device("cpu"))
+        training = build_training(plain, next(iter(plain["methods"])), 0, latents, torch.device("cpu"))
         store = RunFolder(folder / "out", "identity")
         store.prepare([length])
         progress = ProgressFile(folder / "out" / ".state", length, reports=False)
@@ -137,7 +136,7 @@ def collectives_by_step(options: dict, latents) -> list[Counter]:
     """Count the collectives of each of four steps: the first one, an ordinary, a measuring and a logging one."""
     plain, counts_by_step = make_experiment(options), []
     with process_group(options["ranks"]), mock.patch("torch.nn.parallel.DistributedDataParallel", Replicated):
-        training = TrainingState(plain, "method", 0, latents, torch.device("cpu"))
+        training = build_training(plain, "method", 0, latents, torch.device("cpu"))
         running = train_steps(training, STEPS)
         for _ in range(STEPS):
             with count_collectives() as counts:

@@ -7,9 +7,9 @@ import torch
 from kairos.data.latents import open_latents
 from kairos.training.identity import code_roots, trajectory_settings
 from kairos.training.loop import train_steps
-from kairos.training.state import TrainingState
+from kairos.training.settings import read_run_settings
 from kairos_timesteps.errors import ConfigError
-from training_case import experiment, make_latents
+from training_case import build_training, experiment, make_latents
 
 METHODS = {
     "uniform": {},
@@ -24,7 +24,7 @@ def test_the_default_coupling_does_not_change_the_configuration_or_the_identity(
     assert plain["methods"]["uniform"] == plain["methods"]["usual"] and "coupling" not in plain["methods"]["uniform"]
     assert plain["methods"]["nearest"]["coupling"] == {"name": "nearest", "k": 3}
     roots = {name: {"kairos_timesteps.couplings:Assignment", "kairos_timesteps.couplings:Nearest"} for name in METHODS}
-    code = {name: sorted(roots[name] & {*code_roots(plain, name)}) for name in METHODS}
+    code = {name: sorted(roots[name] & {*code_roots(read_run_settings(plain, name, 0))}) for name in METHODS}
     assert code == {
         "uniform": [],
         "usual": [],
@@ -46,7 +46,7 @@ def test_a_run_with_a_coupling_resumes_exactly(method, tmp_path):
     plain = experiment(METHODS)
 
     def training(name=method):
-        return TrainingState(plain, name, 0, latents, torch.device("cpu"))
+        return build_training(plain, name, 0, latents, torch.device("cpu"))
 
     def weights(state):
         return torch.cat([value.flatten() for value in state.model.state_dict().values()])

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from kairos.diffusion import build_process
 from kairos.evaluation import metrics, registries, validation
 from kairos.evaluation.measurements import ImageStatistics, MomentSums, Spool, measure
 from kairos.evaluation.metrics import Comparison
-from kairos.evaluation.registries import MEASUREMENTS, METRICS, needs_of_real_images
-from kairos.evaluation.settings import LossSettings
-from kairos.forward_process import build_process
+from kairos.evaluation.settings import MEASUREMENTS, METRICS, LossSettings, needs_of_real_images
 from kairos_timesteps.errors import KairosError
 
 

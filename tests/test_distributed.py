@@ -18,11 +18,19 @@ from commands import Commands
 from kairos.cli import main
 from kairos.files import read_json
 from kairos.training import checkpoint
-from kairos.training.run import train
 from kairos.training.run_folder import lock_run_folder
 from kairos.training.state import split_into_micro_batches
 from kairos_timesteps.errors import ConfigError, KairosError
-from training_case import difference, experiment, hashes, make_latents, start_training, train_command, write_experiment
+from training_case import (
+    difference,
+    experiment,
+    hashes,
+    make_latents,
+    start_training,
+    train,
+    train_command,
+    write_experiment,
+)
 
 pytestmark = pytest.mark.timeout(900)
 

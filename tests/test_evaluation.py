@@ -13,7 +13,7 @@ import yaml
 from kairos.cli import main
 from kairos.data.dataset import open_dataset
 from kairos.evaluation import evaluate, extractors
-from kairos.evaluation.registries import METRICS
+from kairos.evaluation.settings import METRICS
 from kairos.sampling.samples_file import open_samples, write_samples
 from kairos_timesteps.errors import DamagedError, KairosError
 
@@ -427,9 +427,9 @@ def blank(options, process, grid, estimate, noise):
 
 
 def test_a_solver_is_added_by_name(results, tmp_path, monkeypatch):
-    from kairos.sampling.registries import SCHEDULERS
+    from kairos.sampling.settings import SOLVERS
 
-    monkeypatch.setitem(SCHEDULERS, "blank", dataclasses.replace(METRICS["isc"], code=f"{__name__}:blank", facts={}))
+    monkeypatch.setitem(SOLVERS, "blank", dataclasses.replace(METRICS["isc"], code=f"{__name__}:blank", facts={}))
     milestone = results / "uniform/seed0/milestones/0000002"
     arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 3, "--scheduler", "blank")
     assert kairos("sample", *arguments) == 0
@@ -459,7 +459,7 @@ def load(folder, manifest):
 
 
 def test_an_extractor_is_added_by_name(results, tmp_path, monkeypatch):
-    from kairos.evaluation.registries import EXTRACTORS
+    from kairos.evaluation.settings import EXTRACTORS
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(EXTRACTORS, "pixels", dataclasses.replace(METRICS["isc"], code=f"{__name__}:make_pixels"))

@@ -13,14 +13,13 @@ import torch
 
 from fake_cuda import DEVICE, fake_cuda, process_group
 from kairos.data.latents import open_latents
-from kairos.losses.registries import LOSSES
-from kairos.models.registries import MODELS
+from kairos.losses.settings import LOSSES
+from kairos.models.settings import BACKBONES
 from kairos.sampling.generate import DataPrediction, Guidance, build_guided_predictor, make_noise_source
-from kairos.sampling.registries import SCHEDULERS, resolve_solver
+from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid
 from kairos.section import build
 from kairos.training.loop import train_steps
-from kairos.training.state import TrainingState
 from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import POINTS
@@ -30,7 +29,7 @@ from kairos_timesteps.registry import Registry
 from kairos_timesteps.strategy import Strategy
 from kairos_timesteps.weightings import coarse_to_fine
 from rank_groups import case
-from training_case import experiment, make_latents
+from training_case import build_training, experiment, make_latents
 
 SAMPLING_STEPS = 3
 ORDINARY, MEASURING, LOGGING, STEPS = 1, 2, 3, 4  # step indices, and the number of steps
@@ -78,7 +77,7 @@ AXES = {
     "weighting": list(WEIGHTINGS),
     "coupling": list(COUPLINGS),
     "process": [*PROCESSES, "epsilon", "x0", "v"],  # prediction types of a discrete process
-    "model": list(MODELS),
+    "model": list(BACKBONES),
     "loss": list(LOSSES),
     "precision": ["fp32", "tf32", "bf16", "fp64"],
     "points": list(POINTS),
@@ -149,7 +148,7 @@ def count_synchronisations(combination: dict, latents) -> list[Counter]:
     """Count the synchronisations in each of four steps, by kind and function."""
     plain, counts = make_experiment(combination), []
     with process_group(combination["ranks"]), fake_cuda() as record:
-        training = TrainingState(plain, "method", 0, latents, DEVICE)
+        training = build_training(plain, "method", 0, latents, DEVICE)
         running = train_steps(training, STEPS)
         for step in range(STEPS):
             record.clear()
@@ -198,15 +197,15 @@ def cover_each_value() -> list[dict]:
     measuring = [name for name in SAMPLERS if issubclass(SAMPLERS[name].load(), MeasuresNetwork)]
     following = [name for name in SAMPLERS if not is_fixed(SAMPLERS, name) and name not in measuring]
     fixed = [name for name in SAMPLERS if is_fixed(SAMPLERS, name)]
-    samplers = [*following, *fixed][: len(MODELS) + len(losses)] + measuring
+    samplers = [*following, *fixed][: len(BACKBONES) + len(losses)] + measuring
     weightings = sorted(WEIGHTINGS, key=lambda name: is_fixed(WEIGHTINGS, name))
     rows = []
     for number, sampler in enumerate(samplers):
         row = {axis: values[number % len(values)] for axis, values in AXES.items()}
         row["sampler"], row["weighting"] = sampler, weightings[number]
-        row["model"] = AXES["model"][number] if number < len(MODELS) else "dit"
-        with_loss = number - len(MODELS) in range(len(losses))
-        row["loss"] = losses[number - len(MODELS)] if with_loss else "mse"
+        row["model"] = AXES["model"][number] if number < len(BACKBONES) else "dit"
+        with_loss = number - len(BACKBONES) in range(len(losses))
+        row["loss"] = losses[number - len(BACKBONES)] if with_loss else "mse"
         row["microbatch"] = 8 if number == len(samplers) - 1 else None
         rows.append(row)
     return rows
@@ -330,16 +329,16 @@ def test_pairs_of_components_synchronise_only_where_listed(part, latents):
 def test_by_default_a_gpu_logs_every_tenth_step_and_a_cpu_every_step(latents):
     plain = experiment({"uniform": {}})
     with fake_cuda() as record:
-        training = TrainingState(plain, "uniform", 0, latents, DEVICE)
+        training = build_training(plain, "uniform", 0, latents, DEVICE)
         record.clear()
         logged = [line["step"] for line in train_steps(training, 11) if line is not None]
         reads = [wait for wait in record.synchronisations if "loop" in wait]
     assert logged == [10] and len(reads) == 3 * len(logged)
-    training = TrainingState(plain, "uniform", 0, latents, torch.device("cpu"))
+    training = build_training(plain, "uniform", 0, latents, torch.device("cpu"))
     assert [line["step"] for line in train_steps(training, 3)] == [1, 2, 3]
 
 
-SOLVERS = [(solver, process, prediction) for solver in SCHEDULERS for process, prediction in (
+SOLVERS = [(solver, process, prediction) for solver in SOLVERS for process, prediction in (
     ("discrete", "epsilon"), ("discrete", "v"), ("edm", None), ("fdm", None), ("flow", None), ("vp", "x0"),
 )]  # fmt: skip
 
@@ -358,7 +357,7 @@ def count_synchronisations_of_sampling(
     )
     scheduler = resolve_solver(plain["sampling"]["scheduler"], plain["diffusion"]["process"])
     with fake_cuda() as record, torch.no_grad():
-        training = TrainingState(plain, "method", 0, latents, DEVICE)
+        training = build_training(plain, "method", 0, latents, DEVICE)
         process, shape = training.process, latents.shape
         grid = build_time_grid(process, SAMPLING_STEPS, scheduler)
         conditions = {name: torch.zeros(4, dtype=torch.int64, device=DEVICE) for name in names}
@@ -368,7 +367,7 @@ def count_synchronisations_of_sampling(
         estimate = DataPrediction(process, predict, False, precision)
         estimate(torch.zeros(4, *shape, dtype=torch.float64, device=DEVICE), grid[0])  # moves tables to the device
         record.clear()
-        x0 = build(SCHEDULERS, scheduler, process, grid, estimate, make_noise_source(0, range(4), shape, DEVICE))
+        x0 = build(SOLVERS, scheduler, process, grid, estimate, make_noise_source(0, range(4), shape, DEVICE))
         assert x0.device == DEVICE and x0.shape == (4, *shape)
         return Counter(record.synchronisations)
 
@@ -384,7 +383,7 @@ def test_sampling_does_not_synchronise(solver, process, prediction, latents):
 def test_sampling_does_not_synchronise_in_any_precision(number, latents):
     """Each solver and each process with each precision, with and without guidance."""
     solver, process, prediction = SOLVERS[number]
-    solver_index, process_index = divmod(number, len(SOLVERS) // len(SCHEDULERS))
+    solver_index, process_index = divmod(number, len(SOLVERS) // len(SOLVERS))
     precision = ("fp32", "tf32", "bf16")[(solver_index + process_index) % 3]
     guidance_scale = (1.0, 2.0)[(solver_index + process_index // 3) % 2]
     diffusion = {"process": process, "prediction": prediction}

@@ -17,7 +17,7 @@ from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.downloads import list_requirements
 from kairos.evaluation import classifier
-from kairos.evaluation.registries import ClassifierOptions
+from kairos.evaluation.settings import ClassifierOptions
 from kairos.report.collect import load_real_images
 from kairos.workflow import controller
 from kairos_timesteps.errors import ConfigError, KairosError

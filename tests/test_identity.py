@@ -9,10 +9,10 @@ import pytest
 
 import kairos_timesteps
 from kairos import fingerprint
-from kairos.evaluation.registries import METRICS
+from kairos.evaluation.settings import METRICS
 from kairos.fingerprint import _text
 from kairos.training.identity import code_roots
-from kairos.training.registries import AVERAGES, OPTIMIZERS, SCHEDULES, AdamOptions
+from kairos.training.settings import AVERAGES, OPTIMIZERS, SCHEDULES, AdamOptions, read_run_settings
 from kairos.workflow import dependencies
 from training_case import experiment
 
@@ -21,7 +21,7 @@ def test_the_base_of_a_component_belongs_to_the_code():
     bases = {"edm": "weightings.fixed", "change_aware": "weightings.change_aware"}
     for base, module in bases.items():
         plain = experiment({"learned": {"weighting": {"name": "edm2", "base": base}}})
-        modules = {root.partition(":")[0] for root in code_roots(plain, "learned")}
+        modules = {root.partition(":")[0] for root in code_roots(read_run_settings(plain, "learned", 0))}
         assert {f"kairos_timesteps.{module}", "kairos_timesteps.weightings.uncertainty"} <= modules, base
 
 
@@ -51,7 +51,7 @@ def test_optimisers_schedules_and_averages_belong_to_the_code(registry, field, m
     try:
         plain = experiment()
         plain["training"][field] = {"name": "elsewhere"}
-        assert "colorsys" in {root.partition(":")[0] for root in code_roots(plain, "uniform")}
+        assert "colorsys" in {root.partition(":")[0] for root in code_roots(read_run_settings(plain, "uniform", 0))}
     finally:
         del registry["elsewhere"]
 

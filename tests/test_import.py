@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kairos import models
 from kairos.cli import main
 from kairos.config import validate
 from kairos.data.latents import open_latents
@@ -21,9 +20,9 @@ from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
 from kairos.training.identity import compute_identity
 from kairos.training.import_weights import published_diffusion
-from kairos.training.run import train
+from kairos.training.settings import read_run_settings
 from kairos_timesteps.errors import ConfigError, KairosError
-from training_case import experiment, make_latents
+from training_case import build_model, experiment, make_latents, train
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
 SMALL = {"width": 16, "depth": 2, "heads": 2}
@@ -38,7 +37,7 @@ def make_weights(name, outputs=8, seed=0):
     """Return random weights under the published names, which kairos' models also use."""
     torch.manual_seed(seed)
     plain = validate({"experiment": "x", "methods": {"a": {}}, "model": MODELS[name]}).plain()["model"]
-    model = models.build(plain, (4, 8, 8), CLASSES, outputs)
+    model = build_model(plain, (4, 8, 8), CLASSES, outputs)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     return {key: value.clone() for key, value in model.weights().items()}
@@ -69,7 +68,7 @@ def test_a_snapshot_of_published_weights_is_evaluated_and_trained_further(tmp_pa
     model_options = {**MODELS["dit"], "conditions": ["class"]}
     torch.manual_seed(0)
     settings = experiment({"uniform": {}}, model=model_options)["model"]
-    model = models.build(settings, (4, 4, 4), CLASSES, 8)
+    model = build_model(settings, (4, 4, 4), CLASSES, 8)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     save_file({key: value.clone() for key, value in model.weights().items()}, tmp_path / "dit.safetensors")
@@ -124,7 +123,7 @@ def test_guidance_of_edms_network_is_rejected(tmp_path, capsys):
     ).plain()["model"]
     state = {
         f"model.{key}": value.clone()
-        for key, value in models.build(model_settings, (3, 8, 8), CLASSES).weights().items()
+        for key, value in build_model(model_settings, (3, 8, 8), CLASSES).weights().items()
     }
     save_file(state, tmp_path / "edm.safetensors")
     model_options = {"name": "ddpmpp", **options}
@@ -246,7 +245,9 @@ def test_the_identity_contains_the_start_weights_and_another_model_is_rejected(t
     shutil.copytree(*starts)
     plain = [experiment({"uniform": {}}, training__start_from=str(start)) for start in starts]
     manifest = read_json(latents / "manifest.json")
-    assert len({compute_identity(one, "uniform", 0, manifest, "cpu")["identity"] for one in plain}) == 1
+    assert (
+        len({compute_identity(read_run_settings(one, "uniform", 0), manifest, "cpu")["identity"] for one in plain}) == 1
+    )
     plain[0]["model"]["width"] = 32
     with pytest.raises(KairosError, match=r"training.start_from: got model.width: 16 .* allowed: 32"):
         train(plain[0], "uniform", 0, tmp_path / "other", latents, [0])

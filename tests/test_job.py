@@ -11,10 +11,9 @@ import torch
 
 from kairos.files import read_json, write_json
 from kairos.training.job import StoppedEarly, StopRequest, read_progress
-from kairos.training.run import train
 from kairos.training.run_folder import lock_run_folder
 from kairos_timesteps.errors import KairosError
-from training_case import experiment, hashes, make_latents, train_command, wait_for_steps, write_experiment
+from training_case import experiment, hashes, make_latents, train, train_command, wait_for_steps, write_experiment
 
 pytestmark = pytest.mark.timeout(900)
 

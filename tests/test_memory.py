@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kairos.models.dit import DiT
-from kairos.training.run import train
 from kairos_timesteps.errors import KairosError
-from training_case import experiment, make_latents
+from training_case import experiment, make_latents, train
 
 
 @pytest.fixture(scope="module")

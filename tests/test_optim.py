@@ -8,10 +8,9 @@ import torch
 
 from kairos.files import read_json
 from kairos.training import optim
-from kairos.training.registries import AVERAGES, SCHEDULES
-from kairos.training.run import train
+from kairos.training.settings import AVERAGES, SCHEDULES
 from kairos_timesteps.errors import KairosError
-from training_case import experiment, make_latents
+from training_case import experiment, make_latents, train
 
 
 def compute_factor(name, step, length=0, **options):

@@ -10,21 +10,19 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kairos import models
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.costs.estimate import estimate_cost
 from kairos.costs.network import count_network_cost
 from kairos.costs.rendering import estimate_values, render_estimate
-from kairos.forward_process import build_process
-from kairos.training.run import train
+from kairos.diffusion import build_process
 from kairos_timesteps.base import Cost, FixedDensity, MeasuresNetwork, Sampler
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
 from kairos_timesteps.registry import Entry
 from kairos_timesteps.strategy import Strategy
-from training_case import experiment, make_latents
+from training_case import build_model, experiment, make_latents, train
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASS = {"class": {"kind": "class", "num_classes": 1000}}
@@ -58,7 +56,7 @@ def test_published_parameters_and_operations(
 def test_counts_equal_those_of_the_real_network(name: str) -> None:
     """Parameters and operations are exact; activation memory agrees with the tensors saved for backward within 2 %."""
     cost = count_network_cost(SMALL[name], (3, 16, 16), {}, 5)
-    network = models.build(SMALL[name], (3, 16, 16), {}).train()
+    network = build_model(SMALL[name], (3, 16, 16), {}).train()
     assert cost.parameters == sum(value.numel() for value in network.parameters() if value.requires_grad)
     assert cost.parameters + cost.fixed_parameters == sum(value.numel() for value in network.parameters())
     assert cost.saved_values == sum(value.numel() for value in network.weights().values())

@@ -15,6 +15,7 @@ from kairos.config import freeze, load, plugins, validate
 from kairos.files import read_json
 from kairos.fingerprint import fingerprint
 from kairos.training.identity import code_roots, compute_identity
+from kairos.training.settings import read_run_settings
 from kairos.workflow import dependencies
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -208,7 +209,7 @@ def test_a_file_is_imported_once_for_each_content(folder):
 def fingerprint_methods(**changes):
     """Read the plugin file again and return the code fingerprint of each method."""
     plain = make_case(**changes)
-    return {method: fingerprint(code_roots(plain, method)) for method in plain["methods"]}
+    return {method: fingerprint(code_roots(read_run_settings(plain, method, 0))) for method in plain["methods"]}
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_decorated_functions_are_components(folder, capsys):
 
     def fingerprint_methods():
         plain = make_case("functions.py", methods=methods)
-        return [fingerprint(code_roots(plain, method)) for method in methods]
+        return [fingerprint(code_roots(read_run_settings(plain, method, 0))) for method in methods]
 
     uniform, late = fingerprint_methods()
     write_experiment(Path("case.yaml"), make_case("functions.py", methods=methods))
@@ -284,18 +285,22 @@ print(method_codes(load({str(kept)!r}).plain()['methods'])['my_strategies:Power'
 def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     Path("deep").mkdir()
     plain, manifest = make_case(), {"content_sha256": "", "autoencoder_sha256": ""}
-    identities = [compute_identity(plain, method, 0, manifest, "cpu")["identity"] for method in METHODS]
+    identities = [
+        compute_identity(read_run_settings(plain, method, 0), manifest, "cpu")["identity"] for method in METHODS
+    ]
     stages = [
         dependencies.collect_params(stage, plain, "power")
         for stage in ("prepare", "train", "sample", "evaluate", "report")
     ]
     without = experiment({"uniform": {}})
-    assert compute_identity(without, "uniform", 0, manifest, "cpu")["identity"] == identities[0]
+    assert compute_identity(read_run_settings(without, "uniform", 0), manifest, "cpu")["identity"] == identities[0]
     assert "plugins" not in without
     plugins.forget("my_strategies")
     Path("my_strategies.py").rename("deep/renamed.py")
     moved = make_case("deep/renamed.py")
-    assert [compute_identity(moved, method, 0, manifest, "cpu")["identity"] for method in METHODS] == identities
+    assert [
+        compute_identity(read_run_settings(moved, method, 0), manifest, "cpu")["identity"] for method in METHODS
+    ] == identities
     stages_after = [
         dependencies.collect_params(stage, moved, "power")
         for stage in ("prepare", "train", "sample", "evaluate", "report")
@@ -306,7 +311,7 @@ def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
 def test_the_identity_contains_the_imported_text(folder):
     before, plain = fingerprint_methods(), make_case()
     edit("p**self.exponent", "p")
-    assert fingerprint(code_roots(plain, "power")) == before["power"]
+    assert fingerprint(code_roots(read_run_settings(plain, "power", 0))) == before["power"]
     assert fingerprint_methods()["power"] != before["power"]
 
 

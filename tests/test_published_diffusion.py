@@ -14,15 +14,23 @@ from components_by_name import make_weighting
 from kairos.cli import main
 from kairos.config import validate
 from kairos.costs import estimate as costs
-from kairos.forward_process import build_process, scheduler_config
+from kairos.diffusion import build_process, scheduler_config
 from kairos.losses import terms as losses
 from kairos.milestones import open_milestone
-from kairos.models.registries import MODELS
-from kairos.training.registries import AVERAGES
-from kairos.training.run import train
+from kairos.models.settings import BACKBONES
+from kairos.training.settings import AVERAGES
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import Options, option
-from training_case import difference, experiment, hashes, make_latents, train_command, write_experiment
+from training_case import (
+    build_training,
+    difference,
+    experiment,
+    hashes,
+    make_latents,
+    train,
+    train_command,
+    write_experiment,
+)
 
 LEARNED = {"name": "discrete", "timesteps": 100, "variance": "learned_range"}
 MASKED = {"process": LEARNED, "losses": ["mse", "vb", "masked_mse", "masked_vb"]}
@@ -233,8 +241,8 @@ class MaskedBackboneOptions(Options):
 
 @pytest.fixture
 def make_masked_experiment(monkeypatch):
-    monkeypatch.setitem(MODELS, "masked_backbone", None)
-    MODELS.add("masked_backbone", "test_published_diffusion:MaskedBackbone", MaskedBackboneOptions, masks=True)
+    monkeypatch.setitem(BACKBONES, "masked_backbone", None)
+    BACKBONES.add("masked_backbone", "test_published_diffusion:MaskedBackbone", MaskedBackboneOptions, masks=True)
     monkeypatch.setattr(MaskedBackbone, "calls", [])
 
     def case(methods=None, **changes):
@@ -308,7 +316,7 @@ def test_microbatches_equal_the_whole_batch_with_a_masked_pass(make_masked_exper
 
 def train_rank(config: Path, out: Path, latents: Path) -> None:
     """Run one rank of a training run with the tiny backbone, without dropout, which is drawn per micro-batch."""
-    MODELS.add("masked_backbone", "test_published_diffusion:MaskedBackbone", MaskedBackboneOptions, masks=True)
+    BACKBONES.add("masked_backbone", "test_published_diffusion:MaskedBackbone", MaskedBackboneOptions, masks=True)
     nn.Dropout.forward = lambda self, x: x
     assert main([*train_command(config, "speed", out, latents)[3:]]) == 0
 
@@ -335,9 +343,8 @@ def test_two_processes_equal_one_with_a_masked_pass(make_masked_experiment, late
 def test_the_memory_guard_runs_both_passes(make_masked_experiment, latents):
     from kairos.data.latents import open_latents
     from kairos.training.memory import find_fitting_batch
-    from kairos.training.state import TrainingState
 
-    training = TrainingState(
+    training = build_training(
         make_masked_experiment({"uniform": {}}), "uniform", 0, open_latents(latents), torch.device("cpu")
     )
     training.model.train()

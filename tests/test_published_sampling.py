@@ -11,18 +11,17 @@ import torch
 
 from kairos.cli import main
 from kairos.config import validate
-from kairos.forward_process import build_process
+from kairos.diffusion import build_process
 from kairos.sampling import generate
-from kairos.sampling.registries import SCHEDULERS
 from kairos.sampling.samples_file import open_samples
-from kairos.sampling.settings import SamplingConfig
+from kairos.sampling.settings import SOLVERS, SamplingConfig
 from kairos.sampling.solvers import orders
 from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
 from kairos.section import build
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError
 from test_sampling import MEAN, STD, optimal_network, process_of, run, small_dit, solver_settings
-from training_case import experiment
+from training_case import build_model, experiment
 
 LEARNED = {"name": "discrete", "timesteps": 1000, "schedule": "linear", "variance": "learned_range"}
 
@@ -32,7 +31,7 @@ def make_learned_process(**options):
 
 
 def make_learned_ddpm(options):
-    return {"name": "ddpm", **vars(SCHEDULERS.parse("ddpm", {"variance": "learned_range", **options}))}
+    return {"name": "ddpm", **vars(SOLVERS.parse("ddpm", {"variance": "learned_range", **options}))}
 
 
 # Learned variance
@@ -56,7 +55,7 @@ def test_ddpm_with_a_learned_variance_equals_diffusers_step_by_step(monkeypatch,
     scheduler = make_learned_ddpm({"spacing": spacing, "clip": clip})
     estimate = generate.DataPrediction(process, lambda x, t: seen.append((x, t)) or predict(x, t), clip)
     grid = build_time_grid(process, steps, scheduler)
-    x0 = build(SCHEDULERS, scheduler, process, grid, estimate, lambda k: noise[k])
+    x0 = build(SOLVERS, scheduler, process, grid, estimate, lambda k: noise[k])
     visited = [int(t[0]) for _, t in seen]
     kept = process.schedule.alphas_cumprod[visited][::-1]
     reference = diffusers_ddpm.DDPMScheduler(
@@ -212,7 +211,7 @@ def test_second_order_steps_equal_diffusers():
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     estimate = generate.DataPrediction(process, predict, False)
     end = points[-1]
-    result = build(SCHEDULERS, solver_settings("dpm_solver", {}), process, points, estimate, lambda k: z) * end.scale
+    result = build(SOLVERS, solver_settings("dpm_solver", {}), process, points, estimate, lambda k: z) * end.scale
     reference = DPMSolverSinglestepScheduler(
         1000, trained_betas=process.schedule.betas.tolist(), solver_order=2, algorithm_type="dpmsolver++",
         solver_type="midpoint", lower_order_final=False,
@@ -246,11 +245,10 @@ def evaluate_guidance(process, model, guidance, t, x):
 
 
 def make_learned_dit():
-    from kairos import models
 
     torch.manual_seed(0)
     options = {"name": "dit", "patch": 1, "width": 32, "depth": 2, "heads": 2, "conditions": ["class"]}
-    model = models.build(options, (4, 4, 4), CLASSES, 8).eval()
+    model = build_model(options, (4, 4, 4), CLASSES, 8).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

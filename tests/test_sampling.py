@@ -7,15 +7,15 @@ import pytest
 import torch
 from PIL import Image
 
-from kairos import models
 from kairos.data import image_grid
-from kairos.forward_process import build_process
+from kairos.diffusion import build_process
 from kairos.sampling import generate, sample
 from kairos.sampling.conditions import load_conditions
-from kairos.sampling.registries import SCHEDULERS, resolve_solver
+from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
 from kairos.section import build
 from kairos_timesteps.errors import KairosError
+from training_case import build_model
 
 PROCESSES = {
     "discrete": {"name": "discrete", "timesteps": 1000, "schedule": "linear"},
@@ -46,14 +46,14 @@ def optimal_network(process, mean=MEAN, std=STD):
 
 def solver_settings(name, options, process_name="discrete"):
     """Return the settings of a solver as an experiment on the process stores them."""
-    return resolve_solver({"name": name, **vars(SCHEDULERS.parse(name, options))}, PROCESSES[process_name])
+    return resolve_solver({"name": name, **vars(SOLVERS.parse(name, options))}, PROCESSES[process_name])
 
 
 def run(scheduler, process, steps, predict, count=64, seed=0, noise=None):
     """Sample images 0 ... count - 1 of one pixel each; return x0, shape (count, 1, 1, 1)."""
     estimate = generate.DataPrediction(process, predict, scheduler["clip"])
     noise = noise or generate.make_noise_source(seed, range(count), (1, 1, 1), "cpu")
-    return build(SCHEDULERS, scheduler, process, build_time_grid(process, steps, scheduler), estimate, noise)
+    return build(SOLVERS, scheduler, process, build_time_grid(process, steps, scheduler), estimate, noise)
 
 
 # Exact cases
@@ -150,7 +150,7 @@ def test_the_time_grid_of_edm_is_the_published_one():
 
 
 @pytest.mark.parametrize("process_name", PROCESSES)
-@pytest.mark.parametrize("solver", SCHEDULERS)
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_number_of_network_evaluations(solver, process_name):
     from kairos.sampling.settings import SamplingConfig
 
@@ -183,7 +183,7 @@ def step_deviation(variance, process, z):
     estimate = generate.DataPrediction(
         process, lambda x, t: network_inputs.append(x) or torch.full_like(x, -0.3), False
     )
-    build(SCHEDULERS, scheduler, process, [*steps, build_time_grid(process, 1, scheduler)[-1]], estimate,
+    build(SOLVERS, scheduler, process, [*steps, build_time_grid(process, 1, scheduler)[-1]], estimate,
           lambda k: torch.full((1, 1, 1, 1), (first, z)[min(k, 1)], dtype=torch.float64))  # fmt: skip
     assert float(network_inputs[0]) == pytest.approx(0.8)  # the next input is x_{t-1}
     beta, alpha_bar = schedule.betas[t], schedule.alphas_cumprod[t]
@@ -351,7 +351,7 @@ def test_images_are_clipped_only_if_the_solver_clips(name, process_name):
 def small_dit(conditions=None):
     torch.manual_seed(0)
     options = {"name": "dit", "patch": 1, "width": 32, "depth": 2, "heads": 2, "conditions": sorted(conditions or {})}
-    model = models.build(options, (4, 4, 4), conditions or {}).eval()
+    model = build_model(options, (4, 4, 4), conditions or {}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))  # with the zeros of adaLN-zero the output would be zero
@@ -367,7 +367,7 @@ def sample_all(model, batch_size, num, scheduler="ddpm", process_name="discrete"
             estimate = generate.DataPrediction(process, predict, False, precision)
             noise = generate.make_noise_source(seed, indices, (4, 4, 4), "cpu")
             grid = build_time_grid(process, 5, scheduler)
-            batches.append(build(SCHEDULERS, scheduler, process, grid, estimate, noise)[:kept])
+            batches.append(build(SOLVERS, scheduler, process, grid, estimate, noise)[:kept])
     return torch.cat(batches)
 
 

@@ -19,19 +19,18 @@ from kairos.data.dataset import open_dataset
 from kairos.data.prepare import write_dataset
 from kairos.data.sources import open_source
 from kairos.files import read_json
-from kairos.losses.registries import LOSSES, LossOptions
+from kairos.losses.settings import LOSSES, LossOptions
 from kairos.losses.terms import per_sample
 from kairos.milestones import open_milestone
-from kairos.models.registries import MODELS
-from kairos.training.registries import PROBES
-from kairos.training.run import train
+from kairos.models.settings import BACKBONES
+from kairos.training.settings import PROBES
 from kairos_timesteps.base import Sampler, Weighting
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.couplings import Coupling
 from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.options import Options, option
-from training_case import experiment, make_latents
+from training_case import experiment, make_latents, train
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +164,7 @@ class LinearOptions(Options):
 
 
 def test_a_registered_backbone_is_trained(register_component, latents, tmp_path):
-    register_component(MODELS, "linear", "Linear", LinearOptions)
+    register_component(BACKBONES, "linear", "Linear", LinearOptions)
     train(experiment({"uniform": {}}, model={"name": "linear", "start": 0.25}), "uniform", 0, tmp_path, latents, [0, 3])
     raw = open_milestone(tmp_path / "milestones" / "0000003", "raw").model
     assert raw.factor.item() != 0.25
@@ -191,7 +190,7 @@ def test_a_registered_condition_with_a_sequence_per_image_reaches_training_and_s
     register_component, monkeypatch, tmp_path
 ):
     monkeypatch.setitem(CONDITIONS, "sequence", null_sequence)
-    register_component(MODELS, "text_unet", "TextUNet", TextOptions)
+    register_component(BACKBONES, "text_unet", "TextUNet", TextOptions)
     plain = experiment({"uniform": {}}, model={"name": "text_unet"}, training__condition_dropout=0.5)
     config = validate(plain)
     digits = open_source(config.dataset)

@@ -16,8 +16,7 @@ from kairos.cli import main
 from kairos.files import hash_folder, write_json
 from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 from kairos.training.job import ProgressFile
-from kairos.training.run import train
-from training_case import experiment, make_latents
+from training_case import experiment, make_latents, train
 from training_case import write_experiment as write_case
 
 RESULTS = Path("results/many")

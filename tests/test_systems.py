@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kairos import models
 from kairos.config import load, validate
 from kairos.costs.dataset_size import find_dataset_size
-from kairos.forward_process import build_process
-from kairos.models.registries import MODELS
-from kairos.sampling.registries import resolve_solver
+from kairos.diffusion import build_process
+from kairos.models.settings import BACKBONES
+from kairos.sampling.settings import resolve_solver
 from kairos.sampling.time_grids import build_time_grid
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from papers import FILES, SYSTEMS  # noqa: E402
+
+from training_case import build_model
 
 
 def test_every_system_has_an_experiment_file_and_every_file_a_system():
@@ -34,9 +35,9 @@ def test_a_system_has_its_published_size(name):
     assert experiment.experiment == name and {"speed", "adaptive"} < set(experiment.methods)
     plain = experiment.plain()
     outputs = build_process(plain["diffusion"], 0.5).channels(system.shape[0])
-    MODELS.entry(plain["model"]["name"]).load()  # import before FakeTensorMode changes torch
+    BACKBONES.entry(plain["model"]["name"]).load()  # import before FakeTensorMode changes torch
     with FakeTensorMode():  # tensors with shapes and without content
-        network = models.build(plain["model"], system.shape, system.conditions, outputs)
+        network = build_model(plain["model"], system.shape, system.conditions, outputs)
     assert sum(parameter.numel() for parameter in network.parameters()) == system.parameters
 
 

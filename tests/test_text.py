@@ -26,15 +26,15 @@ from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation import clip
 from kairos.evaluation.measurements import ImageStatistics
-from kairos.evaluation.registries import ClipOptions
+from kairos.evaluation.settings import ClipOptions
 from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples
 from kairos.staging import staged
 from kairos.text_encoders import encoder as encoders
 from kairos.text_encoders.encode_captions import encode_captions
 from kairos.text_encoders.settings import TextEncoderConfig
-from kairos.training.run import train
 from kairos_timesteps.errors import ConfigError, KairosError
+from training_case import train
 
 CPU = torch.device("cpu")
 COCO = Path(__file__).parents[2] / "shared" / "data" / "coco_mini"

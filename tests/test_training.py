@@ -20,11 +20,10 @@ from kairos.files import read_json, sha256_bytes, write_text
 from kairos.milestones import check_milestone, open_milestone
 from kairos.training import checkpoint
 from kairos.training.job import StoppedEarly, StopRequest
-from kairos.training.run import train
 from kairos.training.run_folder import RunFolder
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
 from specifications import Specification, examples, specifications
-from training_case import experiment, make_latents, train_command, write_experiment
+from training_case import experiment, make_latents, train, train_command, write_experiment
 
 
 @pytest.fixture(scope="module")

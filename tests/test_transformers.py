@@ -14,11 +14,10 @@ import torch.nn.functional as F
 
 from kairos.config import validate
 from kairos.costs.network import count_network_cost
-from kairos.models import build, load, save
+from kairos.models import load, save
 from kairos.models.backbone import NullText
-from kairos.training.run import train
 from kairos_timesteps.errors import ConfigError, KairosError
-from training_case import experiment, make_latents
+from training_case import build_model, experiment, make_latents, train
 
 LATENT = (4, 32, 32)
 SMALL = {"width": 32, "depth": 4, "heads": 2, "patch": 2}
@@ -41,7 +40,7 @@ def text_condition(*shape, null="empty"):
 def small_model(name, conditions=CLASS, shape=(4, 8, 12), outputs=8, **options):
     """Return a small model with random weights, none of them zero, in evaluation mode."""
     torch.manual_seed(0)
-    model = build({"name": name, **SMALL, "conditions": list(conditions), **options}, shape, conditions, outputs)
+    model = build_model({"name": name, **SMALL, "conditions": list(conditions), **options}, shape, conditions, outputs)
     for parameter in model.parameters():
         if parameter.requires_grad:
             scale = 0.7 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.3
@@ -80,7 +79,7 @@ PUBLISHED = [
 def test_models_have_the_published_number_of_parameters(name, size, shape, conditions, count):
     outputs = 2 * shape[0] if name in ("dit", "mdt") else shape[0]
     with torch.device("meta"):
-        model = build({"name": name, "size": size, "conditions": list(conditions)}, shape, conditions, outputs)
+        model = build_model({"name": name, "size": size, "conditions": list(conditions)}, shape, conditions, outputs)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     if name == "dit":  # position embeddings are fixed
         assert count - sum(p.numel() for p in model.parameters() if p.requires_grad) == model.pos_embed.numel()
@@ -302,7 +301,9 @@ def test_dit_equals_dit_of_diffusers_with_equal_frequencies():
 
 def test_initial_weights_of_uvit_and_vit_are_the_published_ones():
     torch.manual_seed(0)
-    model = build({"name": "uvit", "width": 128, "depth": 4, "heads": 2, "conditions": ["class"]}, (4, 8, 8), CLASS)
+    model = build_model(
+        {"name": "uvit", "width": 128, "depth": 4, "heads": 2, "conditions": ["class"]}, (4, 8, 8), CLASS
+    )
     blocks = [*model.in_blocks, model.mid_block, *model.out_blocks]
     layers = [*(b.attn.qkv for b in blocks), *(b.mlp[2] for b in blocks), *(b.skip_linear for b in model.out_blocks)]
     for layer in [*layers, model.decoder_pred]:
@@ -312,7 +313,9 @@ def test_initial_weights_of_uvit_and_vit_are_the_published_ones():
     assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
     default = 1 / math.sqrt(3 * 4 * 9)  # of PyTorch
     assert model.final_layer.weight.std().item() == pytest.approx(default, rel=0.15)
-    model = build({"name": "vit", "width": 128, "depth": 4, "heads": 2, "conditions": ["class"]}, (4, 8, 8), CLASS)
+    model = build_model(
+        {"name": "vit", "width": 128, "depth": 4, "heads": 2, "conditions": ["class"]}, (4, 8, 8), CLASS
+    )
     for number, block in enumerate(model.blocks, start=1):
         assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
         for layer in (block.attn.proj, block.mlp[2]):
@@ -324,7 +327,7 @@ def test_initial_weights_of_uvit_and_vit_are_the_published_ones():
 
 def test_initial_weights_of_mdt_are_the_published_ones():
     torch.manual_seed(0)
-    model = build({"name": "mdt", **SMALL, "conditions": ["class"]}, (4, 16, 16), CLASS)
+    model = build_model({"name": "mdt", **SMALL, "conditions": ["class"]}, (4, 16, 16), CLASS)
     for mask in ({}, {"mask": torch.rand(3, 16, 16)}):
         assert not model(torch.randn(3, 4, 16, 16), TIMES, CONDITIONS | mask).any()
     assert torch.equal(model.pos_embed, model.decoder_pos_embed)
@@ -395,7 +398,7 @@ def test_a_dropped_text_becomes_the_null_text_of_the_model():
     learned(values).sum().backward()
     assert (learned.value.grad == 2).all()
     with pytest.raises(KairosError, match=r"text of shape \(5, 12\).*allowed with this model: one vector"):
-        build({"name": "dit", **SMALL, "conditions": ["text"]}, (4, 8, 8), text_condition(5, 12))
+        build_model({"name": "dit", **SMALL, "conditions": ["text"]}, (4, 8, 8), text_condition(5, 12))
 
 
 @pytest.mark.parametrize("name", ["dit", "mdt", "uvit"])
@@ -477,7 +480,7 @@ def test_a_low_resolution_image_is_concatenated_to_the_channels(name):
 @pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in NAMES), ("dit", "bf16"), ("dit", "fp64")])
 def test_the_cost_of_a_network_includes_its_parameters_and_blocks(name, precision):
     cost = count_network_cost({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS, 8, precision)
-    model = build({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS)
+    model = build_model({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS)
     assert cost.parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert cost.forward_flops > 2 * 8 * 16 * 4 * 12 * 32**2  # matrix products of the blocks
 
@@ -513,7 +516,7 @@ def test_invalid_sizes_are_rejected(model, message):
         experiment(model=model)
     for name in ("uvit", "mdt", "vit"):
         with pytest.raises(KairosError, match=r"model.patch: got 3 .* divisor"):
-            build({"name": name, **SMALL, "patch": 3}, (1, 8, 8), {})
+            build_model({"name": name, **SMALL, "patch": 3}, (1, 8, 8), {})
 
 
 def test_a_learned_table_of_times_needs_a_discrete_process():
@@ -521,7 +524,7 @@ def test_a_learned_table_of_times_needs_a_discrete_process():
     with pytest.raises(ConfigError, match=r"model.timesteps: got 1000, allowed: .* flow is continuous"):
         validate(values)
     with pytest.raises(ConfigError, match=r"model.conditions: got \['text'\], allowed with vit: class, low_resolution"):
-        build({"name": "vit", "conditions": ["text"]}, (4, 8, 8), text_condition(12))
+        build_model({"name": "vit", "conditions": ["text"]}, (4, 8, 8), text_condition(12))
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,10 @@ import torch
 import yaml
 
 from kairos.cli import main
-from kairos.models import build, load, save
-from kairos.training.run import train
+from kairos.models import load, save
 from kairos_timesteps.errors import ConfigError, KairosError
 from published_unets import Adm, ddpm_torch, ddpm_torch_weights, edm_ddpmpp
-from training_case import experiment, make_latents
+from training_case import build_model, experiment, make_latents, train
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
 TINY = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "attention": [2], "norm_groups": 8}
@@ -53,7 +52,7 @@ def test_models_have_the_published_number_of_parameters(model, side, classes, ou
     channels = 4 if model.get("size") == "speed" else 3
     conditions = {"class": {"kind": "class", "num_classes": classes}} if classes else {}
     with torch.device("meta"):
-        network = build({**model, "conditions": list(conditions)}, (channels, side, side), conditions, outputs)
+        network = build_model({**model, "conditions": list(conditions)}, (channels, side, side), conditions, outputs)
     assert sum(parameter.numel() for parameter in network.parameters()) == count
 
 
@@ -87,7 +86,7 @@ def test_published_weights_of_adm_give_the_output_of_adm(name, options, referenc
             classes=10 if classes else 0, **reference,
         )
     )  # fmt: skip
-    model = build({"name": name, "conditions": list(classes), **options}, shape, classes, 6).eval()
+    model = build_model({"name": name, "conditions": list(classes), **options}, shape, classes, 6).eval()
     weights = {f"model.diffusion_model.{key}": value for key, value in published.state_dict().items()}
     weights["first_stage_model.encoder"] = torch.zeros(1)
     if name != "ldm_unet":
@@ -101,7 +100,7 @@ def test_published_weights_of_adm_give_the_output_of_adm(name, options, referenc
         assert error < 2e-6 * expected.abs().max() and expected.std() > 0.1
         other = {"legacy": "new", "new": "legacy"}[model.options.qkv]
         if reference["head"]:  # with the other order of rows the output differs
-            wrong = build({"name": name, "qkv": other, "conditions": list(classes), **options}, shape, classes, 6)
+            wrong = build_model({"name": name, "qkv": other, "conditions": list(classes), **options}, shape, classes, 6)
             wrong.load_published(weights)
             assert (wrong.eval()(x, t, {"class": y} if classes else {}) - expected).abs().max() > 1e-3
 
@@ -109,7 +108,9 @@ def test_published_weights_of_adm_give_the_output_of_adm(name, options, referenc
 def test_published_weights_of_ddpm_torch_give_its_output():
     torch.manual_seed(1)
     weights = ddpm_torch_weights(16, [1, 2, 2], 2, {1}, 3, 3)
-    model = build({"name": "unet", **TINY, "multipliers": [1, 2, 2], "blocks": 2, "attention": [4]}, (3, 8, 8), {})
+    model = build_model(
+        {"name": "unet", **TINY, "multipliers": [1, 2, 2], "blocks": 2, "attention": [4]}, (3, 8, 8), {}
+    )
     model.eval().load_published(weights)
     x, t = torch.randn(3, 3, 8, 8), torch.tensor([0, 500, 999])
     with torch.no_grad():
@@ -122,9 +123,9 @@ def test_published_weights_of_ddpm_torch_give_its_output():
 def test_published_weights_that_do_not_fit_are_rejected():
     weights = ddpm_torch_weights(16, [1, 2], 1, {1}, 3, 3)
     fitting = {"name": "unet", **TINY, "attention": [4]}
-    renamed = build(fitting, (3, 8, 8), {}).to_kairos_names(weights)
-    assert build(fitting, (3, 8, 8), {}).to_kairos_names(renamed) == renamed  # names of diffusers are unchanged
-    build(fitting, (3, 8, 8), {}).load_published(weights)
+    renamed = build_model(fitting, (3, 8, 8), {}).to_kairos_names(weights)
+    assert build_model(fitting, (3, 8, 8), {}).to_kairos_names(renamed) == renamed  # names of diffusers are unchanged
+    build_model(fitting, (3, 8, 8), {}).load_published(weights)
     for changed, outputs, more, message in (
         ({"blocks": 2}, 3, {}, r"missing: down_blocks.0.*"),
         ({}, 3, {"extra.weight": torch.zeros(1)}, r"not of this model: extra\.weight"),
@@ -137,7 +138,7 @@ def test_published_weights_that_do_not_fit_are_rejected():
         ),
     ):
         with pytest.raises(KairosError, match=message):
-            build({**fitting, **changed}, (3, 8, 8), {}, outputs).load_published({**weights, **more})
+            build_model({**fitting, **changed}, (3, 8, 8), {}, outputs).load_published({**weights, **more})
 
 
 @pytest.mark.parametrize("system", ["ddpm-torch", "latent diffusion", "ADM"])
@@ -176,7 +177,7 @@ def test_published_files_are_imported_as_snapshots(system, tmp_path):
 @pytest.mark.parametrize("multipliers", [[2, 2, 2], [1, 2, 2, 2]])
 def test_ddpmpp_equals_the_network_of_edm(multipliers):
     options = {"name": "ddpmpp", "channels": 16, "multipliers": multipliers, "blocks": 2, "attention": [8]}
-    model = randomise(build({**options, "conditions": ["class"]}, (3, 16, 16), CLASSES))
+    model = randomise(build_model({**options, "conditions": ["class"]}, (3, 16, 16), CLASSES))
     x, noise = torch.randn(4, 3, 16, 16), torch.tensor([0.002, 0.3, 5.0, 80.0]).log() / 4
     classes, augment = torch.tensor([0, 3, 9, 10]), torch.randn(4, 9)
     one_hot = torch.nn.functional.one_hot(classes, 11)[:, :10].float()
@@ -197,13 +198,13 @@ def test_ddpmpp_equals_the_network_of_edm(multipliers):
 
 def test_ddpmpp_has_the_attention_layers_of_edm():
     with torch.device("meta"):
-        model = build({"name": "ddpmpp"}, (3, 32, 32), {})
+        model = build_model({"name": "ddpmpp"}, (3, 32, 32), {})
     attention_layers = {name.removesuffix(".qkv.weight") for name in model.weights() if "qkv.weight" in name}
     assert attention_layers == {*(f"enc.16x16_block{i}" for i in range(4)), "dec.8x8_in0", "dec.16x16_block4"}
 
 
 def test_initial_weights_are_the_published_ones():
-    model = build({**TINY_MODELS["adm"], "channels": 64, "norm_groups": 32}, (3, 8, 8), {})
+    model = build_model({**TINY_MODELS["adm"], "channels": 64, "norm_groups": 32}, (3, 8, 8), {})
     x, t = torch.randn(2, 3, 8, 8), torch.tensor([0, 9])
     assert not model(x, t, {}).any()
     block, attention = model.unet.mid_block.resnets[0], model.unet.mid_block.attentions[0]
@@ -212,7 +213,9 @@ def test_initial_weights_are_the_published_ones():
     assert block.conv1.bias.any() and not block.conv2.weight.any() and not block.conv2.bias.any()
     assert attention.to_q.weight.any() and not attention.to_out[0].weight.any() and not model.unet.conv_out.bias.any()
 
-    edm = build({"name": "ddpmpp", "channels": 64, "multipliers": [1, 1], "blocks": 1, "attention": [8]}, (3, 8, 8), {})
+    edm = build_model(
+        {"name": "ddpmpp", "channels": 64, "multipliers": [1, 1], "blocks": 1, "attention": [8]}, (3, 8, 8), {}
+    )
     block = edm.enc["8x8_block0"]
     fan = math.sqrt(2 / (2 * 9 * 64))  # uniform by fan average
     for weight, gain in ((block.conv0.weight, 1), (block.conv1.weight, 1e-5), (edm.dec["8x8_aux_conv"].weight, None)):
@@ -229,7 +232,7 @@ def test_initial_weights_are_the_published_ones():
 def test_unets_open_in_diffusers(name, tmp_path):
     from diffusers import UNet2DModel
 
-    model = randomise(build(TINY_MODELS[name], (3, 8, 8), {}))
+    model = randomise(build_model(TINY_MODELS[name], (3, 8, 8), {}))
     save(model, tmp_path)
     x, t = torch.randn(2, 3, 8, 8), torch.tensor([0, 999])
     assert torch.equal(UNet2DModel.from_pretrained(tmp_path, use_safetensors=True)(x, t).sample, model(x, t, {}))
@@ -240,7 +243,7 @@ def test_odd_sizes_and_any_number_of_output_channels_are_possible(name, tmp_path
     conditions = {**CLASSES, "low_resolution": {"kind": "image", "shape": [3, 7, 5]}}
     conditions = conditions if name != "ddpmpp" else CLASSES
     network = {**TINY_MODELS[name], "conditions": list(conditions)}, (3, 7, 5), conditions, 6
-    model = randomise(build(*network))
+    model = randomise(build_model(*network))
     x, t = torch.randn(2, 3, 7, 5), torch.tensor([0, 1])
     inputs = {"class": torch.tensor([0, 9]), "low_resolution": torch.randn(2, 3, 7, 5)}
     assert model(x, t, inputs).shape == (2, 6, 7, 5)
@@ -266,7 +269,7 @@ def test_odd_sizes_and_any_number_of_output_channels_are_possible(name, tmp_path
 )
 def test_invalid_sizes_are_rejected(model, message):
     with pytest.raises(ConfigError, match=message):
-        experiment(model=model) and build(model, (3, 8, 8), {})
+        experiment(model=model) and build_model(model, (3, 8, 8), {})
 
 
 @pytest.mark.parametrize("name", ["adm", "unet"])

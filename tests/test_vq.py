@@ -19,10 +19,9 @@ from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.sampling.samples_file import open_samples
-from kairos.training.run import train
 from kairos_timesteps.errors import ConfigError
 from test_data import folder_config
-from training_case import experiment
+from training_case import experiment, train
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 CPU = torch.device("cpu")

@@ -11,8 +11,17 @@ import numpy as np
 import torch
 import yaml
 
+from kairos import models
+from kairos.components import LibraryComponent
 from kairos.config import validate
+from kairos.data.latents import Latents
+from kairos.diffusion import build_process
 from kairos.files import read_json, sha256_bytes, write_json
+from kairos.models.settings import BACKBONES
+from kairos.training import run
+from kairos.training.settings import read_run_settings
+from kairos.training.state import TrainingState
+from kairos_timesteps.diffusion.registries import PROCESSES
 
 
 def make_latents(folder: Path, count: int = 200) -> Path:
@@ -74,6 +83,28 @@ def experiment(methods: dict[str, Any] | None = None, **changes: Any) -> dict[st
             section = section.setdefault(name_of_section, {})
         section[last] = value
     return validate(values).plain()
+
+
+def train(values: dict[str, Any], method: str, seed: int, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+    """Train a method of an experiment given as plain values; see `kairos.training.run.train`."""
+    return run.train(read_run_settings(values, method, seed), *arguments, **keywords)
+
+
+def build_training(
+    values: dict[str, Any], method: str, seed: int, latents: Latents, device: torch.device
+) -> TrainingState:
+    """Build the initial state of a training run of an experiment given as plain values."""
+    return TrainingState(read_run_settings(values, method, seed), latents, device)
+
+
+def build_model(values: dict[str, Any], *arguments: Any) -> Any:
+    """Build the backbone of section `model`, given as plain values; see `kairos.models.build`."""
+    return models.build(BACKBONES.select(values), *arguments)
+
+
+def make_process(values: dict[str, Any], prediction: str | None, sigma_data: float | None = None) -> Any:
+    """Build a forward process from plain values, ``{"name": ..., option: ...}``."""
+    return build_process(LibraryComponent.select(PROCESSES, values), prediction, sigma_data)
 
 
 def write_experiment(path: Path, plain: dict[str, Any]) -> Path:
