@@ -13,8 +13,8 @@ from training_case import experiment, make_latents, train
 
 PAPERS = load(Path(__file__).parents[1] / "experiments" / "digits_all_methods.yaml").methods
 # samplers and weightings of other trainers, which the experiment does not compare: each sampler with a weighting
-OTHER_SAMPLERS = sorted(set(SAMPLERS) - {method.sampler["name"] for method in PAPERS.values()})
-OTHER_WEIGHTINGS = sorted(set(WEIGHTINGS) - {method.weighting["name"] for method in PAPERS.values()})
+OTHER_SAMPLERS = sorted(set(SAMPLERS) - {method.sampler.name for method in PAPERS.values()})
+OTHER_WEIGHTINGS = sorted(set(WEIGHTINGS) - {method.weighting.name for method in PAPERS.values()})
 OTHERS = {
     sampler: MethodConfig(sampler=sampler, weighting=OTHER_WEIGHTINGS[number % len(OTHER_WEIGHTINGS)])
     for number, sampler in enumerate(OTHER_SAMPLERS)
@@ -28,8 +28,8 @@ def latents(tmp_path_factory) -> Path:
 
 
 def test_the_methods_contain_every_sampler_and_every_weighting():
-    assert {method.sampler["name"] for method in METHODS.values()} == set(SAMPLERS)
-    assert {method.weighting["name"] for method in METHODS.values()} == set(WEIGHTINGS)
+    assert {method.sampler.name for method in METHODS.values()} == set(SAMPLERS)
+    assert {method.weighting.name for method in METHODS.values()} == set(WEIGHTINGS)
 
 
 @pytest.mark.parametrize("name", [*PAPERS, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])

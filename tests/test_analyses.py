@@ -3,6 +3,7 @@
 import html
 import itertools
 import shutil
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -14,16 +15,15 @@ import results_tree
 from kairos.analyses import tables
 from kairos.analyses.gradients import compute_gradient_moments
 from kairos.analyses.noise_levels import area_levels, even_levels, load_optimizer_state, log_snr_levels
-from kairos.analyses.settings import ANALYSES
+from kairos.analyses.settings import ANALYSES, SnapshotOptions
 from kairos.cli import main
 from kairos.config import validate
 from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
-from kairos.models.settings import BACKBONES
+from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.report.analysis_figures import write_analysis
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, KairosError
-from kairos_timesteps.options import Options
 from kairos_timesteps.randomness import Stream
 from report_page import page_of
 from training_case import experiment, make_latents, train, write_experiment
@@ -154,16 +154,17 @@ class Table(Backbone):
         return self.images[t.long() // 20]
 
 
-class TableOptions(Options):
-    predictions = ("x0",)
+class TableOptions(BackboneOptions):
+    code: ClassVar[str] = "test_analyses:Table"
+
+    name: str = "table"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder of results with training runs of a `Table`, and its experiment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKBONES, "table", None)
-        BACKBONES.add("table", "test_analyses:Table", TableOptions)
+        patch.setitem(BACKBONES, "table", TableOptions)
         folder = tmp_path_factory.mktemp("case")
         latents = make_latents(folder)
         analyses = [
@@ -186,7 +187,8 @@ def measure(trained, name, step, method="uniform", **options):
     analysis = next(analysis for analysis in plain["analyses"] if analysis["name"] == name)
     milestone = folder / method / f"seed0/milestones/{step:07d}"
     out = milestone.parents[1] / f"analyses/{name}.{step:07d}.csv"
-    tables.measure_snapshot(analysis | options, milestone, folder / "latents", out, torch.device("cpu"))
+    analysis = ANALYSES.select(analysis | options)
+    tables.measure_snapshot(analysis, milestone, folder / "latents", out, torch.device("cpu"))
     return pd.read_csv(out)
 
 
@@ -261,8 +263,8 @@ def test_every_analysis_runs_for_continuous_processes(process, tmp_path):
     config = config.model_copy(update={"training": config.training.model_copy(update={"milestones": [4]})})
     train(config.plain(), "log_normal", 0, tmp_path / "log_normal/seed0", latents, [0, 4])
     for analysis in config.analyses:
-        for step in (0, 4) if "images" in analysis else ():
-            measure((tmp_path, config.plain()), analysis["name"], step, "log_normal")
+        for step in (0, 4) if isinstance(analysis, SnapshotOptions) else ():
+            measure((tmp_path, config.plain()), analysis.name, step, "log_normal")
         write_analysis(analysis, config, tmp_path)
         assert (tmp_path / "analyses" / f"{analysis['name']}.png").exists()
         values = pd.read_csv(tmp_path / "analyses" / f"{analysis['name']}.csv")
@@ -317,10 +319,8 @@ def test_analyses_of_recorded_results_equal_known_values(tree, tmp_path):
 def test_the_report_shows_only_analyses_that_have_results(tree):
     config, results = tree
     page = page_of(config, results)
-    assert all(
-        ANALYSES.entry(name).help.replace("'", "&#39;") in page for name in ("density", "increments", "subset_size")
-    )
-    assert ANALYSES.entry("agreement").help not in page
+    assert all(ANALYSES[name].title.replace("'", "&#39;") in page for name in ("density", "increments", "subset_size"))
+    assert ANALYSES["agreement"].title not in page
 
 
 ADAPTIVE = {"sampler": {"name": "adaptive"}, "grid": {"sampler.selected": [1, 3]}}
@@ -371,8 +371,8 @@ def test_bad_arguments_of_analyse_are_rejected(tmp_path, capsys):
 def test_changing_the_milestones_of_an_analysis_reruns_no_measurement():
     from kairos.workflow.dependencies import collect_params
 
-    one_milestone = experiment({"uniform": {}}, analyses=[{"name": "areas", "milestones": [20]}])
-    all_milestones = experiment({"uniform": {}}, analyses=["areas"])
+    one_milestone = validate(experiment({"uniform": {}}, analyses=[{"name": "areas", "milestones": [20]}]))
+    all_milestones = validate(experiment({"uniform": {}}, analyses=["areas"]))
     assert collect_params("measure_areas", one_milestone) == collect_params("measure_areas", all_milestones)
     assert collect_params("analyse_areas", one_milestone) != collect_params("analyse_areas", all_milestones)
 
@@ -402,7 +402,7 @@ def test_the_pipeline_runs_analyses_without_rerunning_other_jobs(tmp_path_factor
     for name in ("gradient_variance", "interdependence", "agreement", "areas", "density", "increments"):
         assert len(pd.read_csv(results / "analyses" / f"{name}.csv")) > 2
         assert (results / "analyses" / f"{name}.png").stat().st_size > 10_000
-        assert ANALYSES.entry(name).help in html.unescape((results / "report.html").read_text())
+        assert ANALYSES[name].title in html.unescape((results / "report.html").read_text())
     assert "preconditioned" in set(pd.read_csv(results / "analyses/agreement.csv")["loss"])  # needs the last snapshot
     assert copy.to_do(config="params.yaml") == {}
     before = (results / "analyses/gradient_variance.csv").read_bytes()

@@ -10,6 +10,7 @@ import yaml
 
 from kairos.cli import main
 from kairos.config import load, validate
+from kairos.diffusion import DiffusionConfig
 from kairos.sampling.settings import SamplingConfig
 from kairos_timesteps.errors import ConfigError
 
@@ -199,14 +200,14 @@ def test_check_shows_the_sets_of_samples(tmp_path, capsys):
     ],
 )
 def test_solver_options_that_a_continuous_process_lacks_are_rejected(process, scheduler, message):
-    options = {"name": process, **({"sigma_data": 0.5} if process == "edm" else {})}
+    diffusion = DiffusionConfig(process={"name": process, **({"sigma_data": 0.5} if process == "edm" else {})})
     config = SamplingConfig(scheduler=scheduler)
     with pytest.raises(ConfigError, match=message):
-        config.check_fits({"process": options, "prediction": "epsilon"}, [], 0.0)
+        config.check_fits(diffusion, [], 0.0)
     config = SamplingConfig(
         scheduler=scheduler["name"], steps=5000
     )  # continuous times can be divided into any number of steps
-    config.check_fits({"process": options, "prediction": "epsilon"}, [], 0.0)
+    config.check_fits(diffusion, [], 0.0)
 
 
 def test_several_mistakes_are_reported_at_once():

@@ -24,14 +24,17 @@ def test_the_default_coupling_does_not_change_the_configuration_or_the_identity(
     assert plain["methods"]["uniform"] == plain["methods"]["usual"] and "coupling" not in plain["methods"]["uniform"]
     assert plain["methods"]["nearest"]["coupling"] == {"name": "nearest", "k": 3}
     roots = {name: {"kairos_timesteps.couplings:Assignment", "kairos_timesteps.couplings:Nearest"} for name in METHODS}
-    code = {name: sorted(roots[name] & {*code_roots(read_run_settings(plain, name, 0))}) for name in METHODS}
+    runs = {name: read_run_settings(plain, name, 0) for name in METHODS}
+    code = {name: sorted(roots[name] & {*code_roots(run)}) for name, run in runs.items()}
     assert code == {
         "uniform": [],
         "usual": [],
         "assignment": ["kairos_timesteps.couplings:Assignment"],
         "nearest": ["kairos_timesteps.couplings:Nearest"],
     }
-    depends_on_ranks = [name for name in METHODS if "processes" in trajectory_settings(plain, name)]
+    depends_on_ranks = [
+        name for name, run in runs.items() if "processes" in trajectory_settings(run.training, run.method)
+    ]
     assert depends_on_ranks == ["assignment"]  # each rank assigns noise within its slice of the batch
 
 

@@ -6,6 +6,7 @@ import torch
 
 from kairos.evaluation import extractors, metrics
 from kairos.evaluation.measurements import iterate_rows, measure
+from kairos.evaluation.settings import DinoOptions, FdDinoOptions
 from kairos_timesteps.errors import KairosError
 
 transformers = pytest.importorskip("transformers")
@@ -26,7 +27,7 @@ def network(tmp_path_factory):
 def test_features_equal_the_class_token_of_the_published_preprocessing(network, tmp_path):
     from torchvision.transforms import functional
 
-    manifest = extractors.build_extractor({"name": "dinov2", "path": str(network)}, None, tmp_path / "x")
+    manifest = extractors.build_extractor(DinoOptions(path=str(network)), None, tmp_path / "x")
     assert (
         manifest["metric"] == "fd_dinov2" and manifest["features"] == 24 and str(network) not in str(manifest["files"])
     )
@@ -47,19 +48,19 @@ def test_features_equal_the_class_token_of_the_published_preprocessing(network, 
     features = [opened.compute_layers(batch)["features"] for batch in (grey, grey.repeat(3, axis=3))]
     torch.testing.assert_close(*features)
     statistics = measure(opened, iterate_rows(np.concatenate([images] * 8), range(40)), {"moments"})
-    comparison = metrics.Comparison("fd_dinov2", metrics.statistics_to_store(statistics), ({"name": "fd_dinov2"},))
+    comparison = metrics.Comparison("fd_dinov2", metrics.statistics_to_store(statistics), (FdDinoOptions(),))
     assert comparison.score(statistics) == {"fd_dinov2": pytest.approx(0, abs=1e-5)}
 
 
 def test_a_missing_or_different_network_is_reported_with_the_field_to_set(tmp_path):
     with pytest.raises(KairosError, match=r"dinov2 needs the network .*nowhere .*evaluation\.extractor\.path"):
-        extractors.build_extractor({"name": "dinov2", "path": str(tmp_path / "nowhere")}, None, tmp_path / "x")
+        extractors.build_extractor(DinoOptions(path=str(tmp_path / "nowhere")), None, tmp_path / "x")
     other = transformers.BertModel(
         transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     )
     other.save_pretrained(tmp_path / "bert")
     with pytest.raises(KairosError, match=r"got a bert in .*, allowed: a dinov2"):
-        extractors.build_extractor({"name": "dinov2", "path": str(tmp_path / "bert")}, None, tmp_path / "x")
+        extractors.build_extractor(DinoOptions(path=str(tmp_path / "bert")), None, tmp_path / "x")
 
 
 def test_check_rejects_a_network_that_is_missing_and_cannot_be_downloaded(tmp_path, network, monkeypatch, capsys):

@@ -3,17 +3,25 @@
 import itertools
 import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from kairos.diffusion import build_process
-from kairos.evaluation import metrics, registries, validation
+from kairos.evaluation import metrics, validation
 from kairos.evaluation.measurements import ImageStatistics, MomentSums, Spool, measure
 from kairos.evaluation.metrics import Comparison
-from kairos.evaluation.settings import MEASUREMENTS, METRICS, LossSettings, needs_of_real_images
+from kairos.evaluation.settings import (
+    MEASUREMENTS,
+    METRICS,
+    LossSettings,
+    MetricOptions,
+    metrics_with_options,
+    needs_of_real_images,
+)
 from kairos_timesteps.errors import KairosError
+from training_case import make_process
 
 
 def gaussian_features(mean, std, count=20_000, width=4, seed=0):
@@ -32,9 +40,8 @@ def measure_features(features: torch.Tensor, size: int = 777) -> ImageStatistics
 
 def comparison_with(features: torch.Tensor, *names: str, metric: str = "frechet_x") -> Comparison:
     """Return the comparison by some metrics, with features of the real images."""
-    return Comparison(
-        metric, metrics.statistics_to_store(measure_features(features)), tuple({"name": name} for name in names)
-    )
+    real = metrics.statistics_to_store(measure_features(features))
+    return Comparison(metric, real, tuple(metrics_with_options(names)))
 
 
 def test_the_frechet_distance_of_gaussians_equals_the_closed_form():
@@ -109,9 +116,8 @@ def test_kid_of_inception_features_equals_that_of_torch_fidelity():
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     samples, real = gaussian_features(0.3, 0.8, 300, 8).float(), gaussian_features(0.0, 1.0, 400, 8, 1).float()
-    comparison = Comparison(
-        "fid", metrics.statistics_to_store(measure_features(real)), ({"name": "kid", "subsets": 9, "subset_size": 100},)
-    )
+    kid = METRICS.select({"name": "kid", "subsets": 9, "subset_size": 100})
+    comparison = Comparison("fid", metrics.statistics_to_store(measure_features(real)), (kid,))
     expected = kid_features_to_metric(
         samples.double(), real.double(), kid_subsets=9, kid_subset_size=100, verbose=False
     )
@@ -158,12 +164,19 @@ def test_the_bootstrap_estimates_the_standard_deviation_over_sample_sets():
 
 
 def test_every_metric_needs_measurements_that_exist():
-    for name, entry in METRICS.items():
-        assert set(entry.facts["needs"]) <= set(MEASUREMENTS), name
-    metrics_of_every_kind = [{"name": name} for name in ("fid", "sfid", "kid", "isc", "clip", "psnr", "validation")]
+    for name, metric in METRICS.items():
+        assert metric.needs and set(metric.needs) <= set(MEASUREMENTS), name
+    metrics_of_every_kind = metrics_with_options(["fid", "sfid", "kid", "isc", "clip", "psnr", "validation"])
     assert needs_of_real_images(metrics_of_every_kind) == {"moments", "spatial", "features"}
-    with pytest.raises(KairosError, match=r"metric new: needs: got logit, allowed: .*logits"):
-        registries._metric("new", "a metric", "features logit")
+    with pytest.raises(KairosError, match=r"needs: got .*logit.*, allowed: .*logits"):
+
+        @METRICS.register
+        class Misspelled(MetricOptions):
+            code: ClassVar[str] = "kairos.evaluation.metrics:isc"
+            needs: ClassVar[tuple[str, ...]] = ("features", "logit")
+
+            name: str = "new"
+
     assert "new" not in METRICS
 
 
@@ -241,9 +254,7 @@ class Latents:
 
 def discrete(timesteps=50, schedule="linear", prediction="epsilon"):
     """Return a process with a noise schedule of T timesteps."""
-    return build_process(
-        {"process": {"name": "discrete", "timesteps": timesteps, "schedule": schedule}, "prediction": prediction}
-    )
+    return make_process({"name": "discrete", "timesteps": timesteps, "schedule": schedule}, prediction)
 
 
 def loss_of(network, process=None, seed=0, **settings):
@@ -290,7 +301,7 @@ def test_vlb_of_a_stratum_is_the_mean_of_c_times_the_loss_of_each_image():
 @pytest.mark.parametrize("name,first_time", [("edm", 0.002), ("flow", 0.0005), ("vp", 0.0005)])
 def test_the_validation_loss_of_a_continuous_process_covers_its_times(name, first_time):
     options = {"sigma_data": 0.5} if name == "edm" else {}
-    process = build_process({"process": {"name": name, **options}, "prediction": "epsilon"})
+    process = make_process({"name": name, **options}, "epsilon")
 
     def network(process, x, t):
         if name == "edm":  # the prediction x0 = 0 requires an output that cancels the skip connection

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ import yaml
 from kairos.cli import main
 from kairos.data.dataset import open_dataset
 from kairos.evaluation import evaluate, extractors
-from kairos.evaluation.settings import METRICS
+from kairos.evaluation.settings import EXTRACTORS, METRICS, ExtractorOptions, MetricOptions
 from kairos.sampling.samples_file import open_samples, write_samples
+from kairos.sampling.settings import SOLVERS, SolverOptions
 from kairos_timesteps.errors import DamagedError, KairosError
 
 
@@ -115,9 +117,8 @@ def test_the_training_of_the_classifier_is_deterministic(results, tmp_path):
     torch.set_num_threads(1)
     options = json.loads((results / "extractor/manifest.json").read_text())["options"]
     dataset = open_dataset(results / "dataset")
-    hashes = [
-        extractors.build_extractor({**options, "steps": 5}, dataset, tmp_path / str(k))["sha256"] for k in range(2)
-    ]
+    extractor = EXTRACTORS.select({**options, "steps": 5})
+    hashes = [extractors.build_extractor(extractor, dataset, tmp_path / str(k))["sha256"] for k in range(2)]
     assert hashes[0] == hashes[1]
 
 
@@ -134,7 +135,7 @@ def test_a_classifier_requires_classes(results, tmp_path):
     dataset = dataclasses.replace(open_dataset(results / "dataset"), conditions={})
     options = json.loads((results / "extractor/manifest.json").read_text())["options"]
     with pytest.raises(KairosError, match="no classes"):
-        extractors.build_extractor(options, dataset, tmp_path / "x")
+        extractors.build_extractor(EXTRACTORS.select(options), dataset, tmp_path / "x")
     assert not (tmp_path / "x/manifest.json").exists()
 
 
@@ -407,8 +408,17 @@ def brightness(options, measured, comparison):
     return {"mean_feature": float(measured.features[:].mean())}
 
 
+class MeanFeatureOptions(MetricOptions):
+    """The metric of an extension."""
+
+    code: ClassVar[str] = f"{__name__}:brightness"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
+
+    name: str = "mean_feature"
+
+
 def test_a_metric_is_added_by_name(results, tmp_path, monkeypatch):
-    METRICS.add("mean_feature", f"{__name__}:brightness", needs=["features"], extractor="")
+    monkeypatch.setitem(METRICS, "mean_feature", MeanFeatureOptions)
     reference = shutil.copytree(results / "reference", tmp_path / "reference")
     record = json.loads((reference / "reference.json").read_text())
     (reference / "reference.json").write_text(
@@ -417,7 +427,6 @@ def test_a_metric_is_added_by_name(results, tmp_path, monkeypatch):
     job = evaluate.EvaluationJob(results / "1.npz", tmp_path / "x.json")
     evaluate.run([job], reference, results / "extractor")
     metrics = json.loads((tmp_path / "x.json").read_text())["metrics"]
-    del METRICS["mean_feature"]
     assert metrics["mean_feature"] > 0 and len(metrics["mean_feature_sets"]) == 2
 
 
@@ -426,15 +435,21 @@ def blank(options, process, grid, estimate, noise):
     return estimate(noise(0), grid[0]) * 0 - 1
 
 
-def test_a_solver_is_added_by_name(results, tmp_path, monkeypatch):
-    from kairos.sampling.settings import SOLVERS
+class BlankOptions(SolverOptions):
+    """The solver of an extension."""
 
-    monkeypatch.setitem(SOLVERS, "blank", dataclasses.replace(METRICS["isc"], code=f"{__name__}:blank", facts={}))
+    code: ClassVar[str] = f"{__name__}:blank"
+
+    name: str = "blank"
+
+
+def test_a_solver_is_added_by_name(results, tmp_path, monkeypatch):
+    monkeypatch.setitem(SOLVERS, "blank", BlankOptions)
     milestone = results / "uniform/seed0/milestones/0000002"
     arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 3, "--scheduler", "blank")
     assert kairos("sample", *arguments) == 0
     images, protocol = read_samples(tmp_path / "x.npz")
-    assert images.max() == 0 and protocol["scheduler"] == {"name": "blank"}
+    assert images.max() == 0 and protocol["scheduler"]["name"] == "blank"
 
 
 def make_pixels(options, dataset, folder):
@@ -458,11 +473,17 @@ def load(folder, manifest):
     return extractors.Extractor(manifest, Pixels("pixels", ["pixels"]), ("features",))
 
 
-def test_an_extractor_is_added_by_name(results, tmp_path, monkeypatch):
-    from kairos.evaluation.settings import EXTRACTORS
+class PixelsOptions(ExtractorOptions):
+    """The extractor of an extension."""
 
+    code: ClassVar[str] = f"{__name__}:make_pixels"
+
+    name: str = "pixels"
+
+
+def test_an_extractor_is_added_by_name(results, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(EXTRACTORS, "pixels", dataclasses.replace(METRICS["isc"], code=f"{__name__}:make_pixels"))
+    monkeypatch.setitem(EXTRACTORS, "pixels", PixelsOptions)
     config = write_config(tmp_path, extractor="pixels")
     shared = ("--config", config, "--dataset", results / "dataset")
     assert kairos("extractor", *shared, "--out", "extractor") == 0

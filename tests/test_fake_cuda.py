@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fake_cuda import DEVICE, fake_cuda, process_group
+from kairos.config import validate
 from kairos.data.latents import open_latents
 from kairos.losses.settings import LOSSES
 from kairos.models.settings import BACKBONES
 from kairos.sampling.generate import DataPrediction, Guidance, build_guided_predictor, make_noise_source
 from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid
-from kairos.section import build
 from kairos.training.loop import train_steps
 from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
@@ -100,9 +100,9 @@ def resolve_combination(combination: dict) -> dict:
     row = dict(combination)
     row["points"] = combination["points"] if "points" in sampler else "random"
     row["importance"] = combination["importance"] and "importance" in sampler
-    if LOSSES[combination["loss"]].facts.get("variance"):
+    if LOSSES[combination["loss"]].trains_variance:
         row["process"] = "learned variance"
-    if LOSSES[combination["loss"]].facts.get("masked"):
+    if LOSSES[combination["loss"]].masks_tokens:
         row["model"] = "mdt"
     return row
 
@@ -338,7 +338,7 @@ def test_by_default_a_gpu_logs_every_tenth_step_and_a_cpu_every_step(latents):
     assert [line["step"] for line in train_steps(training, 3)] == [1, 2, 3]
 
 
-SOLVERS = [(solver, process, prediction) for solver in SOLVERS for process, prediction in (
+SAMPLING_CASES = [(solver, process, prediction) for solver in SOLVERS for process, prediction in (
     ("discrete", "epsilon"), ("discrete", "v"), ("edm", None), ("fdm", None), ("flow", None), ("vp", "x0"),
 )]  # fmt: skip
 
@@ -355,7 +355,8 @@ def count_synchronisations_of_sampling(
         training__condition_dropout=0.1 if names else 0.0,
         sampling={"scheduler": solver, "steps": SAMPLING_STEPS, "guidance_scale": guidance_scale},
     )
-    scheduler = resolve_solver(plain["sampling"]["scheduler"], plain["diffusion"]["process"])
+    config = validate(plain)
+    scheduler = resolve_solver(config.sampling.scheduler, config.diffusion.process)
     with fake_cuda() as record, torch.no_grad():
         training = build_training(plain, "method", 0, latents, DEVICE)
         process, shape = training.process, latents.shape
@@ -367,23 +368,23 @@ def count_synchronisations_of_sampling(
         estimate = DataPrediction(process, predict, False, precision)
         estimate(torch.zeros(4, *shape, dtype=torch.float64, device=DEVICE), grid[0])  # moves tables to the device
         record.clear()
-        x0 = build(SOLVERS, scheduler, process, grid, estimate, make_noise_source(0, range(4), shape, DEVICE))
+        x0 = scheduler.build(process, grid, estimate, make_noise_source(0, range(4), shape, DEVICE))
         assert x0.device == DEVICE and x0.shape == (4, *shape)
         return Counter(record.synchronisations)
 
 
-@pytest.mark.parametrize(("solver", "process", "prediction"), SOLVERS[::5])  # each solver and each process
+@pytest.mark.parametrize(("solver", "process", "prediction"), SAMPLING_CASES[::5])  # each solver and each process
 def test_sampling_does_not_synchronise(solver, process, prediction, latents):
     diffusion = {"process": process, "prediction": prediction}
     assert not count_synchronisations_of_sampling(latents, solver, diffusion, "bf16", 2.0)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(len(SOLVERS)))
+@pytest.mark.parametrize("number", range(len(SAMPLING_CASES)))
 def test_sampling_does_not_synchronise_in_any_precision(number, latents):
     """Each solver and each process with each precision, with and without guidance."""
-    solver, process, prediction = SOLVERS[number]
-    solver_index, process_index = divmod(number, len(SOLVERS) // len(SOLVERS))
+    solver, process, prediction = SAMPLING_CASES[number]
+    solver_index, process_index = divmod(number, len(SAMPLING_CASES) // len(SOLVERS))
     precision = ("fp32", "tf32", "bf16")[(solver_index + process_index) % 3]
     guidance_scale = (1.0, 2.0)[(solver_index + process_index // 3) % 2]
     diffusion = {"process": process, "prediction": prediction}

@@ -1,4 +1,4 @@
-"""The GPU benchmark kit in its short form, on the CPU of a machine that has little more than torch and numpy."""
+"""The GPU benchmark kit in its short form, on the CPU of a machine that has little more than torch, numpy and pydantic."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 KIT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
 ABSENT = {
-    "datasets", "diffusers", "dvc", "matplotlib", "mlflow", "pandas", "PIL", "pydantic", "sklearn", "snakemake",
+    "datasets", "diffusers", "dvc", "matplotlib", "mlflow", "pandas", "PIL", "sklearn", "snakemake",
     "torch_fidelity", "torchvision", "yaml",
 }  # fmt: skip
 BLOCK = f"""

@@ -4,15 +4,25 @@ import ast
 import subprocess
 import sys
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 
 import kairos_timesteps
 from kairos import fingerprint
-from kairos.evaluation.settings import METRICS
+from kairos.config import validate
+from kairos.evaluation.settings import METRICS, FrechetOptions
 from kairos.fingerprint import _text
 from kairos.training.identity import code_roots
-from kairos.training.settings import AVERAGES, OPTIMIZERS, SCHEDULES, AdamOptions, read_run_settings
+from kairos.training.settings import (
+    AVERAGES,
+    OPTIMIZERS,
+    SCHEDULES,
+    AverageOptions,
+    OptimizerOptions,
+    ScheduleOptions,
+    read_run_settings,
+)
 from kairos.workflow import dependencies
 from training_case import experiment
 
@@ -44,29 +54,39 @@ def test_modules_of_other_packages_are_found_with_their_code(tmp_path, monkeypat
         assert fingerprint._path(name) == tmp_path / path
 
 
-@pytest.mark.parametrize(("registry", "field"), [(OPTIMIZERS, "optimizer"), (SCHEDULES, "schedule"), (AVERAGES, "ema")])
-def test_optimisers_schedules_and_averages_belong_to_the_code(registry, field, monkeypatch):
-    options = {"options": AdamOptions} if field == "optimizer" else {}
-    registry.add("elsewhere", "colorsys:rgb_to_hls", **options)
-    try:
-        plain = experiment()
-        plain["training"][field] = {"name": "elsewhere"}
-        assert "colorsys" in {root.partition(":")[0] for root in code_roots(read_run_settings(plain, "uniform", 0))}
-    finally:
-        del registry["elsewhere"]
+def declare_elsewhere(base):
+    """Return a component, derived from `base`, whose code is in a module of the standard library."""
+
+    class ElsewhereOptions(base):
+        code: ClassVar[str] = "colorsys:rgb_to_hls"
+
+        name: str = "elsewhere"
+
+    return ElsewhereOptions
 
 
-def test_metrics_belong_to_the_code_of_an_evaluation():
+@pytest.mark.parametrize(
+    ("components", "base", "field"),
+    [
+        (OPTIMIZERS, OptimizerOptions, "optimizer"),
+        (SCHEDULES, ScheduleOptions, "schedule"),
+        (AVERAGES, AverageOptions, "ema"),
+    ],
+)
+def test_optimisers_schedules_and_averages_belong_to_the_code(components, base, field, monkeypatch):
+    monkeypatch.setitem(components, "elsewhere", declare_elsewhere(base))
     plain = experiment()
-    before = {stage: dependencies.collect_params(stage, plain)["code"] for stage in ("evaluate", "reference", "sample")}
-    METRICS.add("elsewhere", "colorsys:rgb_to_hls")
-    try:
-        changed = {
-            stage for stage, digest in before.items() if dependencies.collect_params(stage, plain)["code"] != digest
-        }
-    finally:
-        del METRICS["elsewhere"]
-    assert changed == {"evaluate", "reference"}
+    plain["training"][field] = {"name": "elsewhere"}
+    assert "colorsys" in {root.partition(":")[0] for root in code_roots(read_run_settings(plain, "uniform", 0))}
+
+
+def test_metrics_belong_to_the_code_of_an_evaluation(monkeypatch):
+    config, stages = validate(experiment()), ("evaluate", "reference", "sample")
+    before = {stage: dependencies.collect_params(stage, config)["code"] for stage in stages}
+    metric = declare_elsewhere(FrechetOptions)
+    monkeypatch.setitem(METRICS, "elsewhere", metric)
+    after = {stage: dependencies.collect_params(stage, config)["code"] for stage in stages}
+    assert {stage for stage in stages if after[stage] != before[stage]} == {"evaluate", "reference"}
 
 
 @pytest.mark.parametrize(

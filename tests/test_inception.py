@@ -7,19 +7,20 @@ import torch
 from kairos.evaluation import extractors, inception_weights, metrics
 from kairos.evaluation.evaluate import cache_published_extractor
 from kairos.evaluation.measurements import iterate_rows, measure
+from kairos.evaluation.settings import FidOptions, InceptionOptions, IscOptions, SfidOptions
 from kairos_timesteps.errors import DamagedError, KairosError
 
 
 def test_missing_inception_weights_are_reported(tmp_path):
     with pytest.raises(KairosError, match=r"nowhere\.pth.*classifier and selfsupervised need no weights"):
-        extractors.build_extractor({"name": "inception", "path": str(tmp_path / "nowhere.pth")}, None, tmp_path / "x")
+        extractors.build_extractor(InceptionOptions(path=str(tmp_path / "nowhere.pth")), None, tmp_path / "x")
 
 
 def test_a_failed_inception_download_reports_the_path_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("kairos.evaluation.inception.URL_INCEPTION_V3", (tmp_path / "no-6726825d.pth").as_uri())
     with pytest.raises(KairosError, match=r"checkpoints/weights-inception-2015-12-05-6726825d\.pth, but the download"):
-        extractors.build_extractor({"name": "inception", "path": None}, None, tmp_path / "x")
+        extractors.build_extractor(InceptionOptions(), None, tmp_path / "x")
 
 
 @pytest.fixture
@@ -71,9 +72,7 @@ def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
     torch.save({}, tmp_path / "empty.pth")
     random = Random("random", ["2048"], feature_extractor_weights_path=str(tmp_path / "empty.pth"))
     torch.save(random.state_dict(), tmp_path / "weights.pth")
-    manifest = extractors.build_extractor(
-        {"name": "inception", "path": str(tmp_path / "weights.pth")}, None, tmp_path / "x"
-    )
+    manifest = extractors.build_extractor(InceptionOptions(path=str(tmp_path / "weights.pth")), None, tmp_path / "x")
     assert manifest["metric"] == "fid" and manifest["features"] == 2048
     opened = extractors.open_extractor(tmp_path / "x")
     grey = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 1), dtype=np.uint8)
@@ -86,7 +85,7 @@ def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
     isc = isc_features_to_metric(layers["logits"], splits=1, shuffle=False)["inception_score_mean"]
     torch.testing.assert_close(measured.gaussians["spatial"][0], layers["spatial"].double().mean(0).numpy())
     real = metrics.statistics_to_store(measured)
-    comparison = metrics.Comparison("fid", real, ({"name": "fid"}, {"name": "sfid"}, {"name": "isc"}))
+    comparison = metrics.Comparison("fid", real, (FidOptions(), SfidOptions(), IscOptions()))
     assert comparison.score(measured) == {
         "fid": pytest.approx(0, abs=1e-3),
         "sfid": pytest.approx(0, abs=1e-3),

@@ -2,24 +2,33 @@
 
 import graphlib
 import importlib
+import re
 from pathlib import Path
 
 import grimp
 
+from kairos.components import Components
 from kairos_timesteps.registry import Registry
 
 ROOT = Path(__file__).parents[1]
+DECLARATION = re.compile(r"= (Registry|Components)\(")  # of the components of one kind
 
 
 def list_registered_code() -> list[tuple[str, str]]:
-    """Return each module that fills a registry, with each "module:attribute" in that registry."""
+    """Return each module that registers components, with the "module:attribute" of each component."""
     modules = []
     for folder in (ROOT / "src", ROOT / "library/src"):
-        paths = [path for path in sorted(folder.rglob("*.py")) if "= Registry(" in path.read_text()]
+        paths = [path for path in sorted(folder.rglob("*.py")) if DECLARATION.search(path.read_text())]
         names = [".".join(path.relative_to(folder).with_suffix("").parts) for path in paths]
         modules += [importlib.import_module(name) for name in names]
-    filled = [(module.__name__, value) for module in modules for value in vars(module).values()]
-    return [(name, each.code) for name, value in filled if isinstance(value, Registry) for each in value.values()]
+    registered = []
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, Registry):
+                registered += [(module.__name__, entry.code) for entry in value.values()]
+            elif isinstance(value, Components):
+                registered += [(component.__module__, component.code) for component in value.values()]
+    return registered
 
 
 def test_every_name_of_a_registry_leads_to_code():
@@ -45,7 +54,7 @@ def test_no_package_imports_itself_through_others():
     for importer, imported in ((find_package(importer), find_package(imported)) for importer, imported in needs):
         if importer != imported and {importer, imported}.isdisjoint({"kairos"}):
             packages.setdefault(importer, set()).add(imported)
-    assert len(list_registered_code()) > 40 and "kairos_timesteps.diffusion.registries" in {
-        module for module, _ in list_registered_code()
-    }
+    declaring = {module for module, _ in list_registered_code()}
+    assert {"kairos_timesteps.diffusion.registries", "kairos.models.settings", "kairos.training.settings"} <= declaring
+    assert len(list_registered_code()) > 80
     graphlib.TopologicalSorter(packages).prepare()  # raises CycleError if there is a cycle

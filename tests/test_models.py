@@ -6,7 +6,6 @@ import torch
 from kairos.models import load, save
 from kairos.models.settings import BACKBONES, omit_overridden_size
 from kairos_timesteps.errors import KairosError
-from kairos_timesteps.options import dump
 from training_case import build_model
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
@@ -42,7 +41,7 @@ def test_dit_has_the_published_sizes(name, options, millions):
     ],
 )
 def test_the_size_field_is_omitted_if_other_options_override_it(name, options, kept):
-    model = {"name": name, **dump(BACKBONES.parse(name, options, "model"))}
+    model = BACKBONES.select({"name": name, **options}).plain()
     assert omit_overridden_size(model) == {key: value for key, value in model.items() if kept or key != "size"}
 
 

@@ -14,11 +14,11 @@ from training_case import experiment, make_latents, train
 
 
 def compute_factor(name, step, length=0, **options):
-    return SCHEDULES.entry(name).load()(SCHEDULES.parse(name, options), step, length)
+    return SCHEDULES.select({"name": name, **options}).build(step, length)
 
 
 def compute_decay(name, step, batch_size=1, **options):
-    return AVERAGES.entry(name).load()(AVERAGES.parse(name, options), step, batch_size)
+    return AVERAGES.select({"name": name, **options}).build(step, batch_size)
 
 
 def test_schedules_equal_their_formulas():
@@ -35,8 +35,8 @@ def test_the_rate_decays_before_each_evaluated_step():
     ]
     assert rates == pytest.approx([1, 1, 0.5, 0.05, 1, 1, 0.5, 0.025, 1, 1])
     for wrong in ([], [0, 5], [5, 5], [6, 5]):
-        with pytest.raises(KairosError, match=r"at: got .*, allowed: steps, 1 or more, increasing"):
-            SCHEDULES.parse("decays", {"at": wrong})
+        with pytest.raises(KairosError, match=r"training.schedule.at: got .*, allowed: steps, 1 or more, increasing"):
+            experiment(training__schedule={"name": "decays", "at": wrong})
 
 
 def test_half_life_counts_images_and_grows_with_them():

@@ -15,14 +15,13 @@ from kairos.config import load, validate
 from kairos.costs.estimate import estimate_cost
 from kairos.costs.network import count_network_cost
 from kairos.costs.rendering import estimate_values, render_estimate
-from kairos.diffusion import build_process
 from kairos_timesteps.base import Cost, FixedDensity, MeasuresNetwork, Sampler
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
 from kairos_timesteps.registry import Entry
 from kairos_timesteps.strategy import Strategy
-from training_case import build_model, experiment, make_latents, train
+from training_case import build_model, experiment, make_latents, make_process, train
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASS = {"class": {"kind": "class", "num_classes": 1000}}
@@ -115,7 +114,8 @@ def test_the_cost_of_every_sampler_equals_its_forward_passes(sampler: str, batch
     """`Sampler.cost` equals the number of samples that pass through the network per period, after the warm-up."""
     plain = experiment({"m": {"sampler": sampler}}, training__batch_size=batch)
     options = but_name(plain["methods"]["m"]["sampler"])
-    strategy = Strategy(sampler, build_process(plain["diffusion"]), sampler=options)
+    diffusion = plain["diffusion"]
+    strategy = Strategy(sampler, make_process(diffusion["process"], diffusion["prediction"]), sampler=options)
     network, x0, period = CountingNetwork(), torch.zeros(batch, 3, 2, 2), getattr(strategy.sampler, "frequency", 1)
     for number in range(5):
         network.samples = [0, 0]

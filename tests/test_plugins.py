@@ -276,7 +276,7 @@ def test_code_that_a_plugin_imports_from_its_folder_counts(folder):
     edit("OTHER = 1", "OTHER = 2", "scale_of_test.py")
     edit("SCALE = 1", "SCALE = 2", "scale_of_test.py")
     code = f"from kairos.config import load; from kairos.config.plugins import method_codes\n\
-print(method_codes(load({str(kept)!r}).plain()['methods'])['my_strategies:Power'])"
+print(method_codes(load({str(kept)!r}).methods)['my_strategies:Power'])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert printed != read_json(plugins.codes_file(kept))["my_strategies:Power"]
     assert before == fingerprint_methods()  # this process has imported the earlier text
@@ -289,7 +289,7 @@ def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
         compute_identity(read_run_settings(plain, method, 0), manifest, "cpu")["identity"] for method in METHODS
     ]
     stages = [
-        dependencies.collect_params(stage, plain, "power")
+        dependencies.collect_params(stage, validate(plain), "power")
         for stage in ("prepare", "train", "sample", "evaluate", "report")
     ]
     without = experiment({"uniform": {}})
@@ -302,7 +302,7 @@ def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
         compute_identity(read_run_settings(moved, method, 0), manifest, "cpu")["identity"] for method in METHODS
     ] == identities
     stages_after = [
-        dependencies.collect_params(stage, moved, "power")
+        dependencies.collect_params(stage, validate(moved), "power")
         for stage in ("prepare", "train", "sample", "evaluate", "report")
     ]
     assert stages_after == stages
@@ -319,19 +319,19 @@ def test_a_frozen_experiment_records_the_code_of_its_plugins(folder):
     first = freeze(validate(make_case()))
     assert load(first).plugins == ["my_strategies.py"]
     edit("SCALE = 1", "# a comment\nSCALE = 1")
-    plain = make_case()
-    assert freeze(validate(plain)) == first
+    config = validate(make_case())
+    assert freeze(config) == first
     for method in METHODS:
-        plugins.check_unedited(first, method, plain["methods"][method])
+        plugins.check_unedited(first, method, config.methods[method])
     edit("p**self.exponent", "p")
-    plain = make_case()
+    config = validate(make_case())
     for method in ("uniform", "coupled"):
-        plugins.check_unedited(first, method, plain["methods"][method])
+        plugins.check_unedited(first, method, config.methods[method])
     with pytest.raises(KairosError, match=r"my_strategies.py: the code of method power was edited after this run"):
-        plugins.check_unedited(first, "power", plain["methods"]["power"])
-    second = freeze(validate(plain))
+        plugins.check_unedited(first, "power", config.methods["power"])
+    second = freeze(config)
     assert second != first
-    plugins.check_unedited(second, "power", plain["methods"]["power"])
+    plugins.check_unedited(second, "power", config.methods["power"])
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,15 +13,17 @@ import kairos_timesteps
 import rank_groups
 from components_by_name import make_weighting
 from kairos.cli import main
+from kairos.components import LibraryComponent
 from kairos.config import validate
 from kairos.costs import estimate as costs
 from kairos.diffusion import build_process, scheduler_config
 from kairos.losses import terms as losses
 from kairos.milestones import open_milestone
-from kairos.models.settings import BACKBONES
+from kairos.models.settings import BACKBONES, BackboneOptions
+from kairos.section import field
 from kairos.training.settings import AVERAGES
+from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.options import Options, option
 from training_case import (
     build_training,
     difference,
@@ -43,7 +46,7 @@ def latents(tmp_path_factory) -> Path:
 
 def make_process(name="discrete", prediction="epsilon", **options):
     options = {"sigma_data": 0.5, **options} if name in ("edm", "fdm") else options
-    return build_process({"process": {"name": name, **options}, "prediction": prediction})
+    return build_process(LibraryComponent.select(PROCESSES, {"name": name, **options}), prediction)
 
 
 # Schedules and inputs of the network
@@ -235,14 +238,17 @@ class MaskedBackbone(nn.Module):
         self.load_state_dict(weights)
 
 
-class MaskedBackboneOptions(Options):
-    width: int = option(8, "without effect", ge=1)
+class MaskedBackboneOptions(BackboneOptions):
+    code: ClassVar[str] = "test_published_diffusion:MaskedBackbone"
+    masks: ClassVar[bool] = True
+
+    name: str = "masked_backbone"
+    width: int = field(8, "without effect", ge=1)
 
 
 @pytest.fixture
 def make_masked_experiment(monkeypatch):
-    monkeypatch.setitem(BACKBONES, "masked_backbone", None)
-    BACKBONES.add("masked_backbone", "test_published_diffusion:MaskedBackbone", MaskedBackboneOptions, masks=True)
+    monkeypatch.setitem(BACKBONES, "masked_backbone", MaskedBackboneOptions)
     monkeypatch.setattr(MaskedBackbone, "calls", [])
 
     def case(methods=None, **changes):
@@ -356,7 +362,7 @@ def test_the_memory_guard_runs_both_passes(make_masked_experiment, latents):
 
 
 def compute_decay(name, step, batch_size=512, **options):
-    return AVERAGES.entry(name).load()(AVERAGES.parse(name, options), step, batch_size)
+    return AVERAGES.select({"name": name, **options}).build(step, batch_size)
 
 
 def test_edms_average_has_the_published_decay():

@@ -11,27 +11,25 @@ import torch
 
 from kairos.cli import main
 from kairos.config import validate
-from kairos.diffusion import build_process
 from kairos.sampling import generate
 from kairos.sampling.samples_file import open_samples
 from kairos.sampling.settings import SOLVERS, SamplingConfig
 from kairos.sampling.solvers import orders
 from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
-from kairos.section import build
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError
 from test_sampling import MEAN, STD, optimal_network, process_of, run, small_dit, solver_settings
-from training_case import build_model, experiment
+from training_case import build_model, experiment, make_process, train
 
 LEARNED = {"name": "discrete", "timesteps": 1000, "schedule": "linear", "variance": "learned_range"}
 
 
 def make_learned_process(**options):
-    return build_process({"process": {**LEARNED, **options}, "prediction": "epsilon"})
+    return make_process({**LEARNED, **options}, "epsilon")
 
 
 def make_learned_ddpm(options):
-    return {"name": "ddpm", **vars(SOLVERS.parse("ddpm", {"variance": "learned_range", **options}))}
+    return SOLVERS.select({"name": "ddpm", "variance": "learned_range", **options})
 
 
 # Learned variance
@@ -55,7 +53,7 @@ def test_ddpm_with_a_learned_variance_equals_diffusers_step_by_step(monkeypatch,
     scheduler = make_learned_ddpm({"spacing": spacing, "clip": clip})
     estimate = generate.DataPrediction(process, lambda x, t: seen.append((x, t)) or predict(x, t), clip)
     grid = build_time_grid(process, steps, scheduler)
-    x0 = build(SOLVERS, scheduler, process, grid, estimate, lambda k: noise[k])
+    x0 = scheduler.build(process, grid, estimate, lambda k: noise[k])
     visited = [int(t[0]) for _, t in seen]
     kept = process.schedule.alphas_cumprod[visited][::-1]
     reference = diffusers_ddpm.DDPMScheduler(
@@ -102,10 +100,9 @@ def test_latent_diffusions_ddim_equals_diffusers():
     """Timesteps 1, 6 ... 996, ending at alpha-bar_0, as diffusers with offset 1 and set_alpha_to_one False."""
     from diffusers import DDIMScheduler
 
-    process = build_process({
-        "process": {"name": "discrete", "schedule": "scaled_linear", "beta_start": 0.0015, "beta_end": 0.0195},
-        "prediction": "epsilon",
-    })  # fmt: skip
+    process = make_process(
+        {"name": "discrete", "schedule": "scaled_linear", "beta_start": 0.0015, "beta_end": 0.0195}, "epsilon"
+    )
     scheduler = solver_settings("ddim", {"spacing": "leading", "offset": 1, "end": "first"})
     predict = optimal_network(process, 0.2, 0.5)
     z = torch.randn(8, 1, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -126,7 +123,7 @@ def test_latent_diffusions_ddim_equals_diffusers():
 
 def test_heun_uses_noise_levels_of_the_cosine_schedule():
     """MinSNR's sampling grid uses the nearest noise level of the schedule, at most 80, without churn."""
-    process = build_process({"process": {"name": "discrete", "schedule": "cosine"}, "prediction": "epsilon"})
+    process = make_process({"name": "discrete", "schedule": "cosine"}, "epsilon")
     scheduler = solver_settings("heun", {"spacing": "karras", "sigma_min": 0.002, "sigma_max": 80.0})
     grid = build_time_grid(process, 50, scheduler)
     levels = process.schedule.snr**-0.5
@@ -135,7 +132,7 @@ def test_heun_uses_noise_levels_of_the_cosine_schedule():
     nearest = [levels[np.abs(levels - sigma).argmin()] for sigma in expected]
     assert [point.noise for point in grid] == pytest.approx([*nearest, 0.0])
     assert grid[0].noise < 81 < levels.max() and grid[-2].t == 0
-    assert scheduler["s_churn"] == 0 and SamplingConfig(scheduler="heun", steps=50).nfe == 99
+    assert scheduler.s_churn == 0 and SamplingConfig(scheduler="heun", steps=50).nfe == 99
 
 
 # DPM-Solver
@@ -175,7 +172,7 @@ def test_dpm_solver_solves_the_ode_of_a_gaussian(name):
 
 def test_dpm_solver_agrees_with_many_steps_of_ddim():
     """Both solve the process of U-ViT down to alpha-bar_0."""
-    process = build_process({"process": {"name": "discrete", "schedule": "scaled_linear"}, "prediction": "epsilon"})
+    process = make_process({"name": "discrete", "schedule": "scaled_linear"}, "epsilon")
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     samples = {}
     for solver, steps in (("dpm_solver", 50), ("dpm_solver", 200), ("ddim", 50), ("ddim", 200), ("ddim", 1000)):
@@ -211,7 +208,7 @@ def test_second_order_steps_equal_diffusers():
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     estimate = generate.DataPrediction(process, predict, False)
     end = points[-1]
-    result = build(SOLVERS, solver_settings("dpm_solver", {}), process, points, estimate, lambda k: z) * end.scale
+    result = solver_settings("dpm_solver", {}).build(process, points, estimate, lambda k: z) * end.scale
     reference = DPMSolverSinglestepScheduler(
         1000, trained_betas=process.schedule.betas.tolist(), solver_order=2, algorithm_type="dpmsolver++",
         solver_type="midpoint", lower_order_final=False,
@@ -335,7 +332,6 @@ def test_the_command_line_samples_with_a_learned_variance(tmp_path):
     from kairos.data.dataset import open_dataset
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
-    from kairos.training.run import train
 
     plain = experiment(
         {"speed": {"sampler": "speed"}}, training__condition_dropout=0.2, training__milestones=[4],

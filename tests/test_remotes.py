@@ -195,11 +195,11 @@ def test_no_job_calls_dvc(monkeypatch):
         "workflow/dvc_records.py",
         "status/tool_checks.py",
     }
-    plain = load(ROOT / "params.yaml").plain()
-    method = next(iter(plain["methods"]))
+    config = load(ROOT / "params.yaml")
+    method = next(iter(config.methods))
     monkeypatch.setattr(dependencies, "fingerprint", modules)
     for stage in (*dependencies.SHARED_STAGES, *dependencies.TRAINING_STAGES, "report", "track"):
-        reached = dependencies.collect_params(stage, plain, method)["code"]
+        reached = dependencies.collect_params(stage, config, method)["code"]
         assert not {"kairos.cli.doctor", "kairos.workflow.dvc_records", "kairos.status.tool_checks"} & set(reached), (
             stage
         )

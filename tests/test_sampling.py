@@ -7,15 +7,15 @@ import pytest
 import torch
 from PIL import Image
 
+from kairos.components import LibraryComponent
 from kairos.data import image_grid
-from kairos.diffusion import build_process
 from kairos.sampling import generate, sample
 from kairos.sampling.conditions import load_conditions
 from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
-from kairos.section import build
+from kairos_timesteps.diffusion import registries
 from kairos_timesteps.errors import KairosError
-from training_case import build_model
+from training_case import build_model, make_process
 
 PROCESSES = {
     "discrete": {"name": "discrete", "timesteps": 1000, "schedule": "linear"},
@@ -28,7 +28,7 @@ MEAN, STD = 0.7, 0.3
 
 
 def process_of(name="discrete", prediction="epsilon"):
-    return build_process({"process": PROCESSES[name], "prediction": prediction})
+    return make_process(PROCESSES[name], prediction)
 
 
 def optimal_network(process, mean=MEAN, std=STD):
@@ -45,15 +45,16 @@ def optimal_network(process, mean=MEAN, std=STD):
 
 
 def solver_settings(name, options, process_name="discrete"):
-    """Return the settings of a solver as an experiment on the process stores them."""
-    return resolve_solver({"name": name, **vars(SOLVERS.parse(name, options))}, PROCESSES[process_name])
+    """Return a solver with its options, with the spacing that an experiment on the process has."""
+    process = LibraryComponent.select(registries.PROCESSES, PROCESSES[process_name])
+    return resolve_solver(SOLVERS.select({"name": name, **options}), process)
 
 
 def run(scheduler, process, steps, predict, count=64, seed=0, noise=None):
     """Sample images 0 ... count - 1 of one pixel each; return x0, shape (count, 1, 1, 1)."""
-    estimate = generate.DataPrediction(process, predict, scheduler["clip"])
+    estimate = generate.DataPrediction(process, predict, scheduler.clip)
     noise = noise or generate.make_noise_source(seed, range(count), (1, 1, 1), "cpu")
-    return build(SOLVERS, scheduler, process, build_time_grid(process, steps, scheduler), estimate, noise)
+    return scheduler.build(process, build_time_grid(process, steps, scheduler), estimate, noise)
 
 
 # Exact cases
@@ -183,7 +184,7 @@ def step_deviation(variance, process, z):
     estimate = generate.DataPrediction(
         process, lambda x, t: network_inputs.append(x) or torch.full_like(x, -0.3), False
     )
-    build(SOLVERS, scheduler, process, [*steps, build_time_grid(process, 1, scheduler)[-1]], estimate,
+    scheduler.build(process, [*steps, build_time_grid(process, 1, scheduler)[-1]], estimate,
           lambda k: torch.full((1, 1, 1, 1), (first, z)[min(k, 1)], dtype=torch.float64))  # fmt: skip
     assert float(network_inputs[0]) == pytest.approx(0.8)  # the next input is x_{t-1}
     beta, alpha_bar = schedule.betas[t], schedule.alphas_cumprod[t]
@@ -367,7 +368,7 @@ def sample_all(model, batch_size, num, scheduler="ddpm", process_name="discrete"
             estimate = generate.DataPrediction(process, predict, False, precision)
             noise = generate.make_noise_source(seed, indices, (4, 4, 4), "cpu")
             grid = build_time_grid(process, 5, scheduler)
-            batches.append(build(SOLVERS, scheduler, process, grid, estimate, noise)[:kept])
+            batches.append(scheduler.build(process, grid, estimate, noise)[:kept])
     return torch.cat(batches)
 
 

@@ -13,6 +13,7 @@ from kairos.data.dataset import open_dataset
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation import classifier, extractors
+from kairos.evaluation.settings import SelfsupervisedOptions
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 benchmark = importlib.import_module("extractors")
@@ -28,7 +29,7 @@ def digits(tmp_path_factory):
 
 
 def test_the_extractor_is_reproducible_and_needs_no_labels(digits, tmp_path):
-    options = {"name": "selfsupervised", "features": 16, "channels": 8, "steps": 20}
+    options = SelfsupervisedOptions(features=16, channels=8, steps=20)
     records = [
         extractors.build_extractor(options, dataset, tmp_path / str(number))
         for number, dataset in enumerate((digits, replace(digits, conditions={})))
@@ -38,12 +39,13 @@ def test_the_extractor_is_reproducible_and_needs_no_labels(digits, tmp_path):
     extractor = extractors.open_extractor(tmp_path / "0")
     layers = extractor.compute_layers(digits.images[:5])
     assert set(layers) == {"features"} and layers["features"].shape == (5, 16)
-    assert extractors.build_extractor({**options, "seed": 1}, digits, tmp_path / "2")["sha256"] != records[0]["sha256"]
+    other_seed = options.model_copy(update={"seed": 1})
+    assert extractors.build_extractor(other_seed, digits, tmp_path / "2")["sha256"] != records[0]["sha256"]
 
 
 @pytest.mark.long
 def test_the_extractor_learns_its_task(digits, tmp_path):
-    record = extractors.build_extractor({"name": "selfsupervised", "features": 32, "steps": 300}, digits, tmp_path)
+    record = extractors.build_extractor(SelfsupervisedOptions(features=32, steps=300), digits, tmp_path)
     assert record["accuracy"] > 0.7
 
 

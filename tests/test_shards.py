@@ -310,7 +310,7 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
     one = create_layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])
     for stage in ("autoencoder", "encode", "sample"):  # another number of shards reruns no complete stage
         method = "uniform" if stage == "sample" else None
-        assert collect_params(stage, one.plain, method) == collect_params(stage, sharded.plain, method)
+        assert collect_params(stage, one.experiment, method) == collect_params(stage, sharded.experiment, method)
 
 
 @pytest.mark.long

@@ -15,13 +15,12 @@ from kairos.diffusion import build_process
 from kairos.models.settings import BACKBONES
 from kairos.sampling.settings import resolve_solver
 from kairos.sampling.time_grids import build_time_grid
+from training_case import build_model
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from papers import FILES, SYSTEMS  # noqa: E402
-
-from training_case import build_model
 
 
 def test_every_system_has_an_experiment_file_and_every_file_a_system():
