@@ -60,7 +60,7 @@ class Moment:
         self.network, self.optimizer = training.model, training.optimizer
         self.schedule = training.process.schedule
         self.weighting = WEIGHTINGS.build("none", {}, self.schedule, self.process.prediction)
-        self.size = training.settings["batch_size"]
+        self.size = training.settings.batch_size
         self.first = FRESH * (1 + training.step)
         self.saved = copy.deepcopy((self.network.state_dict(), self.optimizer.state_dict()))
         self.fixed = self._fixed()

@@ -131,15 +131,3 @@ def test_packages_in_wheels_can_be_imported_without_an_installer(tmp_path):
     path = os.pathsep.join(map(str, (KIT, KIT.parents[1] / "src", KIT.parents[1] / "library/src")))
     environment = os.environ | {"PYTHONPATH": path, "WHEELS": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-
-
-def test_defaults_of_the_kit_equal_those_of_an_experiment_file(monkeypatch):
-    """The kit's defaults, repeated without pydantic, equal those of an experiment file."""
-    monkeypatch.syspath_prepend(str(KIT))
-    from common import experiment
-
-    from kairos.config import validate
-
-    values = {"experiment": "kit", "model": {"name": "dit"}, "methods": {"method": {}}}
-    kit_values, checked = json.loads(json.dumps(experiment({"name": "dit"}))), validate(values).plain()
-    assert kit_values == {name: checked[name] for name in kit_values}

@@ -336,11 +336,10 @@ def processes() -> dict[str, dict[str, Any]]:
     """Return settings of every process with every prediction, and of every noise schedule."""
     settings = {}
     for name, entry in PROCESSES.items():
-        for prediction in entry.facts.get("predictions", ("epsilon",)):
-            settings[f"{name} {prediction}"] = {"process": {"name": name}, "prediction": prediction}
+        for prediction in entry.facts.get("predictions", (None,)):  # None: the process has one prediction target
+            settings[f"{name} {prediction or ''}".strip()] = {"process": {"name": name}, "prediction": prediction}
     for schedule in ("cosine", "quadratic"):
         settings[f"discrete {schedule}"] = {"process": {"name": "discrete", "schedule": schedule}}
-    settings["edm"] = settings.pop("edm epsilon") | {"prediction": "epsilon"}
     return settings
 
 

@@ -164,8 +164,8 @@ class Step:
 
     def block(self, training: TrainingState, count: int, log_every: int, deterministic: bool = False) -> float:
         """Return the seconds of `count` steps, after one step that fills the queue of batches."""
-        setup(self.device, deterministic, training.settings["precision"])
-        training.settings["log_every"] = log_every
+        setup(self.device, deterministic, training.settings.precision)
+        training.settings = training.settings.model_copy(update={"log_every": log_every})
         lines = train_steps(training, training.step + count + 1)
         next(lines)
         synchronize(self.device)
@@ -177,7 +177,7 @@ class Step:
         seconds = time.perf_counter() - begun
         self.host /= seconds
         if deterministic:
-            setup(self.device, False, training.settings["precision"])
+            setup(self.device, False, training.settings.precision)
         return seconds
 
     def watched(self, training: TrainingState) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class Bare:
         self.live, self.average = [live[name] for name in real], [average[name] for name in real]
 
     def steps(self, count: int) -> None:
-        training, size = self.training, self.training.settings["batch_size"]
+        training, size = self.training, self.training.settings.batch_size
         training.model.train()
         for _ in range(count):
             index = torch.randint(len(self.x0), (size,), device=self.device)

@@ -157,8 +157,18 @@ class MetricOptions(Component):
         extractor: the only extractor that the metric is defined for; empty: any.
     """
 
-    needs: ClassVar[tuple[str, ...]]
+    needs: ClassVar[tuple[str, ...]] = ()
     extractor: ClassVar[str] = ""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **keywords: Any) -> None:
+        """Check the measurements that a metric needs.
+
+        Raises:
+            ConfigError: a measurement is not in `MEASUREMENTS`.
+        """
+        for need in cls.needs:
+            demand(need in MEASUREMENTS, f"metric {cls.__name__}: needs", need, ", ".join(MEASUREMENTS))
 
 
 METRICS: Components[MetricOptions] = Components("metric")
