@@ -76,8 +76,8 @@ gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, 
 	done; exit $$status
 
 gpu-wheels:  ## pydantic's wheels for a GPU machine without a network, which has Python GPU_PYTHON
-	@$(PYTHON) -m pip download --quiet --dest benchmarks/gpu/wheels --only-binary=:all: --python-version $(GPU_PYTHON) \
-	  --platform manylinux2014_x86_64 "pydantic>=2" && ls benchmarks/gpu/wheels
+	@$(PYTHON) -m pip download --quiet --dest wheels --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  --platform manylinux2014_x86_64 "pydantic>=2" && ls wheels
 
 ui: setup  ## look at the imported runs in MLflow (FLAGS="--port 5001 --no-open")
 	@exec $(BIN)/kairos ui $(FLAGS)

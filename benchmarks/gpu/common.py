@@ -5,7 +5,6 @@ skipped with a message if diffusers is not installed.
 """
 
 import argparse
-import atexit
 import faulthandler
 import functools
 import gc
@@ -16,11 +15,9 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -131,22 +128,7 @@ def arguments(about: str) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="tiny models and few steps: whether it runs at all")
     parser.add_argument("--only", nargs="*", help="rows whose name contains one of these words")
     parser.add_argument("--out", type=Path, help="folder of the JSON; default: $OUT, or benchmarks/results/gpu")
-    install_wheels()
     return parser.parse_args()
-
-
-def install_wheels() -> None:
-    """Unpack the wheels of $WHEELS and put them on the path, also of processes that are started from here."""
-    folder = os.environ.pop("WHEELS", "")
-    if not folder:
-        return
-    target = tempfile.mkdtemp(prefix="kairos-wheels-")
-    atexit.register(shutil.rmtree, target, ignore_errors=True)
-    for wheel in sorted(Path(folder).glob("*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(target)
-    sys.path.insert(0, target)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [target, os.environ.get("PYTHONPATH")]))
 
 
 def device_of(name: str) -> torch.device:

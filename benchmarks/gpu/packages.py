@@ -1,41 +1,56 @@
-"""Print the folder with packages that the GPU benchmarks need besides torch and numpy; empty if they are installed.
+"""Print the folder of packages that a GPU machine lacks, for PYTHONPATH; an empty line if there is none.
 
     PYTHONPATH=$(python benchmarks/gpu/packages.py) ...
 
-If pydantic is missing, pip installs it into a folder of its own below the user's cache: from the wheels in
-``benchmarks/gpu/wheels`` if there are any, else from the package index. ``make gpu-wheels`` downloads the wheels, for a
-GPU machine without a network.
+The wheels in the folder $WHEELS are unpacked, for a machine without a network; ``make gpu-wheels`` downloads them.
+Without $WHEELS, pip installs pydantic if Python does not find it. Both go to a folder below the user's cache, and no
+installed package changes.
 """
 
+import hashlib
 import importlib.util
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
-WHEELS = Path(__file__).with_name("wheels")
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def find_packages() -> str:
-    """Return the folder with pydantic, after installing it there if it is missing; empty if Python finds pydantic.
+    """Return the folder of unpacked wheels or of pydantic, after filling it; empty if neither is needed.
 
     Raises:
-        SystemExit: pip cannot install pydantic.
+        SystemExit: there are no wheels in $WHEELS, or pip cannot install pydantic.
     """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kairos"
+    if wheels := os.environ.get("WHEELS"):
+        return str(_unpack_wheels(Path(wheels), cache))
     if importlib.util.find_spec("pydantic"):
         return ""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = cache / "kairos" / f"gpu-packages-{version}"
+    folder = cache / f"gpu-packages-{VERSION}"
     if not (folder / "pydantic").is_dir():
-        source = ["--no-index", "--find-links", str(WHEELS)] if any(WHEELS.glob("*.whl")) else []
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), *source, "pydantic>=2"]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "pydantic>=2"]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             raise SystemExit(
-                "pydantic: not installed, and pip cannot install it; on a machine with a network run "
-                f"`make gpu-wheels GPU_PYTHON={version}`, and copy benchmarks/gpu/wheels here"
+                "pydantic: not installed, and pip cannot install it. On a machine with a network run "
+                f"`make gpu-wheels GPU_PYTHON={VERSION}`, copy wheels/ here, and run `WHEELS=wheels make gpu`"
             )
     return str(folder)
+
+
+def _unpack_wheels(wheels: Path, cache: Path) -> Path:
+    """Unpack the wheels of a folder and return the folder with their packages."""
+    files = sorted(wheels.glob("*.whl"))
+    if not files:
+        raise SystemExit(f"WHEELS: got {wheels}, allowed: a folder with wheels (*.whl)")
+    names = " ".join(file.name for file in files)
+    folder = cache / f"gpu-wheels-{hashlib.sha256(names.encode()).hexdigest()[:16]}"
+    for file in files:
+        with zipfile.ZipFile(file) as archive:
+            archive.extractall(folder)
+    return folder
 
 
 if __name__ == "__main__":
