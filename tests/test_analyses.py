@@ -330,9 +330,9 @@ ADAPTIVE = {"sampler": {"name": "adaptive"}, "grid": {"sampler.selected": [1, 3]
     ("analyses", "methods", "message"),
     [
         (["gradient"], {}, "analyses.0: .*unknown analysis 'gradient'; did you mean 'gradient_variance'"),
-        ([{"name": "areas", "R": 2}], {}, "analysis areas: unknown option 'R'. Allowed: images, methods"),
-        ([{"name": "areas", "r": 1}], {}, "analysis areas.r: got 1, allowed: number > 1"),
-        ([{"name": "agreement", "least": 3}], {}, "analysis agreement.least: got 3, allowed: number < 0"),
+        ([{"name": "areas", "R": 2}], {}, r"analyses.0.R: unknown field \(value 2\). Allowed: images, methods"),
+        ([{"name": "areas", "r": 1}], {}, "analyses.0.r: got 1, allowed: greater than 1"),
+        ([{"name": "agreement", "least": 3}], {}, "analyses.0.least: got 3, allowed: less than 0"),
         (["density", "density"], {}, "analyses: got density twice, allowed: "),
         (
             [{"name": "areas", "methods": ["p2"]}],

@@ -83,7 +83,7 @@ def test_auto_selects_the_best_extractor_that_the_images_allow(tmp_path):
     def auto(dataset: DatasetConfig, **changes) -> tuple[str, str]:
         config, notes = choose_extractor(EvaluationConfig(**changes), dataset)
         assert EvaluationConfig(**config.model_dump()) == config
-        return config.extractor["name"], notes[0]
+        return config.extractor.name, notes[0]
 
     assert auto(DatasetConfig())[0] == "classifier"
     name, reason = auto(write_images(tmp_path / "flat", flat=100))

@@ -61,7 +61,7 @@ def test_method_names_that_are_no_folder_names_are_rejected(name):
         ("training.batch_size", -1, r"training.batch_size: got -1, allowed: greater than or equal to 1"),
         ("training.batch_size", "64", r"training.batch_size: got '64', allowed: a valid integer"),
         ("training.batch_size", "1e2", r"got '1e2', allowed: a valid integer .*; in YAML this is text, write 100$"),
-        ("training.optimizer.lr", "1e-3", r"lr: got '1e-3', allowed: number > 0 .*; .*text, write 1\.0e-3$"),
+        ("training.optimizer.lr", "1e-3", r"lr: got '1e-3', allowed: a valid number .*; .*text, write 1\.0e-3$"),
         ("training.ema.decay", "2.5E-1", r"decay: got '2.5E-1', .*; .*text, write 2\.5e-1$"),
         (
             "methods.a",
@@ -97,13 +97,13 @@ def test_method_names_that_are_no_folder_names_are_rejected(name):
         ("training.milestones", ["5 epochs"], r"needs dataset.train_images"),
         ("training.segments", 9, r"training.segments: got 9, allowed: at most 2, the number"),
         ("training.device", "tpu", r"training.device: got 'tpu', allowed: .*cuda"),
-        ("training.ema.decay", 1.0, r"training.ema: .*decay: got 1.0, allowed: number >= 0 and < 1"),
+        ("training.ema.decay", 1.0, r"training.ema.decay: got 1.0, allowed: less than 1"),
         ("training.optimizer.betas", [0.9, 1.0], r"betas: got .*each in \[0, 1\)"),
         ("dataset.source", "folder", r"dataset.path: got null, allowed: the path"),
         ("dataset.flips", True, r"dataset.flips: got true, allowed: false for digits"),
         ("sampling.guidance_scale", 2, r"sampling.guidance_scale"),
         ("sampling.steps", 5000, r"sampling.steps: got 5000, allowed: at most .* = 1000"),
-        ("sampling.scheduler", {"name": "heun", "s_chrun": 1}, r"unknown option 's_chrun'; did you mean 's_churn'"),
+        ("sampling.scheduler", {"name": "heun", "s_chrun": 1}, r"s_chrun: unknown field .*; did you mean 's_churn'"),
         ("sampling.scheduler", {"name": "heun", "s_churn": 40}, r"s_churn: got 40.0, allowed with process discrete: 0"),
         (
             "sampling.scheduler",
@@ -131,7 +131,7 @@ def test_a_bad_setting_is_rejected_with_its_field_and_value(path, value, message
 
 
 def test_a_size_that_yaml_reads_as_a_number_becomes_text():
-    assert validate(changed("model", {"name": "adm", "size": 64})).model["size"] == "64"
+    assert validate(changed("model", {"name": "adm", "size": 64})).model.size == "64"
 
 
 def test_missing_files_and_networks_are_reported_by_check(tmp_path, capsys):

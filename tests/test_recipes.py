@@ -240,7 +240,7 @@ def test_small_forms_keep_the_settings_of_their_recipe(tmp_path, capsys, file):
     small.resolve()
     assert small.experiment == f"{recipe.experiment}_small" and small.milestones == (0, 50, 100)
     assert len(small.methods) == 2 and {*small.methods} <= {*recipe.methods}
-    assert small.diffusion == recipe.diffusion and small.model["name"] == recipe.model["name"]
+    assert small.diffusion == recipe.diffusion and small.model.name == recipe.model.name
     assert small.conditions == recipe.conditions and small.claim == recipe.claim
     assert small.sampling.scheduler == recipe.sampling.scheduler
     kept = {row for block in small.published for row in block.numbers()}

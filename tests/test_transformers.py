@@ -503,11 +503,11 @@ def test_autocast_changes_little_and_dynamo_compiles_one_graph(name):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"name": "uvit", "size": "xl/2"}, "model.*size: got 'xl/2', allowed: one of s/2"),
+        ({"name": "uvit", "size": "xl/2"}, "model.*size: got '?xl/2'?, allowed: one of s/2"),
         ({"name": "uvit", "width": 9, "heads": 3}, "width: got 9, allowed: an even number"),
         ({"name": "vit", "width": 10, "heads": 3}, "width: got 10, allowed: a multiple of heads = 3"),
         ({"name": "mdt", "depth": 2, "decoder_depth": 3}, "decoder_depth: got 3, allowed: at most depth = 2"),
-        ({"name": "mdt", "ratio": 1.0}, "ratio: got 1.0, allowed: number >= 0 and < 1"),
+        ({"name": "mdt", "ratio": 1.0}, "ratio: got 1.0, allowed: less than 1"),
         ({"name": "vit", "timesteps": 99}, r"model.timesteps: got 99, allowed: at least 100,"),
     ],
 )
