@@ -139,8 +139,8 @@ class LibraryComponent:
         return cls(registry, name, registry.parse(name, given_options, f"{registry.kind} {name}"))
 
     def get(self, option: str, default: Any = None) -> Any:
-        """Return the value of an option, or a default if the component has no such option."""
-        return getattr(self.options, option, default)
+        """Return the value of an option by its name in an experiment file, or a default if there is no such option."""
+        return self.plain_options().get(option, default)
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
@@ -208,7 +208,7 @@ class component:  # noqa: N801: it annotates types, as functions of pydantic do
             value = {"name": value}
         if isinstance(value, dict) and self.default is not None:
             value = {"name": self.default, **value}
-        if not isinstance(value, dict) or "name" not in value:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             names = sorted(self.components)
             raise ValueRejected(f"got {value!r}, allowed: a name or {{name: ..., options}} of {names}")
         try:

@@ -83,10 +83,9 @@ def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
     contains_field = message.startswith((f"{where}.", f"{where}: "))  # of checks in `model_post_init`
     if not where or contains_field:
         return message
-    if isinstance(
-        item.get("ctx", {}).get("error"), ValueRejected
-    ):  # the message contains the value and what is allowed
-        return f"{where}: {message}"
+    if isinstance(item.get("ctx", {}).get("error"), ValueRejected):  # the message has the value and what is allowed
+        begins_with_field = section is not None and message.partition(":")[0] in section.model_fields
+        return f"{where}.{message}" if begins_with_field else f"{where}: {message}"
     allowed = message
     if meaning:
         allowed += f" ({meaning})"

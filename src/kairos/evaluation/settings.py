@@ -357,7 +357,7 @@ class EvaluationConfig(Section):
         """Keep the plain values, and so the hashes, of experiments that do not set `primary_metric`."""
         values = serialize(self)
         if self.primary_metric == "distance":
-            del values["primary_metric"]
+            values.pop("primary_metric", None)
         return values
 
     def metrics_for(self, extractor: str, heldout: bool) -> list[MetricOptions]:
