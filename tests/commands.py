@@ -79,9 +79,10 @@ def run_command(order: dict) -> None:
 def serve() -> None:
     """Read orders from standard input until it is closed; answer with process ids and exit statuses."""
     from kairos.training.run import import_components
+    from kairos.training.settings import read_run_settings
     from training_case import experiment
 
-    import_components(experiment(), "adaptive")
+    import_components(read_run_settings(experiment(), "adaptive", 0))
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:

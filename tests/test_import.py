@@ -225,7 +225,7 @@ def test_only_an_earlier_import_is_overwritten(tmp_path, capsys):
     ("model", "message"),
     [
         ("{name: dit, conditions: [text]}", "--config: got none with a model conditioned on text"),
-        ("{name: dit, conditions: 5}", "dit.conditions: got 5"),
+        ("{name: dit, conditions: 5}", "conditions: got 5, allowed: a valid list"),
     ],
 )
 def test_models_that_the_model_option_cannot_describe_are_rejected(model, message, tmp_path, capsys):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kairos.models import load, save
+from kairos.models import save
 from kairos.models.settings import BACKBONES, omit_overridden_size
 from kairos_timesteps.errors import KairosError
-from training_case import build_model
+from training_case import build_model, load_model
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
 
@@ -105,7 +105,7 @@ def test_unet_has_the_published_size_and_opens_in_diffusers(tmp_path):
     x, t = torch.randn(2, 1, 7, 5), torch.tensor([1, 700])
     assert model(x, t, {}).shape == x.shape
     save(model, tmp_path)
-    assert torch.equal(load(tmp_path, options, (1, 7, 5), {})(x, t, {}), model(x, t, {}))
+    assert torch.equal(load_model(tmp_path, options, (1, 7, 5), {})(x, t, {}), model(x, t, {}))
     opened = UNet2DModel.from_pretrained(tmp_path, use_safetensors=True)
     padded = torch.nn.functional.pad(x, (0, 1, 0, 1))
     assert torch.allclose(opened(padded, t).sample[..., :7, :5], model(x, t, {}), atol=1e-6)
@@ -139,4 +139,4 @@ def test_a_backbone_has_the_requested_number_of_output_channels(name, tmp_path):
     x, t = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
     assert model.eval()(x, t, {}).shape == (2, 6, 8, 8)
     save(model, tmp_path)
-    assert torch.equal(load(tmp_path, *arguments)(x, t, {}), model(x, t, {}))
+    assert torch.equal(load_model(tmp_path, *arguments)(x, t, {}), model(x, t, {}))

@@ -15,6 +15,7 @@ from kairos.config import load, validate
 from kairos.costs.estimate import estimate_cost
 from kairos.costs.network import count_network_cost
 from kairos.costs.rendering import estimate_values, render_estimate
+from kairos.models.settings import BACKBONES
 from kairos_timesteps.base import Cost, FixedDensity, MeasuresNetwork, Sampler
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
@@ -45,7 +46,7 @@ def test_published_parameters_and_operations(
     model: Any, shape: Any, conditions: Any, millions: float, gflop: float
 ) -> None:
     """DDPM's U-Net for CIFAR-10, and DiT-XL/2 at 256x256 with 118.64 Gflops of two operations each."""
-    cost = count_network_cost(model, shape, conditions, 2)
+    cost = count_network_cost(BACKBONES.select(model), shape, conditions, 2)
     assert cost.parameters / 1e6 == pytest.approx(millions, abs=0.06)
     assert cost.forward_flops / cost.samples / 1e9 == pytest.approx(gflop, rel=0.01)
     assert cost.backward_flops == pytest.approx(2 * cost.forward_flops, rel=0.03)
@@ -54,7 +55,7 @@ def test_published_parameters_and_operations(
 @pytest.mark.parametrize("name", ["dit", "unet"])
 def test_counts_equal_those_of_the_real_network(name: str) -> None:
     """Parameters and operations are exact; activation memory agrees with the tensors saved for backward within 2 %."""
-    cost = count_network_cost(SMALL[name], (3, 16, 16), {}, 5)
+    cost = count_network_cost(BACKBONES.select(SMALL[name]), (3, 16, 16), {}, 5)
     network = build_model(SMALL[name], (3, 16, 16), {}).train()
     assert cost.parameters == sum(value.numel() for value in network.parameters() if value.requires_grad)
     assert cost.parameters + cost.fixed_parameters == sum(value.numel() for value in network.parameters())
@@ -84,13 +85,13 @@ def test_counts_equal_those_of_the_real_network(name: str) -> None:
 
 def test_memory_and_operations_scale_with_precision_and_batch() -> None:
     costs = {
-        precision: count_network_cost(SMALL["dit"], (3, 16, 16), {}, 8, precision)
+        precision: count_network_cost(BACKBONES.select(SMALL["dit"]), (3, 16, 16), {}, 8, precision)
         for precision in ("fp32", "bf16", "fp64")
     }
     assert costs["fp64"].activation_bytes == pytest.approx(2 * costs["fp32"].activation_bytes, rel=0.05)
     assert 0.4 < costs["bf16"].activation_bytes / costs["fp32"].activation_bytes < 0.9
     assert costs["bf16"].forward_flops == costs["fp32"].forward_flops
-    twice = count_network_cost(SMALL["dit"], (3, 16, 16), {}, 16)
+    twice = count_network_cost(BACKBONES.select(SMALL["dit"]), (3, 16, 16), {}, 16)
     assert twice.forward_flops == 2 * costs["fp32"].forward_flops
     assert twice.activation_bytes == pytest.approx(2 * costs["fp32"].activation_bytes, rel=0.02)
 

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from kairos.strategy_file import parse_strategy_csv
-from training_case import experiment, make_latents
+from training_case import experiment, make_latents, train
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, Path]:
     """Folders of two runs with T = 100: ``adaptive+min_snr``, and ``loss_rms+edm2`` with a checkpoint at step 30."""
-    from kairos.training.run import train
-
     latents = make_latents(tmp_path_factory.mktemp("data"))
     quick = {"name": "adaptive", "frequency": 2, "feature_timesteps": 20, "lr": 0.02}
     smoothed = {"name": "loss_rms", "start": 5, "frequency": 5}
@@ -90,8 +88,6 @@ def test_arguments_that_contradict_a_checkpoint_are_rejected(kairos_strategies, 
     ("process", "words"), [("edm", "sigma_max=80"), ("flow", "shift=1"), ("vp", "prediction epsilon")]
 )
 def test_snapshots_and_checkpoints_of_any_process_are_shown(kairos_strategies, capsys, tmp_path, process, words):
-    from kairos.training.run import train
-
     methods = {"method": {"sampler": {"name": "loss_rms", "start": 5}, "weighting": "edm2"}}
     plain = experiment(methods, diffusion__process=process)
     latents = make_latents(tmp_path / "data")

@@ -527,7 +527,7 @@ def test_the_clip_score_is_the_mean_cosine_and_falls_for_wrong_captions(tmp_path
 
     def score(captions):
         pairs = zip(np.split(images, 4), (captions[start : start + 5] for start in range(0, 20, 5)))
-        return clip.clip(ClipOptions(str(tmp_path)), ImageStatistics(20, {}, captioned=pairs), None)["clip_score"]
+        return clip.clip(ClipOptions(path=str(tmp_path)), ImageStatistics(20, {}, captioned=pairs), None)["clip_score"]
 
     correct, shuffled = score(texts * 5), score([*texts[1:], texts[0]] * 5)
     assert correct > shuffled + 20
@@ -536,7 +536,7 @@ def test_the_clip_score_is_the_mean_cosine_and_falls_for_wrong_captions(tmp_path
         one = model.vision_model(pixel_values=pixels).pooler_output @ model.visual_projection.weight.T
         other = model.text_model(input_ids=ids.repeat(5, 1)).pooler_output @ model.text_projection.weight.T
     assert correct == pytest.approx(100 * float(torch.cosine_similarity(one, other).mean()), abs=1e-3)
-    assert clip.clip(ClipOptions(str(tmp_path)), ImageStatistics(20, {}), None) == {}
+    assert clip.clip(ClipOptions(path=str(tmp_path)), ImageStatistics(20, {}), None) == {}
 
 
 def clip_tokenizer(folder: Path):
@@ -546,7 +546,7 @@ def clip_tokenizer(folder: Path):
 
 
 def test_a_model_that_is_not_clip_is_rejected(encoder):
-    options = ClipOptions(str(encoder))
+    options = ClipOptions(path=str(encoder))
     captioned = [(np.zeros((1, 8, 8, 1), np.uint8), ["a"])]
     with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got a clip_text_model .*allowed: a clip"):
         clip.clip(options, ImageStatistics(1, {}, captioned=captioned), None)

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 
 from kairos.config import validate
 from kairos.costs.network import count_network_cost
-from kairos.models import load, save
+from kairos.models import save
 from kairos.models.backbone import NullText
+from kairos.models.settings import BACKBONES
 from kairos_timesteps.errors import ConfigError, KairosError
-from training_case import build_model, experiment, make_latents, train
+from training_case import build_model, experiment, load_model, make_latents, train
 
 LATENT = (4, 32, 32)
 SMALL = {"width": 32, "depth": 4, "heads": 2, "patch": 2}
@@ -417,7 +418,7 @@ def test_outputs_depend_on_texts_and_the_null_text_is_saved_with_the_weights(nam
     assert "empty" not in json.loads((tmp_path / "config.json").read_text())["conditions"]["text"]
     options = {"name": name, **SMALL, "conditions": ["text"]}
     # without the empty text in the description
-    loaded = load(tmp_path, options, (4, 8, 12), text_condition(*shape), 8)
+    loaded = load_model(tmp_path, options, (4, 8, 12), text_condition(*shape), 8)
     with torch.no_grad():
         assert torch.equal(loaded(x, TIMES, {"text": dropped}), null)
 
@@ -479,7 +480,9 @@ def test_a_low_resolution_image_is_concatenated_to_the_channels(name):
 
 @pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in NAMES), ("dit", "bf16"), ("dit", "fp64")])
 def test_the_cost_of_a_network_includes_its_parameters_and_blocks(name, precision):
-    cost = count_network_cost({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS, 8, precision)
+    cost = count_network_cost(
+        BACKBONES.select({"name": name, **SMALL, "conditions": ["class"]}), (4, 8, 8), CLASS, 8, precision
+    )
     model = build_model({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS)
     assert cost.parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert cost.forward_flops > 2 * 8 * 16 * 4 * 12 * 32**2  # matrix products of the blocks

@@ -8,10 +8,10 @@ import torch
 import yaml
 
 from kairos.cli import main
-from kairos.models import load, save
+from kairos.models import save
 from kairos_timesteps.errors import ConfigError, KairosError
 from published_unets import Adm, ddpm_torch, ddpm_torch_weights, edm_ddpmpp
-from training_case import build_model, experiment, make_latents, train
+from training_case import build_model, experiment, load_model, make_latents, train
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
 TINY = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "attention": [2], "norm_groups": 8}
@@ -166,7 +166,7 @@ def test_published_files_are_imported_as_snapshots(system, tmp_path):
     line = ["--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out"), "--shape", "3,8,8"]
     assert main(["import-weights", str(tmp_path / "published.pt"), *line, "--classes", "10"]) == 0
     network = model, (3, 8, 8), CLASSES if system == "ADM" else {}
-    milestone = load(tmp_path / "out" / "ema", *network)
+    milestone = load_model(tmp_path / "out" / "ema", *network)
     x, t, y = torch.randn(2, 3, 8, 8), torch.tensor([0, 999]), torch.tensor([0, 9])
     with torch.no_grad():
         conditions, labels = ({"class": y}, y) if system == "ADM" else ({}, None)
@@ -250,7 +250,7 @@ def test_odd_sizes_and_any_number_of_output_channels_are_possible(name, tmp_path
     other = model(x, t, {**inputs, "class": torch.tensor([0, 8])})
     assert torch.equal(other[0], model(x, t, inputs)[0]) and not torch.equal(other[1], model(x, t, inputs)[1])
     save(model, tmp_path)
-    assert torch.equal(load(tmp_path, *network)(x, t, inputs), model(x, t, inputs))
+    assert torch.equal(load_model(tmp_path, *network)(x, t, inputs), model(x, t, inputs))
     assert sum(parameter.numel() for parameter in model.parameters()) < 1e6
 
 

@@ -102,6 +102,11 @@ def build_model(values: dict[str, Any], *arguments: Any) -> Any:
     return models.build(BACKBONES.select(values), *arguments)
 
 
+def load_model(folder: Path, values: dict[str, Any], *arguments: Any) -> Any:
+    """Load the backbone of section `model`, given as plain values; see `kairos.models.load`."""
+    return models.load(folder, BACKBONES.select(values), *arguments)
+
+
 def make_process(values: dict[str, Any], prediction: str | None, sigma_data: float | None = None) -> Any:
     """Build a forward process from plain values, ``{"name": ..., option: ...}``."""
     return build_process(LibraryComponent.select(PROCESSES, values), prediction, sigma_data)
