@@ -137,11 +137,16 @@ def test_kid_is_small_for_equal_distributions_and_ignores_the_scale_of_features(
 
 
 def test_features_on_disk_are_read_back_by_index():
-    features = np.arange(30, dtype=np.float32).reshape(10, 3)
-    extractor = SimpleNamespace(compute_layers=lambda batch: {"features": torch.from_numpy(batch)}, device="cpu")
+    images = np.arange(30, dtype=np.uint8).reshape(10, 1, 1, 3)
+    features = images.reshape(10, 3).astype(np.float32)
+
+    def compute_layers(batch):
+        return {"features": torch.from_numpy(batch).flatten(1).float()}
+
+    extractor = SimpleNamespace(compute_layers=compute_layers, device="cpu")
 
     def store(indices):
-        return measure(extractor, np.split(features, [4, 8]), {"features"}, indices).features
+        return measure(extractor, np.split(images, [4, 8]), {"features"}, indices).features
 
     stored = store(None)
     assert len(stored) == 10 and np.array_equal(stored[:], features) and np.array_equal(stored[3:7], features[3:7])

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -546,9 +545,8 @@ def clip_tokenizer(folder: Path):
 
 
 def test_a_model_that_is_not_clip_is_rejected(encoder):
-    options = ClipOptions(path=str(encoder))
     captioned = [(np.zeros((1, 8, 8, 1), np.uint8), ["a"])]
     with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got a clip_text_model .*allowed: a clip"):
-        clip.clip(options, ImageStatistics(1, {}, captioned=captioned), None)
+        clip.clip(ClipOptions(path=str(encoder)), ImageStatistics(1, {}, captioned=captioned), None)
     with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got '/gone', allowed: a folder"):
-        clip.clip(replace(options, path="/gone"), ImageStatistics(1, {}, captioned=captioned), None)
+        clip.clip(ClipOptions(path="/gone"), ImageStatistics(1, {}, captioned=captioned), None)
