@@ -143,7 +143,7 @@ def test_features_on_disk_are_read_back_by_index():
     def compute_layers(batch):
         return {"features": torch.from_numpy(batch).flatten(1).float()}
 
-    extractor = SimpleNamespace(compute_layers=compute_layers, device="cpu")
+    extractor = SimpleNamespace(compute_layers=compute_layers, device=torch.device("cpu"))
 
     def store(indices):
         return measure(extractor, np.split(images, [4, 8]), {"features"}, indices).features
