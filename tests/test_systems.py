@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kairos import models
 from kairos.config import load, validate
 from kairos.costs.dataset_size import find_dataset_size
 from kairos.diffusion import build_process
-from kairos.models.settings import BACKBONES
 from kairos.sampling.settings import resolve_solver
 from kairos.sampling.time_grids import build_time_grid
-from training_case import build_model
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -32,11 +31,11 @@ def test_a_system_has_its_published_size(name):
     """Every file has the methods uniform (for EDM the distribution of EDM), speed and adaptive."""
     experiment, system = load(FILES / f"{name}.yaml"), SYSTEMS[name]
     assert experiment.experiment == name and {"speed", "adaptive"} < set(experiment.methods)
-    plain = experiment.plain()
-    outputs = build_process(plain["diffusion"], 0.5).channels(system.shape[0])
-    BACKBONES.entry(plain["model"]["name"]).load()  # import before FakeTensorMode changes torch
+    diffusion = experiment.diffusion
+    outputs = build_process(diffusion.process, diffusion.prediction, 0.5).channels(system.shape[0])
+    experiment.model.load()  # import before FakeTensorMode changes torch
     with FakeTensorMode():  # tensors with shapes and without content
-        network = build_model(plain["model"], system.shape, system.conditions, outputs)
+        network = models.build(experiment.model, system.shape, system.conditions, outputs)
     assert sum(parameter.numel() for parameter in network.parameters()) == system.parameters
 
 
@@ -47,10 +46,11 @@ def load_plain(name):
 
 def grid_times(name):
     """Return the times of a system's solver time grid."""
-    plain = load_plain(name)
-    sampling, process = plain["sampling"], plain["diffusion"]["process"]
-    solver = resolve_solver(sampling["scheduler"], process)
-    return [level.t for level in build_time_grid(build_process(plain["diffusion"]), sampling["steps"], solver)]
+    config = load(FILES / f"{name}.yaml")
+    sampling, diffusion = config.sampling, config.diffusion
+    solver = resolve_solver(sampling.scheduler, diffusion.process)
+    process = build_process(diffusion.process, diffusion.prediction)
+    return [level.t for level in build_time_grid(process, sampling.steps, solver)]
 
 
 def test_systems_have_the_settings_that_differ_from_the_defaults():
