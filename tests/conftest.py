@@ -3,11 +3,28 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from jaxtyping import install_import_hook
 
 from commands import Commands
 from hooks import environment, pytest_collection_finish, pytest_collection_modifyitems, pytest_unconfigure
 
 __all__ = ["environment", "pytest_collection_finish", "pytest_collection_modifyitems", "pytest_unconfigure"]
+
+# modules whose calls the tests check against the shapes and types in their signatures, with beartype
+CHECKED_MODULES = [
+    "kairos.analyses.gradients",
+    "kairos.autoencoders.codec",
+    "kairos.data.augment",
+    "kairos.data.batches",
+    "kairos.data.latents",
+    "kairos.evaluation.classifier",
+    "kairos.evaluation.measurements",
+    "kairos.losses.terms",
+    "kairos.sampling.generate",
+    "kairos.sampling.solvers",
+    "kairos.training.loop",
+]
+install_import_hook(CHECKED_MODULES, "beartype.beartype")
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kairos.data.dataset import to_uint8
 from kairos.files import check_files, open_record, read_json
+from kairos.shapes import EncodedImages, Images
 from kairos_timesteps.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
@@ -32,22 +32,22 @@ class Codec:
     manifest: dict[str, Any]
     device: torch.device
 
-    def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+    def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
         """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w) of the latents z.
 
         The log-variance is None if the encoder is deterministic.
         """
         return images, None
 
-    def decode(self, x0: Tensor) -> Tensor:
+    def decode(self, x0: EncodedImages) -> Images:
         """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly."""
         return x0
 
-    def to_model_space(self, z: Tensor) -> Tensor:
+    def to_model_space(self, z: EncodedImages) -> EncodedImages:
         """Convert latents z to x0 = (z − shift) · scale; shift and scale are 0 and 1 for pixels."""
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
-    def reconstruct(self, images: Tensor) -> np.ndarray:
+    def reconstruct(self, images: Images) -> np.ndarray:
         """Encode images (n, C, H, W) in [-1, 1] and decode the means of their latents, uint8 (n, H, W, C)."""
         mean, _ = self.encode(images)
         return to_uint8(self.decode(self.to_model_space(mean)))
@@ -69,7 +69,7 @@ class AutoencoderCodec(Codec):
     grey: bool
 
     @torch.no_grad()
-    def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+    def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
         """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w), or None, of the latents."""
         images = images.to(self.device)
         encoded = self.model.encode(images.expand(-1, 3, -1, -1) if self.grey else images)
@@ -78,7 +78,7 @@ class AutoencoderCodec(Codec):
         return encoded.latent_dist.mean, encoded.latent_dist.logvar
 
     @torch.no_grad()
-    def decode(self, x0: Tensor) -> Tensor:
+    def decode(self, x0: EncodedImages) -> Images:
         """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly."""
         z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
         images = self.model.decode(z).sample

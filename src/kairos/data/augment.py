@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kairos.shapes import AugmentationLabels, Images, Matrices, PerSample, Vectors
 from kairos_timesteps.randomness import Stream
 
 # low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments; downsampling with it inverts
@@ -25,7 +26,9 @@ _STRETCH_STD = 0.2  # standard deviation of log2 of the stretch
 _SHIFT_STD = 0.125  # standard deviation of a translation, as a fraction of the image's side
 
 
-def augment_images(images: Tensor, p: float, seed: int, step: int, sample_indices: range) -> tuple[Tensor, Tensor]:
+def augment_images(
+    images: Images, p: float, seed: int, step: int, sample_indices: range
+) -> tuple[Images, AugmentationLabels]:
     """Augment images (n, c, h, w), and return them with their augmentation labels, float32 (n, 9).
 
     Each image is flipped in x with probability 1/2. Every other augmentation is applied with probability `p`. The
@@ -73,17 +76,17 @@ def augment_images(images: Tensor, p: float, seed: int, step: int, sample_indice
     return images, torch.stack(labels, 1).float()
 
 
-def _rotation(angle: Tensor) -> Tensor:
+def _rotation(angle: PerSample) -> Matrices:
     """Return rotation matrices (n, 2, 2) that act on (x, y)."""
     return torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(-1, 2, 2)
 
 
-def _diagonal(x: Tensor, y: Tensor) -> Tensor:
+def _diagonal(x: PerSample, y: PerSample) -> Matrices:
     """Return diagonal matrices (n, 2, 2) that scale x and y."""
     return torch.diag_embed(torch.stack([x, y], 1))
 
 
-def _warp(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
+def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     """Transform images affinely: position q of the result shows position ``linear (q - shift)`` of the image.
 
     Positions are in pixels from the centre. Each image is padded by its whole size, by reflection at its edges. EDM

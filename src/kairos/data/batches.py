@@ -21,6 +21,7 @@ from torch import Tensor
 from kairos import conditions as conditioning
 from kairos.data.augment import augment_images
 from kairos.data.latents import Latents
+from kairos.shapes import Images
 from kairos_timesteps.randomness import Stream
 
 _PREFETCHED_STEPS = 2
@@ -41,7 +42,7 @@ class Batch:
 
     step: int
     sample_indices: range
-    x0: Tensor
+    x0: Images
     conditions: dict[str, Tensor]
     visit: dict[str, Tensor]
 

@@ -15,6 +15,7 @@ from kairos.data.arrays import ArrayFile, open_array
 from kairos.data.captions import EncodedCaptions, open_encoded_captions
 from kairos.data.dataset import PreparedDataset, open_dataset, reduce_resolution, to_float
 from kairos.files import open_record
+from kairos.shapes import Images
 from kairos_timesteps.errors import KairosError
 
 _MOST_MEASURED = 2000  # images that `Latents.measure_sigma_data` reads
@@ -105,7 +106,7 @@ class Latents:
             rows[name] = torch.from_numpy(values)
         return rows
 
-    def compute_x0(self, rows: dict[str, Tensor], noise: Tensor | None = None) -> Tensor:
+    def compute_x0(self, rows: dict[str, Tensor], noise: Images | None = None) -> Images:
         """Compute images in model space, float32 (n, c, h, w), on the device of their rows.
 
         Args:
@@ -118,7 +119,7 @@ class Latents:
             z = z + (0.5 * rows["logvar"]).exp() * noise
         return self._in_model_space(z)
 
-    def compute_low_resolution(self, rows: dict[str, Tensor]) -> Tensor:
+    def compute_low_resolution(self, rows: dict[str, Tensor]) -> Images:
         """Compute the condition ``low_resolution``, float32 (n, c, h, w), in model space.
 
         Args:
@@ -128,11 +129,11 @@ class Latents:
             return self._in_model_space(rows["low_mean"])
         return reduce_resolution(to_float(rows["pixels"]), self.condition_kinds["low_resolution"]["factor"])
 
-    def _in_model_space(self, z: Tensor) -> Tensor:
+    def _in_model_space(self, z: Images) -> Images:
         """Return (z − shift) · scale."""
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
-    def load_x0(self, indices: Any, flips: np.ndarray | None = None, noise: Tensor | None = None) -> Tensor:
+    def load_x0(self, indices: Any, flips: np.ndarray | None = None, noise: Images | None = None) -> Images:
         """Read images and compute their x0 on the CPU, float32 (n, c, h, w); see `read_rows` and `compute_x0`."""
         return self.compute_x0(self.read_rows(indices, flips), noise)
 

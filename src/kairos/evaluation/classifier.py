@@ -21,6 +21,7 @@ from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import atomic, read_json, sha256_file
 from kairos.progress import Progress, log
+from kairos.shapes import Features, Logits, Pixels
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream, derived_seed
 
@@ -57,7 +58,7 @@ class Classifier(nn.Module):
         self.body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(flat_width, features), nn.ReLU())
         self.head = nn.Linear(features, classes)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Pixels) -> tuple[Features, Logits]:
         """Return features (batch, features) and logits (batch, classes) of uint8 (batch, channels, height, width)."""
         features = self.body(images.float() / 127.5 - 1)
         return features, self.head(features)

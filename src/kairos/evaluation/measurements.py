@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kairos.data.arrays import ArrayFile, write_npy_header
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
+from kairos.shapes import Counts, Features
 
 BATCH = 64  # images whose features are computed at a time
 Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]  # mean (d,) and covariance (d, d)
@@ -30,7 +30,7 @@ class MomentSums:
     def __init__(self) -> None:
         self.count = 0.0
 
-    def add(self, values: Tensor, weights: Tensor | None = None) -> None:
+    def add(self, values: Features, weights: Counts | None = None) -> None:
         """Add vectors (n, d), each `weights` times if they are given, (n,)."""
         values = values.double()
         if not self.count:
@@ -58,7 +58,7 @@ class Spool:
         self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115  (deleted with the rows)
         self._shape = (0, 0)
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: Features) -> None:
         """Append vectors, float32 (n, d)."""
         self._shape = (self._shape[0] + len(values), values.shape[1])
         is_empty = self._file.tell() == 0
@@ -101,7 +101,7 @@ class ImageStatistics:
     logits: ArrayFile | None = None
     captioned: Iterable[tuple[NDArray[np.uint8], list[str]]] | None = None
     pairs: Iterable[tuple[NDArray[np.uint8], NDArray[np.uint8]]] | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = torch.device("cpu")
 
 
 def measure(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kairos.losses.settings import LossOptions, VbOptions
+from kairos.shapes import Images, Output, PerSample, Times
 from kairos_timesteps.diffusion.processes import per_sample, shaped
 from kairos_timesteps.randomness import Stream
 
@@ -46,18 +47,18 @@ class Prediction:
     """
 
     process: Any
-    x0: Tensor
-    noise: Tensor
-    t: Tensor
-    x_t: Tensor
-    output: Tensor
-    predict: Callable[[Tensor, dict[str, Tensor]], Tensor] | None = field(default=None, repr=False)
+    x0: Images
+    noise: Images
+    t: Times
+    x_t: Images
+    output: Output
+    predict: Callable[[Images, dict[str, Tensor]], Output] | None = field(default=None, repr=False)
     coordinates: SampleCoordinates = SampleCoordinates(seed=0, step=0, sample_indices=range(0))
 
     @property
-    def mean(self) -> Tensor:
+    def mean(self) -> Images:
         """Channels of the output that predict the target, shape of x0: `output` without a learned variance."""
-        mean: Tensor = self.process.prediction_channels(self.output, self.x0)
+        mean: Images = self.process.prediction_channels(self.output, self.x0)
         return mean
 
     @functools.cached_property
@@ -78,13 +79,13 @@ class Prediction:
         return replace(self, noise=noise, x_t=x_t, output=output)
 
 
-def mse(options: LossOptions, prediction: Prediction) -> Tensor:
+def mse(options: LossOptions, prediction: Prediction) -> PerSample:
     """Compute the simple loss, the mean squared error of the target (Ho et al. 2020, eq. 14), shape (batch,)."""
     target = prediction.process.target(prediction.x0, prediction.noise, prediction.t)
     return per_sample((prediction.mean - target) ** 2)
 
 
-def vlb(options: LossOptions, prediction: Prediction) -> Tensor:
+def vlb(options: LossOptions, prediction: Prediction) -> PerSample:
     """Compute the VLB term, c_t times the squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,)."""
     process = prediction.process
     weights = _vlb_weights(process, prediction.x0.device)
@@ -93,7 +94,7 @@ def vlb(options: LossOptions, prediction: Prediction) -> Tensor:
     return mse(options, prediction) * weights[cell]
 
 
-def vb(options: VbOptions, prediction: Prediction) -> Tensor:
+def vb(options: VbOptions, prediction: Prediction) -> PerSample:
     """Compute the variational bound of a learned variance, in bits per dimension, shape (batch,).
 
     Nichol and Dhariwal 2021, section 3.1: KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)), at t = 0 the negative
@@ -113,17 +114,17 @@ def vb(options: VbOptions, prediction: Prediction) -> Tensor:
     return per_sample(nats) / math.log(2)
 
 
-def masked_mse(options: LossOptions, prediction: Prediction) -> Tensor:
+def masked_mse(options: LossOptions, prediction: Prediction) -> PerSample:
     """Compute `mse` of the masked forward pass, shape (batch,)."""
     return mse(options, prediction.masked)
 
 
-def masked_vb(options: VbOptions, prediction: Prediction) -> Tensor:
+def masked_vb(options: VbOptions, prediction: Prediction) -> PerSample:
     """Compute `vb` of the masked forward pass, shape (batch,)."""
     return vb(options, prediction.masked)
 
 
-def _rounded_nll(x: Tensor, error: Tensor, log_variance: Tensor) -> Tensor:
+def _rounded_nll(x: Images, error: Images, log_variance: Images) -> Images:
     """Return the negative log-likelihood in nats of x under N(x - error, variance) rounded to 256 levels of [-1, 1].
 
     The first and the last level are open intervals. All tensors have the shape of x.

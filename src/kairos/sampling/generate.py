@@ -17,6 +17,7 @@ from torch import Tensor
 from kairos import compute
 from kairos.conditions import nulls
 from kairos.sampling.time_grids import GridPoint
+from kairos.shapes import Images, Output, PerSample, Times
 from kairos_timesteps.diffusion.processes import shaped
 from kairos_timesteps.randomness import Stream
 
@@ -67,7 +68,7 @@ class Guidance:
     power: float | None = None
     interval: list[float] | None = None
 
-    def scales(self, process: Any, t: Tensor) -> Tensor:
+    def scales(self, process: Any, t: Times) -> PerSample:
         """Return the guidance scale at the times t (batch,), float64 (batch,)."""
         scale = torch.full(t.shape, self.scale, dtype=torch.float64, device=t.device)
         if self.power is not None:
@@ -98,8 +99,8 @@ def build_guided_predictor(
         guidance: strength of the guidance; with scale 1, only the conditional network is evaluated.
     """
 
-    def predict_conditional(x_t: Tensor, t: Tensor) -> Tensor:
-        output: Tensor = process.predict(model, x_t, t, conditions)
+    def predict_conditional(x_t: Images, t: Times) -> Output:
+        output: Output = process.predict(model, x_t, t, conditions)
         return output
 
     if guidance.scale == 1 or not conditions:
@@ -107,7 +108,7 @@ def build_guided_predictor(
     null_values = nulls(conditions, descriptions)
     doubled = {name: torch.cat([values, null_values[name]]) for name, values in conditions.items()}
 
-    def predict_guided(x_t: Tensor, t: Tensor) -> Tensor:
+    def predict_guided(x_t: Images, t: Times) -> Output:
         scale = guidance.scales(process, t)
         # only a scale that depends on t can be 1; a constant scale is not compared, which would synchronise a GPU
         depends_on_time = guidance.power is not None or guidance.interval is not None
@@ -139,11 +140,11 @@ class DataPrediction:
     clip: bool
     precision: str = "fp32"
 
-    def __call__(self, x: Tensor, point: GridPoint) -> Tensor:
+    def __call__(self, x: Images, point: GridPoint) -> Images:
         """Return x0 (batch, channels, height, width) predicted at `point`, given x in the coordinates of the grid."""
         return self.with_variance_channels(x, point)[0]
 
-    def with_variance_channels(self, x: Tensor, point: GridPoint) -> tuple[Tensor, Tensor]:
+    def with_variance_channels(self, x: Images, point: GridPoint) -> tuple[Images, Output]:
         """Return x0 predicted at `point`, and the output's further channels, those of a learned variance (maybe 0)."""
         x_t = point.scale * x  # (batch, channels, height, width)
         time = torch.as_tensor(point.t)
@@ -151,7 +152,7 @@ class DataPrediction:
         t = torch.full((len(x),), time.item(), dtype=time.dtype, device=x.device)
         with compute.precision(self.precision, x.device):
             output = self.predict(x_t.float(), t).to(x.dtype)
-        x0: Tensor = self.process.estimate(self.process.prediction_channels(output, x), x_t, t)
+        x0: Images = self.process.estimate(self.process.prediction_channels(output, x), x_t, t)
         if self.clip:
             x0 = x0.clamp(-1, 1)
         return x0, output[:, x.shape[1] :]

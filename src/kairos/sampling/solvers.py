@@ -17,16 +17,16 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from kairos.sampling.generate import DataPrediction, NoiseSource
 from kairos.sampling.settings import DdimOptions, DdpmOptions, EulerOptions, OdeOptions
 from kairos.sampling.time_grids import GridPoint, grid_points_at, times_of_noise_levels
+from kairos.shapes import Images, Output
 
 
 def ddpm(
     options: DdpmOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
-) -> Tensor:
+) -> Images:
     """Sample by DDPM's ancestral sampling (Ho et al. 2020, algorithm 2) on the points of the grid alone.
 
     Nichol and Dhariwal 2021, section 4, derive the step between two points that are not neighbours.
@@ -44,7 +44,7 @@ def ddpm(
     return x
 
 
-def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_channels: Tensor) -> Any:
+def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_channels: Output) -> Any:
     """Return the variance of a reverse step of DDPM: a number, or for ``learned_range`` a tensor in the shape of x.
 
     ``fixed_small`` is the variance of q(x_s | x_t, x0). ``fixed_large`` is that of q(x_s | x_t) for x0 ~ N(0, I), which
@@ -63,7 +63,7 @@ def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_chan
 
 def ddim(
     options: DdimOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
-) -> Tensor:
+) -> Images:
     """Sample by DDIM (Song et al. 2021, eq. 12 and 16); returns x0 (batch, channels, height, width)."""
     x = grid[0].noise * noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
@@ -77,7 +77,7 @@ def ddim(
 
 def edm(
     options: EulerOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
-) -> Tensor:
+) -> Images:
     """Sample by EDM's algorithm 2 (Karras et al. 2022): ``heun``, and ``euler`` without its lines 9 to 11.
 
     Returns:
@@ -108,7 +108,7 @@ def edm(
 
 def dpm_solver(
     options: OdeOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
-) -> Tensor:
+) -> Images:
     """Sample by DPM-Solver++, singlestep of orders up to 3 (Lu et al. 2022, "DPM-Solver++", algorithm 1, appendix).
 
     The intermediate points of a step are points of the grid, as in U-ViT's code, so each point costs one evaluation.
@@ -120,7 +120,7 @@ def dpm_solver(
     """
     sigma = [point.noise / point.signal for point in grid]
 
-    def predict_at(x: Tensor, index: int) -> Tensor:
+    def predict_at(x: Images, index: int) -> Images:
         return predict_x0(grid[index].signal * x, grid[index])
 
     x = sigma[0] * noise(0)
@@ -147,7 +147,7 @@ def orders(intervals: int, to_image: bool) -> list[int]:
     return [3] * threes + [2]
 
 
-def _singlestep(x: Tensor, sigma: list[float], predict_at: Callable[[Tensor, int], Tensor], first: int) -> Tensor:
+def _singlestep(x: Images, sigma: list[float], predict_at: Callable[[Images, int], Images], first: int) -> Images:
     """Take one step of DPM-Solver++ of order 1, 2 or 3 and return x at its end.
 
     Args:
@@ -176,7 +176,7 @@ def _slope_weight(h: float) -> float:
     return h + math.expm1(-h)
 
 
-def _epsilon(x: Tensor, x0: Tensor, point: GridPoint) -> Tensor:
+def _epsilon(x: Images, x0: Images, point: GridPoint) -> Images:
     """Return the noise of x at a grid point, given x0; a clipped x0 changes the noise as well."""
     return (x - point.signal * x0) / point.noise
 

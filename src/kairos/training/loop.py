@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kairos import ranks
 from kairos.data.batches import Batch
 from kairos.losses.terms import Prediction, SampleCoordinates
+from kairos.shapes import Images, Output, PerSample, Times
 from kairos.training.lengths import log_interval
 from kairos.training.state import MicroBatch, TrainingState
 from kairos_timesteps import distributed
@@ -89,11 +90,11 @@ class StepResult:
     """
 
     prediction: Prediction
-    terms: dict[str, Tensor]
+    terms: dict[str, PerSample]
     objective: Tensor
 
 
-def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Draw, Tensor]:
+def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Draw, Images]:
     """Draw timesteps with their weights, and the noise that the strategy couples with the images of a batch."""
     strategy, step = training.strategy, batch.step
     # only samplers that count visits of images take epoch and position of an image as context
@@ -106,7 +107,7 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
     return draw, strategy.couple(draw, noise)
 
 
-def _forward_backward(training: TrainingState, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]) -> StepResult:
+def _forward_backward(training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, Tensor]) -> StepResult:
     """Run the forward and backward passes of this rank's micro-batches; gradients add up over passes and ranks.
 
     Args:
@@ -135,7 +136,7 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Tensor, condit
     return _join_results(training, draw, noise, results)
 
 
-def _join_results(training: TrainingState, draw: Draw, noise: Tensor, results: list[StepResult]) -> StepResult:
+def _join_results(training: TrainingState, draw: Draw, noise: Images, results: list[StepResult]) -> StepResult:
     """Join the results of micro-batches to the result of this rank's slice of the batch."""
     terms = {name: torch.cat([result.terms[name] for result in results]) for name in results[0].terms}
     x_t = torch.cat([result.prediction.x_t for result in results])
@@ -145,7 +146,7 @@ def _join_results(training: TrainingState, draw: Draw, noise: Tensor, results: l
 
 
 def _forward_backward_micro_batch(
-    training: TrainingState, micro_batch: MicroBatch, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]
+    training: TrainingState, micro_batch: MicroBatch, draw: Draw, noise: Images, conditions: dict[str, Tensor]
 ) -> StepResult:
     """Run forward and backward pass of one micro-batch; `draw`, `noise` and `conditions` are of its samples alone."""
     step = draw.step
@@ -176,11 +177,11 @@ def predict_and_compute_losses(
     training: TrainingState,
     network: Any,
     samples: SampleCoordinates,
-    x0: Tensor,
-    noise: Tensor,
-    t: Tensor,
+    x0: Images,
+    noise: Images,
+    t: Times,
     conditions: dict[str, Tensor],
-) -> tuple[Prediction, dict[str, Tensor]]:
+) -> tuple[Prediction, dict[str, PerSample]]:
     """Compute a network's prediction for noised images, and the loss terms by name, each (batch,).
 
     Args:
@@ -193,9 +194,9 @@ def predict_and_compute_losses(
         conditions: conditions by name, each (batch, ...).
     """
 
-    def predict(x_t: Tensor, more_conditions: dict[str, Tensor]) -> Tensor:
+    def predict(x_t: Images, more_conditions: dict[str, Tensor]) -> Output:
         with training.autocast():
-            output: Tensor = training.process.predict(network, x_t, t, {**conditions, **more_conditions})
+            output: Output = training.process.predict(network, x_t, t, {**conditions, **more_conditions})
         return output
 
     x_t = training.process.noised(x0, noise, t)
@@ -205,7 +206,7 @@ def predict_and_compute_losses(
     return prediction, terms
 
 
-def _scale_terms(training: TrainingState, terms: dict[str, Tensor], weighted: bool) -> list[Tensor]:
+def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted: bool) -> list[PerSample]:
     """Return some loss terms, each times its option `scale`.
 
     Args:
