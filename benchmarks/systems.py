@@ -110,9 +110,9 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
     from kairos.cli import main as kairos
     from kairos.config import validate
     from kairos.data.latents import open_latents
-    from kairos.diffusion import build_process
     from kairos.evaluation.settings import LossSettings
     from kairos.evaluation.validation import validation_loss
+    from kairos.forward_process import build_process
     from kairos.milestones import open_milestone
 
     system = SYSTEMS[name]

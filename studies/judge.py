@@ -29,7 +29,7 @@ from run import ROUNDS
 from scipy import optimize, stats
 
 from kairos.config.experiment import load
-from kairos.diffusion import build_process
+from kairos.forward_process import build_process
 from kairos.report.collect import collect
 from kairos.report.ranking import crossing_cost
 from kairos_timesteps.errors import KairosError

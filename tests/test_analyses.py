@@ -42,14 +42,15 @@ class Small(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x, t):
-        return self.outer(self.dropout(torch.tanh(self.inner(x) + t[:, None].float().sin())))
+        hidden = torch.tanh(self.inner(x.flatten(1)) + t[:, None].float().sin())
+        return self.outer(self.dropout(hidden)).view_as(x)
 
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_gradient_moments_equal_those_of_a_matrix_of_all_gradients(name):
     """The metric scales the gradients of each parameter; dropout is off."""
     process, model, levels, count = as_process(name), Small(), [(0.0, 0.1), (0.1, 0.6), (0.9, 1.0)], 7
-    x0 = torch.randn(3 * count, 6, generator=torch.Generator().manual_seed(1))
+    x0 = torch.randn(3 * count, 6, 1, 1, generator=torch.Generator().manual_seed(1))
     metric = [torch.rand_like(each) + 0.5 for each in model.parameters()]
     diagonal = torch.cat([each.flatten() for each in metric]).double().numpy()
     plain, scaled = (
@@ -61,10 +62,10 @@ def test_gradient_moments_equal_those_of_a_matrix_of_all_gradients(name):
     means = []
     for level, (low, high) in enumerate(levels):
         u = low + (high - low) * Stream(5, "analysed times").uniform(level, range(count))
-        noise = Stream(5, "analysed noise").normal(level, range(count), (6,))
+        noise = Stream(5, "analysed noise").normal(level, range(count), (6, 1, 1))
         clean, t = x0[level * count : (level + 1) * count], process.times(u)
         output = process.predict(model, process.noised(clean, noise, t), t)
-        losses = ((output - process.target(clean, noise, t)) ** 2).mean(1)
+        losses = ((output - process.target(clean, noise, t)) ** 2).mean((1, 2, 3))
         rows = []
         for loss in losses:
             gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, materialize_grads=True)

@@ -13,10 +13,10 @@ import kairos_timesteps
 import rank_groups
 from components_by_name import make_weighting
 from kairos.cli import main
-from kairos.components import LibraryComponent
 from kairos.config import validate
 from kairos.costs import estimate as costs
-from kairos.diffusion import build_process, scheduler_config
+from kairos.forward_process import build_process, scheduler_config
+from kairos.library_components import LibraryComponent
 from kairos.losses import terms as losses
 from kairos.milestones import open_milestone
 from kairos.models.settings import BACKBONES, BackboneOptions

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from kairos.components import LibraryComponent
 from kairos.data import image_grid
+from kairos.library_components import LibraryComponent
 from kairos.sampling import generate, sample
 from kairos.sampling.conditions import load_conditions
 from kairos.sampling.settings import SOLVERS, resolve_solver

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kairos import models
 from kairos.config import load, validate
 from kairos.costs.dataset_size import find_dataset_size
-from kairos.diffusion import build_process
+from kairos.forward_process import build_process
 from kairos.sampling.settings import resolve_solver
 from kairos.sampling.time_grids import build_time_grid
 

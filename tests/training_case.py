@@ -12,11 +12,11 @@ import torch
 import yaml
 
 from kairos import models
-from kairos.components import LibraryComponent
 from kairos.config import validate
 from kairos.data.latents import Latents
-from kairos.diffusion import build_process
 from kairos.files import read_json, sha256_bytes, write_json
+from kairos.forward_process import build_process
+from kairos.library_components import LibraryComponent
 from kairos.models.settings import BACKBONES
 from kairos.training import run
 from kairos.training.settings import read_run_settings

@@ -33,8 +33,8 @@ from common import (
 )
 
 from kairos import compute, models
-from kairos.components import LibraryComponent
-from kairos.diffusion import build_process
+from kairos.forward_process import build_process
+from kairos.library_components import LibraryComponent
 from kairos.models.settings import BACKBONES
 from kairos.sampling.generate import DataPrediction, Guidance, build_guided_predictor, make_noise_source
 from kairos.sampling.settings import SOLVERS, resolve_solver

@@ -10,7 +10,7 @@ its code. The class declares name, code and options, and `Components.register` a
         lr: float = field(2e-4, "learning rate after warm-up", gt=0)
 
 Samplers, weightings, couplings and forward processes are components of the library, which has its own declarations;
-`LibraryComponent` holds one that an experiment selects.
+`kairos.library_components.LibraryComponent` holds one that an experiment selects.
 
 `component` annotates a field of a section that selects a component of either kind.
 """
@@ -19,17 +19,16 @@ import dataclasses
 import importlib
 from collections import UserDict
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
+from kairos.library_components import LibraryComponent
 from kairos.section import Section
 from kairos_timesteps import options
 from kairos_timesteps.errors import ConfigError, ValueRejected
-from kairos_timesteps.options import Options
-from kairos_timesteps.registry import Registry, split
+from kairos_timesteps.registry import Registry
 
 
 class Component(Section):
@@ -115,61 +114,7 @@ class Components(UserDict[str, type[C]], Generic[C]):
 
 
 @dataclasses.dataclass(frozen=True)
-class LibraryComponent:
-    """A sampler, weighting, coupling or forward process that an experiment selects.
-
-    Attributes:
-        registry: registry of the library with the component.
-        name: name of the component.
-        options: checked options of the component.
-    """
-
-    registry: Registry = dataclasses.field(repr=False, compare=False)
-    name: str
-    options: Options
-
-    @classmethod
-    def select(cls, registry: Registry, values: Mapping[str, Any]) -> "LibraryComponent":
-        """Return the component with checked options from ``{"name": ..., option: ...}``.
-
-        Raises:
-            ConfigError: there is no such component, or an option is unknown or has a value that is not allowed.
-        """
-        name, given_options = split(values)
-        return cls(registry, name, registry.parse(name, given_options, f"{registry.kind} {name}"))
-
-    def get(self, option: str, default: Any = None) -> Any:
-        """Return the value of an option by its name in an experiment file, or a default if there is no such option."""
-        return self.plain_options().get(option, default)
-
-    @cached_property
-    def facts(self) -> Mapping[str, Any]:
-        """Properties of the component that its registry states."""
-        return self.registry.entry(self.name).facts
-
-    def module(self) -> str:
-        """Return the name of the module that contains the class of the component."""
-        return self.registry.entry(self.name).module
-
-    def load(self) -> Any:
-        """Import the class of the component and return it."""
-        return self.registry.entry(self.name).load()
-
-    def build(self, *arguments: Any, **keywords: Any) -> Any:
-        """Import the class of the component and construct it from the options and the arguments."""
-        return self.load()(self.options, *arguments, **keywords)
-
-    def plain(self) -> dict[str, Any]:
-        """Return name and options as plain values, defaults included."""
-        return {"name": self.name, **self.plain_options()}
-
-    def plain_options(self) -> dict[str, Any]:
-        """Return the options as plain values by their names in an experiment file, defaults included."""
-        return options.dump(self.options)
-
-
-@dataclasses.dataclass(frozen=True)
-class component:  # noqa: N801: it annotates types, as functions of pydantic do
+class component:
     """Annotation of a field that selects a component: ``name`` or ``{name: ..., option: ...}``.
 
     The type that it annotates is the base class of the components, or `LibraryComponent`. Sections serialise the value
@@ -245,7 +190,10 @@ class component:  # noqa: N801: it annotates types, as functions of pydantic do
 def _options_schema(cls: type[Component]) -> dict[str, Any]:
     """Return the JSON schemas of the options of a component of the pipeline, by name."""
     properties: dict[str, Any] = cls.model_json_schema()["properties"]
-    return {name: schema for name, schema in properties.items() if name != "name"}
+    options_schema = {name: schema for name, schema in properties.items() if name != "name"}
+    for schema in options_schema.values():
+        del schema["title"]  # pydantic's repetition of the name
+    return options_schema
 
 
 # bounds of an option of the library, and their names in a JSON schema

@@ -4,29 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
-from kairos.components import LibraryComponent, component
+from kairos.components import component
+from kairos.forward_process import select_prediction
+from kairos.library_components import LibraryComponent
 from kairos.losses.settings import LOSSES, LossOptions, check_losses
 from kairos.section import Section, field
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
-from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Flow, Process
 from kairos_timesteps.diffusion.registries import PROCESSES
-from kairos_timesteps.errors import demand
-
-
-def select_prediction(process: LibraryComponent, prediction: str | None) -> str | None:
-    """Return the prediction target of the network: `prediction`, or by default the first choice of the process.
-
-    None if the process leaves no choice.
-
-    Raises:
-        ConfigError: the process does not have the requested prediction target.
-    """
-    choices: tuple[str, ...] = process.facts.get("predictions", ())
-    allowed = ", ".join(choices) or "null, since the process has one prediction target"
-    valid = prediction is None or prediction in choices
-    demand(valid, "diffusion.prediction", f"{prediction!r} with process {process.name}", allowed)
-    return prediction or next(iter(choices), None)
-
 
 _Loss = Annotated[LossOptions, component(LOSSES)]
 
@@ -87,53 +71,3 @@ class MethodConfig(Section):
         if self.coupling.name == "independent":
             values.pop("coupling", None)
         return values
-
-
-def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> LibraryComponent:
-    """Return a process with its option `sigma_data`, if it has one that is unset, set to the measured value.
-
-    Args:
-        process: name and options of a process.
-        sigma_data: standard deviation of the data.
-    """
-    options = process.plain_options()
-    if sigma_data is None or options.get("sigma_data", sigma_data) is not None:
-        return process
-    return LibraryComponent.select(PROCESSES, {**process.plain(), "sigma_data": sigma_data})
-
-
-def build_process(process: LibraryComponent, prediction: str | None, sigma_data: float | None = None) -> Process:
-    """Build a forward process.
-
-    Args:
-        process: field `process` of section `diffusion`.
-        prediction: prediction target of the network, the section's field `prediction`.
-        sigma_data: standard deviation of the data, for a process that needs it and whose option `sigma_data` is unset.
-    """
-    built: Process = with_sigma_data(process, sigma_data).build(prediction)
-    return built
-
-
-def scheduler_config(process: Process, clip: bool) -> dict[str, Any] | None:
-    """Return the configuration of diffusers' scheduler for a process; None if diffusers has none.
-
-    Schedulers of diffusers pass timesteps from 0 to the network, and times of a flow multiplied by 1000.
-
-    Args:
-        process: forward process.
-        clip: clip estimates of x0 to [-1, 1].
-    """
-    if isinstance(process, Discrete) and not process.first_index:
-        return {
-            "_class_name": "DDPMScheduler",
-            "num_train_timesteps": process.schedule.timesteps,
-            "trained_betas": process.schedule.betas.tolist(),
-            "prediction_type": DIFFUSERS[process.prediction],
-            "variance_type": process.schedule.variance,
-            "clip_sample": clip,
-            "timestep_spacing": "trailing",
-        }
-    if isinstance(process, Flow) and process.time_scale == 1000:
-        name = "FlowMatchEulerDiscreteScheduler"
-        return {"_class_name": name, "num_train_timesteps": 1000, "shift": process.shift}
-    return None

@@ -10,9 +10,6 @@ from torch import Tensor
 Images = Float[Tensor, "batch channels height width"]
 """x0, noise or noised images in model space."""
 
-Samples = Float[Tensor, "batch *sample"]
-"""Samples of any shape, such as images or vectors."""
-
 EncodedImages = Float[Tensor, "batch latent_channels latent_height latent_width"]
 """Images in model space beside images in pixel space, or moments of their latents."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kairos.losses.settings import MseOptions
 from kairos.losses.terms import Prediction, SampleCoordinates, mse
-from kairos.shapes import Samples
+from kairos.shapes import Images
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import evaluating
@@ -64,7 +64,7 @@ class GradientMoments:
 def compute_gradient_moments(
     model: torch.nn.Module,
     process: Any,
-    x0: Samples,
+    x0: Images,
     levels: Sequence[tuple[float, float]],
     loss: Loss = lambda prediction: mse(MseOptions(), prediction),
     conditions: Mapping[str, Tensor] | None = None,
@@ -139,7 +139,7 @@ def _flatten_metric(metric: Sequence[Tensor], parameters: Sequence[Tensor]) -> T
 
 
 def _predict(
-    model: Any, process: Any, x0: Samples, noise: Samples, t: Tensor, conditions: Any, samples: SampleCoordinates
+    model: Any, process: Any, x0: Images, noise: Images, t: Tensor, conditions: Any, samples: SampleCoordinates
 ) -> Prediction:
     """Add noise to images up to times t, and return the network's prediction with all that loss functions read.
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kairos.cli.common import add_plugins
-from kairos.components import Component, LibraryComponent
+from kairos.components import Component
+from kairos.library_components import LibraryComponent
 from kairos.progress import table
 from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.registry import Registry

@@ -12,7 +12,7 @@ from kairos.costs.dataset_size import DatasetSize, Shape, find_dataset_size
 from kairos.costs.network import NetworkCost, count_network_cost
 from kairos.costs.step_rate import StepRate
 from kairos.costs.storage import estimate_memory, estimate_storage
-from kairos.diffusion import build_process
+from kairos.forward_process import build_process
 from kairos.workflow.layout import Layout
 from kairos.workflow.rules import gpus_per_job
 from kairos_timesteps.base import Cost

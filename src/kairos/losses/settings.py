@@ -2,7 +2,8 @@
 
 from typing import ClassVar
 
-from kairos.components import Component, Components, LibraryComponent
+from kairos.components import Component, Components
+from kairos.library_components import LibraryComponent
 from kairos.section import field
 from kairos_timesteps.errors import demand, rejection
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.diffusion import DiffusionConfig, build_process
+from kairos.diffusion import DiffusionConfig
 from kairos.files import atomic_folder, check_files, hash_folder, open_record, sha256_json, write_json, write_text
+from kairos.forward_process import build_process
 from kairos.section import check
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.diffusion.processes import Process

@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from kairos.components import Component, Components, LibraryComponent, component
-from kairos.diffusion import DiffusionConfig, build_process
+from kairos.components import Component, Components, component
+from kairos.diffusion import DiffusionConfig
+from kairos.forward_process import build_process
+from kairos.library_components import LibraryComponent
 from kairos.sampling.time_grids import build_time_grid
 from kairos.section import Section, field
 from kairos_timesteps.diffusion.schedule import VARIANCES

@@ -7,9 +7,10 @@ identity therefore resumes where the shorter one ended. This module imports no t
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.components import Component, LibraryComponent
+from kairos.components import Component
 from kairos.files import sha256_json
 from kairos.fingerprint import fingerprint, roots_of
+from kairos.library_components import LibraryComponent
 from kairos.milestones import hash_start_weights
 
 if TYPE_CHECKING:

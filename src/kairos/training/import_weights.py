@@ -7,8 +7,8 @@ import torch
 
 from kairos import models
 from kairos.data.latents import open_latents
-from kairos.diffusion import build_process, scheduler_config
 from kairos.files import open_record, sha256_file, sha256_json
+from kairos.forward_process import build_process, scheduler_config
 from kairos.milestones import write_milestone
 from kairos.models.published_weights import read_published
 from kairos.training.provenance import build_provenance, library_versions

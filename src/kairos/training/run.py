@@ -18,7 +18,7 @@ import torch
 
 from kairos import compute, ranks
 from kairos.data.latents import open_latents
-from kairos.diffusion import scheduler_config
+from kairos.forward_process import scheduler_config
 from kairos.milestones import write_milestone
 from kairos.progress import Progress, duration, log
 from kairos.training import launch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kairos import models
 from kairos.data.batches import Batches
 from kairos.data.latents import Latents
-from kairos.diffusion import build_process
+from kairos.forward_process import build_process
 from kairos.milestones import load_start_weights
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average

@@ -4,8 +4,8 @@ import argparse
 
 from kairos.cli.strategies.output import align_columns, text_bar, timestep_ranges, warn, write_output
 from kairos.cli.strategies.show import build_process_with_warnings
-from kairos.components import LibraryComponent
 from kairos.increments import AREAS, PROCESSES, Increments, increments
+from kairos.library_components import LibraryComponent
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.diffusion.registries import PROCESSES as FORWARD_PROCESSES
 

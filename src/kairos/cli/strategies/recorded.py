@@ -16,9 +16,9 @@ from kairos.cli.strategies.show import (
     build_strategy_view,
     parse_strategy,
 )
-from kairos.components import LibraryComponent
-from kairos.diffusion import with_sigma_data
 from kairos.files import read_json, sha256_file
+from kairos.forward_process import with_sigma_data
+from kairos.library_components import LibraryComponent
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.diffusion.registries import PROCESSES

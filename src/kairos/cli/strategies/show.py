@@ -12,8 +12,8 @@ import yaml
 from kairos.cli.common import demand
 from kairos.cli.strategies.listing import describe_options
 from kairos.cli.strategies.output import align_columns, text_bar, timestep_ranges, warn, write_output
-from kairos.components import LibraryComponent
-from kairos.diffusion import build_process, select_prediction, with_sigma_data
+from kairos.forward_process import build_process, select_prediction, with_sigma_data
+from kairos.library_components import LibraryComponent
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.base import Learned, Sampler
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS

@@ -17,8 +17,8 @@ from kairos.cli.strategies.show import (
     parse_scalar,
     select_context,
 )
-from kairos.components import LibraryComponent
-from kairos.diffusion import select_prediction
+from kairos.forward_process import select_prediction
+from kairos.library_components import LibraryComponent
 from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE, Row

@@ -1,0 +1,67 @@
+"""Samplers, weightings, couplings and forward processes of the library, as an experiment selects them.
+
+This module imports no pydantic, so that `kairos strategies` starts quickly.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from kairos_timesteps import options
+from kairos_timesteps.options import Options
+from kairos_timesteps.registry import Registry, split
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryComponent:
+    """A sampler, weighting, coupling or forward process that an experiment selects.
+
+    Attributes:
+        registry: registry of the library with the component.
+        name: name of the component.
+        options: checked options of the component.
+    """
+
+    registry: Registry = dataclasses.field(repr=False, compare=False)
+    name: str
+    options: Options
+
+    @classmethod
+    def select(cls, registry: Registry, values: Mapping[str, Any]) -> "LibraryComponent":
+        """Return the component with checked options from ``{"name": ..., option: ...}``.
+
+        Raises:
+            ConfigError: there is no such component, or an option is unknown or has a value that is not allowed.
+        """
+        name, given_options = split(values)
+        return cls(registry, name, registry.parse(name, given_options, f"{registry.kind} {name}"))
+
+    def get(self, option: str, default: Any = None) -> Any:
+        """Return the value of an option by its name in an experiment file, or a default if there is no such option."""
+        return self.plain_options().get(option, default)
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """Properties of the component that its registry states."""
+        return self.registry.entry(self.name).facts
+
+    def module(self) -> str:
+        """Return the name of the module that contains the class of the component."""
+        return self.registry.entry(self.name).module
+
+    def load(self) -> Any:
+        """Import the class of the component and return it."""
+        return self.registry.entry(self.name).load()
+
+    def build(self, *arguments: Any, **keywords: Any) -> Any:
+        """Import the class of the component and construct it from the options and the arguments."""
+        return self.load()(self.options, *arguments, **keywords)
+
+    def plain(self) -> dict[str, Any]:
+        """Return name and options as plain values, defaults included."""
+        return {"name": self.name, **self.plain_options()}
+
+    def plain_options(self) -> dict[str, Any]:
+        """Return the options as plain values by their names in an experiment file, defaults included."""
+        return options.dump(self.options)
