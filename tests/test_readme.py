@@ -1,4 +1,4 @@
-"""The README and the other pages: code runs as written, commands exist, links lead somewhere, numbers are those measured."""
+"""Pages of the repository: code runs as written, commands exist, links lead somewhere, numbers are those measured."""
 
 import argparse
 import importlib
