@@ -15,6 +15,7 @@ from kairos.data.arrays import open_array, row_indices
 from kairos.data.decode import to_pixels
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
+from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import DamagedError, KairosError
 
 _ADVICE = "bring it back as it was, or make the folder again with: kairos prepare"
@@ -59,7 +60,8 @@ class LinkedImages:
         """
         rows = row_indices(index, len(self))
         image_dtype = np.dtype((np.uint8, self.shape[1:]))
-        images = np.fromiter(map(self._read, rows.flat), image_dtype, count=rows.size)
+        decoded = map_in_order(self._read, rows.flat, count_job_threads())
+        images = np.fromiter(decoded, image_dtype, count=rows.size)
         return images.reshape((*rows.shape, *self.shape[1:]))
 
     def _read(self, row: int) -> np.ndarray:

@@ -1,10 +1,11 @@
 """Stage prepare: convert a data set to a folder of uniform arrays, with a manifest and a fixed split.
 
-Images are decoded one at a time, so that memory does not grow with the data set. They are copied into an array file, or
-stay in their source and are read again when needed (`linked_images`). The manifest is written last: a folder without a
-manifest is incomplete.
+Images are decoded by all threads of the job, a few at a time, so that memory does not grow with the data set. They are
+copied into an array file, or stay in their source and are read again when needed (`linked_images`). The manifest is
+written last: a folder without a manifest is incomplete.
 """
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +22,31 @@ from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
 from kairos.files import sha256_file, sha256_json, sync_folder, write_json
 from kairos.progress import Progress, log
+from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.randomness import derived_seed
 
 _ARRAYS = ("images", "train", "heldout", "numbers", "checksums", "names", *captioning.ARRAYS)
 _TEMPORARY = ".tmp-images.npy"
+
+
+@dataclass(frozen=True)
+class _DecodedImage:
+    """An image after decoding, or the reason why it is broken.
+
+    Attributes:
+        index: index of the image in the source.
+        pixels: uint8 (height, width, channels); None for a broken image.
+        sums: sum of the pixels and of their squares, by channel, int64 (2, channels).
+        checksum: checksum of the pixels, uint8 (16,); None if the image is copied.
+        damage: why the image is broken; empty for a usable image.
+    """
+
+    index: int
+    pixels: np.ndarray | None = None
+    sums: np.ndarray | None = None
+    checksum: np.ndarray | None = None
+    damage: str = ""
 
 
 @dataclass(frozen=True)
@@ -235,11 +256,14 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
     sums: Any = None
     count = 0  # usable images so far
     progress = Progress(len(selected), f"prepare {config.source}", "image")
-    for index in selected:
+    decode = functools.partial(_decode_image, config, source)
+    for image in map_in_order(decode, selected, count_job_threads()):
         progress.advance()
-        pixels = _read_pixels(config, source, index)
+        name = source.name(image.index)
+        pixels = image.pixels
         if pixels is None:
-            skipped.append(source.name(index))
+            _skip_broken(config, name, image.damage)
+            skipped.append(name)
             continue
         if count == 0:
             shape = pixels.shape
@@ -248,17 +272,15 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
                 images = create_array(out / _TEMPORARY, (len(selected), *shape), np.uint8)
         elif pixels.shape != shape:
             raise ConfigError(
-                f"dataset.resolution: got null, but {source.name(index)} has {pixels.shape[1]}×{pixels.shape[0]} "
+                f"dataset.resolution: got null, but {name} has {pixels.shape[1]}×{pixels.shape[0]} "
                 f"pixels and those before it {shape[1]}×{shape[0]}; allowed: a resolution for all"
             )
         if images is None:
-            checksums[count] = checksum(pixels)
+            checksums[count] = image.checksum
         else:
             images.write(count, pixels)
-        wide = pixels.astype(np.int64)  # squares of uint8 would overflow
-        sums[count, 0] = wide.sum(axis=(0, 1))
-        sums[count, 1] = (wide**2).sum(axis=(0, 1))
-        indices[count] = index
+        sums[count] = image.sums
+        indices[count] = image.index
         count += 1
     progress.close()
     if count == 0:
@@ -272,27 +294,37 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
     )
 
 
-def _read_pixels(config: DatasetConfig, source: Source, index: int) -> np.ndarray | None:
-    """Read an image and convert it, uint8 (height, width, channels); log a broken image and return None.
+def _skip_broken(config: DatasetConfig, name: str, damage: str) -> None:
+    """Log that a broken image is skipped; raise KairosError if `dataset.broken` is ``refuse``.
+
+    Args:
+        config: section `dataset`.
+        name: name of the broken image.
+        damage: why the image is broken.
+    """
+    if config.broken == "refuse":
+        raise KairosError(f"dataset: {name} is broken ({damage}); repair or remove it, or set dataset.broken: skip")
+    log(f"prepare: skipped {name} ({damage})")
+
+
+def _decode_image(config: DatasetConfig, source: Source, index: int) -> _DecodedImage:
+    """Read an image, convert it and sum its pixels; several threads call this function at a time.
 
     Raises:
-        KairosError: the image is broken and `dataset.broken` is ``refuse``, or its size does not fit `dataset.crop`.
+        KairosError: the size of the image does not fit `dataset.crop`.
     """
-    name = source.name(index)
     try:
         image = source.read(index)
     except ValueError as error:
-        if config.broken == "refuse":
-            raise KairosError(
-                f"dataset: {name} is broken ({error}); repair or remove it, or set dataset.broken: skip"
-            ) from None
-        log(f"prepare: skipped {name} ({error})")
-        return None
-    return to_pixels(
+        return _DecodedImage(index, damage=str(error))
+    pixels = to_pixels(
         image,
         color=config.color,
         crop=config.crop,
         resolution=config.resolution,
-        name=name,
+        name=source.name(index),
         resample=config.resample,
     )
+    wide = pixels.astype(np.int64)  # squares of uint8 would overflow
+    sums = np.stack([wide.sum(axis=(0, 1)), (wide**2).sum(axis=(0, 1))])
+    return _DecodedImage(index, pixels, sums, checksum(pixels) if config.store == "refer" else None)

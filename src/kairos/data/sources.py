@@ -8,6 +8,7 @@ import glob
 import os
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ class Source:
     Attributes:
         count: number of images.
         read: function that reads the image with an index; it raises ValueError, with the reason, for a broken image.
+            Several threads call it at a time.
         name: function that returns the file or row of the image with an index.
         labels: class of each image, int64 (count,), below len(classes); None without classes.
         classes: names of the classes; None without classes.
@@ -333,6 +335,7 @@ class _ImageColumn:
         self._cells = table.select_columns(column)
         self._pickled_cells = pickle.dumps(self._cells)
         self._read_count = 0
+        self._lock = threading.Lock()
 
     def read(self, index: int) -> Image.Image:
         """Read and decode the image in a row.
@@ -340,10 +343,12 @@ class _ImageColumn:
         Raises:
             ValueError: the cell is empty, or its image is broken; the message contains the reason.
         """
-        self._read_count += 1
-        if self._read_count % _READS_BEFORE_REOPENING == 0:
-            self._cells = pickle.loads(self._pickled_cells)
-        cell = self._cells[index][self._column]
+        with self._lock:  # while one thread opens the column again, others may still read the old one
+            self._read_count += 1
+            if self._read_count % _READS_BEFORE_REOPENING == 0:
+                self._cells = pickle.loads(self._pickled_cells)
+            cells = self._cells
+        cell = cells[index][self._column]
         if isinstance(cell, dict):  # of Image(decode=False): the bytes of the image file, or its path
             cell = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")
         if not cell:

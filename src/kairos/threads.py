@@ -1,0 +1,89 @@
+"""Functions that run in several threads of a job, with results and errors in the order of the arguments."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_CHUNK = 4  # calls per task of a thread, because starting a task takes about 50 microseconds
+_SLOW_CALL = 0.0005  # seconds; faster calls hold Python's lock too long to profit from threads
+_Outcome = tuple[list[Result], BaseException | None]  # results of a chunk, and the error that ended it
+
+
+def count_job_threads() -> int:
+    """Return the number of threads that this job may compute with.
+
+    Snakemake and the launcher of several processes set ``OMP_NUM_THREADS`` to the number of threads of a job. Without
+    the variable, it is the number of CPUs that this process may use. The result never exceeds that number.
+    """
+    usable_cpus = len(os.sched_getaffinity(0))
+    configured = os.environ.get("OMP_NUM_THREADS", "")
+    if not configured.isdigit():
+        return usable_cpus
+    return min(max(int(configured), 1), usable_cpus)
+
+
+def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """Yield ``function(item)`` for all items, in their order; several threads compute ahead if the calls are slow.
+
+    The results and the first error are those of a loop in one thread. A few items per thread are in flight, so memory
+    does not grow with the number of items. Threads start after two consecutive slow calls: fast calls, such as
+    decoding images of 8×8 pixels, would only wait for Python's lock.
+
+    Args:
+        function: function that several threads may call at a time.
+        items: arguments of the calls; they are taken in the thread of the caller.
+        threads: largest number of threads.
+    """
+    remaining = iter(items)
+    slow_calls = 0  # in succession
+    for item in remaining:
+        start = time.perf_counter()
+        result = function(item)
+        slow_calls = slow_calls + 1 if time.perf_counter() - start > _SLOW_CALL else 0
+        yield result
+        if threads > 1 and slow_calls == 2:
+            break
+    yield from _map_in_threads(function, remaining, threads)
+
+
+def _map_in_threads(function: Callable[[Item], Result], items: Iterator[Item], threads: int) -> Iterator[Result]:
+    """Yield ``function(item)`` for all items, in their order, computed by several threads; see `map_in_order`."""
+    chunks = iter(lambda: list(islice(items, _CHUNK)), [])
+    with ThreadPoolExecutor(threads) as pool:
+        pending: deque[Future[_Outcome[Result]]] = deque()
+        try:
+            for chunk in chunks:
+                pending.append(pool.submit(_call_until_error, function, chunk))
+                if len(pending) > 2 * threads:
+                    yield from _results_or_error(pending.popleft())
+            while pending:
+                yield from _results_or_error(pending.popleft())
+        finally:
+            for future in pending:  # after an error, or if the caller takes no more results
+                future.cancel()
+
+
+def _call_until_error(function: Callable[[Item], Result], items: list[Item]) -> "_Outcome[Result]":
+    """Return the results of calls up to the first error, and the error; None if there is no error."""
+    results: list[Result] = []
+    for item in items:
+        try:
+            results.append(function(item))
+        except BaseException as error:  # raised again in the thread of the caller
+            return results, error
+    return results, None
+
+
+def _results_or_error(future: "Future[_Outcome[Result]]") -> Iterator[Result]:
+    """Yield the results of a chunk, and then raise its error if there is one."""
+    results, error = future.result()
+    yield from results
+    if error is not None:
+        raise error
