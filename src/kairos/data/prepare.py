@@ -93,7 +93,7 @@ class _ImageWriter:
     def append(self, pixels: np.ndarray) -> None:
         """Write the next image."""
         self._file.write(self._count, pixels)
-        self._hash.update(np.ascontiguousarray(pixels))
+        self._hash.update(np.ascontiguousarray(pixels).data)
         self._count += 1
 
     def close(self) -> str:
@@ -312,9 +312,9 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
                 f"dataset.resolution: got null, but {name} has {pixels.shape[1]}×{pixels.shape[0]} "
                 f"pixels and those before it {shape[1]}×{shape[0]}; allowed: a resolution for all"
             )
-        if images is None:
+        if image.checksum is not None:
             checksums[count] = image.checksum
-        else:
+        if images is not None:
             images.append(pixels)
         sums[count] = image.sums
         indices[count] = image.index
