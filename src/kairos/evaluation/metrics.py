@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric
-from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
 from kairos.data.arrays import iterate_blocks
 from kairos.evaluation.measurements import Gaussian, ImageStatistics, MomentSums
@@ -36,6 +34,7 @@ from kairos_timesteps.errors import KairosError
 CACHE = Path(".kairos/cache")
 ROWS = 1024  # feature vectors processed at a time
 SPLIT = 5000  # consecutive images in a split of the Inception score, as in ADM's evaluator
+_KID_SEED = 2020  # torch-fidelity's seed of the subsets
 MAX_STORED = 10_000  # feature vectors to store, the number of images in ADM's reference for precision and recall
 
 # names of the arrays of mean and covariance in npz files, by layer
@@ -221,27 +220,55 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
     independent of the scale.
     """
     assert statistics.features is not None
-    real = torch.from_numpy(comparison.real.features).double()
-    samples = torch.from_numpy(statistics.features[indices_to_store(len(statistics.features))]).double()
+    real = comparison.real.features.astype(np.float64)
+    samples = statistics.features[indices_to_store(len(statistics.features))].astype(np.float64)
     size = min(options.subset_size, len(samples) // 2, len(real) // 2)
     if size < 2:
         return {}
     if comparison.distance_column == "fid":
-        gamma = None  # torch-fidelity's default, 1/d
+        gamma = 1 / samples.shape[1]
     else:
-        gamma = 1 / float(real.square().sum(1).mean())
-    result = kid_features_to_metric(
-        samples, real, kid_subsets=options.subsets, kid_subset_size=size, kid_kernel_poly_gamma=gamma, verbose=False
-    )
-    return {"kid": result[KEY_METRIC_KID_MEAN]}
+        gamma = 1 / float(torch.from_numpy(real).square().sum(1).mean())
+    random = np.random.RandomState(_KID_SEED)  # torch-fidelity's generator
+    distances = []
+    for _ in range(options.subsets):
+        x = samples[random.choice(len(samples), size, replace=False)]
+        y = real[random.choice(len(real), size, replace=False)]
+        distances.append(_squared_kernel_distance(x, y, gamma))
+    return {"kid": float(np.mean(distances))}
+
+
+def _squared_kernel_distance(x: NDArray[np.float64], y: NDArray[np.float64], gamma: float) -> float:
+    """Return the unbiased estimate of the squared maximum mean discrepancy of two sets of equal size n.
+
+    The kernel is k(x, y) = (gamma x·y + 1)³ (Bińkowski et al. 2018, equation 4).
+
+    Args:
+        x: feature vectors (n, d).
+        y: feature vectors (n, d).
+        gamma: factor of the product.
+    """
+    count = len(x)
+    pairs_within = 0.0  # sum of k over all pairs of two different vectors of x, and of y
+    for vectors in (x, y):
+        kernel = (vectors @ vectors.T * gamma + 1) ** 3  # (n, n)
+        pairs_within += (kernel.sum(1) - kernel.diagonal()).sum()
+    pairs_between = ((x @ y.T * gamma + 1) ** 3).sum(0).sum()
+    return float(pairs_within / (count * (count - 1)) - 2 * pairs_between / count**2)
 
 
 def isc(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the Inception score (Salimans et al. 2016), mean over splits of at most `SPLIT` images."""
     assert statistics.logits is not None
-    splits = _iterate_vectors(statistics.logits, SPLIT)
-    scores = [isc_features_to_metric(logits, splits=1, shuffle=False) for logits in splits]
-    return {"isc": stats.fmean(score[KEY_METRIC_ISC_MEAN] for score in scores)}
+    return {"isc": stats.fmean(_inception_score(logits) for logits in _iterate_vectors(statistics.logits, SPLIT))}
+
+
+def _inception_score(logits: Tensor) -> float:
+    """Return exp of the mean KL divergence of p(class | image) from the mean p(class), for logits (n, classes)."""
+    log_p = logits.double().log_softmax(1)
+    p = logits.double().softmax(1)
+    divergences = (p * (log_p - p.mean(0, keepdim=True).log())).sum(1)  # (n,)
+    return float(divergences.mean().exp())
 
 
 def psnr(options: NoOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:

@@ -22,17 +22,18 @@ from kairos.training.registries import (
     InverseSqrtOptions,
     PowerOptions,
 )
+from kairos_timesteps.optimizers import Adam, AdamW
 from kairos_timesteps.registry import NoOptions
 
 
 def adam(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:
     """Build Adam (Kingma and Ba 2015)."""
-    return torch.optim.Adam(parameters, **_adam_settings(options))
+    return Adam(parameters, **_adam_settings(options))
 
 
 def adamw(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:
     """Build AdamW, Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
-    return torch.optim.AdamW(parameters, **_adam_settings(options))
+    return AdamW(parameters, **_adam_settings(options))
 
 
 def _adam_settings(options: AdamOptions) -> dict[str, Any]:

@@ -37,8 +37,7 @@ from kairos_timesteps.errors import DivergedError
 
 def import_components(plain: dict[str, Any], method: str) -> None:
     """Import the modules that a training run of `method` uses, so that this time counts as start-up."""
-    # torch's optimisers import its compiler when the first one is created
-    for root in ("torch._dynamo", *code_roots(plain, method)):
+    for root in code_roots(plain, method):
         importlib.import_module(root.partition(":")[0])
 
 

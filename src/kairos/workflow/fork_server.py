@@ -282,7 +282,7 @@ def _import_modules(config: str) -> None:
     from kairos.workflow.dependencies import TRAINING_STAGES, find_dependencies, shared_stages
 
     plain = load(config).plain()
-    names = {"torch._dynamo", "kairos.training.run", "kairos.staging", "kairos.tracking.live"}
+    names = {"kairos.training.run", "kairos.staging", "kairos.tracking.live"}
     if plain["autoencoder"]["kind"] != "none":
         names.add("kairos.autoencoders.train")
     for stage in FORKED_STAGES.intersection((*shared_stages(plain), *TRAINING_STAGES)):

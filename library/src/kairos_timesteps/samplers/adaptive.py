@@ -104,6 +104,7 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     def _build(self, channels: int, device: "torch.device", dtype: "torch.dtype") -> Any:
         """Build the policy at first use, when the number of channels is known."""
+        from kairos_timesteps.optimizers import Adam
         from kairos_timesteps.samplers.policy import Policy
 
         if self.policy is None:
@@ -111,7 +112,7 @@ class Adaptive(MeasuresNetwork, Sampler):
                 torch.random.default_generator.manual_seed(derived_seed(self.seed, "policy"))
                 self.policy = Policy(channels, self.width, self.depth)
             self.policy.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-            self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.lr)
+            self.optimizer = Adam(self.policy.parameters(), lr=self.lr)
         return self.policy
 
     def cdf(self, u: Values, **context: Any) -> Values:

@@ -33,6 +33,8 @@ class Uncertainty(Learned, Weighting):
     lr: float = option(1e-2, "learning rate of u", gt=0)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
+        from kairos_timesteps.optimizers import Adam  # imports torch
+
         super().__init__(options, schedule, prediction)
         given = {"sigma_data": self.sigma_data} if self.base == "edm" else {}
         self.base_weighting: Weighting = WEIGHTINGS.build(self.base, given, schedule, prediction)
@@ -43,7 +45,7 @@ class Uncertainty(Learned, Weighting):
         phase = 2 * math.pi * random.uniform(1, range(self.channels)).float()
         self._features = torch.cos(level * frequency + phase) * math.sqrt(2 / self.channels)  # (T, channels)
         self.linear = torch.nn.Parameter(torch.zeros(self.channels))
-        self.optimizer = torch.optim.Adam([self.linear], lr=self.lr)
+        self.optimizer = Adam([self.linear], lr=self.lr)
 
     def _move(self, device: "torch.device | str") -> None:
         """Move everything to the device of the losses."""
