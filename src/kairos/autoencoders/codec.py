@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kairos.autoencoders import autoencoder_kl
 from kairos.data.dataset import to_uint8
 from kairos.files import check_files, open_record, read_json
 from kairos_timesteps.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, AutoencoderTiny, VQModel
+    from diffusers import AutoencoderTiny, VQModel
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")  # a diffusers folder
 KINDS = ("AutoencoderKL", "AutoencoderTiny", "VQModel")
@@ -65,7 +66,7 @@ class AutoencoderCodec(Codec):
             three channels are averaged after decoding.
     """
 
-    model: "AutoencoderKL | AutoencoderTiny | VQModel"
+    model: "autoencoder_kl.AutoencoderKL | AutoencoderTiny | VQModel"
     grey: bool
 
     @torch.no_grad()
@@ -115,19 +116,22 @@ def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str)
 
 
 def load_model(folder: Path | str) -> Any:
-    """Load an autoencoder of diffusers from a folder, in float32; its config.json contains the class.
+    """Load an autoencoder from a folder of diffusers, in float32; its config.json contains the class.
 
     Raises:
         ConfigError: the folder contains another kind of network.
         KairosError: the autoencoder cannot be loaded.
     """
-    name = read_json(Path(folder) / "config.json").get("_class_name")
+    config = read_json(Path(folder) / "config.json")
+    name = config.get("_class_name")
     if name not in KINDS:
         raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: {', '.join(KINDS)}")
-    import diffusers  # slow, and not needed to reject the folder
-
-    diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
     try:
+        if autoencoder_kl.can_build(config):
+            return autoencoder_kl.load(Path(folder), config)
+        import diffusers  # takes 6 s of CPU time
+
+        diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
         model_class = getattr(diffusers, name)
         return model_class.from_pretrained(
             folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
