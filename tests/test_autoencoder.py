@@ -91,24 +91,23 @@ def test_latents_in_model_space_are_standardised(digits, trained):
 def test_weights_outputs_gradients_and_configuration_equal_those_of_diffusers(channels, layers, image_channels):
     from diffusers import AutoencoderKL
 
-    own = build_model(settings(channels=channels, layers=layers), (image_channels, 16, 16))
-    config = {name: value for name, value in own.config.items() if name not in ("scaling_factor", "shift_factor")}
+    model = build_model(settings(channels=channels, layers=layers), (image_channels, 16, 16))
+    config = {name: value for name, value in model.config.items() if name not in ("scaling_factor", "shift_factor")}
     with torch.random.fork_rng():
         torch.manual_seed(derived_seed(0, "autoencoder/weights"))
         reference = AutoencoderKL(**config)
     images = torch.randn(5, image_channels, 16, 16, generator=torch.Generator().manual_seed(0))
     results = []
-    for model in (reference.train(), own.train()):
-        model.register_to_config(scaling_factor=0.5, shift_factor=0.1, _name_or_path="")
-        posterior = model.encode(images).latent_dist
-        reconstruction = model.decode(posterior.mean + posterior.std).sample
+    for network in (reference.train(), model.train()):
+        network.register_to_config(scaling_factor=0.5, shift_factor=0.1, _name_or_path="")
+        posterior = network.encode(images).latent_dist
+        reconstruction = network.decode(posterior.mean + posterior.std).sample
         ((reconstruction - images).square().mean() + posterior.logvar.mean() + posterior.var.mean()).backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        results.append((model.state_dict(), reconstruction, gradients, model.to_json_string()))
+        gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
+        results.append((network.state_dict(), reconstruction, gradients, network.to_json_string()))
     (*expected, expected_json), (*values, values_json) = results
-    assert (
-        list(expected[0]) == list(values[0]) and list(expected[2]) == list(values[2]) and expected_json == values_json
-    )
+    assert [list(each) for each in (values[0], values[2])] == [list(each) for each in (expected[0], expected[2])]
+    assert values_json == expected_json
     torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
