@@ -11,16 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from kairos.autoencoders.autoencoder_kl import can_build
-from kairos.autoencoders.codec import FILES, Codec, load_codec, load_model
+from kairos.autoencoders.codec import Codec, load_codec
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.autoencoders.train import build_model
 from kairos.autoencoders.train_or_load import make_autoencoder, psnr
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
-from kairos_timesteps.randomness import derived_seed
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 CPU = torch.device("cpu")
@@ -85,51 +82,6 @@ def test_latents_in_model_space_are_standardised(digits, trained):
     x0 = codec.to_model_space(mean + (0.5 * logvar).exp() * torch.randn(mean.shape))
     assert float(x0.mean()) == pytest.approx(0, abs=0.03)
     assert float(x0.std()) == pytest.approx(1, abs=0.03)
-
-
-@pytest.mark.parametrize(("channels", "layers", "image_channels"), [([16, 32], 1, 1), ([8, 16, 16], 2, 3), ([8], 1, 3)])
-def test_weights_outputs_gradients_and_configuration_equal_those_of_diffusers(channels, layers, image_channels):
-    from diffusers import AutoencoderKL
-
-    model = build_model(settings(channels=channels, layers=layers), (image_channels, 16, 16))
-    config = {name: value for name, value in model.config.items() if name not in ("scaling_factor", "shift_factor")}
-    with torch.random.fork_rng():
-        torch.manual_seed(derived_seed(0, "autoencoder/weights"))
-        reference = AutoencoderKL(**config)
-    images = torch.randn(5, image_channels, 16, 16, generator=torch.Generator().manual_seed(0))
-    results = []
-    for network in (reference.train(), model.train()):
-        network.register_to_config(scaling_factor=0.5, shift_factor=0.1, _name_or_path="")
-        posterior = network.encode(images).latent_dist
-        reconstruction = network.decode(posterior.mean + posterior.std).sample
-        ((reconstruction - images).square().mean() + posterior.logvar.mean() + posterior.var.mean()).backward()
-        gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
-        results.append((network.state_dict(), reconstruction, gradients, network.to_json_string()))
-    (*expected, expected_json), (*values, values_json) = results
-    assert [list(each) for each in (values[0], values[2])] == [list(each) for each in (expected[0], expected[2])]
-    assert values_json == expected_json
-    torch.testing.assert_close(values, expected, rtol=0, atol=0)
-
-
-def test_autoencoders_of_other_forms_are_left_to_diffusers(trained):
-    config = json.loads((trained[0] / "config.json").read_text())
-    assert can_build(config)
-    changes = [{"mid_block_add_attention": True}, {"act_fn": "relu"}, {"_class_name": "VQModel"}]
-    changes += [{"use_quant_conv": False}, {"down_block_types": ["DownBlock2D"] * 2}]
-    assert not any(can_build({**config, **change}) for change in changes)
-    assert not can_build({name: value for name, value in config.items() if name != "mid_block_add_attention"})
-
-
-def test_weights_that_do_not_match_the_configuration_are_reported(trained, tmp_path):
-    for name in FILES:
-        (tmp_path / name).write_bytes((trained[0] / name).read_bytes())
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"latent_channels": 4', '"latent_channels": 3'))
-    with pytest.raises(KairosError, match=r"cannot be loaded.*size mismatch"):
-        load_model(tmp_path)
-    (tmp_path / FILES[1]).write_bytes(b"no weights")
-    with pytest.raises(KairosError, match="cannot be loaded"):
-        load_model(tmp_path)
 
 
 def test_diffusers_opens_the_folder_which_shows_reconstructions(trained):

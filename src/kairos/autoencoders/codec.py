@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.autoencoders import autoencoder_kl
 from kairos.data.dataset import to_uint8
 from kairos.files import check_files, open_record, read_json
 from kairos_timesteps.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderTiny, VQModel
+    from diffusers import AutoencoderKL, AutoencoderTiny, VQModel
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")  # a diffusers folder
 KINDS = ("AutoencoderKL", "AutoencoderTiny", "VQModel")
@@ -66,7 +65,7 @@ class AutoencoderCodec(Codec):
             three channels are averaged after decoding.
     """
 
-    model: "autoencoder_kl.AutoencoderKL | AutoencoderTiny | VQModel"
+    model: "AutoencoderKL | AutoencoderTiny | VQModel"
     grey: bool
 
     @torch.no_grad()
@@ -116,22 +115,19 @@ def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str)
 
 
 def load_model(folder: Path | str) -> Any:
-    """Load an autoencoder from a folder of diffusers, in float32; its config.json contains the class.
+    """Load an autoencoder of diffusers from a folder, in float32; its config.json contains the class.
 
     Raises:
         ConfigError: the folder contains another kind of network.
         KairosError: the autoencoder cannot be loaded.
     """
-    config = read_json(Path(folder) / "config.json")
-    name = config.get("_class_name")
+    name = read_json(Path(folder) / "config.json").get("_class_name")
     if name not in KINDS:
         raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: {', '.join(KINDS)}")
-    try:
-        if autoencoder_kl.can_build(config):
-            return autoencoder_kl.load(Path(folder), config)
-        import diffusers  # takes 6 s of CPU time
+    import diffusers  # slow, and not needed to reject the folder
 
-        diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
+    diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
+    try:
         model_class = getattr(diffusers, name)
         return model_class.from_pretrained(
             folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False

@@ -1,4 +1,4 @@
-"""A small KL autoencoder trained on the data set itself (diffusers' AutoencoderKL, purely convolutional).
+"""A small KL autoencoder trained on the data set itself (diffusers AutoencoderKL, purely convolutional).
 
 All random numbers of step k are functions of (seed, k). A training run that resumes from its checkpoint therefore has
 the result of an uninterrupted one.
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
-from kairos.autoencoders.autoencoder_kl import AutoencoderKL
 from kairos.autoencoders.codec import check_image_size, downsampling
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
@@ -42,26 +42,16 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(config.seed, "autoencoder/weights"))
         return AutoencoderKL(
-            {
-                "in_channels": shape[0],
-                "out_channels": shape[0],
-                "down_block_types": ["DownEncoderBlock2D"] * levels,
-                "up_block_types": ["UpDecoderBlock2D"] * levels,
-                "block_out_channels": list(config.channels),
-                "layers_per_block": config.layers,
-                "act_fn": "silu",
-                "latent_channels": config.latent_channels,
-                "norm_num_groups": groups,
-                "sample_size": shape[1],
-                "scaling_factor": 1.0,
-                "shift_factor": 0.0,
-                "latents_mean": None,
-                "latents_std": None,
-                "force_upcast": True,
-                "use_quant_conv": True,
-                "use_post_quant_conv": True,
-                "mid_block_add_attention": False,  # at 128×128 latents attention would need gigabytes
-            }
+            in_channels=shape[0],
+            out_channels=shape[0],
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            block_out_channels=tuple(config.channels),
+            layers_per_block=config.layers,
+            latent_channels=config.latent_channels,
+            norm_num_groups=groups,
+            sample_size=shape[1],
+            mid_block_add_attention=False,  # at 128×128 latents attention would need gigabytes
         )
 
 
