@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kairos import threads
 from kairos.data.dataset import open_dataset
+from kairos.data.linked_images import delete_temporary_copy
 from kairos.data.prepare import prepare, write_dataset
 from kairos.data.sources import Source, open_source
 from kairos_timesteps.errors import DamagedError, KairosError
@@ -204,6 +205,7 @@ def test_the_first_of_several_broken_images_is_reported_although_a_later_one_fai
 def test_the_first_changed_linked_image_is_reported_with_any_number_of_threads(tmp_path, use_threads):
     section = source_settings("folder", tmp_path, store="refer")
     prepare(section, tmp_path / "out")
+    delete_temporary_copy(tmp_path / "out")
     for index in (21, 9, 27):
         random_image(500 + index).save(tmp_path / "images" / f"{index:03d}.png")
     for count in (1, 2, 7):

@@ -18,9 +18,9 @@ import numpy as np
 from PIL import Image
 
 from kairos.data import captions as captioning
-from kairos.data.arrays import create_array, truncate_array, write_npy_header
+from kairos.data.arrays import ArrayFile, create_array, truncate_array, write_npy_header
 from kairos.data.decode import to_pixels
-from kairos.data.linked_images import checksum
+from kairos.data.linked_images import TEMPORARY_COPY, checksum, create_temporary_copy, delete_temporary_copy
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
 from kairos.files import sha256_file, sha256_json, sync_folder, write_json
@@ -159,6 +159,7 @@ def _delete_old_files(out: Path) -> None:
     """Create the folder of a data set if necessary, and delete an earlier data set in it, manifest first."""
     (out / "conditions").mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
+    delete_temporary_copy(out)
     for name in _ARRAYS:
         (out / f"{name}.npy").unlink(missing_ok=True)
     for file in out.glob("conditions/*.npy"):
@@ -292,6 +293,7 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
     images: _ImageWriter | None = None  # it and `sums` are created when the first image shows the shape
     sums: Any = None
     count = 0  # usable images so far
+    temporary_copy: ArrayFile | None = None  # of images that are not copied
     progress = Progress(len(selected), f"prepare {config.source}", "image")
     decode = functools.partial(_decode_image, config, source)
     for image in map_in_order(decode, selected, count_job_threads()):
@@ -305,7 +307,9 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
         if count == 0:
             shape = pixels.shape
             sums = np.empty((len(selected), 2, shape[2]), np.int64)
-            if config.store != "refer":
+            if config.store == "refer":
+                temporary_copy = create_temporary_copy(out, (len(selected), *shape))
+            else:
                 images = _ImageWriter(out / _TEMPORARY, len(selected), shape)
         elif pixels.shape != shape:
             raise ConfigError(
@@ -316,12 +320,16 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
             checksums[count] = image.checksum
         if images is not None:
             images.append(pixels)
+        if temporary_copy is not None:
+            temporary_copy.write(count, pixels)
         sums[count] = image.sums
         indices[count] = image.index
         count += 1
     progress.close()
     if count == 0:
         raise KairosError(f"dataset: none of the {len(selected)} images is usable; the first is {skipped[0]}")
+    if temporary_copy is not None and skipped:
+        truncate_array(out / TEMPORARY_COPY, count)
     return _DecodedImages(
         indices=indices[:count],
         skipped=skipped,
