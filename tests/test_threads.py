@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kairos import threads
+from kairos.data.arrays import ArrayFile
 from kairos.data.dataset import open_dataset
 from kairos.data.linked_images import delete_temporary_copy
 from kairos.data.prepare import prepare, write_dataset
@@ -242,3 +243,69 @@ def test_a_kill_while_threads_decode_leaves_no_data_set(tmp_path, use_threads, s
         open_dataset(out)
     assert prepare(section, out) == whole
     assert read_folder(out) == read_folder(tmp_path / "whole")
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Reads of array files that take a millisecond; the set of threads that read."""
+    real_read, readers = os.preadv, set()
+
+    def read_slowly(*arguments):
+        readers.add(threading.get_ident())
+        time.sleep(1e-3)
+        return real_read(*arguments)
+
+    monkeypatch.setattr("kairos.data.arrays.os.preadv", read_slowly)
+    return readers
+
+
+@given(st.lists(st.integers(0, 99), max_size=80), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_rows_read_by_threads_equal_the_rows_of_the_file(tmp_path_factory, indices, slow):
+    values = np.random.default_rng(0).normal(size=(100, 3, 2)).astype(np.float32)
+    path = tmp_path_factory.mktemp("rows") / "rows.npy"
+    np.save(path, values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "_SLOW_READ", -1.0 if slow else 10.0)
+        assert np.array_equal(ArrayFile(path)[np.array(indices, np.int64)], values[np.array(indices, np.int64)])
+
+
+def test_a_slow_disk_is_read_by_many_threads_and_memory_by_one(tmp_path, slow_disk):
+    values = np.arange(512 * 4).reshape(512, 4)
+    np.save(tmp_path / "rows.npy", values)
+    indices = np.random.default_rng(0).permutation(512)[:256]
+    assert np.array_equal(ArrayFile(tmp_path / "rows.npy")[indices], values[indices])
+    assert len(slow_disk) > 8
+
+
+def _read_slowly_and_exit(path: Path, expected: np.ndarray) -> None:
+    """Read all rows of an array file backwards in a forked process, and exit with status 7 if they are right."""
+    rows = ArrayFile(path)[np.arange(len(expected) - 1, -1, -1)]
+    os._exit(7 if np.array_equal(rows, expected[::-1]) else 1)
+
+
+def test_a_fork_reads_with_its_own_threads(tmp_path, slow_disk):
+    values = np.arange(200)
+    path = tmp_path / "rows.npy"
+    np.save(path, values)
+    assert np.array_equal(ArrayFile(path)[np.arange(199, -1, -1)], values[::-1])
+    job = multiprocessing.get_context("fork").Process(target=_read_slowly_and_exit, args=(path, values))
+    job.start()
+    job.join(60)
+    assert job.exitcode == 7
+
+
+def test_fast_reads_start_no_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(threads, "_SLOW_READ", 10.0)
+    np.save(tmp_path / "rows.npy", np.arange(1000))
+    readers = set()
+    threads.read_all(lambda index: readers.add(threading.get_ident()), range(1000))
+    assert readers == {threading.get_ident()}
+
+
+def test_a_file_that_became_shorter_is_reported_by_threads(tmp_path, slow_disk):
+    np.save(tmp_path / "rows.npy", np.arange(300))
+    rows = ArrayFile(tmp_path / "rows.npy")
+    os.truncate(tmp_path / "rows.npy", 600)
+    with pytest.raises(DamagedError, match=r"rows\.npy: ends early"):
+        rows[np.arange(299, -1, -1)]

@@ -1,9 +1,10 @@
-"""Functions that run in several threads of a job, with results and errors in the order of the arguments."""
+"""Functions that run in several threads of a job: computation in the order of the arguments, and slow reads."""
 
+import functools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
@@ -13,6 +14,8 @@ Result = TypeVar("Result")
 
 _CHUNK = 4  # calls per task of a thread, because starting a task takes about 50 microseconds
 _SLOW_CALL = 0.0005  # seconds; faster calls hold Python's lock too long to profit from threads
+_SLOW_READ = 0.0003  # seconds; reads from memory or a local disk are faster
+_READERS = 32  # threads that wait for slow reads; they take no CPU time meanwhile
 _Outcome = tuple[list[Result], BaseException | None]  # results of a chunk, and the error that ended it
 
 
@@ -68,6 +71,47 @@ def _map_in_threads(function: Callable[[Item], Result], items: Iterator[Item], t
         finally:
             for future in pending:  # after an error, or if the caller takes no more results
                 future.cancel()
+
+
+def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
+    """Call a function that reads data for all items; many threads call it if the reads are slow.
+
+    Reads of a network file system take about a millisecond each, whatever their size, so that waiting for them at a
+    time is faster. Threads start after two consecutive slow reads. Reads from memory never start threads.
+
+    Args:
+        read: function that several threads may call at a time; the order of the calls does not matter.
+        items: arguments of the calls.
+    """
+    slow_reads = 0  # in succession
+    for index, item in enumerate(items):
+        if slow_reads == 2 and len(items) - index > 1:
+            _read_in_threads(read, items[index:])
+            return
+        start = time.perf_counter()
+        read(item)
+        slow_reads = slow_reads + 1 if time.perf_counter() - start > _SLOW_READ else 0
+
+
+def _read_in_threads(read: Callable[[Item], None], items: Sequence[Item]) -> None:
+    """Call a function for all items in several threads, each of which takes a slice of the items."""
+
+    def read_slice(start: int) -> None:
+        for item in items[start : start + size]:
+            read(item)
+
+    size = -(-len(items) // _READERS)  # rounded up
+    for future in [_reading_pool().submit(read_slice, start) for start in range(0, len(items), size)]:
+        future.result()  # raises the error of a read
+
+
+@functools.cache
+def _reading_pool() -> ThreadPoolExecutor:
+    """Return the threads of this process for slow reads, which start with the first slow read and then wait."""
+    return ThreadPoolExecutor(_READERS, thread_name_prefix="slow-reads")
+
+
+os.register_at_fork(after_in_child=_reading_pool.cache_clear)  # a fork has no threads of its parent
 
 
 def _call_until_error(function: Callable[[Item], Result], items: list[Item]) -> "_Outcome[Result]":
