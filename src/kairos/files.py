@@ -198,7 +198,7 @@ def _exchange(first: Path, second: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # of the C library
     if renameat2 is None:
         return False
-    status = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    status: int = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     return status == 0
 
 

@@ -219,7 +219,8 @@ def _matrix_product(a: "Tensor", b: "Tensor", bias: "Tensor | None" = None) -> "
         return None
     if a.numel() == 0 or b.numel() == 0:
         return None
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")  # "none": no activation function
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")  # "none": no activation
+    return product
 
 
 def _affine_product(bias: "Tensor", a: "Tensor", b: "Tensor", beta: Any = 1, alpha: Any = 1) -> "Tensor | None":

@@ -152,7 +152,7 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
         values = coordinates.arguments(("item", "items", "epoch"))
         item, items, epoch = (required(name, values.get(name), "points: epochs") for name in ("item", "items", "epoch"))
         shift = coordinates.stream("sobol").uniform(0, range(1), shape, device)  # (1, *shape)
-        even = (item / items + epoch * _GOLDEN + shift) % 1.0
+        even: Tensor = (item / items + epoch * _GOLDEN + shift) % 1.0
         return even.expand(len(coordinates.sample_indices), *shape)
     whole = coordinates.replace(sample_indices=range(size))
     keys, axis = whole.uniform("order of timesteps"), -1 - len(shape)

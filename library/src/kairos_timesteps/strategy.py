@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from kairos_timesteps import distributed
-from kairos_timesteps.base import FixedDensity, Learned, MeasuresNetwork, Observation
+from kairos_timesteps.base import FixedDensity, Learned, MeasuresNetwork, Observation, Weighting
 from kairos_timesteps.components import COUPLINGS
 from kairos_timesteps.coordinates import RandomCoordinates
+from kairos_timesteps.couplings import Coupling
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lookup import build_pair, parse_name, table
@@ -127,7 +128,7 @@ class Strategy:
         names = parse_name(name)
         self.sampler, self.weighting = build_pair(self.process, names, sampler, weighting, seed)
         component = {"name": "independent", **coupling} if isinstance(coupling, Mapping) else {"name": coupling}
-        self.coupling = COUPLINGS.build(*split(component))
+        self.coupling: Coupling = COUPLINGS.build(*split(component))
         self.seed = seed
         self.step = 0
         self.group = distributed.batch_group(process_group)
@@ -206,9 +207,10 @@ class Strategy:
         return Draw(coordinates, x0, *(values.expand(len(x0), *times) if same else values for values in tensors))
 
     @property
-    def _fixed_weighting(self) -> Any:
+    def _fixed_weighting(self) -> Weighting:
         """Weighting of a draw: the factor that `edm2` learns is applied with the loss."""
-        return getattr(self.weighting, "base_weighting", self.weighting)
+        fixed: Weighting = getattr(self.weighting, "base_weighting", self.weighting)
+        return fixed
 
     def _depends_on_step_alone(self, coordinates: RandomCoordinates) -> bool:
         """Return True if the draws of a step are a function of its number, so that they can be made ahead."""
@@ -332,13 +334,14 @@ class Strategy:
             allowed = "the network, which the sampler measures: pass observe(..., network=)"
             demand(network is not None, f"strategy {self.name}: network", "none", allowed)
             for name, values in (conditions or {}).items():
-                rows, allowed = f"{len(values)} rows", f"{len(observation.x0)}, one for each image of the step"
-                demand(len(values) == len(observation.x0), f"observe: conditions.{name}", rows, allowed)
+                count, rows = len(observation.fractions), f"{len(values)} rows"
+                demand(len(values) == count, f"observe: conditions.{name}", rows, f"{count}, one for each image")
         if any(each.mask is not None for each in self._micro_batches):
             learned_rows = self._rows_to_learn_from()
             observation = _selected(observation, learned_rows, self.group)
             conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
         if measures:
+            assert observation.x0 is not None  # `_observation` rejects several shapes
             meter = Meter(
                 self.process, network, observation.x0, observation.coordinates, conditions, self.weighting, optimizer,
                 autocast, self.group, pass_size=len(draw.x0),
@@ -356,7 +359,7 @@ class Strategy:
         measured = self._micro_batches
         draws = [each.draw for each in measured] or [last]
 
-        def joined(values: list[Tensor]) -> Any:
+        def joined(values: list[Tensor]) -> Tensor:
             return values[0] if len(values) == 1 else torch.cat(values)
 
         shapes = {tuple(draw.x0.shape[1:]) for draw in draws}

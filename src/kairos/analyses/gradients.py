@@ -57,7 +57,7 @@ class GradientMoments:
         NaN if the estimate of a squared norm is not positive.
         """
         norms = np.sqrt(np.where(self.squared_mean > 0, self.squared_mean, np.nan))
-        return (self.products / np.outer(norms, norms)).clip(-1, 1)
+        return np.asarray((self.products / np.outer(norms, norms)).clip(-1, 1))
 
 
 def compute_gradient_moments(

@@ -151,7 +151,8 @@ def load_optimizer_state(folder: Path, snapshot: Snapshot, device: Any) -> dict[
     is_of_snapshot = all(content.get(name) == snapshot.record[name] for name in ("step", "identity"))
     if not is_of_snapshot or not content["optimizer"]["state"]:  # a new optimiser has an empty state
         return None
-    return content["optimizer"]
+    optimizer_state: dict[str, Any] = content["optimizer"]
+    return optimizer_state
 
 
 def _measure_levels(

@@ -312,7 +312,8 @@ def _create_panels(
 
 def _last_snapshot_rows(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the last snapshot in a table."""
-    return table[table["step"] == table["step"].max()]
+    rows: pd.DataFrame = table[table["step"] == table["step"].max()]
+    return rows
 
 
 def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:

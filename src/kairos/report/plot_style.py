@@ -112,7 +112,8 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     if not labels:
         return
     figure = axes.get_figure(root=True)
-    text_pixels = size * 1.3 / 72 * figure.dpi  # type: ignore[union-attr]  # 72 points an inch; 1.3: line spacing
+    assert figure is not None
+    text_pixels = size * 1.3 / 72 * figure.dpi  # 72 points an inch; 1.3: line spacing
     gap = text_pixels / axes.get_window_extent().height  # as a fraction of the axes' height
     ordered = sorted(labels, key=lambda label: label.y)
     heights = [_height_in_axes(axes, label.y) for label in ordered]
@@ -149,7 +150,8 @@ def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
     Without the gaps that the heights must have, this is the closest ascending sequence: isotonic regression.
     """
     gaps = gap * np.arange(len(heights))
-    return (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
+    spaced: list[float] = (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
+    return spaced
 
 
 def style_log_axis(axes: Axes) -> None:

@@ -245,7 +245,7 @@ def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress
 def _find_completed_steps(folder: Path, record: dict[str, Any], progress: dict[str, Any]) -> int:
     """Return the number of completed steps, as far as known: from record and progress file, else from snapshots."""
     if record or progress:
-        return max(record.get("steps", 0), progress.get("step", 0))
+        return int(max(record.get("steps", 0), progress.get("step", 0)))
     snapshots = folder.glob("milestones/[0-9]*/milestone.json")
     return max((int(path.parent.name) for path in snapshots), default=0)
 
