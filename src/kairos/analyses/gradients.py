@@ -8,7 +8,6 @@ independent. tr Sigma / ||G||² is the simple noise scale: about the batch size 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from kairos.losses.registries import LossOptions
 from kairos.losses.terms import Prediction, SampleCoordinates, mse
+from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import evaluating
@@ -62,7 +62,7 @@ class GradientMoments:
 
 def compute_gradient_moments(
     model: torch.nn.Module,
-    process: Any,
+    process: Process,
     x0: Tensor,
     levels: Sequence[tuple[float, float]],
     loss: Loss = lambda prediction: mse(LossOptions(), prediction),
@@ -138,7 +138,13 @@ def _flatten_metric(metric: Sequence[Tensor], parameters: Sequence[Tensor]) -> T
 
 
 def _predict(
-    model: Any, process: Any, x0: Tensor, noise: Tensor, t: Tensor, conditions: Any, samples: SampleCoordinates
+    model: torch.nn.Module,
+    process: Process,
+    x0: Tensor,
+    noise: Tensor,
+    t: Tensor,
+    conditions: Mapping[str, Tensor] | None,
+    samples: SampleCoordinates,
 ) -> Prediction:
     """Add noise to images up to times t, and return the network's prediction with all that loss functions read.
 

@@ -11,6 +11,7 @@ decides when and how the code is called:
 
 from collections.abc import Mapping
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from kairos_timesteps.errors import demand
@@ -134,7 +135,7 @@ def analysed_snapshots(analysis: Mapping[str, Any], experiment: Any) -> list[tup
     return list(product(methods, experiment.seeds, steps))
 
 
-def snapshot_table_path(results: Any, name: str, method: str, seed: int, step: int) -> str:
+def snapshot_table_path(results: Path | str, name: str, method: str, seed: int, step: int) -> str:
     """Return the path of the table that an analysis measures at one snapshot, in the folder of the training run."""
     return f"{results}/{method}/seed{seed}/analyses/{name}.{step:07d}.csv"
 

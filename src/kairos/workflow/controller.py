@@ -32,7 +32,7 @@ from typing import IO, Any
 import psutil
 import yaml
 
-from kairos.config import apply_extends, load, validate
+from kairos.config import Experiment, apply_extends, load, validate
 from kairos.files import read_json, sha256_json, try_lock, write_text
 from kairos.progress import duration, log
 from kairos.slurm import job_records_folder
@@ -72,7 +72,7 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         return layout
 
 
-def _load_experiment(workflow: Any, config: dict[str, Any]) -> Any:
+def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     """Return the checked experiment of ``--configfile`` and ``--config``, or else of params.yaml.
 
     Args:

@@ -10,7 +10,7 @@ Functions of time alone take numpy arrays as well as tensors, so tables of strat
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, overload
 
 import numpy as np
@@ -42,7 +42,7 @@ _FORMULAS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
-def call(network: Any, x: Tensor, t: Tensor, conditions: dict[str, Tensor] | None) -> Tensor:
+def call(network: Any, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None) -> Tensor:
     """``network(x, t, conditions)``, or ``network(x, t)`` without conditions; a model of diffusers wraps its tensor."""
     output = network(x, t) if conditions is None else network(x, t, conditions)
     prediction: Tensor = getattr(output, "sample", output)
@@ -120,7 +120,7 @@ class Process(Component):
         """Output channels of the network for images with `channels` channels."""
         return channels
 
-    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """The network's prediction at t, all its channels; preconditioned processes scale input and output here."""
         return call(network, x_t, self._shown(t, x_t), conditions)
 
@@ -263,7 +263,7 @@ class Edm(Process):
         """EDM's c_noise, ln(sigma)/4."""
         return t.log() / 4
 
-    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
         data, total = self._data, t**2 + self._data**2
         output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._shown(t, x_t), conditions)
