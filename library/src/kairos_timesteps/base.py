@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kairos_timesteps import distributed
 from kairos_timesteps.coordinates import POINTS, RandomCoordinates, points
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule, error_ratio
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Tables, Values, bisect, interp, namespace, without_warnings
 from kairos_timesteps.options import Component, option
+from kairos_timesteps.randomness import Device, Step
 
 if TYPE_CHECKING:
     from kairos_timesteps.diffusion.processes import Process
@@ -79,7 +81,7 @@ class Stateful(Component):
     """
 
     kept: tuple[str, ...] = ()
-    group: Any = None
+    group: distributed.Group = None
 
     def __init__(self, options: Any, schedule: NoiseSchedule):
         super().__init__(options)
@@ -215,7 +217,7 @@ class Sampler(Stateful):
         return (1 - self.floor) * self.masses(x0, **context) + self.floor / self.schedule.timesteps
 
     def sample(
-        self, shape: int | tuple[int, ...], seed: int = 0, step: Any = 0, device: Any = "cpu", **context: Any
+        self, shape: int | tuple[int, ...], seed: int = 0, step: Step = 0, device: Device = "cpu", **context: Any
     ) -> Tensor:
         """Draw fractions without a batch, float64 `shape`; a function of seed and step.
 

@@ -18,6 +18,7 @@ from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, bisect, sigmoid
 from kairos_timesteps.options import Options, dump, instead, option, parse
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
+from kairos_timesteps.randomness import Device
 
 _ROWS = {row.name: row for row in TABLE}
 _OPERATORS = {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
@@ -102,7 +103,7 @@ class Preset:
         except ConfigError as error:
             raise ConfigError(f"preset {name}: {error}") from None
 
-    def sample(self, n: int, seed: int = 0, device: Any = "cpu", step: int = 0, **context: Any) -> Tensor:
+    def sample(self, n: int, seed: int = 0, device: Device = "cpu", step: int = 0, **context: Any) -> Tensor:
         """Draw times, float32 (n,), a function of seed and step.
 
         Args:

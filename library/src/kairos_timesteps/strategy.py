@@ -33,7 +33,7 @@ from kairos_timesteps.meter import Meter
 from kairos_timesteps.monitoring import preview
 from kairos_timesteps.numeric import Array, on_device
 from kairos_timesteps.options import instead
-from kairos_timesteps.randomness import Stream
+from kairos_timesteps.randomness import Device, Step, Stream
 from kairos_timesteps.registry import split
 
 _BLOCK_STEPS = 16  # steps of a prefetch block: a small draw costs its calls, which the steps share
@@ -249,7 +249,7 @@ class Strategy:
         importance = self.sampler.importance_weights(x0, fractions, coordinates)
         return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
 
-    def sample(self, shape: int | tuple[int, ...], step: Any = 0, device: Any = "cpu", **context: Any) -> Tensor:
+    def sample(self, shape: int | tuple[int, ...], step: Step = 0, device: Device = "cpu", **context: Any) -> Tensor:
         """Draw times of the process without a batch or a state; see `Sampler.sample`."""
         return self.process.times(self.sampler.sample(shape, self.seed, step, device, **context))
 
@@ -412,7 +412,7 @@ class Strategy:
         self.weighting.load_state_dict(state["weighting"], device)
 
 
-def _selected(observation: Observation, rows: Tensor, group: Any) -> Observation:
+def _selected(observation: Observation, rows: Tensor, group: distributed.Group) -> Observation:
     """Restrict an observation to some rows of this rank, int64 (n,), numbered over the ranks without gaps."""
     counts = distributed.gather_objects(len(rows), group)
     first, total = sum(counts[: distributed.rank(group)]), sum(counts)
