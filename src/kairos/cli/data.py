@@ -155,6 +155,7 @@ def _encode(
         parts=arguments.part,
         factor=experiment.dataset.low_resolution,
         text=text,
+        dtype=experiment.autoencoder.dtype,
     )
     if arguments.shard is not None:
         return "images {first} to {end}, shard {number} of {of}".format(**manifest["shard"]), {}

@@ -246,10 +246,10 @@ def _select_used_fields(autoencoder: Record) -> Record:
         case "none":
             used: Sequence[str] = ("kind",)
         case "pretrained":
-            used = ("kind", "path", "scaling", "encode_batch_size")
+            used = ("kind", "path", "scaling", "encode_batch_size", "dtype")
         case _:  # train
             used = [name for name in autoencoder if name not in ("path", "scaling", "shards")]
-    return {name: autoencoder[name] for name in used}
+    return {name: autoencoder[name] for name in used if name in autoencoder}  # the default dtype is not recorded
 
 
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:

@@ -86,6 +86,8 @@ def _data_stages(plain: Plain) -> dict[str, Dependencies]:
     if autoencoder["kind"] != "none":  # in pixel space neither stage computes anything
         autoencoder_fields |= computing
         encode_fields |= {"batch_size": autoencoder["encode_batch_size"], **computing}
+    if "dtype" in autoencoder:  # the default is not listed, so that older latents keep their record
+        encode_fields |= _only(autoencoder, "dtype")
     prepare_fields = {"dataset": _without(dataset, "flips", "low_resolution")}
     text_fields = {**_only(plain, "text_encoder"), **computing}
     return {
@@ -102,7 +104,7 @@ def _autoencoder_settings(autoencoder: Plain) -> Plain:
         return _only(autoencoder, "kind")
     if autoencoder["kind"] == "pretrained":
         return _only(autoencoder, "kind", "path", "scaling")
-    return _without(autoencoder, "path", "shards")
+    return _without(autoencoder, "path", "shards", "dtype")
 
 
 def _sample_stage(plain: Plain) -> Dependencies:
