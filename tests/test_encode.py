@@ -375,8 +375,8 @@ def _plain(**autoencoder):
 
 @pytest.mark.parametrize("kind", [{"kind": "train"}, {"kind": "pretrained", "path": "some/where"}])
 def test_only_float16_is_recorded_and_only_latents_depend_on_it(kind):
-    default, named, half = _plain(**kind), _plain(**kind, dtype="float32"), _plain(**kind, dtype="float16")
-    assert default == named and "dtype" not in default["autoencoder"] and half["autoencoder"]["dtype"] == "float16"
+    default, explicit, half = _plain(**kind), _plain(**kind, dtype="float32"), _plain(**kind, dtype="float16")
+    assert default == explicit and "dtype" not in default["autoencoder"] and half["autoencoder"]["dtype"] == "float16"
     assert validate(half).autoencoder.dtype == "float16"
     for stage in ("prepare", "autoencoder", "extractor", "reference", "sample", "evaluate"):
         method = "uniform" if stage in ("sample", "evaluate") else None
