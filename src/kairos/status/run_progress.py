@@ -301,7 +301,13 @@ def find_first_snapshot(folder: Path) -> Path | None:
     Args:
         folder: folder of a training run, or of a state.
     """
-    return min(folder.glob("milestones/[0-9]*/milestone.json"), default=None)
+    milestones = folder / "milestones"
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for name in sorted(os.listdir(milestones)):
+            record = milestones / name / "milestone.json"
+            if name[:1].isdigit() and record.exists():
+                return record
+    return None
 
 
 def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str, ...]) -> str:
