@@ -313,7 +313,9 @@ class Run:
         elif file.suffix == ".json" and "config" not in file.name and "scheduler" not in file.name:
             record = json.loads(file.read_text().replace(trained_identity, self.identity))
             self._adapt(record, step=int(file.stem) if file.parent.name == "evaluation" else None)
-            text = json.dumps(record, indent=1, sort_keys=True).replace('"config": null', f'"config": {self.config_text}')
+            text = json.dumps(record, indent=1, sort_keys=True).replace(
+                '"config": null', f'"config": {self.config_text}'
+            )
             target.write_text(text + "\n")
         else:
             shutil.copyfile(file, target)
@@ -328,7 +330,9 @@ class Run:
         if step:  # at step 0 all methods are equal
             metrics = record["metrics"]
             for name, value in metrics.items():
-                metrics[name] = [self.factor * part for part in value] if isinstance(value, list) else self.factor * value
+                metrics[name] = (
+                    [self.factor * part for part in value] if isinstance(value, list) else self.factor * value
+                )
 
     def _copy_samples(self, file: Path, target: Path) -> None:
         """Copy a file of samples with this run's identity in its protocol."""

@@ -365,7 +365,7 @@ def test_conditions_are_shown_with_the_generated_images(small, conditions):
         kinds = {name: {"kind": name} for name in conditions}
         write_json(path, read_json(path) | {"conditions": kinds, "config": load(small[0]).plain()})
     results = collect(load(small[0]), small[1])
-    figure = draw_conditional_samples(results, {})
+    figure = draw_conditional_samples(results, plot_style.assign_looks(results.methods, results.baseline))
     columns = ["low resolution"] * (len(conditions) - 1) + ["real", *results.methods]
     assert [axes.get_title() for axes in figure.axes[: len(columns)]] == columns
     assert len(figure.axes) == 8 * len(columns)

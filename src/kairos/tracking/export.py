@@ -53,7 +53,7 @@ def write_wandb(results: Results, out: Path) -> None:
             name=f"{run.method} seed {run.seed}",
             dir=str(out),
             mode="offline",
-            config=run_content.flatten_parameters(results.experiment, run.method, run.seed),
+            config=run_content.flatten_parameters(results.experiment.plain(), run.method, run.seed),
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
             reinit="finish_previous",
         ) as wandb_run:
