@@ -9,13 +9,13 @@ Rows are appended to the file, so that a second call with ``--checkout`` compare
 
 `tests/tiny.yaml` is trained once. An experiment with hundreds of methods then gets copies of these results, with the
 names, settings and identities of its own runs, so that every reader accepts them as complete. Each copy's measured
-values are multiplied by a factor of its method and seed. Weights are hard links. The checksums in ``sums`` stay those of
-the trained run, because only DVC reads them.
+values are multiplied by a factor of its method and seed. Weights are hard links. The checksums in ``sums`` stay those
+of the trained run, because only DVC reads them.
 
 Measurements (each is a new process):
     start: ``python -c "import snakemake.cli"``, as a calibration of the machine.
     plan, all to do: ``snakemake --dry-run`` without any result.
-    record: ``snakemake --touch --forceall``, which plans all jobs and writes their metadata, with placeholders as results.
+    record: ``snakemake --touch --forceall``, which plans all jobs and writes their metadata; results are placeholders.
     plan, all done: ``snakemake --dry-run`` after that.
     record, copies: the same as record with the copied results, whose content Snakemake hashes.
     status: ``kairos status`` in the terminal.
@@ -347,7 +347,7 @@ class Run:
 
 
 def write_common_outputs(source: Path, results: Path) -> None:
-    """Copy the report's outputs of the trained experiment, so that all jobs of the experiment of copies have outputs."""
+    """Copy the report's outputs of the trained experiment, so that all jobs of the copies' experiment have outputs."""
     for name in ("report.html", "summary.csv", "tracking.json"):
         shutil.copyfile(source / name, results / name)
     shutil.copytree(source / "figures", results / "figures")

@@ -33,7 +33,7 @@ from kairos.report.shown_methods import MOST_SHOWN
 
 _POINTS = 1500  # points of a line; more are not visible
 _LABELLED_LINES = 5  # of a panel of a swept option that has too many lines
-_SWEEP_LOOK: Look = {"color": INK, "marker": "o", "linestyle": "-"}  # of a line without a method that has a look
+_SWEEP_LOOK: Look = {"color": MUTED, "marker": "o", "linestyle": "-"}  # of a line without a method that has a look
 _STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
 
 
