@@ -72,7 +72,7 @@ def test_a_record_reader_reads_what_read_json_reads_and_shares_the_field(tmp_pat
     assert reader.read(compact) == records[0]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"config": ', '{"config": {}} and more', '{"config": {}'])
+@pytest.mark.parametrize("text", ["", "[1]", "null", '{"config": ', '{"config": {}} and more', '{"config": {}'])
 def test_a_record_reader_rejects_a_damaged_file(tmp_path, text):
     path = tmp_path / "damaged.json"
     path.write_text(text)
