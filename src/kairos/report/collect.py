@@ -138,7 +138,7 @@ class MethodMeasurements:
         """Return a column of the table for one method, (seeds, steps of the method); missing values are NaN."""
         rows = self._rows_by_method.get(method, self.table[:0])
         steps, step_indices = np.unique(rows["step"].to_numpy(int), return_inverse=True)
-        seed_indices = pd.Index(self.seeds).get_indexer(rows["seed"])  # -1: none of the seeds
+        seed_indices = pd.Index(self.seeds).get_indexer(pd.Index(rows["seed"]))  # -1: none of the seeds
         values = np.full((len(self.seeds), len(steps)), np.nan)
         if column in rows:
             is_counted = seed_indices >= 0
