@@ -152,7 +152,7 @@ def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optim
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
     log(f"autoencoder: resumes after step {content['step']}")
-    return content["step"]
+    return int(content["step"])
 
 
 def latent_statistics(

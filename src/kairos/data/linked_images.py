@@ -78,7 +78,7 @@ class LinkedImages:
         self._copy = self._open_copy()
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return int(self.shape[0])
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """Read some images, selected by an integer, a slice, a mask, or an array of indices (n,).

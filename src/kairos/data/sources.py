@@ -267,7 +267,7 @@ def _count_rows(file: str) -> int:
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(file).metadata.num_rows
+        return int(pq.ParquetFile(file).metadata.num_rows)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"dataset.path: {file!r} is not a parquet file ({' '.join(str(error).split())})") from None
 
