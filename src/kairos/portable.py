@@ -80,9 +80,9 @@ def is_requested(arguments: "argparse.Namespace") -> bool:
     import yaml
 
     config = getattr(arguments, "config", None)  # path of the experiment file
-    milestones = getattr(arguments, "milestone", None)  # paths of snapshots
+    milestones = getattr(arguments, "milestone", None)  # paths of snapshots, for commands without an experiment file
     try:
-        if milestones:
+        if config is None and milestones:
             values = json.loads((milestones[0] / "milestone.json").read_text(encoding="utf-8"))["config"]
         else:
             path = Path(config or "")
