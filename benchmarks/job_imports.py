@@ -127,9 +127,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--autoencoder", choices=("train", "none"), default="train", help="default: train, the demo's")
     autoencoder = parser.parse_args().autoencoder
-    print(
-        f"# python benchmarks/job_imports.py; autoencoder {autoencoder}, python {platform.python_version()}, one thread, cpu {platform.machine()}"
-    )
+    setting = f"python {platform.python_version()}, one thread, cpu {platform.machine()}"
+    print(f"# python benchmarks/job_imports.py; autoencoder {autoencoder}, {setting}")
     print("job,startup_seconds,cpu_seconds,peak_mib,packages")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
