@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {  # files outside of docs/, and their addresses in the site
-    "README.md": "overview.md",
+    "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
     "studies/README.md": "study.md",
 }

@@ -13,13 +13,15 @@ from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder
+from kairos.config import validate
 from kairos.data import resumable_arrays
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.shards import Shard
-from kairos_timesteps.errors import KairosError
+from kairos.workflow.dependencies import find_dependencies
+from kairos_timesteps.errors import ConfigError, KairosError
 
 CPU = torch.device("cpu")
 
@@ -312,3 +314,78 @@ def test_sigma_data_is_the_standard_deviation_of_the_training_latents(results, l
     encode_into(results, "for_sigma", codec="none")
     pixels = open_latents(results / "for_sigma")
     assert pixels.measure_sigma_data() == pytest.approx(float(pixels.load_x0(pixels.train).std(correction=0)), rel=1e-3)
+
+
+def encode_half(results, name, **options):
+    """Encode the data set with float16 on disk; returns the manifest."""
+    dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
+    return encode(dataset, codec, results / name, True, 16, dtype="float16", **options)
+
+
+def test_latents_in_float16_take_half_the_disk_and_change_x0_by_rounding_alone(results, latents):
+    manifest = encode_half(results, "half")
+    assert manifest["dtype"] == "float16" and "dtype" not in latents.manifest
+    assert manifest["content_sha256"] != latents.manifest["content_sha256"]
+    half = open_latents(results / "half")
+    for name, rows in half.moments.items():
+        assert rows.dtype == np.float16
+        assert np.array_equal(rows[:], latents.moments[name][:].astype(np.float16))
+    flips = np.arange(100) % 3 == 0
+    noise = torch.randn(100, *latents.shape, generator=torch.Generator().manual_seed(0))
+    x0, expected = (each.load_x0(range(100), flips, noise) for each in (half, latents))
+    assert x0.dtype == expected.dtype == torch.float32
+    # 2^-11 is the largest relative error of a rounded mean; the error of the standard deviation is smaller
+    assert float((x0 - expected).abs().max() / expected.abs().max()) < 2**-10
+    assert not torch.equal(x0, expected)
+
+
+def test_shards_in_float16_equal_one_job_and_do_not_mix_with_float32(results):
+    whole = encode_half(results, "half")
+    for number in (1, 2):
+        encode_half(results, f"half{number}", shard=Shard(number, 2))
+    joined = encode_half(results, "joined", parts=[results / "half1", results / "half2"])
+    assert joined["files"] == whole["files"] and joined["content_sha256"] == whole["content_sha256"]
+    dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
+    with pytest.raises(KairosError):
+        encode(dataset, codec, results / "mixed", True, 16, parts=[results / "half1", results / "half2"])
+
+
+def test_latents_beyond_the_range_of_float16_are_rejected(results):
+    codec = load_codec(results / "autoencoder")
+    real_encode = codec.encode
+
+    class LargeCodec:
+        manifest, device = codec.manifest, codec.device
+
+        def encode(self, images):
+            mean, logvar = real_encode(images)
+            return mean * 1e6, logvar
+
+    dataset = open_dataset(results / "dataset")
+    with pytest.raises(KairosError, match=r"autoencoder\.dtype: float16 holds values up to 65504.*set float32"):
+        encode(dataset, LargeCodec(), results / "large", False, 16, dtype="float16")
+    with pytest.raises(KairosError):
+        open_latents(results / "large")
+
+
+def _plain(**autoencoder):
+    experiment = {"experiment": "e", "autoencoder": autoencoder, "methods": {"uniform": {}}}
+    return validate(experiment).plain()
+
+
+@pytest.mark.parametrize("kind", [{"kind": "train"}, {"kind": "pretrained", "path": "some/where"}])
+def test_only_float16_is_recorded_and_only_latents_depend_on_it(kind):
+    default, explicit, half = _plain(**kind), _plain(**kind, dtype="float32"), _plain(**kind, dtype="float16")
+    assert default == explicit and "dtype" not in default["autoencoder"] and half["autoencoder"]["dtype"] == "float16"
+    assert validate(half).autoencoder.dtype == "float16"
+    for stage in ("prepare", "autoencoder", "extractor", "reference", "sample", "evaluate"):
+        method = "uniform" if stage in ("sample", "evaluate") else None
+        fields = [find_dependencies(stage, plain, method).fields for plain in (default, half)]
+        assert fields[0] == fields[1]
+    encode_fields = [find_dependencies("encode", plain).fields for plain in (default, half)]
+    assert encode_fields[1] == {**encode_fields[0], "dtype": "float16"}
+
+
+def test_pixels_have_no_data_type():
+    with pytest.raises(ConfigError, match=r"autoencoder\.dtype: got float16, allowed: float32 with kind none"):
+        _plain(kind="none", dtype="float16")

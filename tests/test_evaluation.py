@@ -100,14 +100,37 @@ def test_the_trained_classifier_is_an_accurate_extractor(results):
 def test_torch_fidelity_computes_the_same_distance_with_the_classifier(results):
     import torch_fidelity
 
-    from kairos.evaluation.classifier import NAME
+    opened = extractors.open_extractor(results / "extractor")
 
+    class Classifier(torch_fidelity.FeatureExtractorBase):
+        """The classifier in torch-fidelity's interface."""
+
+        def __init__(self, name, features_list, **_):
+            super().__init__(name, features_list)
+            self.model = opened.module
+
+        @staticmethod
+        def get_provided_features_list():
+            return ("features",)
+
+        @staticmethod
+        def get_default_feature_layer_for_metric(metric):
+            return "features"
+
+        @staticmethod
+        def can_be_compiled():
+            return False
+
+        def forward(self, images):
+            return self.model(images)
+
+    torch_fidelity.register_feature_extractor("kairos-classifier", Classifier)
     dataset = open_dataset(results / "dataset")
     images = (torch.from_numpy(np.array(dataset.images[rows])) for rows in (dataset.train, dataset.heldout[:330]))
     real, held_out = (torch.utils.data.Subset(each.permute(0, 3, 1, 2), range(len(each))) for each in images)
     metrics = torch_fidelity.calculate_metrics(
         input1=held_out, input2=real, fid=True, cuda=False, cache=False, verbose=False, save_cpu_ram=True,
-        feature_extractor=NAME, feature_extractor_weights_path=str(results / "extractor"),
+        feature_extractor="kairos-classifier",
     )  # fmt: skip
     row = json.loads((results / "reference/reference.json").read_text())["rows"]["floor"]
     assert row["frechet_classifier32"] == pytest.approx(metrics["frechet_inception_distance"], rel=1e-3)

@@ -2,19 +2,24 @@
 
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder
+from kairos.cli import main
 from kairos.config import validate
 from kairos.data.dataset import open_dataset
+from kairos.data.decode import read_image
 from kairos.data.latents import open_latents
+from kairos.data.linked_images import TEMPORARY_COPY, delete_temporary_copy
 from kairos.data.prepare import prepare
 from kairos.data.sources import open_source
 from kairos.files import check_files, sha256_file
@@ -40,6 +45,12 @@ def prepare_both(settings, tmp_path):
     for store in ("copy", "refer"):
         prepare(settings.model_copy(update={"store": store}), tmp_path / store)
     return open_dataset(tmp_path / "copy"), open_dataset(tmp_path / "refer")
+
+
+def prepare_without_copy(folder, out):
+    """Prepare a data set of linked images whose temporary copy is gone, as after stage reference."""
+    prepare(folder_config(folder, store="refer"), out)
+    delete_temporary_copy(out)
 
 
 def check_equal(copied, linked, tmp_path):
@@ -113,16 +124,87 @@ def truncate(file: Path) -> None:
 )
 def test_changed_and_missing_images_are_reported(tmp_path, change, message):
     folder = write_images(tmp_path / "in", 10)
-    prepare(folder_config(folder, store="refer"), tmp_path / "out")
+    prepare_without_copy(folder, tmp_path / "out")
     change(folder)
     images = open_dataset(tmp_path / "out").images  # opening alone reads no image
     with pytest.raises(KairosError, match=message):
         images[3]
 
 
-def test_an_image_deleted_while_a_stage_reads_is_reported(tmp_path):
+def test_a_temporary_copy_serves_the_pixels_that_were_prepared(tmp_path):
     folder = write_images(tmp_path / "in", 10)
     prepare(folder_config(folder, store="refer"), tmp_path / "out")
+    expected = np.stack([np.asarray(random_image(index)) for index in range(10)])
+    shutil.rmtree(folder)
+    images = open_dataset(tmp_path / "out").images
+    assert np.array_equal(images[:], expected)
+    delete_temporary_copy(tmp_path / "out")
+    assert np.array_equal(images[[7, 2]], expected[[7, 2]])  # a job that has the copy open continues
+    with pytest.raises(KairosError, match="cannot be read from here"):
+        open_dataset(tmp_path / "out").images[0]
+
+
+@pytest.mark.parametrize("damage", ["pixels", "short", "empty", "no array", "other shape"])
+def test_a_damaged_temporary_copy_is_replaced_by_decoding(tmp_path, damage):
+    folder = write_images(tmp_path / "in", 10)
+    prepare(folder_config(folder, store="refer"), tmp_path / "out")
+    copy = tmp_path / "out" / TEMPORARY_COPY
+    content = copy.read_bytes()
+    if damage == "pixels":
+        copy.write_bytes(content[:-500] + bytes(500))
+    elif damage == "other shape":
+        np.save(tmp_path / "other.npy", np.zeros((9, 8, 8, 3), np.uint8))
+        shutil.copy(tmp_path / "other.npy", copy)
+    else:
+        copy.write_bytes({"short": content[:-1], "empty": b"", "no array": b"text" * 100}[damage])
+    images = open_dataset(tmp_path / "out").images
+    assert np.array_equal(images[:], np.stack([np.asarray(random_image(index)) for index in range(10)]))
+    copy.write_bytes(content[: len(content) // 2])  # while the file is open
+    assert np.array_equal(images[9], np.asarray(random_image(9)))
+
+
+def test_a_disk_with_little_space_gets_no_temporary_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr("kairos.data.linked_images.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 9))
+    folder = write_images(tmp_path / "in", 10)
+    manifest = prepare(folder_config(folder, store="refer"), tmp_path / "out")
+    assert not (tmp_path / "out" / TEMPORARY_COPY).exists() and TEMPORARY_COPY not in manifest["files"]
+    assert np.array_equal(open_dataset(tmp_path / "out").images[3], np.asarray(random_image(3)))
+
+
+def test_the_pipeline_decodes_each_image_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_images(Path("in") / name, 20)
+    prepare(folder_config(Path("in")), Path("ae-data"))
+    settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=4)
+    make_autoencoder(settings, open_dataset("ae-data"), Path("ae"), CPU)
+    extractor = {"name": "classifier", "features": 4, "channels": 8, "steps": 10}
+    experiment = make_experiment("pretrained", source="folder", path="in", heldout=0.3, flips=True)
+    experiment["autoencoder"] |= {"path": "ae", "scaling": 1.0}
+    experiment["evaluation"] = {"extractor": extractor, "num_samples": 12, "sets": 1, "reference": "all"}
+    Path("e.yaml").write_text(yaml.safe_dump(experiment))
+
+    decoded = Counter()
+
+    def read_and_count(data):
+        decoded[str(data)] += 1
+        return read_image(data)
+
+    monkeypatch.setattr("kairos.data.sources.read_image", read_and_count)
+    for stage in ("prepare", "autoencoder", "encode"):
+        assert main([stage, "--config", "e.yaml"]) == 0
+    folders = {stage: f"results/e/{stage}" for stage in ("dataset", "autoencoder", "latents", "extractor")}
+    data = ["--config", "e.yaml", "--dataset", folders["dataset"]]
+    assert main(["extractor", *data, "--out", folders["extractor"]]) == 0
+    inputs = [text for stage in ("autoencoder", "latents", "extractor") for text in (f"--{stage}", folders[stage])]
+    assert main(["reference", *data, *inputs, "--out", "results/e/reference"]) == 0
+    assert len(decoded) == 40 and set(decoded.values()) == {1}
+    assert not list(Path("results").rglob(".tmp-*"))
+
+
+def test_an_image_deleted_while_a_stage_reads_is_reported(tmp_path):
+    folder = write_images(tmp_path / "in", 10)
+    prepare_without_copy(folder, tmp_path / "out")
     images = open_dataset(tmp_path / "out").images
     assert np.array_equal(images[2], np.asarray(random_image(2)))
     (folder / "003.png").unlink()
@@ -133,7 +215,7 @@ def test_an_image_deleted_while_a_stage_reads_is_reported(tmp_path):
 def test_a_job_in_another_folder_reports_that_it_cannot_read_the_images(tmp_path, monkeypatch):
     write_images(tmp_path / "in", 5)
     monkeypatch.chdir(tmp_path)
-    prepare(folder_config(Path("in"), store="refer"), tmp_path / "out")
+    prepare_without_copy(Path("in"), tmp_path / "out")
     assert len(open_dataset("out").images[:]) == 5
     (tmp_path / "elsewhere").mkdir()
     os.chdir(tmp_path / "elsewhere")

@@ -120,6 +120,8 @@ def test_a_setting_overrides_the_extended_file(tmp_path):
         portable.is_requested(Namespace(config=tmp_path / f"{name}.yaml")) for name in ("base", "middle", "plain")
     ]
     assert portable_by_file == [True, True, False]
+    # `kairos analyse` has an experiment file and the path of one snapshot
+    assert portable.is_requested(Namespace(config=tmp_path / "base.yaml", milestone=tmp_path / "snapshot"))
 
 
 def write_case(folder: Path, steps: int = 4) -> tuple[Path, Path]:

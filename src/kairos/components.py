@@ -159,7 +159,8 @@ class component:
         try:
             if isinstance(self.components, Registry):
                 return LibraryComponent.select(self.components, value)
-            return self.components.select(value)
+            selected: Component = self.components.select(value)
+            return selected
         except ConfigError as error:
             raise ValueRejected(str(error)) from None
 

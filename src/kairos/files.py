@@ -110,10 +110,59 @@ def read_json(path: Path | str) -> dict[str, Any]:
     Raises:
         DamagedError: the file contains something else. Access to a missing field of the result also raises it.
     """
+    with _report_damage(path):
+        return _create_record(json.loads(Path(path).read_bytes()), path)
+
+
+class RecordReader:
+    """Reader of JSON files with a large field that many of them share: equal text of the field is parsed once.
+
+    The records of an experiment's snapshots, for example, all contain the settings of all of its methods. The records
+    then share the value of the field, which must not be changed.
+
+    Args:
+        field: name of the field.
+    """
+
+    def __init__(self, field: str):
+        self._field = field
+        self._key = f"{json.dumps(field)}: "
+        self._text, self._value = "", None  # of the field in the file that was parsed last
+
+    def read(self, path: Path | str) -> dict[str, Any]:
+        """Read a JSON file with an object, see `read_json`."""
+        with _report_damage(path):
+            text = Path(path).read_bytes().decode()
+            start = text.find(self._key) + len(self._key)
+            if start < len(self._key):  # the file does not have the field
+                return _create_record(json.loads(text), path)
+            if not self._text or not text.startswith(self._text, start):
+                self._value, end = json.JSONDecoder().raw_decode(text, start)
+                self._text = text[start:end]
+            fields = json.loads(f"{text[:start]}null{text[start + len(self._text) :]}")
+            if fields.get(self._field, self) is not None:  # the key was that of a nested object
+                return _create_record(json.loads(text), path)
+            return _create_record({**fields, self._field: self._value}, path)
+
+    def glance(self, path: Path | str) -> dict[str, Any]:
+        """Return the content of a JSON file for display; empty if the file is missing or damaged."""
+        with suppress(OSError, DamagedError):
+            return self.read(path)
+        return {}
+
+
+@contextmanager
+def _report_damage(path: Path | str) -> Iterator[None]:
+    """Raise DamagedError instead of an error of a block that parses a JSON file."""
     try:
-        record = _Record(json.loads(Path(path).read_bytes()))
-    except (ValueError, TypeError, RecursionError):
+        yield
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise DamagedError(f"{path}: damaged: not JSON with fields; make it again, or pull it with dvc") from None
+
+
+def _create_record(fields: Any, path: Path | str) -> dict[str, Any]:
+    """Return the fields of a JSON file as a dictionary whose missing fields raise DamagedError."""
+    record = _Record(fields)
     record.path = path
     return record
 
@@ -198,7 +247,7 @@ def _exchange(first: Path, second: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # of the C library
     if renameat2 is None:
         return False
-    status = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    status: int = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     return status == 0
 
 

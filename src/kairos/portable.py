@@ -80,9 +80,9 @@ def is_requested(arguments: "argparse.Namespace") -> bool:
     import yaml
 
     config = getattr(arguments, "config", None)  # path of the experiment file
-    milestones = getattr(arguments, "milestone", None)  # paths of snapshots
+    milestones = getattr(arguments, "milestone", None)  # paths of snapshots, for commands without an experiment file
     try:
-        if milestones:
+        if config is None and milestones:
             values = json.loads((milestones[0] / "milestone.json").read_text(encoding="utf-8"))["config"]
         else:
             path = Path(config or "")
@@ -219,7 +219,8 @@ def _matrix_product(a: "Tensor", b: "Tensor", bias: "Tensor | None" = None) -> "
         return None
     if a.numel() == 0 or b.numel() == 0:
         return None
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")  # "none": no activation function
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")  # "none": no activation
+    return product
 
 
 def _affine_product(bias: "Tensor", a: "Tensor", b: "Tensor", beta: Any = 1, alpha: Any = 1) -> "Tensor | None":

@@ -35,6 +35,7 @@ def join(processes: int, device: "torch.device") -> None:
     from datetime import timedelta
 
     from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
 
     global _store
     if os.environ.get("WORLD_SIZE") != str(processes):
@@ -43,7 +44,7 @@ def join(processes: int, device: "torch.device") -> None:
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # "env://": torchrun has set the address of the store, and the rank, in environment variables
-    _store, this_rank, _ = next(distributed.rendezvous("env://"))
+    _store, this_rank, _ = next(rendezvous("env://"))
     meet(processes)
     distributed.init_process_group(
         backend, store=_store, rank=this_rank, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
@@ -84,7 +85,8 @@ def add(values: list[float]) -> list[float]:
 
     sums = torch.tensor(values, dtype=torch.float64)
     sum_tensors([sums])
-    return sums.tolist()
+    totals: list[float] = sums.tolist()
+    return totals
 
 
 def on_first(function: "Callable[[], T]") -> "T":
@@ -92,4 +94,4 @@ def on_first(function: "Callable[[], T]") -> "T":
     value = function() if rank() == 0 else None
     meet()  # without a time limit, which the exchange of the results has
     result_of_first, *_ = gather_objects(value)
-    return result_of_first  # type: ignore[return-value]
+    return result_of_first  # type: ignore[return-value]  # rank 0 gathers a T, the other ranks None

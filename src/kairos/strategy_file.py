@@ -3,14 +3,15 @@
 This module imports nothing of kairos, so that jobs that read snapshots do not depend on the code of strategies.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 COLUMNS = ("t", "p", "w", "effective")
 
 
-def strategy_csv(columns: dict[str, Any]) -> str:
+def strategy_csv(columns: Mapping[str, NDArray[np.float64]]) -> str:
     """Return a table as CSV with 17 significant digits, which reproduce float64 exactly.
 
     Args:
@@ -22,7 +23,7 @@ def strategy_csv(columns: dict[str, Any]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def parse_strategy_csv(text: str) -> dict[str, Any]:
+def parse_strategy_csv(text: str) -> dict[str, NDArray[np.float64]]:
     """Parse the text of a file that `strategy_csv` wrote; each column is float64 (T,).
 
     Raises:

@@ -54,7 +54,7 @@ LATER = re.compile(
 )
 
 
-class Executor(plugin.Executor):  # type: ignore[misc]
+class Executor(plugin.Executor):
     """Executor of the SLURM plugin that records its jobs and takes over the jobs of earlier controllers."""
 
     def __post_init__(self, test_mode: bool = False) -> None:

@@ -10,6 +10,7 @@ rule prepare:
         f"{RESULTS}/logs/prepare.log",
     conda:
         "../../envs/environment.yml"
+    threads: 8  # decode images; at most the run's cores, and `set-threads` of a profile changes it
     resources:
         mem_mb=scaled_by_attempt(4000),
         runtime=scaled_by_attempt(120),

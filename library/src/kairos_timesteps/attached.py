@@ -368,7 +368,7 @@ class Attached:
         names = [name for name in self.strategy.sampler.context_names if name in context]
         table = self.strategy.table(**{name: _of_first_sample(context[name]) for name in names})
         levels, below = np.log(self.strategy.process.schedule.snr), np.cumsum(table["p"])
-        high, low = (levels[min(np.searchsorted(below, share), len(levels) - 1)] for share in (0.1, 0.9))
+        high, low = levels[np.searchsorted(below, [0.1, 0.9]).clip(None, len(levels) - 1)]
         mean = float((table["p"] * np.where(table["p"] > 0, table["w"], 0)).sum())
         LOG.info(
             "%s: 80 %% of the draws have ln SNR %.3g to %.3g, mean weight %.3g", self.strategy.name, low, high, mean
@@ -397,7 +397,7 @@ def _process_with_predict(predict: Callable[..., Tensor] | None, time: TimeConve
     """Return a copy of the process whose `predict` is the trainer's, called at the trainer's t."""
     if predict is None:
         return time.process
-    process = copy.copy(time.process)
+    process: Any = copy.copy(time.process)  # its method is replaced
     sign = -1 if time.name == "data_is_one" and process.prediction == "flow" else 1  # the velocity is x0 - noise
 
     def predict_at_trainer_time(

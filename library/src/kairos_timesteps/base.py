@@ -7,16 +7,21 @@ discrete process. A weighting gives a factor for each sample's loss. Neither dep
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kairos_timesteps import distributed
 from kairos_timesteps.coordinates import POINTS, RandomCoordinates, points
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule, error_ratio
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Tables, Values, bisect, interp, namespace, without_warnings
 from kairos_timesteps.options import Component, option
+from kairos_timesteps.randomness import Device, Step
+
+if TYPE_CHECKING:
+    from kairos_timesteps.diffusion.processes import Process
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Observation:
     """
 
     step: int
-    x0: Tensor
+    x0: Tensor | None
     fractions: Tensor
     losses: Tensor | None
     meter: Any
@@ -76,7 +81,7 @@ class Stateful(Component):
     """
 
     kept: tuple[str, ...] = ()
-    group: Any = None
+    group: distributed.Group = None
 
     def __init__(self, options: Any, schedule: NoiseSchedule):
         super().__init__(options)
@@ -171,9 +176,10 @@ class Sampler(Stateful):
     def pdf(self, u: Values, **context: Any) -> Values:
         """Probability density at u, without the floor: the difference quotient of `cdf` over 1e-6."""
         low, high = (u - 5e-7).clip(0, 1), (u + 5e-7).clip(0, 1)
-        return (self.cdf(high, **context) - self.cdf(low, **context)) / (high - low)
+        difference: Values = (self.cdf(high, **context) - self.cdf(low, **context)) / (high - low)
+        return difference
 
-    def nodes(self, other: Values) -> tuple[Any, ...]:
+    def nodes(self, other: Values) -> tuple[Values, ...]:
         """Return `cdf` at 64 fractions per timestep, and these fractions, of the kind and on the device of `other`."""
         if self._nodes is None:
             edges = np.arange(64 * self.schedule.timesteps + 1) / (64 * self.schedule.timesteps)
@@ -211,7 +217,7 @@ class Sampler(Stateful):
         return (1 - self.floor) * self.masses(x0, **context) + self.floor / self.schedule.timesteps
 
     def sample(
-        self, shape: int | tuple[int, ...], seed: int = 0, step: Any = 0, device: Any = "cpu", **context: Any
+        self, shape: int | tuple[int, ...], seed: int = 0, step: Step = 0, device: Device = "cpu", **context: Any
     ) -> Tensor:
         """Draw fractions without a batch, float64 `shape`; a function of seed and step.
 
@@ -313,8 +319,8 @@ class TableDensity(Sampler):
         masses, cumulative = self._tables.like(p)
         cell = (namespace(p).searchsorted(cumulative, p, side="right") - 1).clip(0, len(masses) - 1)
         below, above = cumulative[cell], cumulative[cell + 1]
-        inside = (p - below) / (above - below).clip(1e-300, None)
-        return (cell + inside.clip(None, 1 - 1e-9)) / len(masses)
+        inside: Values = ((p - below) / (above - below).clip(1e-300, None)).clip(None, 1 - 1e-9)
+        return (cell + inside) / len(masses)
 
     def mass(self, fractions: Tensor, **context: Any) -> Tensor:
         """Probability of the timestep of each fraction in the table, shape of `fractions`."""
@@ -369,7 +375,7 @@ class Weighting(Stateful):
         """Drop the table of weights that `at` keeps. Weightings that learn call this after every change."""
         self._table = None
 
-    def at(self, process: Any, t: Tensor, step: Any = 0) -> Tensor:
+    def at(self, process: "Process", t: Tensor, step: Any = 0) -> Tensor:
         """Factors at times of a process, float32, on the device of the times."""
         if t.is_floating_point() or self.depends_on_step:
             return self(process.snr(t).double(), step).float()

@@ -129,7 +129,8 @@ class _FunctionDensity(FixedDensity):
 
     def __call__(self, function: F) -> F:
         """Register the function of a module or a notebook cell that is executed again."""
-        return self.decorator(function)
+        self.decorator(function)
+        return function
 
 
 class _FunctionWeighting(Weighting):
@@ -140,7 +141,8 @@ class _FunctionWeighting(Weighting):
 
     def formula(self, snr: Values) -> Values:
         """Call the function with its options."""
-        return self.function(snr, **{name: getattr(self.options, name) for name in self.parameters})
+        factors: Values = self.function(snr, **{name: getattr(self.options, name) for name in self.parameters})
+        return factors
 
     def __call__(self, snr: Any, step: Any = 0) -> Any:
         """Return factors of losses; or register the function of a module or notebook cell that is executed again."""

@@ -11,7 +11,7 @@ from typing import Any
 from kairos_timesteps import distributed
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.lazy import Tensor, torch
-from kairos_timesteps.randomness import Stream
+from kairos_timesteps.randomness import Device, Stream
 
 POINTS = ("random", "stratified", "systematic", "sobol", "epochs")
 _GOLDEN = 0.6180339887498949
@@ -42,10 +42,10 @@ class RandomCoordinates:
     sample_indices: Any = None
     batch_size: int = 1
     times_shape: tuple[int, ...] = ()
-    device: Any = "cpu"
+    device: Device = "cpu"
     context: Mapping[str, Any] = field(default_factory=dict)
 
-    def for_batch(self, batch: Tensor, group: Any = None) -> "RandomCoordinates":
+    def for_batch(self, batch: Tensor, group: distributed.Group = None) -> "RandomCoordinates":
         """Return coordinates with the device of a batch and, unless they are set, its sample indices and global size.
 
         Args:
@@ -152,7 +152,7 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
         values = coordinates.arguments(("item", "items", "epoch"))
         item, items, epoch = (required(name, values.get(name), "points: epochs") for name in ("item", "items", "epoch"))
         shift = coordinates.stream("sobol").uniform(0, range(1), shape, device)  # (1, *shape)
-        even = (item / items + epoch * _GOLDEN + shift) % 1.0
+        even: Tensor = (item / items + epoch * _GOLDEN + shift) % 1.0
         return even.expand(len(coordinates.sample_indices), *shape)
     whole = coordinates.replace(sample_indices=range(size))
     keys, axis = whole.uniform("order of timesteps"), -1 - len(shape)

@@ -6,27 +6,28 @@ share the global batch; None stands for all ranks.
 """
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.lazy import Tensor, torch
 
 T = TypeVar("T")
+Group: TypeAlias = "torch.distributed.ProcessGroup | None"  # ranks that share the global batch; None: all ranks
 _BUCKET = 2**25  # bytes that are exchanged at a time
 
 
-def ranks(group: Any = None) -> int:
+def ranks(group: Group = None) -> int:
     """Return the number of processes that train together."""
     initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size(group) if initialised else 1
 
 
-def rank(group: Any = None) -> int:
+def rank(group: Group = None) -> int:
     """Return the number of this process among those that train together, from 0."""
     return torch.distributed.get_rank(group) if ranks(group) > 1 else 0
 
 
-def batch_group(group: Any) -> Any:
+def batch_group(group: Any) -> Group:
     """Return the process group of the ranks that share the global batch; None: all ranks.
 
     Args:
@@ -42,24 +43,26 @@ def batch_group(group: Any) -> Any:
                 f"process_group: got a mesh of {group.ndim} dimensions ({names}), allowed: one of them, mesh[name]"
             )
         group = group.get_group()
+    process_group: Group = group
     if group is not None:
         try:
-            member = ranks(group) > 0 and rank(group) >= 0  # for a process outside of it, new_group returns a marker
+            # for a process outside of it, new_group returns a marker
+            member = ranks(process_group) > 0 and rank(process_group) >= 0
         except ValueError:  # a group that exists elsewhere
             member = False
         if not member:
             raise ConfigError(
                 "process_group: this process is not a member of the group; pass the group that contains it"
             )
-    return group
+    return process_group
 
 
-def gather(values: Tensor, group: Any = None) -> Tensor:
+def gather(values: Tensor, group: Group = None) -> Tensor:
     """Concatenate all ranks' values (n, ...) on the CPU, without gradients."""
     return torch.cat(gather_objects(values.detach().cpu(), group))
 
 
-def joined(values: Tensor, index: Any, total: int, group: Any = None) -> Tensor:
+def joined(values: Tensor, index: Any, total: int, group: Group = None) -> Tensor:
     """Join all ranks' values (n, ...), rows `index` of `total`, on their device and without synchronisation."""
     if ranks(group) == 1:
         return values
@@ -70,7 +73,7 @@ def joined(values: Tensor, index: Any, total: int, group: Any = None) -> Tensor:
     return every
 
 
-def gather_objects(value: T, group: Any = None) -> list[T]:
+def gather_objects(value: T, group: Group = None) -> list[T]:
     """Gather one value of each rank, on all ranks."""
     if ranks(group) == 1:
         return [value]
@@ -79,7 +82,7 @@ def gather_objects(value: T, group: Any = None) -> list[T]:
     return values
 
 
-def sum_tensors(tensors: Iterable[Tensor], group: Any = None) -> None:
+def sum_tensors(tensors: Iterable[Tensor], group: Group = None) -> None:
     """Sum tensors over all ranks, in place; many small tensors take few collectives."""
     if ranks(group) == 1:
         return

@@ -3,6 +3,8 @@
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+__all__ = ["Tensor", "torch"]
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor

@@ -8,6 +8,7 @@ import numpy as np
 
 from kairos_timesteps.base import Sampler, Weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
+from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import suggestion
@@ -43,7 +44,7 @@ def parse_name(name: str) -> tuple[str, str]:
 
 
 def build_pair(
-    process: Any, names: tuple[str, str], sampler: Options, weighting: Options, seed: int = 0
+    process: Process, names: tuple[str, str], sampler: Options, weighting: Options, seed: int = 0
 ) -> tuple[Sampler, Weighting]:
     """Build a sampler and a weighting on a process. The process provides sigma_data if the weighting does not set it.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Weighting
 from kairos_timesteps.coordinates import RandomCoordinates
-from kairos_timesteps.diffusion.processes import per_sample
+from kairos_timesteps.diffusion.processes import Process, per_sample
 from kairos_timesteps.errors import rejection
 from kairos_timesteps.numeric import on_device
 from kairos_timesteps.validation import evaluating
@@ -35,7 +35,7 @@ class Meter:
         pass_size: images in one forward pass of `errors`; None: all of `x0`.
     """
 
-    process: Any
+    process: Process
     network: Any
     x0: Tensor
     coordinates: RandomCoordinates
@@ -43,7 +43,7 @@ class Meter:
     weighting: Weighting | None = None
     optimizer: torch.optim.Optimizer | None = None
     autocast: AbstractContextManager[Any] | None = None
-    group: Any = None
+    group: distributed.Group = None
     pass_size: int | None = None
 
     def __post_init__(self) -> None:

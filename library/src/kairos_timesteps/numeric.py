@@ -4,55 +4,75 @@ numpy for what is shown or checked before a job, without importing torch; torch 
 """
 
 import math
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kairos_timesteps.lazy import Tensor, torch
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs  # newer than the typing_extensions that the oldest torch installs
+
 Array = NDArray[np.float64]
-Values: Any = Any  # float64, of numpy or a tensor; what a function gives is of the kind that it got
+Values = TypeVar("Values", Array, Tensor)  # a function of arrays returns an array, of tensors a tensor
+Kind = TypeVar("Kind", covariant=True)
 
 
-def namespace(values: Any) -> Any:
+class Namespace(Protocol[Kind]):
+    """Module numpy for arrays, module torch for tensors: a function of either has the same name in both."""
+
+    def __getattr__(self, function: str) -> Callable[..., Kind]: ...
+
+
+def is_numpy(values: Any) -> "TypeIs[Array]":
+    """Return True for a number or an array of numpy, False for a tensor."""
+    return isinstance(values, (np.ndarray, np.generic, float, int))
+
+
+def namespace(values: Values) -> Namespace[Values]:
     """Return the module whose functions take `values`: numpy or torch."""
-    if isinstance(values, (np.ndarray, np.generic, float, int)):
-        return np
-    return torch
+    module: Any = np if is_numpy(values) else torch
+    functions: Namespace[Values] = module  # torch.compile cannot trace typing.cast
+    return functions
 
 
-def without_warnings(values: Any) -> Any:
+def without_warnings(values: Any) -> AbstractContextManager[Any]:
     """Return a context in which numpy does not warn of infinite results; torch never does."""
-    return np.errstate(all="ignore") if namespace(values) is np else nullcontext()
+    return np.errstate(all="ignore") if is_numpy(values) else nullcontext()
 
 
-def same_kind(values: Any, other: Any) -> Any:
+def same_kind(values: Array | Tensor, other: Values) -> Values:
     """Convert an array or tensor to the kind and device of `other`."""
-    if namespace(other) is np:
+    if is_numpy(other):
         return values if isinstance(values, np.ndarray) else values.cpu().numpy()
-    return on_device(namespace(other).as_tensor(values), other.device)
+    return on_device(torch.as_tensor(values), other.device)
 
 
 class Tables:
     """Arrays that do not change, moved to each device once."""
 
-    def __init__(self, *arrays: Any):
+    def __init__(self, *arrays: Array | Tensor):
         self._arrays = arrays
         self._by_device: dict[Any, tuple[Any, ...]] = {}
 
-    def like(self, other: Any) -> tuple[Any, ...]:
+    def like(self, other: Values) -> tuple[Values, ...]:
         """Return the arrays, of the kind and on the device of `other`."""
-        device = None if namespace(other) is np else other.device
+        device = None if is_numpy(other) else other.device
         if device not in self._by_device:
             self._by_device[device] = tuple(same_kind(array, other) for array in self._arrays)
         return self._by_device[device]
 
 
-def integers(values: Values) -> Any:
+@overload
+def integers(values: Array) -> NDArray[np.int64]: ...
+@overload
+def integers(values: Tensor) -> Tensor: ...
+def integers(values: Any) -> Any:
     """Convert to int64, towards 0, elementwise."""
-    return values.astype(np.int64) if namespace(values) is np else values.long()
+    return values.astype(np.int64) if is_numpy(values) else values.long()
 
 
 def on_device(values: Tensor, device: "torch.device") -> Tensor:
@@ -69,16 +89,17 @@ def on_device(values: Tensor, device: "torch.device") -> Tensor:
 
 def normal_cdf(x: Values) -> Values:
     """Standard normal distribution function, elementwise."""
-    if namespace(x) is not np:
-        return namespace(x).special.ndtr(x)
-    return 0.5 * np.asarray(np.vectorize(math.erfc, otypes=[float])(-np.asarray(x) / math.sqrt(2)))
+    if is_numpy(x):
+        return 0.5 * np.asarray(np.vectorize(math.erfc, otypes=[float])(-np.asarray(x) / math.sqrt(2)))
+    below: Tensor = torch.special.ndtr(x)  # torch declares no type
+    return below
 
 
 def normal_quantile(probability: Values) -> Values:
     """The inverse of the standard normal distribution function, elementwise."""
-    if namespace(probability) is not np:
-        return namespace(probability).special.ndtri(probability)
-    return torch.special.ndtri(torch.from_numpy(np.asarray(probability, np.float64))).numpy()
+    p = torch.from_numpy(np.asarray(probability, np.float64)) if is_numpy(probability) else probability
+    quantiles: Tensor = torch.special.ndtri(p)  # torch declares no type
+    return same_kind(quantiles, probability)
 
 
 def sigmoid(x: Values) -> Values:
@@ -93,18 +114,18 @@ def logit(x: Values) -> Values:
         return namespace(x).log(x) - namespace(x).log1p(-x)
 
 
-def interp(x: Values, positions: Array, values: Array) -> Values:
+def interp(x: Values, positions: Array | Tensor, values: Array | Tensor) -> Values:
     """Interpolate linearly between positions (n,), ascending, and values (n,); constant beyond the ends."""
-    if namespace(x) is np:
-        return np.interp(x, positions, values)
-    positions, values = same_kind(positions, x), same_kind(values, x)
-    right = namespace(x).searchsorted(positions, x.contiguous()).clamp(1, len(positions) - 1)
-    low, high = positions[right - 1], positions[right]
-    share = ((x - low) / namespace(x).where(high > low, high - low, 1.0)).clamp(0, 1)
-    return values[right - 1] + share * (values[right] - values[right - 1])
+    nodes, heights = same_kind(positions, x), same_kind(values, x)
+    if is_numpy(x):
+        return np.asarray(np.interp(x, nodes, heights))
+    right = torch.searchsorted(nodes, x.contiguous()).clamp(1, len(nodes) - 1)
+    low, high = nodes[right - 1], nodes[right]
+    share = ((x - low) / torch.where(high > low, high - low, 1.0)).clamp(0, 1)
+    return heights[right - 1] + share * (heights[right] - heights[right - 1])
 
 
-def bisect(function: Any, values: Values, low: float = 0.0, high: float = 1.0) -> Values:
+def bisect(function: Callable[[Values], Values], values: Values, low: float = 0.0, high: float = 1.0) -> Values:
     """Invert a non-decreasing function on [low, high] by bisection, to the last bit, elementwise."""
     lows, highs = 0.0 * values + low, 0.0 * values + high
     for _ in range(56):

@@ -18,7 +18,7 @@ from typing_extensions import dataclass_transform  # torch's own; Python has it 
 
 from kairos_timesteps.errors import ConfigError, rejection
 
-T = TypeVar("T")
+T = TypeVar("T", bound="Options")
 _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
 
 
@@ -49,11 +49,13 @@ class Options:
     The methods are written here once: those that dataclasses generates for each class took most of the import time.
     """
 
+    __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[Any]]]
+
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
 
     def __init__(self, *values: Any, **by_name: Any) -> None:
-        fields = {field.name: field for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        fields = {field.name: field for field in dataclasses.fields(self)}
         given = dict(zip(fields, values)) | by_name
         if len(given) < len(values) + len(by_name) or not given.keys() <= fields.keys():
             raise TypeError(f"{type(self).__name__} got {values} and {by_name}, allowed: {', '.join(fields)}")
@@ -164,7 +166,7 @@ def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or is not allowed.
     """
-    fields = {public_name(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {public_name(field): field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     arguments = {}
     for key, value in values.items():

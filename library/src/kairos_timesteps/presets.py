@@ -5,7 +5,7 @@ The presets are rows of the table in `preset_table`. docs/trainers.md translates
 
 import ast
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, bisect, sigmoid
 from kairos_timesteps.options import Options, dump, instead, option, parse
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
+from kairos_timesteps.randomness import Device
 
 _ROWS = {row.name: row for row in TABLE}
 _OPERATORS = {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
@@ -31,8 +32,8 @@ def evaluate(specification: str, options: Mapping[str, Any]) -> Any:
     """
 
     def value(node: Any) -> Any:
-        if isinstance(node, ast.Call):
-            return {"name": node.func.id, **{each.arg: value(each.value) for each in node.keywords}}  # type: ignore
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return {"name": node.func.id, **{each.arg: value(each.value) for each in node.keywords}}
         if isinstance(node, ast.BinOp):
             return _OPERATORS[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp):
@@ -44,15 +45,16 @@ def evaluate(specification: str, options: Mapping[str, Any]) -> Any:
     return value(ast.parse(specification, mode="eval").body)
 
 
-def _snr_of_step(time: Any) -> Any:
+def _snr_of_step(time: Tensor) -> Tensor:
     snr = torch.from_numpy(make_schedule("scaled_linear").snr).to(time.device)
     return snr[(1000 * time).round().long().clamp(0, 999)]
 
 
 # By unit of time: the time at a fraction u of a linear flow, the time at a sigma, and the SNR at a time
-_OF_FRACTION = {"t": lambda u: u, "sigma": lambda u: u / (1 - u), "step": lambda u: (1000 * u).floor() / 1000}
-_OF_SIGMA = {"t": lambda sigma: 1 / (1 + 1 / sigma), "sigma": lambda sigma: sigma}
-_SNR = {"t": lambda t: ((1 - t) / t) ** 2, "sigma": lambda sigma: sigma**-2, "step": _snr_of_step}
+_OfTime = dict[str, Callable[[Tensor], Tensor]]
+_OF_FRACTION: _OfTime = {"t": lambda u: u, "sigma": lambda u: u / (1 - u), "step": lambda u: (1000 * u).floor() / 1000}
+_OF_SIGMA: _OfTime = {"t": lambda sigma: 1 / (1 + 1 / sigma), "sigma": lambda sigma: sigma}
+_SNR: _OfTime = {"t": lambda t: ((1 - t) / t) ** 2, "sigma": lambda sigma: sigma**-2, "step": _snr_of_step}
 
 
 def presets() -> list[str]:
@@ -101,7 +103,7 @@ class Preset:
         except ConfigError as error:
             raise ConfigError(f"preset {name}: {error}") from None
 
-    def sample(self, n: int, seed: int = 0, device: Any = "cpu", step: int = 0, **context: Any) -> Tensor:
+    def sample(self, n: int, seed: int = 0, device: Device = "cpu", step: int = 0, **context: Any) -> Tensor:
         """Draw times, float32 (n,), a function of seed and step.
 
         Args:
@@ -135,7 +137,7 @@ class Preset:
         logits = bisect(lambda logit: self.quantile(sigmoid(logit), **context), below, low, high)
         return np.where(logits > low + 1e-6, sigmoid(logits), 0.0)
 
-    def _quantile(self, p: Any, coordinates: RandomCoordinates) -> Any:
+    def _quantile(self, p: Tensor, coordinates: RandomCoordinates) -> Tensor:
         sampler: Any = self.sampler
         if hasattr(sampler, "level"):
             return _OF_SIGMA[self._unit]((-sampler.level(1 - p) / 2).exp())

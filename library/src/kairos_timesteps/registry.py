@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kairos_timesteps import options as _options
 from kairos_timesteps.errors import ConfigError, demand
 
-C = TypeVar("C", bound=type)
+C = TypeVar("C", bound=type[_options.Component])
 
 
 class NoOptions(_options.Options):
@@ -34,7 +34,7 @@ class Entry:
         component: the class, if a decorator registered it; None: `load` imports it.
     """
 
-    options: type
+    options: type[_options.Options]
     code: str
     help: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Registry(UserDict[str, Entry]):
         self._modules = modules  # not imported yet
 
     @property
-    def data(self) -> dict[str, Entry]:  # type: ignore[override]
+    def data(self) -> dict[str, Entry]:  # type: ignore[override]  # UserDict has an attribute
         """All entries, in the order of their modules, after importing these."""
         modules, self._modules = self._modules, ()
         for module in modules:
@@ -87,7 +87,9 @@ class Registry(UserDict[str, Entry]):
     def __hash__(self) -> int:
         return id(self)
 
-    def add(self, name: str, code: str, options: type = NoOptions, help: str = "", **facts: Any) -> None:
+    def add(
+        self, name: str, code: str, options: type[_options.Options] = NoOptions, help: str = "", **facts: Any
+    ) -> None:
         """Register a component by the import path of its code, which is called as ``code(options, ...)``."""
         self._entries[name] = Entry(options, code, help, facts)
 
@@ -106,8 +108,7 @@ class Registry(UserDict[str, Entry]):
             free = taken is None or taken.code == code  # a notebook cell or a module that is executed again
             if not free:
                 raise ConfigError(f"{where}: {taken and taken.code} has this name; choose another for {code}")
-            options = component.Options  # type: ignore[attr-defined]
-            self._entries[name] = Entry(options, code, help, facts, component)
+            self._entries[name] = Entry(component.Options, code, help, facts, component)
             return component
 
         return decorate

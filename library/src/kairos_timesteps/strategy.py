@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from kairos_timesteps import distributed
-from kairos_timesteps.base import FixedDensity, Learned, MeasuresNetwork, Observation
+from kairos_timesteps.base import FixedDensity, Learned, MeasuresNetwork, Observation, Weighting
 from kairos_timesteps.components import COUPLINGS
 from kairos_timesteps.coordinates import RandomCoordinates
+from kairos_timesteps.couplings import Coupling
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lookup import build_pair, parse_name, table
@@ -32,7 +33,7 @@ from kairos_timesteps.meter import Meter
 from kairos_timesteps.monitoring import preview
 from kairos_timesteps.numeric import Array, on_device
 from kairos_timesteps.options import instead
-from kairos_timesteps.randomness import Stream
+from kairos_timesteps.randomness import Device, Step, Stream
 from kairos_timesteps.registry import split
 
 _BLOCK_STEPS = 16  # steps of a prefetch block: a small draw costs its calls, which the steps share
@@ -127,7 +128,7 @@ class Strategy:
         names = parse_name(name)
         self.sampler, self.weighting = build_pair(self.process, names, sampler, weighting, seed)
         component = {"name": "independent", **coupling} if isinstance(coupling, Mapping) else {"name": coupling}
-        self.coupling = COUPLINGS.build(*split(component))
+        self.coupling: Coupling = COUPLINGS.build(*split(component))
         self.seed = seed
         self.step = 0
         self.group = distributed.batch_group(process_group)
@@ -206,9 +207,10 @@ class Strategy:
         return Draw(coordinates, x0, *(values.expand(len(x0), *times) if same else values for values in tensors))
 
     @property
-    def _fixed_weighting(self) -> Any:
+    def _fixed_weighting(self) -> Weighting:
         """Weighting of a draw: the factor that `edm2` learns is applied with the loss."""
-        return getattr(self.weighting, "base_weighting", self.weighting)
+        fixed: Weighting = getattr(self.weighting, "base_weighting", self.weighting)
+        return fixed
 
     def _depends_on_step_alone(self, coordinates: RandomCoordinates) -> bool:
         """Return True if the draws of a step are a function of its number, so that they can be made ahead."""
@@ -247,7 +249,7 @@ class Strategy:
         importance = self.sampler.importance_weights(x0, fractions, coordinates)
         return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
 
-    def sample(self, shape: int | tuple[int, ...], step: Any = 0, device: Any = "cpu", **context: Any) -> Tensor:
+    def sample(self, shape: int | tuple[int, ...], step: Step = 0, device: Device = "cpu", **context: Any) -> Tensor:
         """Draw times of the process without a batch or a state; see `Sampler.sample`."""
         return self.process.times(self.sampler.sample(shape, self.seed, step, device, **context))
 
@@ -332,13 +334,14 @@ class Strategy:
             allowed = "the network, which the sampler measures: pass observe(..., network=)"
             demand(network is not None, f"strategy {self.name}: network", "none", allowed)
             for name, values in (conditions or {}).items():
-                rows, allowed = f"{len(values)} rows", f"{len(observation.x0)}, one for each image of the step"
-                demand(len(values) == len(observation.x0), f"observe: conditions.{name}", rows, allowed)
+                count, rows = len(observation.fractions), f"{len(values)} rows"
+                demand(len(values) == count, f"observe: conditions.{name}", rows, f"{count}, one for each image")
         if any(each.mask is not None for each in self._micro_batches):
             learned_rows = self._rows_to_learn_from()
             observation = _selected(observation, learned_rows, self.group)
             conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
         if measures:
+            assert observation.x0 is not None  # `_observation` rejects several shapes
             meter = Meter(
                 self.process, network, observation.x0, observation.coordinates, conditions, self.weighting, optimizer,
                 autocast, self.group, pass_size=len(draw.x0),
@@ -356,7 +359,7 @@ class Strategy:
         measured = self._micro_batches
         draws = [each.draw for each in measured] or [last]
 
-        def joined(values: list[Tensor]) -> Any:
+        def joined(values: list[Tensor]) -> Tensor:
             return values[0] if len(values) == 1 else torch.cat(values)
 
         shapes = {tuple(draw.x0.shape[1:]) for draw in draws}
@@ -409,7 +412,7 @@ class Strategy:
         self.weighting.load_state_dict(state["weighting"], device)
 
 
-def _selected(observation: Observation, rows: Tensor, group: Any) -> Observation:
+def _selected(observation: Observation, rows: Tensor, group: distributed.Group) -> Observation:
     """Restrict an observation to some rows of this rank, int64 (n,), numbered over the ranks without gaps."""
     counts = distributed.gather_objects(len(rows), group)
     first, total = sum(counts[: distributed.rank(group)]), sum(counts)

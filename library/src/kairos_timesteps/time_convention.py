@@ -1,12 +1,11 @@
 """Conventions of time: what a trainer's t means, and whether its x_t agrees."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kairos_timesteps.diffusion.processes import Discrete, Edm, Flow
+from kairos_timesteps.diffusion.processes import Discrete, Edm, Flow, Process
 from kairos_timesteps.errors import demand, rejection
 
 _USERS = {
@@ -27,7 +26,7 @@ class TimeConvention:
         ConfigError: the process does not have the convention, or has several and none is named.
     """
 
-    def __init__(self, process: Any, name: str | None = None):
+    def __init__(self, process: Process, name: str | None = None):
         self.process, allowed = process, self.allowed(process)
         described = ", ".join(f"{each} ({_USERS[each]})" if each in _USERS else each for each in allowed)
         self.name = allowed[0] if name is None and len(allowed) == 1 else str(name)
@@ -39,7 +38,7 @@ class TimeConvention:
         return int(self.process.time_scale) if isinstance(self.process, Flow) else self.process.schedule.timesteps
 
     @staticmethod
-    def allowed(process: Any) -> tuple[str, ...]:
+    def allowed(process: Process) -> tuple[str, ...]:
         """Return the conventions that a process can have."""
         if isinstance(process, Discrete):
             return ("index",)

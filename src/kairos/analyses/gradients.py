@@ -8,7 +8,6 @@ independent. tr Sigma / ||G||² is the simple noise scale: about the batch size 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from kairos.losses.settings import MseOptions
 from kairos.losses.terms import Prediction, SampleCoordinates, mse
 from kairos.shapes import Images
+from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import evaluating
@@ -58,12 +58,12 @@ class GradientMoments:
         NaN if the estimate of a squared norm is not positive.
         """
         norms = np.sqrt(np.where(self.squared_mean > 0, self.squared_mean, np.nan))
-        return (self.products / np.outer(norms, norms)).clip(-1, 1)
+        return np.asarray((self.products / np.outer(norms, norms)).clip(-1, 1))
 
 
 def compute_gradient_moments(
     model: torch.nn.Module,
-    process: Any,
+    process: Process,
     x0: Images,
     levels: Sequence[tuple[float, float]],
     loss: Loss = lambda prediction: mse(MseOptions(), prediction),
@@ -139,7 +139,13 @@ def _flatten_metric(metric: Sequence[Tensor], parameters: Sequence[Tensor]) -> T
 
 
 def _predict(
-    model: Any, process: Any, x0: Images, noise: Images, t: Tensor, conditions: Any, samples: SampleCoordinates
+    model: torch.nn.Module,
+    process: Process,
+    x0: Images,
+    noise: Images,
+    t: Tensor,
+    conditions: Mapping[str, Tensor] | None,
+    samples: SampleCoordinates,
 ) -> Prediction:
     """Add noise to images up to times t, and return the network's prediction with all that loss functions read.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kairos.analyses.noise_levels import TableRow, load_optimizer_state
@@ -14,6 +15,7 @@ from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import build_fixed_loss
 from kairos.milestones import Snapshot, open_milestone
+from kairos.models.backbone import Backbone
 from kairos.training.loop import train_steps
 from kairos.training.settings import read_run_settings
 from kairos.training.state import TrainingState
@@ -29,7 +31,7 @@ _TRAINING_SETTINGS: dict[str, Any] = {
 
 
 def measure_interdependence(
-    options: InterdependenceOptions, folder: Path, latents: Latents, device: Any
+    options: InterdependenceOptions, folder: Path, latents: Latents, device: torch.device
 ) -> list[TableRow]:
     """Train on each part of the process from a snapshot, and measure how the loss on every part changes.
 
@@ -59,7 +61,7 @@ def measure_interdependence(
     for start, end in parts:
         image_fractions.append(spread_over((start / cell_count, end / cell_count), len(fixed_loss.images)))
 
-    def compute_losses(network: Any) -> list[Tensor]:
+    def compute_losses(network: Backbone) -> list[Tensor]:
         """Compute the loss of each image on every part, (images,) each."""
         return [fixed_loss.errors(network, part, u, "prediction") for part, u in enumerate(image_fractions)]
 
@@ -77,7 +79,12 @@ def measure_interdependence(
 
 
 def _prepare_training(
-    snapshot: Snapshot, optimizer_state: dict[str, Any] | None, start: int, end: int, latents: Latents, device: Any
+    snapshot: Snapshot,
+    optimizer_state: dict[str, Any] | None,
+    start: int,
+    end: int,
+    latents: Latents,
+    device: torch.device,
 ) -> TrainingState:
     """Prepare a training that continues from a snapshot, with times uniform from cell `start` to cell `end`."""
     record = snapshot.record

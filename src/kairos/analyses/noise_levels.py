@@ -22,12 +22,14 @@ from kairos.losses.terms import Prediction, vlb
 from kairos.milestones import Snapshot, open_milestone
 from kairos.strategy_file import parse_strategy_csv
 from kairos.training import checkpoint
+from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 
 TableRow = dict[str, Any]
 Level = tuple[TableRow, tuple[float, float]]  # columns that describe the level, and its fractions of the process
-_LOSSES: dict[str, Any] = {"training": None, "vlb": None}  # losses, with None: gradients without a diagonal metric
+Metric = Sequence[Tensor] | None  # diagonal metric, a tensor per parameter; None: the Euclidean one
+_LOSSES: dict[str, Metric] = {"training": None, "vlb": None}  # losses, with None: gradients without a diagonal metric
 
 
 def even_levels(bins: int) -> list[Level]:
@@ -35,7 +37,7 @@ def even_levels(bins: int) -> list[Level]:
     return [({}, ends) for ends in pairwise(np.linspace(0, 1, bins + 1).tolist())]
 
 
-def area_levels(process: Any, r: float) -> list[Level]:
+def area_levels(process: Process, r: float) -> list[Level]:
     """Return SpeeD's areas as levels, with their names in column ``area``.
 
     The areas are those of the process scaled to unit variance and divided into cells.
@@ -57,7 +59,7 @@ def area_levels(process: Any, r: float) -> list[Level]:
     return levels
 
 
-def log_snr_levels(process: Any, bins: int, least: float = -9.0, most: float = 9.0) -> list[Level]:
+def log_snr_levels(process: Process, bins: int, least: float = -9.0, most: float = 9.0) -> list[Level]:
     """Return levels that are equal ranges of ln SNR, the cleanest first, with their centres in column ``log_snr``.
 
     Args:
@@ -76,7 +78,7 @@ def log_snr_levels(process: Any, bins: int, least: float = -9.0, most: float = 9
 
 
 def measure_gradient_variance(
-    options: GradientVarianceOptions, folder: Path, latents: Latents, device: Any
+    options: GradientVarianceOptions, folder: Path, latents: Latents, device: torch.device
 ) -> list[TableRow]:
     """Compute density, loss and moments of the gradient g by time, a row per loss and level.
 
@@ -93,7 +95,7 @@ def measure_gradient_variance(
     return _measure_levels(options, folder, snapshot, latents, even_levels(options.bins), _LOSSES)
 
 
-def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device: Any) -> list[TableRow]:
+def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device: torch.device) -> list[TableRow]:
     """Compute the columns of `measure_gradient_variance` by SpeeD's areas, a row per loss and area.
 
     Source: Wang et al. 2025, figure 1.
@@ -108,7 +110,9 @@ def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device:
     return _measure_levels(options, folder, snapshot, latents, area_levels(snapshot.process, options.r), _LOSSES)
 
 
-def measure_agreement(options: AgreementOptions, folder: Path, latents: Latents, device: Any) -> list[TableRow]:
+def measure_agreement(
+    options: AgreementOptions, folder: Path, latents: Latents, device: torch.device
+) -> list[TableRow]:
     """Compute the columns of `measure_gradient_variance` by ln SNR, and cosines between the E g of two levels.
 
     The cosines are in the columns ``cosine_0`` and so on. The loss is the training loss. If the optimiser's state is
@@ -123,7 +127,7 @@ def measure_agreement(options: AgreementOptions, folder: Path, latents: Latents,
     """
     snapshot = open_milestone(folder, "raw", device)
     optimizer_state = load_optimizer_state(folder, snapshot, device)
-    metrics: dict[str, Any] = {"training": None}
+    metrics: dict[str, Metric] = {"training": None}
     if optimizer_state is not None:
         eps = optimizer_state["param_groups"][0]["eps"]
         second_moments = [state["exp_avg_sq"] for _, state in sorted(optimizer_state["state"].items())]
@@ -132,7 +136,7 @@ def measure_agreement(options: AgreementOptions, folder: Path, latents: Latents,
     return _measure_levels(options, folder, snapshot, latents, levels, metrics)
 
 
-def load_optimizer_state(folder: Path, snapshot: Snapshot, device: Any) -> dict[str, Any] | None:
+def load_optimizer_state(folder: Path, snapshot: Snapshot, device: torch.device) -> dict[str, Any] | None:
     """Load the optimiser's state at a snapshot, or return None if it is not available.
 
     It is in the run's ``checkpoint.pt``, which belongs to the last step.
@@ -150,7 +154,8 @@ def load_optimizer_state(folder: Path, snapshot: Snapshot, device: Any) -> dict[
     is_of_snapshot = all(content.get(name) == snapshot.record[name] for name in ("step", "identity"))
     if not is_of_snapshot or not content["optimizer"]["state"]:  # a new optimiser has an empty state
         return None
-    return content["optimizer"]
+    optimizer_state: dict[str, Any] = content["optimizer"]
+    return optimizer_state
 
 
 def _measure_levels(
@@ -159,7 +164,7 @@ def _measure_levels(
     snapshot: Snapshot,
     latents: Latents,
     levels: Sequence[Level],
-    metrics: dict[str, Any],
+    metrics: dict[str, Metric],
 ) -> list[TableRow]:
     """Measure losses and gradients of a snapshot by level, and return a row per loss and level.
 
@@ -218,7 +223,7 @@ def _load_training_images(
     return latents.load_x0(images, noise=latent_noise).to(device), conditions
 
 
-def _describe_level(level: Level, process: Any, probabilities: Array) -> TableRow:
+def _describe_level(level: Level, process: Process, probabilities: Array) -> TableRow:
     """Return the columns that describe a level: its fractions of the process, its middle time, and the density there.
 
     Args:

@@ -10,6 +10,7 @@ when and how the code is called:
 """
 
 from itertools import product
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from kairos.components import Component, Components
@@ -148,7 +149,7 @@ def analysed_snapshots(analysis: AnalysisOptions, experiment: Any) -> list[tuple
     return list(product(methods, experiment.seeds, steps))
 
 
-def snapshot_table_path(results: Any, name: str, method: str, seed: int, step: int) -> str:
+def snapshot_table_path(results: Path | str, name: str, method: str, seed: int, step: int) -> str:
     """Return the path of the table that an analysis measures at one snapshot, in the folder of the training run."""
     return f"{results}/{method}/seed{seed}/analyses/{name}.{step:07d}.csv"
 

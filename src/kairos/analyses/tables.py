@@ -1,7 +1,7 @@
 """Tables of the analyses: measured at one snapshot, or built for a whole experiment."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -10,8 +10,13 @@ from kairos.data.latents import open_latents
 from kairos.files import read_json, write_text
 from kairos_timesteps.errors import KairosError
 
+if TYPE_CHECKING:
+    import torch
 
-def measure_snapshot(analysis: AnalysisOptions, snapshot: Path, latents: Path, out: Path, device: Any) -> None:
+
+def measure_snapshot(
+    analysis: AnalysisOptions, snapshot: Path, latents: Path, out: Path, device: "torch.device"
+) -> None:
     """Measure one snapshot, and write the rows of the analysis with method, seed and step as the first columns.
 
     Args:

@@ -35,6 +35,7 @@ def encode(
     parts: Sequence[Path] = (),
     factor: int | None = None,
     text: Path | None = None,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """Encode a data set, write the folder and return its manifest.
 
@@ -48,10 +49,12 @@ def encode(
         parts: folders of all shards, which are joined instead of encoding; empty: encode.
         factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
         text: folder of stage text, whose states are a condition of the training runs; None: no captions.
+        dtype: data type of the latents on disk, ``float32`` or ``float16``.
 
     Raises:
         ConfigError: the factor does not divide the sides of the images.
-        KairosError: the autoencoder is for images of another shape, or the folder of a shard cannot be used.
+        KairosError: the autoencoder is for images of another shape, or the folder of a shard cannot be used; or a
+            latent is too large for `dtype`.
     """
     _check_shapes(dataset, codec, factor)
     identity = {
@@ -64,6 +67,7 @@ def encode(
         "device": codec.device.type,
         "torch": torch.__version__,
         "code": fingerprint([__name__]),
+        **_record_dtype(dtype),
     }
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
@@ -76,7 +80,7 @@ def encode(
         files = _join_shards(parts, identity, partial, all_rows)
     else:
         files = _encode_moments(dataset, codec, partial, identity, all_rows)
-    manifest = _describe_content(dataset, codec, files, flips, factor, text_manifest)
+    manifest = _describe_content(dataset, codec, files, flips, factor, text_manifest, dtype)
     manifest["dataset"] = _relative_path(dataset.folder, out)
     if text:
         manifest["text"] = _relative_path(text, out)
@@ -91,6 +95,7 @@ def _describe_content(
     flips: bool,
     factor: int | None,
     text_manifest: dict[str, Any] | None,
+    dtype: str,
 ) -> dict[str, Any]:
     """Return the fields of the manifest that determine the training data, and their hash ``content_sha256``.
 
@@ -101,6 +106,7 @@ def _describe_content(
         flips: flipped images were encoded too.
         factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
         text_manifest: record of stage text; None: no captions.
+        dtype: data type of the latents on disk.
     """
     manifest: dict[str, Any] = {
         "kind": "moments" if files else "pixels",
@@ -112,6 +118,7 @@ def _describe_content(
         "autoencoder_sha256": codec.manifest["sha256"],
         "dataset_sha256": dataset.manifest["content_sha256"],
         "files": files,
+        **_record_dtype(dtype),
     }
     conditions = dict(dataset.manifest["conditions"])
     if factor:
@@ -122,6 +129,11 @@ def _describe_content(
         manifest["text_sha256"] = text_manifest["content_sha256"]
     manifest["conditions"] = conditions
     return {**manifest, "content_sha256": sha256_json(manifest)}
+
+
+def _record_dtype(dtype: str) -> dict[str, str]:
+    """Return the record of the data type of latents on disk; empty for float32, which older records do not contain."""
+    return {} if dtype == "float32" else {"dtype": dtype}
 
 
 def _relative_path(folder: Path, start: Path) -> str:
@@ -178,6 +190,7 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
     batch_size = identity["batch_size"]
     # joining computes nothing: it may run on another device than the shards, whose devices must agree
     identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
+    identity |= {"dtype": identity.get("dtype")}  # shards in float32 have no data type in their records
     order = in_order(list(zip(parts, records)), identity, len(rows), batch_size)
     for part, record in zip(parts, records):
         check_files(part, record["files"], AGAIN)
@@ -203,6 +216,7 @@ def _encode_moments(
 ) -> dict[str, str]:
     """Encode the images with indices `rows` into arrays in a private folder, and return the hash of each file."""
     factor = identity["low_resolution"]
+    dtype = np.dtype(identity.get("dtype", "float32"))
     suffixes = ("", "_flipped") if identity["flips"] else ("",)
 
     def compute(indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -210,13 +224,24 @@ def _encode_moments(
         arrays: dict[str, np.ndarray] = {}
         for suffix in suffixes:
             moments = _moments(codec, images.flip(3) if suffix == "_flipped" else images, factor)
-            arrays |= {name + suffix: values.float().cpu().numpy() for name, values in moments.items()}
+            arrays |= {name + suffix: _convert(values.float().cpu().numpy(), dtype) for name, values in moments.items()}
         return arrays
 
     names = list(compute(np.arange(1)))  # the first image shows which arrays the autoencoder has
-    arrays = dict.fromkeys(names, (tuple(codec.manifest["latent_shape"]), np.float32))
+    arrays = dict.fromkeys(names, (tuple(codec.manifest["latent_shape"]), dtype))
     batch_size = identity["batch_size"]
     return fill_arrays(partial, identity, arrays, rows, batch_size, compute=compute, label="encode", unit="image")
+
+
+def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Convert latents to the data type on disk; raise KairosError if one is too large for it."""
+    largest = np.finfo(dtype).max
+    too_large = np.isfinite(values) & (np.abs(values) > largest)
+    if too_large.any():
+        raise KairosError(
+            f"autoencoder.dtype: {dtype} holds values up to {largest:g}, and the latents have larger ones; set float32"
+        )
+    return values.astype(dtype, copy=False)
 
 
 def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
 from kairos.section import Section, field
 from kairos_timesteps.errors import demand
 
@@ -28,11 +30,24 @@ class AutoencoderConfig(Section):
     kl_weight: float = field(1e-4, "train: weight of the KL term per dimension", ge=0)
     seed: int = field(0, "train: seed", ge=0)
     encode_batch_size: int = field(64, "images per encoding step", ge=1)
+    dtype: Literal["float32", "float16"] = field("float32", "of the latents on disk; x0 is computed in float32")
     shards: int = field(1, "number of jobs that encode the images in parallel; does not change the latents", ge=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that a pretrained autoencoder has a path, and that any other has no configured scaling."""
+        """Check that a pretrained autoencoder has a path, any other no configured scaling, and pixels no data type."""
         if self.kind == "pretrained":
             demand(self.path, "autoencoder.path", "null", "folder or hub id of the pretrained autoencoder")
         else:
             demand(self.scaling is None, "autoencoder.scaling", self.scaling, f"null with kind {self.kind}")
+        if self.kind == "none":
+            demand(
+                self.dtype == "float32", "autoencoder.dtype", self.dtype, "float32 with kind none (pixels are uint8)"
+            )
+
+    @model_serializer(mode="wrap")
+    def _omit_default_dtype(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Keep the plain values, and so the hashes, of experiments that do not set `dtype`."""
+        values: dict[str, Any] = serialize(self)
+        if self.dtype == "float32":
+            values.pop("dtype", None)  # absent if a caller excludes it
+        return values

@@ -18,6 +18,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
 from kairos.fingerprint import fingerprint
 from kairos.progress import Progress, log
+from kairos_timesteps.optimizers import Adam
 from kairos_timesteps.randomness import Stream, derived_seed
 
 _CHECKPOINT_EVERY = 200  # steps
@@ -71,9 +72,9 @@ def train(
         flips: flip each image horizontally with probability 1/2.
     """
     model = build_model(config, dataset.shape).to(device).train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
+    optimizer = Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
     settings = {
-        "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size"}),
+        "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size", "dtype"}),
         "dataset": dataset.manifest["content_sha256"],
         "code": fingerprint([__name__]),
         "torch": torch.__version__,
@@ -151,7 +152,7 @@ def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optim
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
     log(f"autoencoder: resumes after step {content['step']}")
-    return content["step"]
+    return int(content["step"])
 
 
 def latent_statistics(

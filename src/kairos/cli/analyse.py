@@ -39,15 +39,17 @@ def run(arguments: argparse.Namespace) -> None:
     # imported after the checks of the arguments, since it takes seconds
     from kairos import resource_usage
     from kairos.analyses import tables
-    from kairos.report.analysis_figures import write_analysis
 
     analysis = analyses[name]
     analysis.load()  # its imports count as start-up
-    resource_usage.end_startup()
     results = arguments.results or Path("results", experiment.experiment)
     if snapshot is None:
+        from kairos.report.analysis_figures import write_analysis  # imports matplotlib, which measurements do not need
+
+        resource_usage.end_startup()
         write_analysis(analysis, experiment, results)
     else:
+        resource_usage.end_startup()
         measures_snapshots = analysis.reads == "milestone"
         demand(measures_snapshots, "milestone", snapshot, f"none: {name} does not measure single snapshots")
         tables.measure_snapshot(

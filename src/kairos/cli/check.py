@@ -5,7 +5,7 @@ import json
 import textwrap
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import add_plugins
 from kairos.components import Component
@@ -13,6 +13,9 @@ from kairos.library_components import LibraryComponent
 from kairos.progress import table
 from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.registry import Registry
+
+if TYPE_CHECKING:
+    from kairos.config import Experiment
 
 _WIDTH = 100  # columns of the output
 _GAP = 2  # columns between the cells of a table, as `progress.table` prints them
@@ -104,7 +107,7 @@ def _wrap(text: str) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
 
 
-def _method_rows(experiment: Any, all_options: bool) -> _Table:
+def _method_rows(experiment: "Experiment", all_options: bool) -> _Table:
     """Return the rows of the table of methods; couplings have a column if a method has one.
 
     Args:

@@ -7,12 +7,17 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kairos import portable, resource_usage
 from kairos.shards import Shard
 from kairos_timesteps import errors
 from kairos_timesteps.errors import ConfigError, KairosError, rejection
+
+if TYPE_CHECKING:
+    import torch
+
+    from kairos.config import Experiment
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +132,7 @@ def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
     group.add_argument("--part", type=Path, action="append", default=[], metavar=metavar, help=merge_help)
 
 
-def load_experiment_at(path: Path) -> tuple[Any, Path]:
+def load_experiment_at(path: Path) -> tuple["Experiment", Path]:
     """Return the experiment of an experiment file or of a folder of results, and its folder of results.
 
     Raises:
@@ -141,7 +146,7 @@ def load_experiment_at(path: Path) -> tuple[Any, Path]:
     return outline.experiment or load_recorded_experiment(outline.results), outline.results
 
 
-def set_up_device(experiment: Any, device: str | None = None) -> Any:
+def set_up_device(experiment: "Experiment", device: str | None = None) -> "torch.device":
     """Set threads and determinism of torch as an experiment configures them, and return the `torch.device`.
 
     Args:

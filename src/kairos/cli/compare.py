@@ -3,10 +3,13 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import demand, load_experiment_at
 from kairos_timesteps import errors
+
+if TYPE_CHECKING:
+    from kairos.report.collect import Results
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -88,7 +91,7 @@ def _compare(arguments: argparse.Namespace) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _collect_experiments(paths: list[Path]) -> list[tuple[Any, list[str]]]:
+def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]:
     """Collect the results of experiments, each with the names of its methods to compare, in the order of the paths.
 
     Args:
@@ -99,7 +102,7 @@ def _collect_experiments(paths: list[Path]) -> list[tuple[Any, list[str]]]:
     """
     from kairos.report.collect import collect
 
-    by_folder: dict[Path, tuple[Any, list[str]]] = {}  # paths of two methods may share an experiment's folder
+    by_folder: dict[Path, tuple[Results, list[str]]] = {}  # paths of two methods may share an experiment's folder
     for path in paths:
         # a path that does not exist, below an experiment's folder, is a mistyped method: the message lists the methods
         may_be_method = not path.exists() or any(path.glob("seed*"))

@@ -2,11 +2,17 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kairos import resource_usage
 from kairos.cli.common import add_config, add_shards, add_timing, set_up_device, write_timing
-from kairos_timesteps.errors import demand
+from kairos_timesteps.errors import rejection
+
+if TYPE_CHECKING:
+    import torch
+
+    from kairos.config import Experiment
+    from kairos.data.dataset import PreparedDataset
 
 Outcome = tuple[str, dict[str, Any]]  # description of the folder that was written, entries of the timing record
 # output folder of each subcommand, below the folder of results, and the folders that it reads
@@ -65,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     write_timing(arguments, **facts)
 
 
-def _choose_device(arguments: argparse.Namespace, experiment: Any) -> Any:
+def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "torch.device":
     """Set up torch and return the device of `autoencoder`, `text` or `encode`.
 
     The device is the CPU if no network is computed, because the workflow then requests no GPU: in pixel space, and if
@@ -77,7 +83,7 @@ def _choose_device(arguments: argparse.Namespace, experiment: Any) -> Any:
     return set_up_device(experiment, "cpu" if computes_no_network else None)
 
 
-def _prepare(experiment: Any, out: Path) -> Outcome:
+def _prepare(experiment: "Experiment", out: Path) -> Outcome:
     """Prepare the images and captions of the data set, write them to `out`, and describe them."""
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
@@ -92,7 +98,7 @@ def _prepare(experiment: Any, out: Path) -> Outcome:
     return images + size + captions + skipped, {"images": manifest["count"]}
 
 
-def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
+def _autoencoder(experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device") -> Outcome:
     """Train the autoencoder or copy a pretrained one, write it to `out`, and describe it."""
     from kairos.autoencoders.train_or_load import make_autoencoder
 
@@ -104,7 +110,7 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Outco
     return f"{manifest['kind']}, x0 of shape {shape}{quality}", {"psnr": manifest["psnr"]}
 
 
-def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
+def _text(experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device") -> Outcome:
     """Encode the captions of the data set, write them to `out`, and describe them.
 
     Raises:
@@ -112,13 +118,20 @@ def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
     """
     from kairos.text_encoders.encode_captions import encode_captions
 
-    demand(experiment.text_encoder, "text_encoder", "null", "{path: ...}, the encoder of the captions")
+    if experiment.text_encoder is None:
+        raise rejection("text_encoder", "null", "{path: ...}, the encoder of the captions")
     manifest = encode_captions(experiment.text_encoder, dataset, out, device)
     shape = "×".join(map(str, manifest["condition"]["shape"]))
     return f"{manifest['count']} encoded captions, each of shape {shape}", {"captions": manifest["count"]}
 
 
-def _encode(arguments: Any, experiment: Any, dataset: Any, out: Path, device: Any) -> Outcome:
+def _encode(
+    arguments: argparse.Namespace,
+    experiment: "Experiment",
+    dataset: "PreparedDataset",
+    out: Path,
+    device: "torch.device",
+) -> Outcome:
     """Encode the images of the data set or one shard of them, or merge shards; write them to `out`, and describe them.
 
     The latents for a model that is conditioned on text refer to the folder of the captions, encoded by `kairos text`.
@@ -142,6 +155,7 @@ def _encode(arguments: Any, experiment: Any, dataset: Any, out: Path, device: An
         parts=arguments.part,
         factor=experiment.dataset.low_resolution,
         text=text,
+        dtype=experiment.autoencoder.dtype,
     )
     if arguments.shard is not None:
         return "images {first} to {end}, shard {number} of {of}".format(**manifest["shard"]), {}

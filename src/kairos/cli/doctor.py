@@ -12,9 +12,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kairos.cli.common import demand
+
+if TYPE_CHECKING:
+    from kairos.config import Experiment
 
 Finding = tuple[bool, str, str]  # True if usable, name of what was checked, description
 _PACKAGES = ("torch", "torchvision", "diffusers", "datasets", "torch-fidelity", "scikit-learn", "pandas", "pydantic")
@@ -56,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise KairosError(f"not usable on this machine: {different_names}")
 
 
-def _check_machine(experiment: Any, profile: Path) -> list[Finding]:
+def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Finding]:
     """Return the findings about software, devices, SLURM, disks, git, MLflow, DVC and weights.
 
     Args:
@@ -135,7 +138,7 @@ def _weights() -> Finding:
     return True, "inception weights", str(path) if path.is_file() else absent
 
 
-def _experiment(path: Path, experiment: Any) -> list[Finding]:
+def _experiment(path: Path, experiment: "Experiment") -> list[Finding]:
     """Return a finding about an experiment file and about each file that its jobs read."""
     from kairos import downloads
 

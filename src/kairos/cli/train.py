@@ -2,11 +2,14 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kairos import resource_usage
 from kairos.cli.common import add_config, add_timing, demand, write_timing
 from kairos.training.job import StoppedEarly, StopRequest
+
+if TYPE_CHECKING:
+    from kairos.config import Experiment
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -83,7 +86,7 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
             write_timing(arguments, method=method, seed=seed, **facts)
 
 
-def _select_milestones(arguments: argparse.Namespace, experiment: Any) -> list[int]:
+def _select_milestones(arguments: argparse.Namespace, experiment: "Experiment") -> list[int]:
     """Return the steps of the snapshots, ascending: those of ``--milestones`` or the experiment, up to ``--until``.
 
     Raises:
@@ -98,7 +101,7 @@ def _select_milestones(arguments: argparse.Namespace, experiment: Any) -> list[i
 
 
 def _train_in_this_process(
-    arguments: argparse.Namespace, experiment: Any, milestones: list[int], stop_request: StopRequest
+    arguments: argparse.Namespace, experiment: "Experiment", milestones: list[int], stop_request: StopRequest
 ) -> dict[str, Any]:
     """Train as the only process or as one rank, and return the entries of the timing record.
 

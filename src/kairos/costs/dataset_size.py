@@ -32,6 +32,7 @@ class DatasetSize:
         count_source: origin of the numbers of images, such as ``prepared`` or ``dataset.images``.
         caption_count: number of captions; None if not known.
         bytes_per_text: bytes of an encoded text; 0 without texts.
+        bytes_per_latent_value: bytes of a stored value of the latents.
     """
 
     image_shape: Shape | None
@@ -43,6 +44,7 @@ class DatasetSize:
     count_source: str
     caption_count: int | None = None
     bytes_per_text: int = 0
+    bytes_per_latent_value: int = 4
 
     @property
     def bytes_per_image(self) -> int | None:
@@ -52,7 +54,7 @@ class DatasetSize:
     @property
     def latent_bytes_per_image(self) -> int:
         """Bytes of the stored latents of an image; 0 in pixel space."""
-        return 4 * self.latent_arrays * math.prod(self.x0_shape)
+        return self.bytes_per_latent_value * self.latent_arrays * math.prod(self.x0_shape)
 
 
 def find_dataset_size(
@@ -105,6 +107,7 @@ def find_dataset_size(
         count_source=count_source,
         caption_count=dataset_record.get("captions", {}).get("count"),
         bytes_per_text=bytes_per_text,
+        bytes_per_latent_value=2 if experiment.autoencoder.dtype == "float16" else 4,
     )
 
 

@@ -91,7 +91,7 @@ def count_network_cost(
         return tensor
 
     model.load()  # before FakeTensorMode: imported modules must see the usual torch
-    byte_counter = ByteCounter()
+    byte_counter = ByteCounter()  # type: ignore[no-untyped-call]  # its base, in torch, declares no types
     forward_counter, backward_counter = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with FakeTensorMode():  # tensors without content whose device is "cpu": autocast does not support "meta"
         network = models.build(model, x0_shape, conditions, output_channels).train()

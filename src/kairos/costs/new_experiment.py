@@ -215,7 +215,7 @@ def _mean_step_seconds(results: Path) -> float:
     for file in results.glob("*/seed0/timing.jsonl"):
         *_, half, end = [json.loads(line) for line in read_lines(file)]
         half_run_seconds.append(end["seconds"] - half["seconds"])
-    return statistics.mean(half_run_seconds) / (_SHORT_RUN["steps"] / 2)
+    return float(statistics.mean(half_run_seconds)) / (_SHORT_RUN["steps"] / 2)
 
 
 def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict[str, float]]:
@@ -281,7 +281,7 @@ def _mean_job_seconds(results: Path, stage: str) -> float:
     """Return the mean duration of a stage's jobs, without start-up, from their timing records."""
     pattern = f"{stage}/*/*.json" if stage in _PER_SAMPLING else f"{stage}.json"
     records = [read_json(file) for file in (results / "timing").glob(pattern)]
-    return statistics.mean(record["wall_seconds"] - record["startup_wall_seconds"] for record in records)
+    return float(statistics.mean(record["wall_seconds"] - record["startup_wall_seconds"] for record in records))
 
 
 def _record(lines: Iterable[str], recorded: list[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
+from kairos.threads import read_all
 from kairos_timesteps.errors import DamagedError, KairosError
 
 
@@ -58,6 +59,8 @@ class ArrayFile:
     def __getitem__(self, index: Any) -> np.ndarray:
         """Read a copy of some rows, selected by an integer, a slice, a mask, or an array of indices (n,).
 
+        Several threads read if the disk is slow; the result does not depend on that.
+
         Raises:
             DamagedError: the file has become shorter.
         """
@@ -69,9 +72,13 @@ class ArrayFile:
         # Indices 5, 6, 7, 2, 3 have the runs 5, 6, 7 and 2, 3. The first index follows -2, so it always starts a run.
         run_starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1)
         run_ends = [*run_starts[1:].tolist(), indices.size]
-        for start, end in zip(run_starts.tolist(), run_ends):
+
+        def read_run(run: tuple[int, int]) -> None:
+            start, end = run
             run_content = content[start * self._row_size : end * self._row_size]
             self._transfer(os.preadv, run_content, first_row=int(indices[start]))
+
+        read_all(read_run, list(zip(run_starts.tolist(), run_ends)))
         return rows
 
     def write(self, first: int, rows: np.ndarray) -> None:

@@ -54,11 +54,11 @@ class Captions:
             images: indices of the images, (n,).
             caption_numbers: which of an image's captions to select, modulo their number, (n,); None: the first.
         """
-        firsts = self.firsts[images]
+        firsts: np.ndarray = self.firsts[images]
         if caption_numbers is None:
             return firsts
         counts = self.firsts[images + 1] - firsts
-        return firsts + caption_numbers % counts
+        return np.asarray(firsts + caption_numbers % counts)
 
     def texts(self, indices: Any) -> list[str]:
         """Return the captions with the given indices, a sequence (n,), as text."""

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from kairos_timesteps.errors import KairosError
 
@@ -24,6 +24,8 @@ def read_image(data: bytes | Path) -> Image.Image:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
             image.load()  # open alone reads the header only; a truncated file fails here
             return ImageOps.exif_transpose(image)
+    except UnidentifiedImageError:  # its message contains the address of an object, which varies
+        raise ValueError("cannot identify image file") from None
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 

@@ -28,8 +28,8 @@ class Latents:
     Attributes:
         manifest: record of stage encode.
         dataset: the data set that was encoded.
-        moments: array files of float32 (count, c, h, w) by name: ``mean``, ``logvar``, ``low_mean`` (of the images in
-            low resolution), and for flipped images ``mean_flipped`` and so on. Empty for pixels.
+        moments: array files of float32 or float16 (count, c, h, w) by name: ``mean``, ``logvar``, ``low_mean`` (of the
+            images in low resolution), and for flipped images ``mean_flipped`` and so on. Empty for pixels.
         text: encoded captions; None if captions were not encoded.
     """
 
@@ -78,7 +78,8 @@ class Latents:
     def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """Read the stored arrays that x0 and the low-resolution condition of some images are computed from.
 
-        Each row is read once. The result contains, by name, moments (n, c, h, w) or pixels (n, h, w, c) uint8.
+        Each row is read once. The result contains, by name, moments (n, c, h, w) in float32, or pixels (n, h, w, c) in
+        uint8.
 
         Args:
             indices: indices of the images, (n,).

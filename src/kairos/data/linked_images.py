@@ -1,22 +1,30 @@
 """Images that stay in their source: a prepared data set stores the index, name and checksum of each.
 
-With a pretrained autoencoder the images are needed for encoding only, and copying them would double the disk space.
+With a pretrained autoencoder the images are needed for encoding and for the reference only, and copying them would
+double the disk space. Until the reference is complete, a temporary copy of the decoded images saves decoding them again
+in each stage. There is no copy on a disk with little space, and the copy may be deleted at any time.
 """
 
 import functools
 import hashlib
+import math
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kairos.data.arrays import open_array, row_indices
+from kairos.data.arrays import ArrayFile, create_array, open_array, row_indices
 from kairos.data.decode import to_pixels
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
+from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import DamagedError, KairosError
 
+TEMPORARY_COPY = ".tmp-pixels.npy"  # in the folder of the data set; the name is one that DVC ignores
+_LEAST_FREE_SPACE = 10  # sizes of a temporary copy that have to be free on its disk
 _ADVICE = "bring it back as it was, or make the folder again with: kairos prepare"
 
 
@@ -25,10 +33,31 @@ def checksum(pixels: np.ndarray) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(pixels.data, digest_size=16).digest(), np.uint8)
 
 
-class LinkedImages:
-    """Images of a prepared data set that are read from their source, decoded and verified on each access.
+def create_temporary_copy(folder: Path, shape: tuple[int, ...]) -> ArrayFile | None:
+    """Create the file of a temporary copy of decoded images; return None if its disk has little space.
 
-    The first access opens the source; training on latents never does.
+    Args:
+        folder: folder of the prepared data set.
+        shape: (count, height, width, channels) of the images.
+    """
+    if math.prod(shape) * _LEAST_FREE_SPACE > shutil.disk_usage(folder).free:
+        return None
+    try:
+        return create_array(folder / TEMPORARY_COPY, shape, np.uint8)
+    except OSError:  # such as a quota
+        return None
+
+
+def delete_temporary_copy(folder: Path) -> None:
+    """Delete the temporary copy of a prepared data set's images, if there is one; open files remain readable."""
+    (folder / TEMPORARY_COPY).unlink(missing_ok=True)
+
+
+class LinkedImages:
+    """Images of a prepared data set that are in their source; they are verified on each access.
+
+    Images are read from the temporary copy if there is one. Otherwise they are decoded again. The first image to decode
+    opens the source; training on latents never does.
 
     Args:
         folder: folder of the prepared data set.
@@ -46,9 +75,10 @@ class LinkedImages:
         self._indices = open_array(folder / "numbers.npy", command)
         self._checksums = open_array(folder / "checksums.npy", command)
         self._names = open_array(folder / "names.npy", command)
+        self._copy = self._open_copy()
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return int(self.shape[0])
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """Read some images, selected by an integer, a slice, a mask, or an array of indices (n,).
@@ -59,11 +89,29 @@ class LinkedImages:
         """
         rows = row_indices(index, len(self))
         image_dtype = np.dtype((np.uint8, self.shape[1:]))
-        images = np.fromiter(map(self._read, rows.flat), image_dtype, count=rows.size)
+        decoded = map_in_order(self._read, rows.flat, count_job_threads())
+        images = np.fromiter(decoded, image_dtype, count=rows.size)
         return images.reshape((*rows.shape, *self.shape[1:]))
+
+    def _open_copy(self) -> ArrayFile | None:
+        """Open the temporary copy; return None if there is none, or if it does not fit the record."""
+        try:
+            copy = ArrayFile(self._folder / TEMPORARY_COPY)
+        except (OSError, ValueError, EOFError):
+            return None
+        return copy if copy.shape == self.shape and copy.dtype == np.uint8 else None
 
     def _read(self, row: int) -> np.ndarray:
         """Read and verify one image, uint8 (height, width, channels)."""
+        if self._copy is not None:
+            with suppress(DamagedError, OSError):  # the copy has become shorter, or its disk fails
+                pixels = self._copy[row]
+                if (checksum(pixels) == self._checksums[row]).all():
+                    return pixels
+        return self._decode(row)
+
+    def _decode(self, row: int) -> np.ndarray:
+        """Decode and verify one image of the source, uint8 (height, width, channels)."""
         index = int(self._indices[row])  # of the image in the source
         config = self._config
         name = f"{self._folder}: refers to {self._source.name(index)}, which"  # start of an error message

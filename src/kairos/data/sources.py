@@ -5,9 +5,11 @@ by the library that stores them, so that an error message contains the name of a
 """
 
 import glob
+import importlib.util
 import os
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ class Source:
     Attributes:
         count: number of images.
         read: function that reads the image with an index; it raises ValueError, with the reason, for a broken image.
+            Several threads call it at a time.
         name: function that returns the file or row of the image with an index.
         labels: class of each image, int64 (count,), below len(classes); None without classes.
         classes: names of the classes; None without classes.
@@ -157,13 +160,17 @@ def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
 
 
 def _open_digits(config: DatasetConfig) -> Source:
-    """Open the 8×8 images of digits in scikit-learn."""
-    from sklearn.datasets import load_digits
+    """Open the 8×8 images of digits in scikit-learn.
 
-    digits = load_digits()
-    pixels = (digits.images * (255 / 16)).round().astype(np.uint8)  # the scans have values 0..16
-    labels = digits.target.astype(np.int64)
-    classes = [str(name) for name in digits.target_names]
+    They are read from its file, since the import of sklearn.datasets takes 2 s of CPU time.
+    """
+    spec = importlib.util.find_spec("sklearn")
+    assert spec is not None and spec.submodule_search_locations is not None
+    path = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    rows = np.loadtxt(path, delimiter=",")  # 64 values 0..16 and the digit
+    pixels = (rows[:, :-1].reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
+    labels = rows[:, -1].astype(np.int64)
+    classes = [str(digit) for digit in range(10)]
     return Source(
         count=len(pixels),
         read=lambda index: Image.fromarray(pixels[index]),
@@ -265,7 +272,7 @@ def _count_rows(file: str) -> int:
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(file).metadata.num_rows
+        return int(pq.ParquetFile(file).metadata.num_rows)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"dataset.path: {file!r} is not a parquet file ({' '.join(str(error).split())})") from None
 
@@ -333,6 +340,7 @@ class _ImageColumn:
         self._cells = table.select_columns(column)
         self._pickled_cells = pickle.dumps(self._cells)
         self._read_count = 0
+        self._lock = threading.Lock()
 
     def read(self, index: int) -> Image.Image:
         """Read and decode the image in a row.
@@ -340,10 +348,12 @@ class _ImageColumn:
         Raises:
             ValueError: the cell is empty, or its image is broken; the message contains the reason.
         """
-        self._read_count += 1
-        if self._read_count % _READS_BEFORE_REOPENING == 0:
-            self._cells = pickle.loads(self._pickled_cells)
-        cell = self._cells[index][self._column]
+        with self._lock:  # while one thread opens the column again, others may still read the old one
+            self._read_count += 1
+            if self._read_count % _READS_BEFORE_REOPENING == 0:
+                self._cells = pickle.loads(self._pickled_cells)
+            cells = self._cells
+        cell = cells[index][self._column]
         if isinstance(cell, dict):  # of Image(decode=False): the bytes of the image file, or its path
             cell = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")
         if not cell:

@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch_fidelity import FeatureExtractorBase, register_feature_extractor
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
-from kairos.files import atomic, read_json, sha256_file
+from kairos.files import atomic, sha256_file
 from kairos.progress import Progress, log
 from kairos.shapes import Features, Logits, Pixels
 from kairos_timesteps.errors import KairosError
+from kairos_timesteps.optimizers import AdamW
 from kairos_timesteps.randomness import Stream, derived_seed
 
 WEIGHTS = "model.safetensors"
-NAME = "kairos-classifier"
 BATCH = 256  # images classified at a time
 Task = Callable[[np.ndarray, int], tuple[Tensor, Tensor]]  # from dataset indices and step to images and classes
 SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
@@ -142,7 +141,7 @@ def train_on_task(
 
 def _optimise(kind: str, model: Classifier, options: ClassifierOptions, dataset: PreparedDataset, task: Task) -> None:
     """Train the network in place on random batches of training images, by AdamW with a one-cycle learning rate."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    optimizer = AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
     order = Stream(options.seed, f"{kind} order")
     progress = Progress(options.steps, f"train {kind}{options.features}", "step")
@@ -185,48 +184,29 @@ def _save_weights(model: Classifier, path: Path) -> str:
 
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     """Open the extractor in a folder that `train` or `train_on_rotations` filled."""
-    return Extractor(manifest, ClassifierExtractor(NAME, ["features"], str(folder)), ("features",))
+    return Extractor(manifest, ClassifierExtractor(folder, manifest), ("features",))
 
 
-class ClassifierExtractor(FeatureExtractorBase):
-    """The classifier in torch-fidelity's interface; its weights path is the extractor's folder."""
+class ClassifierExtractor(nn.Module):
+    """Features of the classifier in an extractor's folder, as the module of an `Extractor`.
 
-    def __init__(
-        self, name: str, features_list: list[str], feature_extractor_weights_path: str | None = None, **_: Any
-    ):
-        super().__init__(name, features_list)
-        if feature_extractor_weights_path is None:
-            raise KairosError(f"{name}: pass the folder of stage extractor as feature_extractor_weights_path")
+    Args:
+        folder: folder that `train` or `train_on_rotations` filled.
+        manifest: manifest of the folder.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]):
+        super().__init__()
         from safetensors.torch import load_file
 
-        folder = Path(feature_extractor_weights_path)
-        manifest = read_json(folder / "manifest.json")
         channels, features = manifest["options"]["channels"], manifest["features"]
         self.model = Classifier(tuple(manifest["shape"]), manifest["classes"], channels, features)
         self.model.load_state_dict(load_file(folder / WEIGHTS))
 
-    @staticmethod
-    def get_provided_features_list() -> tuple[str, ...]:
-        """Return the names of the available layers."""
-        return ("features", "logits")
-
-    @staticmethod
-    def get_default_feature_layer_for_metric(metric: str) -> str:
-        """Return the layer for a metric of torch-fidelity: logits for the Inception score, features for distances."""
-        return "logits" if metric == "isc" else "features"
-
-    @staticmethod
-    def can_be_compiled() -> bool:
-        """Return False: compilation takes longer than it saves."""
-        return False
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return the requested layers, each (batch, width), of uint8 images (batch, channels, height, width)."""
-        layers = dict(zip(("features", "logits"), self.model(images)))
-        return tuple(layers[name] for name in self.features_list)
-
-
-register_feature_extractor(NAME, ClassifierExtractor)
+    def forward(self, images: Tensor) -> tuple[Tensor]:
+        """Return the features (batch, features) of uint8 images (batch, channels, height, width)."""
+        features, _ = self.model(images)
+        return (features,)
 
 
 def load_pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:

@@ -1,4 +1,4 @@
-"""Feature extractors: built once per experiment in a folder, run by torch-fidelity.
+"""Feature extractors: built once per experiment in a folder.
 
 The folder's manifest contains the extractor's name, the number of its features and the column of its Fréchet distance.
 The column is `frechet_<name>` for extractors that kairos trains, and `fid` for Inception alone.
@@ -30,7 +30,7 @@ class Extractor:
 
     Attributes:
         manifest: kind, name, metric (column of the Fréchet distance), features (width), accuracy, sha256, shape.
-        module: torch-fidelity's feature extractor.
+        module: torch module that maps uint8 images (n, channels, height, width) to a tuple of layers.
         layers: names of the module's outputs in order: ``features``, and for some extractors ``spatial``, ``logits``.
         device: device on which features are computed.
         precision: precision in which features are computed, see `compute.precision`.

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric
-from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
 from kairos.data.arrays import iterate_blocks
 from kairos.evaluation.measurements import Gaussian, ImageStatistics, MomentSums
@@ -220,6 +218,8 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
     independent of the scale.
     """
     assert statistics.features is not None
+    from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric  # its import takes a second
+
     real = torch.from_numpy(comparison.real.features).double()
     samples = torch.from_numpy(statistics.features[indices_to_store(len(statistics.features))]).double()
     size = min(options.subset_size, len(samples) // 2, len(real) // 2)
@@ -238,6 +238,8 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
 def isc(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the Inception score (Salimans et al. 2016), mean over splits of at most `SPLIT` images."""
     assert statistics.logits is not None
+    from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric  # its import takes a second
+
     splits = _iterate_vectors(statistics.logits, SPLIT)
     scores = [isc_features_to_metric(logits, splits=1, shuffle=False) for logits in splits]
     return {"isc": stats.fmean(score[KEY_METRIC_ISC_MEAN] for score in scores)}

@@ -22,6 +22,7 @@ from kairos import resource_usage
 from kairos.autoencoders.codec import Codec, load_codec
 from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
 from kairos.data.latents import Latents, open_latents
+from kairos.data.linked_images import delete_temporary_copy
 from kairos.evaluation import external_reference, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.measurements import iterate_rows, measure
@@ -121,6 +122,7 @@ def build_reference(
         "files": {"statistics.npz": sha256_file(out / "statistics.npz")},
     }
     write_json(out / "reference.json", record)
+    delete_temporary_copy(dataset)  # no later stage reads all images
     for name, row in rows.items():
         log(f"reference: {name} {metrics.format_metric(row, comparison.distance_column)}")
     return record

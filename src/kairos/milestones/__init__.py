@@ -3,9 +3,13 @@
 Sampling, evaluation and users read them. Experiment files and folders call them milestones.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kairos.diffusion import DiffusionConfig
 from kairos.files import atomic_folder, check_files, hash_folder, open_record, sha256_json, write_json, write_text
@@ -16,6 +20,10 @@ from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kairos.models.backbone import Backbone
     from kairos.models.settings import BackboneOptions
 
 # options of section `model` that decide the shapes of the weights
@@ -29,11 +37,11 @@ def step_name(step: int) -> str:
 
 def write_milestone(
     folder: Path,
-    model: Any,
-    average: dict[str, Any],
+    model: "Backbone",
+    average: dict[str, "Tensor"],
     facts: dict[str, Any],
     *,
-    columns: dict[str, Any],
+    columns: Mapping[str, NDArray[np.float64]],
     scheduler: dict[str, Any] | None,
 ) -> None:
     """Write the folder of a snapshot atomically.
@@ -73,7 +81,7 @@ def check_milestone(folder: Path) -> dict[str, Any]:
     return record
 
 
-def load_start_weights(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
+def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
     """Load the averaged weights of a snapshot, from which another training run starts.
 
     Args:
@@ -136,14 +144,14 @@ class Snapshot:
         config: the whole experiment, as plain values of the version of kairos that trained.
     """
 
-    model: Any
+    model: "Backbone"
     process: Process
     record: dict[str, Any]
     diffusion: DiffusionConfig
     config: dict[str, Any]
 
 
-def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> Snapshot:
+def open_milestone(folder: Path, weights: str = "ema", device: "torch.device | str" = "cpu") -> Snapshot:
     """Check and load a snapshot.
 
     Args:

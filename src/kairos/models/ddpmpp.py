@@ -55,7 +55,8 @@ class ResidualBlock(nn.Module):
         x = (self.conv1(self.dropout(h)) + shortcut) * _SUM_SCALE
         if self.norm2 is None:
             return x
-        return (x + self.proj(self._attend(self.norm2(x)))) * _SUM_SCALE
+        output: Tensor = (x + self.proj(self._attend(self.norm2(x)))) * _SUM_SCALE
+        return output
 
     def _resample(self, x: Tensor) -> Tensor:
         """Scale the sides of x by `scale`: averages of 2 x 2 pixels, or each pixel repeated."""
@@ -199,7 +200,8 @@ class DDPMpp(Backbone):
                 x = torch.cat([x, skips.pop()], dim=1)
             x = block(x, embedding)
         normalised = final_norm[1](x)
-        return final_conv[1](nn.functional.silu(normalised))
+        output: Tensor = final_conv[1](nn.functional.silu(normalised))
+        return output
 
     def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of EDM's wrapper by kairos' names, without the constant filters of resampling."""

@@ -23,7 +23,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 class AdaLNBlock(nn.Module):
     """Transformer block whose normalisations and residuals are conditioned on the embedding: adaLN-zero."""
 
-    def __init__(self, width: int, attention: nn.Module, mlp_ratio: float):
+    def __init__(self, width: int, attention: Attention, mlp_ratio: float):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.attn = attention
@@ -41,7 +41,8 @@ class AdaLNBlock(nn.Module):
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1), *attention_arguments)
-        return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        output: Tensor = x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return output
 
 
 class FinalLayer(nn.Module):
@@ -56,7 +57,8 @@ class FinalLayer(nn.Module):
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """Return the pixels of each token's patch, given tokens x and the embedding c (batch, width)."""
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        return self.linear(modulate(self.norm_final(x), shift, scale))
+        pixels: Tensor = self.linear(modulate(self.norm_final(x), shift, scale))
+        return pixels
 
 
 def initialise(module: nn.Module) -> None:
@@ -70,7 +72,7 @@ def initialise(module: nn.Module) -> None:
             nn.init.zeros_(layer.bias)
     for layer in module.modules():
         if isinstance(layer, AdaLNBlock | FinalLayer):
-            nn.init.zeros_(layer.adaLN_modulation[1].weight)
+            nn.init.zeros_(layer.get_parameter("adaLN_modulation.1.weight"))
 
 
 class DiT(Backbone):
@@ -109,8 +111,8 @@ class DiT(Backbone):
     def _initialise(self) -> None:
         """Initialise all weights as the published code."""
         initialise(self)
-        nn.init.xavier_uniform_(self.x_embedder[0].weight.data.flatten(1))
-        nn.init.zeros_(self.x_embedder[0].bias)
+        nn.init.xavier_uniform_(self.x_embedder.get_parameter("proj.weight").data.flatten(1))
+        nn.init.zeros_(self.x_embedder.get_parameter("proj.bias"))
         for layer in (*self.t_embedder.modules(), *self.y_embedder.modules()):
             if isinstance(layer, nn.Linear | nn.Embedding):
                 nn.init.normal_(layer.weight, std=0.02)

@@ -65,13 +65,14 @@ class Attention(nn.Module):
         attended = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=bias
         )  # (batch, heads, tokens, head width)
-        return self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
+        projected: Tensor = self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return projected
 
 
 class PlainBlock(nn.Module):
     """Transformer block without conditioning; with `skip`, it first merges the tokens of an earlier block."""
 
-    def __init__(self, width: int, attention: nn.Module, mlp_ratio: float, eps: float, skip: bool = False):
+    def __init__(self, width: int, attention: Attention, mlp_ratio: float, eps: float, skip: bool = False):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=eps)
         self.attn = attention
@@ -82,9 +83,11 @@ class PlainBlock(nn.Module):
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         """Return tokens (batch, tokens, width); `skip` are the tokens of an earlier block, in the shape of x."""
         if self.skip_linear is not None:
+            assert skip is not None
             x = self.skip_linear(torch.cat([x, skip], dim=-1))
         x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        output: Tensor = x + self.mlp(self.norm2(x))
+        return output
 
 
 def initialise_normal(module: nn.Module) -> None:

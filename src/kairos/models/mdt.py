@@ -30,6 +30,7 @@ class BiasedAttention(Attention):
         table = nn.Parameter(nn.init.normal_(torch.empty(offsets, heads), std=0.02))
         self.rel_pos_bias = nn.ParameterDict({"relative_position_bias_table": table})
 
+    # the base class attends without offsets
     def forward(self, x: Tensor, offset_rows: Tensor) -> Tensor:  # type: ignore[override]
         """Return the attention output, (batch, tokens, width).
 
@@ -53,6 +54,8 @@ class MDT(DiT):
         KairosError: patches do not divide the size.
     """
 
+    _offset_rows: Tensor  # of the bias tables, (tokens, tokens)
+
     def __init__(self, options: MDTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         _, height, width = shape
         rows, columns = math.ceil(height / options.patch), math.ceil(width / options.patch)
@@ -64,7 +67,7 @@ class MDT(DiT):
         self.sideblocks = nn.ModuleList([self.build_block()])
         initialise(self.sideblocks)
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(1, 1, options.width), std=0.02))
-        self.register_buffer("_offset_rows", _pairwise_offsets(rows, columns), persistent=False)  # (tokens, tokens)
+        self.register_buffer("_offset_rows", _pairwise_offsets(rows, columns), persistent=False)
 
     def build_block(self) -> AdaLNBlock:
         """Build one transformer block."""

@@ -123,9 +123,9 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
     known = set(published_names.values())
     converted = {name: value for name, value in weights.items() if name not in known}
     for name, current in model.items():
-        value = weights.get(published_names[name])
-        if value is None:
+        if published_names[name] not in weights:
             continue
+        value = weights[published_names[name]]
         projection = re.search(r"\.to_([qkv])\.", name)  # such as .to_q.
         if projection and value.numel() == 3 * current.numel():
             value = _select_projection(value, current, "qkv".index(projection[1]), options)

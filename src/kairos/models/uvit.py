@@ -78,4 +78,5 @@ class UViT(Backbone):
         for block in self.out_blocks:
             tokens = block(tokens, skips.pop())
         pixels = self.decoder_pred(self.norm(tokens[:, -self.patches :]))
-        return self.final_layer(self.unpatchify(pixels, self.options.patch))
+        prediction: Tensor = self.final_layer(self.unpatchify(pixels, self.options.patch))
+        return prediction

@@ -59,8 +59,8 @@ class ViT(Backbone):
         nn.init.normal_(self.pos_embed, std=0.02)
         initialise_normal(self)
         for depth, block in enumerate(self.blocks, start=1):  # keeps the variance of the residuals
-            for last in (block.attn.proj, block.mlp.fc2):  # the last layers of the two branches
-                last.weight /= math.sqrt(2 * depth)
+            for last in ("attn.proj.weight", "mlp.fc2.weight"):  # the last layers of the two branches
+                block.get_parameter(last).div_(math.sqrt(2 * depth))
         self.linear_projection.weight *= 0.001
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:

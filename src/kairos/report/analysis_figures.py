@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 
 from kairos.analyses import tables
 from kairos.analyses.settings import AnalysisOptions
+from kairos.config import Experiment
 from kairos.report.plot_style import (
     INK,
     MUTED,
@@ -45,7 +46,7 @@ _TITLES: dict[Any, str] = {  # by name of a loss or of a column
 }
 
 
-def write_analysis(analysis: AnalysisOptions, experiment: Any, results: Path) -> None:
+def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: Path) -> None:
     """Write table and figure of an analysis into the folder ``analyses`` of the results, each atomically.
 
     Args:
@@ -62,7 +63,7 @@ def write_analysis(analysis: AnalysisOptions, experiment: Any, results: Path) ->
     write_png(lambda: _DRAW_FUNCTIONS[name](table, experiment), results / "analyses" / f"{name}.png")
 
 
-def _draw_gradient_variance(table: pd.DataFrame, experiment: Any) -> Figure:
+def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw variance of the gradient and loss over time, a line per snapshot and a row of panels per method.
 
     The background is the density at the last snapshot.
@@ -92,7 +93,7 @@ def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
     axes.patch.set_visible(False)
 
 
-def _draw_areas(table: pd.DataFrame, experiment: Any) -> Figure:
+def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area."""
     groups = list(table.groupby(["method", "loss"], sort=False))
     height = grid_height(len(groups), panel_height=1.8, row_space=0.7)
@@ -113,7 +114,7 @@ def _draw_areas(table: pd.DataFrame, experiment: Any) -> Figure:
     return figure
 
 
-def _draw_agreement(table: pd.DataFrame, experiment: Any) -> Figure:
+def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw cosines between gradients at levels of ln SNR, at up to four snapshots.
 
     Panels below show size and noise of the gradient by level. The last of them is in Adam's metric, and is drawn if
@@ -166,7 +167,7 @@ def _draw_cosines(
     figure.colorbar(image, cax=right_of_last, label="cosine")
 
 
-def _draw_interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
+def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw a matrix per snapshot: how training on one interval of the process changes the loss on every interval, in %.
 
     A row is an interval that was trained on, a column an interval that the loss was measured on.
@@ -188,7 +189,7 @@ def _draw_interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
     return figure
 
 
-def _draw_density(table: pd.DataFrame, experiment: Any) -> Figure:
+def _draw_density(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw the trained density p(t) w(t) over its mean, a line per snapshot and a panel per method.
 
     The dashed line is p(t) over its mean, at the last snapshot.
@@ -207,14 +208,14 @@ def _draw_density(table: pd.DataFrame, experiment: Any) -> Figure:
     return figure
 
 
-def _draw_relative_time(table: pd.DataFrame, experiment: Any) -> Figure:
+def _draw_relative_time(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw the distance over time, in units of the time at which the baseline is at its best."""
     figure, grid = create_figure(5.6, 4.0)
     _draw_distance_over_time(grid[0, 0], table, experiment)
     return figure
 
 
-def _draw_subset_size(table: pd.DataFrame, experiment: Any) -> Figure:
+def _draw_subset_size(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw the distance against relative time by |S|, and time per step and last distance against |S|.
 
     Dashed lines in the panels against |S| show the baseline.
@@ -236,7 +237,7 @@ def _draw_subset_size(table: pd.DataFrame, experiment: Any) -> Figure:
     return figure
 
 
-def _draw_increments(table: pd.DataFrame, experiment: Any) -> Figure:
+def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw variance and mean of the increments with their bounds, a panel per process.
 
     The background shows SpeeD's areas, whose shares are in the title.
@@ -274,7 +275,7 @@ def _draw_increment_moments(axes: Axes, rows: pd.DataFrame) -> None:
 
 
 # each draws a figure from the table of its analysis and the experiment
-_DRAW_FUNCTIONS: dict[str, Callable[[pd.DataFrame, Any], Figure]] = {
+_DRAW_FUNCTIONS: dict[str, Callable[[pd.DataFrame, Experiment], Figure]] = {
     "gradient_variance": _draw_gradient_variance,
     "areas": _draw_areas,
     "agreement": _draw_agreement,
@@ -313,7 +314,8 @@ def _create_panels(
 
 def _last_snapshot_rows(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the last snapshot in a table."""
-    return table[table["step"] == table["step"].max()]
+    rows: pd.DataFrame = table[table["step"] == table["step"].max()]
+    return rows
 
 
 def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:
@@ -349,7 +351,7 @@ def _draw_matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: lis
     return image
 
 
-def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Any) -> None:
+def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Experiment) -> None:
     """Draw the distance of each method against relative time, with a band of one standard deviation over seeds."""
     labels: list[Label] = []
     for method, look in assign_looks(list(table["method"].unique()), experiment.baseline).items():

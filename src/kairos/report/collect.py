@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -23,6 +23,7 @@ from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos_timesteps.errors import KairosError
 
 Record = dict[str, Any]
+_MOST_NAMES = 20  # of methods or runs in a sentence
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,27 @@ class SnapshotResults:
 
     Attributes:
         step: optimiser steps taken.
-        record: content of ``milestone.json``.
-        strategy_table: density and weight by timestep, with columns t, p, w and effective.
+        record: content of ``milestone.json``; all snapshots of an experiment share its settings.
+        strategy_file: density and weight by timestep.
         evaluation: content of the evaluation record.
         grid_file: picture of the first samples.
     """
 
     step: int
     record: Record
-    strategy_table: pd.DataFrame
+    strategy_file: Path
     evaluation: Record
     grid_file: Path
+
+    @cached_property
+    def strategy_table(self) -> pd.DataFrame:
+        """Density and weight by timestep, with columns t, p, w and effective; read at the first access.
+
+        Raises:
+            KairosError: the file is damaged.
+        """
+        table: pd.DataFrame = _read(self.strategy_file, "train", pd.read_csv)
+        return table
 
     @property
     def measured_values(self) -> Record:
@@ -63,7 +74,7 @@ class RunResults:
         method: name of the method.
         seed: seed of the run.
         snapshots: evaluated snapshots, by ascending step.
-        metrics: content of metrics.jsonl, a row per line.
+        metrics_file: metrics.jsonl; None if it is missing or belongs to another run.
         seconds_by_step: training time until a step, accumulated over resumes; empty without timing.jsonl.
         started: time of the first start; None without timing.jsonl.
         record: content of ``training.json``.
@@ -72,10 +83,21 @@ class RunResults:
     method: str
     seed: int
     snapshots: tuple[SnapshotResults, ...]
-    metrics: pd.DataFrame
+    metrics_file: Path | None
     seconds_by_step: dict[int, float]
     started: datetime | None
     record: Record
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """Content of metrics.jsonl, a row per line; read at the first access, and empty without a file.
+
+        Raises:
+            KairosError: the file is damaged.
+        """
+        if self.metrics_file is None:
+            return pd.DataFrame()
+        return pd.json_normalize(_read(self.metrics_file, "train", _read_json_lines))
 
     @property
     def last_snapshot(self) -> SnapshotResults:
@@ -114,9 +136,20 @@ class MethodMeasurements:
 
     def values_of(self, method: str, column: str) -> pd.DataFrame:
         """Return a column of the table for one method, (seeds, steps of the method); missing values are NaN."""
-        rows = self.table[self.table["method"] == method]
-        rows = rows.assign(value=rows.get(column, np.nan))
-        return rows.pivot(index="seed", columns="step", values="value").reindex(self.seeds).astype(float)
+        rows = self._rows_by_method.get(method, self.table[:0])
+        steps, step_indices = np.unique(rows["step"].to_numpy(int), return_inverse=True)
+        seed_indices = pd.Index(self.seeds).get_indexer(pd.Index(rows["seed"]))  # -1: none of the seeds
+        values = np.full((len(self.seeds), len(steps)), np.nan)
+        if column in rows:
+            is_counted = seed_indices >= 0
+            column_values = rows[column].to_numpy(float, na_value=np.nan)
+            values[seed_indices[is_counted], step_indices[is_counted]] = column_values[is_counted]
+        return pd.DataFrame(values, pd.Index(self.seeds, name="seed"), pd.Index(steps, name="step"))
+
+    @cached_property
+    def _rows_by_method(self) -> dict[str, pd.DataFrame]:
+        """Rows of the table for each method."""
+        return {str(method): rows for method, rows in self.table.groupby("method", sort=False)}
 
     @cached_property
     def common_measurements(self) -> "MethodMeasurements":
@@ -231,7 +264,15 @@ class Results:
 
     def runs_of(self, method: str) -> list[RunResults]:
         """Return the training runs of a method, one per seed."""
-        return [run for run in self.runs if run.method == method]
+        return self._runs_by_method[method]
+
+    @cached_property
+    def _runs_by_method(self) -> dict[str, list[RunResults]]:
+        """Training runs of each method, in the order of the seeds."""
+        runs: dict[str, list[RunResults]] = {method: [] for method in self.methods}
+        for run in self.runs:
+            runs[run.method].append(run)
+        return runs
 
 
 def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False) -> Results:
@@ -345,7 +386,14 @@ def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...
     for run, errors in runs_with_errors:
         for changes in dict.fromkeys(error.changes for error in errors if isinstance(error, OutdatedError)):
             runs_by_change[changes].append(f"{run.method} seed {run.seed}")
-    return tuple(f"{changes} ({', '.join(names)})" for changes, names in runs_by_change.items())
+    return tuple(f"{changes} ({shorten_list(names)})" for changes, names in runs_by_change.items())
+
+
+def shorten_list(names: Sequence[str]) -> str:
+    """Join names by commas; of more than 20 names, the first three and the number of others."""
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def _restrict_to_runs(experiment: Experiment, runs: list[RunResults]) -> Experiment:
@@ -368,23 +416,23 @@ def _read_run(
     folder = expected.results / method / f"seed{seed}"
     errors: list[KairosError] = []
     snapshots = _read_snapshots(expected, method, seed, reference, errors)
-    metrics, record = pd.DataFrame(), Record()
+    metrics_file, record = None, Record()
     if unfinished and snapshots:
         newest = snapshots[-1]
         snapshots = _select_run(snapshots, newest.record["identity"], errors)
         record = newest.record | {"steps": newest.step, "components": {}}  # in the form of training.json
     with _collect_error(errors):
         run_record = _read(folder / "training.json", "train")
-        run_metrics = pd.json_normalize(_read(folder / "metrics.jsonl", "train", _read_json_lines))
+        published_metrics = _read(folder / "metrics.jsonl", "train", Path)
         if not unfinished or run_record["identity"] == record.get("identity"):
-            record, metrics = run_record, run_metrics
+            record, metrics_file = run_record, published_metrics
     timing_file = folder / "timing.jsonl"
     timing = _read(timing_file, "train", _read_json_lines) if timing_file.exists() else []
     run = RunResults(
         method=method,
         seed=seed,
         snapshots=tuple(snapshots),
-        metrics=metrics,
+        metrics_file=metrics_file,
         seconds_by_step={entry["step"]: float(entry["seconds"]) for entry in timing},
         started=datetime.fromisoformat(timing[0]["started"]) if timing else None,
         record=record,
@@ -403,7 +451,7 @@ def _read_snapshots(
             path = folder / "milestones" / step_name(step) / "milestone.json"
             if changes := expected.find_changes(method, seed, path):
                 raise OutdatedError(format_changes(changes))
-            snapshots.append(_read_snapshot(folder, step, reference))
+            snapshots.append(_read_snapshot(expected, folder, step, reference))
     return snapshots
 
 
@@ -452,7 +500,7 @@ def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) ->
         if identities and snapshot.record["identity"] not in identities:
             changes = format_changes(expected.find_rounding_changes(run.method, snapshot.record))
             runs_by_reason[changes or "other code, or another kind of device"].append(name)
-    return tuple(f"Computed with {reason}: {', '.join(names)}." for reason, names in runs_by_reason.items())
+    return tuple(f"Computed with {reason}: {shorten_list(names)}." for reason, names in runs_by_reason.items())
 
 
 @contextmanager
@@ -464,7 +512,7 @@ def _collect_error(errors: list[KairosError]) -> Iterator[None]:
         errors.append(error)
 
 
-def _read_snapshot(run_folder: Path, step: int, reference: Record) -> SnapshotResults:
+def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, reference: Record) -> SnapshotResults:
     """Read an evaluated snapshot of a run.
 
     Raises:
@@ -474,8 +522,8 @@ def _read_snapshot(run_folder: Path, step: int, reference: Record) -> SnapshotRe
     name = step_name(step)
     snapshot_folder = run_folder / "milestones" / name
     evaluation_file = run_folder / "evaluation" / f"{name}.json"
-    record = _read(snapshot_folder / "milestone.json", "train")
-    strategy_table = _read(snapshot_folder / "strategy.csv", "train", pd.read_csv)
+    record = _read(snapshot_folder / "milestone.json", "train", expected.records.read)
+    strategy_file = _read(snapshot_folder / "strategy.csv", "train", Path)
     evaluation = _read(evaluation_file, "evaluate")
     grid_file = _read(run_folder / "samples" / f"{name}.png", "sample", Path)
     protocol = evaluation["protocol"]
@@ -489,7 +537,7 @@ def _read_snapshot(run_folder: Path, step: int, reference: Record) -> SnapshotRe
             raise KairosError(f"{problem} ({reference[key][:12]}), so the two cannot be compared; {remedy}")
     if reference["metric"] not in evaluation["metrics"]:
         raise KairosError(f"{evaluation_file}: has no {reference['metric']}; {remedy}")
-    return SnapshotResults(step, record, strategy_table, evaluation, grid_file)
+    return SnapshotResults(step, record, strategy_file, evaluation, grid_file)
 
 
 def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...]:

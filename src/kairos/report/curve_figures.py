@@ -15,11 +15,13 @@ from matplotlib.lines import Line2D
 from kairos.config.sweeps import parse_sweep_name
 from kairos.report.collect import Results, RunResults, SnapshotResults
 from kairos.report.plot_style import (
+    BAND,
     INK,
     MUTED,
     Label,
     Look,
     create_figure,
+    draw_band,
     draw_method_lines,
     grid_height,
     label_lines,
@@ -27,8 +29,11 @@ from kairos.report.plot_style import (
     time_axis_settings,
 )
 from kairos.report.ranking import NOT_MOVED, Curve, build_curve, distance_from_start
+from kairos.report.shown_methods import MOST_SHOWN
 
 _POINTS = 1500  # points of a line; more are not visible
+_LABELLED_LINES = 5  # of a panel of a swept option that has too many lines
+_SWEEP_LOOK: Look = {"color": MUTED, "marker": "o", "linestyle": "-"}  # of a line without a method that has a look
 _STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
 
 
@@ -42,7 +47,10 @@ def metric_label(name: str) -> str:
 
 
 def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw smoothed training losses, mean over seeds: the minimised loss, and the squared error without weights."""
+    """Draw smoothed training losses, mean over seeds: the minimised loss, and the squared error without weights.
+
+    Methods without a look are left out: levels of training losses do not compare between methods.
+    """
     figure, grid = create_figure(7.8, 2.95, 1, 2, column_space=1.9)
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
     for axes, (column, title) in zip(grid[0], panels):
@@ -71,7 +79,7 @@ def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     rows = 1 if baseline is None else 2
     height = grid_height(rows, panel_height=2.75, row_space=0.95)
     figure, grid = create_figure(7.8, height, rows, 2, row_space=0.95, column_space=0.8)
-    losses = {method: _loss_per_timestep(results, method) for method in looks}
+    losses = {method: _loss_per_timestep(results, method) for method in results.methods}
     settings = time_axis_settings(results.experiment.diffusion.process.name) | {"ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
         title = f"Loss per timestep, {scale} axis"
@@ -98,7 +106,7 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
     """Draw the distance of every method against optimiser steps, or against training time if `over_time`."""
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
-    curves = {method: build_curve(results.measurements, method) for method in looks}
+    curves = {method: build_curve(results.measurements, method) for method in results.methods}
     longest_seconds = max(np.nan_to_num(curve.seconds).max() for curve in curves.values())  # NaN: no clock
     unit, unit_seconds = _choose_time_unit(longest_seconds)
     labels = []
@@ -109,6 +117,9 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
         label = _draw_distance_curve(axes, curve, x, method, look)
         right_end = max(right_end, label.x or 0.0)
         labels.append(label)
+    others = [curve for method, curve in curves.items() if method not in looks]
+    if others:
+        labels.append(_draw_other_curves(axes, others, unit_seconds if over_time else None))
     labels += _draw_reference_rows(axes, results)
     axes.set(yscale="log", ylabel=metric_label(results.primary_metric))
     style_log_axis(axes)
@@ -143,6 +154,22 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, l
     style = look | {"markersize": 4.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2, "label": method}
     axes.errorbar(x, mean, [std_below, std_above], **style)
     return Label(float(mean[-1]), method, look["color"], bold=True, x=float(x[-1]))
+
+
+def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> Label:
+    """Draw the range of the curves of methods without a look, and return its label.
+
+    Args:
+        axes: axes to draw into.
+        curves: curves of the methods.
+        unit_seconds: unit of an x axis of training time, which is the mean over methods; None: the x axis is of steps.
+    """
+    means = pd.concat([pd.Series(curve.mean, curve.steps) for curve in curves], axis=1).sort_index()
+    x = means.index.to_numpy(float)
+    if unit_seconds is not None:
+        seconds = pd.concat([pd.Series(curve.seconds, curve.steps) for curve in curves], axis=1).sort_index()
+        x = seconds.mean(axis=1).to_numpy(float) / unit_seconds
+    return draw_band(axes, x, means.to_numpy(float).T)
 
 
 def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:
@@ -199,6 +226,7 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
     for axes, (option, lines) in zip(grid[:, 0], panels.items()):
         positions = _option_positions(lines)
         labels = []
+        selected = _select_sweep_lines(results, lines)
         for name, method_by_value in lines.items():
             values = sorted(method_by_value, key=lambda value: positions[value])
             methods = [method_by_value[value] for value in values]
@@ -206,9 +234,14 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
             x = [positions[value] for value in values]
             y = [float(curve.mean[-1]) for curve in curves]
             std = np.nan_to_num([curve.std[-1] for curve in curves])  # no bar where it is unknown
-            look = looks[methods[0]]
+            if name not in selected:
+                axes.plot(x, y, color=BAND, linewidth=1, zorder=0.6)
+                continue
+            look = next((looks[method] for method in methods if method in looks), _SWEEP_LOOK)
             axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
             labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
+        if len(selected) < len(lines):
+            labels.append(Label(y[-1], f"{len(lines) - len(selected)} other lines", MUTED))
         if baseline is not None and not parse_sweep_name(baseline):  # a baseline outside of the sweep
             final_value = float(build_curve(results.measurements, baseline).mean[-1])
             labels.append(Label(final_value, baseline, MUTED))
@@ -222,6 +255,23 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
         style_log_axis(axes)
         label_lines(axes, labels)
     return figure
+
+
+def _select_sweep_lines(results: Results, lines: dict[str, dict[str, str]]) -> set[str]:
+    """Return the names of the lines that a panel of a swept option labels: all, or the five with the lowest values.
+
+    Args:
+        results: results of the experiment.
+        lines: method by value of the option, by name without the option.
+    """
+    if len(lines) <= MOST_SHOWN:
+        return set(lines)
+
+    def lowest_value(name: str) -> float:
+        """Return the lowest final value of the methods on a line."""
+        return min(float(build_curve(results.measurements, method).mean[-1]) for method in lines[name].values())
+
+    return set(sorted(lines, key=lowest_value)[:_LABELLED_LINES])
 
 
 def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
@@ -242,12 +292,12 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
 
     Args:
         results: results of the experiment.
-        looks: not used; all figures take the same arguments.
+        looks: look of each method that gets a panel.
         column: ``p`` for the density, ``effective`` for density times weight.
         label: label of the y axis.
         scale: scale of the y axis, ``linear`` or ``log``.
     """
-    methods, steps = results.methods, results.experiment.milestones
+    methods, steps = [method for method in results.methods if method in looks], results.experiment.milestones
     time_settings = time_axis_settings(results.experiment.diffusion.process.name)
     columns = min(_STRATEGY_COLUMNS, len(methods))
     rows = math.ceil(len(methods) / columns)

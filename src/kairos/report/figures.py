@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from kairos.report import curve_figures, plot_style, sample_figures
 from kairos.report.collect import Results
+from kairos.report.shown_methods import select_shown_methods
 
 DrawFunction = Callable[[Results, dict[str, plot_style.Look]], Figure]
 
@@ -45,7 +46,7 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
 
 def draw_figures(results: Results, folder: Path) -> None:
     """Draw every available figure into `folder`, as PNG and SVG."""
-    looks = plot_style.assign_looks(results.methods, results.baseline)
+    looks = plot_style.assign_looks(select_shown_methods(results), results.baseline)
     for name, draw in available_figures(results).items():
         with matplotlib.rc_context(plot_style.STYLE):
             figure = draw(results, looks)

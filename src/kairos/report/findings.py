@@ -12,7 +12,7 @@ from kairos.report.formatting import (
     format_factor,
     format_number,
     format_plus_minus,
-    join_names,
+    join_first_names,
 )
 from kairos.report.ranking import (
     MIN_SEEDS,
@@ -23,6 +23,8 @@ from kairos.report.ranking import (
     distance_from_start,
     has_not_moved,
 )
+
+_MOST_WARNINGS = 12  # of one kind
 
 
 def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> list[str]:
@@ -65,7 +67,7 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
         ]
     if len(best) == 1:
         return [f"{best[0]} ends with the lowest {measure}, {final_values[best[0]]}."]
-    names = join_names(best)
+    names = join_first_names(best)
     return [f"No test tells {names} apart or finds a method below them; the lowest mean is {lowest}."]
 
 
@@ -91,7 +93,7 @@ def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline
     sentences = []
     for outcome, methods in methods_by_outcome.items():
         if methods:
-            sentences.append(f"{outcome} {baseline}: {join_names(methods)}.")
+            sentences.append(f"{outcome} {baseline}: {join_first_names(methods)}.")
     if saving_methods:
         sentences.append(_summarise_saving(saving_methods[0], baseline))
     return sentences
@@ -109,18 +111,22 @@ def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
 
 def find_warnings(results: Results) -> Iterator[str]:
     """Yield a sentence for everything that limits what the numbers may be used for."""
+    unmoved = []
     for run in results.runs:
         if has_not_moved(run):
             distance = format_number(distance_from_start(run))
             moved = f"has not moved from its start (total variation distance {distance})"
             consequence = f"its sampler learns but {moved}; its numbers are those of the distribution it started from."
-            yield f"{run.method} seed {run.seed}: {consequence}"
+            unmoved.append(f"{run.method} seed {run.seed}: {consequence}")
+    yield from _shorten(unmoved, "training runs have samplers that learn but have not moved from their start")
     reason = cannot_rank(results.reference)
     if reason and results.primary_metric != results.metric:
         yield reason
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.primary_metric)
+    distance_warnings: list[str] = []
     for method in results.methods:
-        yield from _find_distance_warnings(method, build_curve(results.measurements, method), gaussian)
+        distance_warnings += _find_distance_warnings(method, build_curve(results.measurements, method), gaussian)
+    yield from _shorten(distance_warnings, f"warnings of these kinds; {results.folder}/summary.csv has all values")
     yield from _find_evaluation_warnings(results)
     reasons = (run.record["provenance"].get("inexact_because") or [] for run in results.runs)
     for reason in dict.fromkeys(chain.from_iterable(reasons)):
@@ -129,6 +135,19 @@ def find_warnings(results: Results) -> Iterator[str]:
         yield "One seed: the variation between seeds is unknown, and is not part of the standard deviation."
     if not all(run.seconds_by_step for run in results.runs):
         yield "Some training runs have no timing.jsonl: their times and factors in time are missing."
+
+
+def _shorten(warnings: list[str], subject: str) -> Iterator[str]:
+    """Yield warnings of one kind; of more than 12, the first five and the number of others.
+
+    Args:
+        warnings: the warnings.
+        subject: what follows this number.
+    """
+    shown = warnings if len(warnings) <= _MOST_WARNINGS else warnings[:5]
+    yield from shown
+    if len(shown) < len(warnings):
+        yield f"{len(warnings) - len(shown)} more {subject}."
 
 
 def _find_evaluation_warnings(results: Results) -> Iterator[str]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kairos.report.ranking import Ratio
 
 NONE = "–"
+_MOST_NAMES = 12  # in a sentence
 
 
 def load_template(file: Path, **filters: Any) -> jinja2.Template:
@@ -97,6 +98,13 @@ def join_names(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     return ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def join_first_names(names: Sequence[str]) -> str:
+    """Join names like `join_names`; of more than 12 names, the first five and the number of others."""
+    if len(names) <= _MOST_NAMES:
+        return join_names(names)
+    return f"{', '.join(names[:5])} and {len(names) - 5} more"
 
 
 def format_count(count: int, unit: str, units: str | None = None) -> str:

@@ -3,7 +3,9 @@
 The report, `kairos compare`, `kairos export` and `kairos status` use this module.
 """
 
+import io
 import json
+import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kairos.config import Experiment
-from kairos.files import glance
+from kairos.files import RecordReader, glance
 from kairos.sampling.settings import GUIDANCE, resolve_solver
 from kairos.training.identity import compute_identity, trajectory_settings
 from kairos_timesteps.diffusion.schedule import CELLS
@@ -88,6 +90,9 @@ class ExpectedSettings:
     Args:
         experiment: the experiment.
         results: its results folder, whose manifests contain the hashes of the present data, autoencoder and latents.
+
+    Attributes:
+        records: reader of the snapshots' records, which share their settings.
     """
 
     def __init__(self, experiment: Experiment, results: Path):
@@ -97,9 +102,11 @@ class ExpectedSettings:
         # caches of this object: a decorated method would keep every object alive
         self._settings_of = cache(self._collect_settings)
         self.identities = cache(self._compute_identities)
-        self.snapshot_record = cache(_read_snapshot_record)
+        self.snapshot_record = cache(self._read_snapshot_record)
+        self.find_changes = cache(self._find_changes)
+        self.records = RecordReader("config")
 
-    def find_changes(self, method: str, seed: int, path: Path) -> list[Change]:
+    def _find_changes(self, method: str, seed: int, path: Path) -> list[Change]:
         """Find the settings that have changed since a snapshot and that change results; a valid snapshot has none.
 
         Args:
@@ -190,6 +197,18 @@ class ExpectedSettings:
         scheduler = resolve_solver(sampling.scheduler, self.experiment.diffusion.process).plain()
         return {"scheduler": scheduler, **{name: getattr(sampling, name) for name in names}}
 
+    def _read_snapshot_record(self, path: Path) -> Record:
+        """Read the record of a snapshot without the other methods of its experiment; it is empty if there is no file.
+
+        Only settings of the snapshot's own method decide whether the snapshot is outdated.
+        """
+        record = self.records.glance(path)
+        if not record:
+            return record
+        method, config = record["method"], record["config"]
+        methods = {method: config["methods"][method]} if method in config["methods"] else {}
+        return {**record, "config": {**config, "methods": methods}}
+
     def _find_all_changes(self, method: str, record: Record) -> list[Change]:
         """Find all settings that decide the results of a method and differ from a snapshot's record."""
         recorded_method = record["config"]["methods"].get(record["method"], {})
@@ -246,10 +265,10 @@ def _select_used_fields(autoencoder: Record) -> Record:
         case "none":
             used: Sequence[str] = ("kind",)
         case "pretrained":
-            used = ("kind", "path", "scaling", "encode_batch_size")
+            used = ("kind", "path", "scaling", "encode_batch_size", "dtype")
         case _:  # train
             used = [name for name in autoencoder if name not in ("path", "scaling", "shards")]
-    return {name: autoencoder[name] for name in used}
+    return {name: autoencoder[name] for name in used if name in autoencoder}  # the default dtype is not recorded
 
 
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
@@ -262,8 +281,10 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
         before: settings in a record, or a single value.
         field: dotted name of these settings in the experiment file; empty for all sections.
     """
+    if now == before:
+        return []
     if not (isinstance(now, dict) and isinstance(before, dict)):
-        return [] if now == before else [Change(field, before, now)]
+        return [Change(field, before, now)]
     names = [name for name in now if name in before]
     if "name" in names and now["name"] != before["name"]:  # another component, which has other options
         names = ["name"]
@@ -296,18 +317,6 @@ def _is_newer(file: Path, other: Path) -> bool:
     return file.stat().st_mtime_ns > other.stat().st_mtime_ns
 
 
-def _read_snapshot_record(path: Path) -> Record:
-    """Read the record of a snapshot without the other methods of its experiment; it is empty if there is no file.
-
-    Only settings of the snapshot's own method decide whether the snapshot is outdated.
-    """
-    record = glance(path)
-    if not record:
-        return record
-    methods = {name: method for name, method in record["config"]["methods"].items() if name == record["method"]}
-    return {**record, "config": {**record["config"], "methods": methods}}
-
-
 def read_samples_protocol(path: Path) -> Record:
     """Read the protocol in a file of samples, without its images; it is empty if it cannot be read."""
     stat = path.stat()
@@ -321,7 +330,15 @@ def _read_protocol(path: Path, modified_ns: int, size: int) -> Record:
     The modification time and the size are part of the key of the cache, so that a new file is read again.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return dict(json.loads(str(file["protocol"])))
+        with zipfile.ZipFile(path) as archive:
+            return dict(json.loads(_decode_text_array(archive.read("protocol.npy"))))
     except Exception:  # numpy and zipfile raise many kinds for a damaged file
         return {}
+
+
+def _decode_text_array(content: bytes) -> str:
+    """Return the text in a .npy file that contains one text; numpy parses the header of each file as Python code."""
+    start = 10 + int.from_bytes(content[8:10], "little")  # the header's length is at byte 8 in version 1 of the format
+    if content[:8] == b"\x93NUMPY\x01\x00" and b"'<U" in content[:start]:
+        return content[start:].decode("utf-32-le").rstrip("\0")
+    return str(np.lib.format.read_array(io.BytesIO(content), allow_pickle=False))

@@ -11,13 +11,15 @@ from PIL import Image
 
 from kairos.models.settings import omit_overridden_size
 from kairos.report import findings, formatting, published_numbers
-from kairos.report.collect import Record, Results
+from kairos.report.collect import Record, Results, RunResults, SnapshotResults
 from kairos.report.figures import available_figures
-from kairos.report.plot_style import DPI, assign_looks
+from kairos.report.plot_style import BAND, DPI, Look, assign_looks
 from kairos.report.ranking import build_curve, compare_methods, has_not_moved
+from kairos.report.shown_methods import select_shown_methods
 from kairos.sampling.settings import GUIDANCE, SOLVERS
 
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
+_ROWS_SHOWN = 30  # of a table that has more rows
 
 
 def render_page(results: Results, figures: Path) -> str:
@@ -33,8 +35,9 @@ def render_page(results: Results, figures: Path) -> str:
     protocol = last_snapshot.evaluation["protocol"]
     metrics_of_runs = [run.last_snapshot.evaluation["metrics"] for run in results.runs]
     common = results.measurements.common_measurements
+    looks = assign_looks(select_shown_methods(results), results.baseline)
     values_by_step = {}  # mean and standard deviation of the distance at each step, by method
-    for method in results.methods:
+    for method in sorted(results.methods, key=lambda method: method not in looks):  # shown methods first
         curve = build_curve(results.measurements, method)
         values_by_step[method] = dict(zip(curve.steps, zip(curve.mean, curve.std)))
 
@@ -53,7 +56,10 @@ def render_page(results: Results, figures: Path) -> str:
         validation=_validation_size(results),
         last_step=max(snapshot.step for _, snapshot in results.run_snapshots),
         ranked=comparisons[0].is_ranked,
-        looks=assign_looks(results.methods, results.baseline),
+        looks=looks,
+        other_color=BAND,
+        rows_shown=_ROWS_SHOWN,
+        learned_rows=_list_learned_snapshots(results, looks),
         outcome=findings.summarise_outcome(results, comparisons),
         warnings=[*results.notes, *findings.find_warnings(results)],
         curves=values_by_step,
@@ -75,6 +81,12 @@ def render_page(results: Results, figures: Path) -> str:
         figures={name: _load_figure(figures, name) for name in available_figures(results)},
         analyses=_load_analyses(results),
     )
+
+
+def _list_learned_snapshots(results: Results, looks: dict[str, Look]) -> list[tuple[RunResults, SnapshotResults]]:
+    """Return the snapshots of runs whose sampler learns, with those of methods that have a look first."""
+    learned = [(run, snapshot) for run, snapshot in results.run_snapshots if run.learns_sampler]
+    return sorted(learned, key=lambda run_and_snapshot: run_and_snapshot[0].method not in looks)
 
 
 def _split_provenance(results: Results) -> tuple["pd.Series[str]", pd.DataFrame]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib import rc_params_from_file, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -22,7 +23,7 @@ from scipy.optimize import isotonic_regression
 from kairos_timesteps.diffusion.registries import PROCESSES
 
 DPI = 160  # of PNG files
-INK, MUTED = "#1f2328", "#667079"
+INK, MUTED, BAND = "#1f2328", "#667079", "#c3c9ce"
 # Okabe and Ito's palette, distinct in every common colour blindness; its yellow is too light, and the baseline is black
 _COLORS = cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3"])
 _MARKERS = cycler(marker=["s", "D", "^", "v", "P", "X", "p"])
@@ -54,7 +55,7 @@ class Label:
 
 
 def assign_looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
-    """Assign each method a look by its position in the configuration; the baseline is black."""
+    """Assign each method that figures show a look by its position in the configuration; the baseline is black."""
     others = [method for method in methods if method != baseline]
     # a colour has one marker, and the dash changes after all colours; () repeats the cycle without end
     all_looks = (_DASHES * (_COLORS + _MARKERS))()
@@ -112,7 +113,8 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     if not labels:
         return
     figure = axes.get_figure(root=True)
-    text_pixels = size * 1.3 / 72 * figure.dpi  # type: ignore[union-attr]  # 72 points an inch; 1.3: line spacing
+    assert figure is not None
+    text_pixels = size * 1.3 / 72 * figure.dpi  # 72 points an inch; 1.3: line spacing
     gap = text_pixels / axes.get_window_extent().height  # as a fraction of the axes' height
     ordered = sorted(labels, key=lambda label: label.y)
     heights = [_height_in_axes(axes, label.y) for label in ordered]
@@ -149,7 +151,8 @@ def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
     Without the gaps that the heights must have, this is the closest ascending sequence: isotonic regression.
     """
     gaps = gap * np.arange(len(heights))
-    return (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
+    spaced: list[float] = (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
+    return spaced
 
 
 def style_log_axis(axes: Axes) -> None:
@@ -167,24 +170,47 @@ def style_log_axis(axes: Axes) -> None:
 def draw_method_lines(
     axes: Axes, looks: dict[str, Look], lines: dict[str, Any], settings: dict[str, Any], labelled: bool = True
 ) -> None:
-    """Draw one line per method, with the method's name at its end.
+    """Draw one line per method with the method's name at its end, and a grey band for the methods without a look.
 
     Args:
         axes: axes to draw into.
-        looks: look of each method.
+        looks: look of each method that gets a line.
         lines: pandas Series of each method; its index is the x axis.
         settings: arguments of ``axes.set``.
         labelled: False draws no names.
     """
-    for method, line in lines.items():
-        axes.plot(line.index, line, **looks[method] | {"marker": "", "label": method}, linewidth=1.4)
+    labels = []
+    for method, look in looks.items():
+        if method in lines:
+            line = lines[method]
+            axes.plot(line.index, line, **look | {"marker": "", "label": method}, linewidth=1.4)
+            labels.append(Label(float(line.iloc[-1]), method, look["color"]))
+    others = [line for method, line in lines.items() if method not in looks]
+    if others:
+        table = pd.concat(others, axis=1)
+        labels.append(draw_band(axes, table.index.to_numpy(float), table.to_numpy(float).T))
     axes.set(**settings)
     axes.margins(x=0)
     if axes.get_yscale() == "log":
         style_log_axis(axes)
     if labelled:
-        ends = {method: float(line.iloc[-1]) for method, line in lines.items()}
-        label_lines(axes, [Label(end, method, looks[method]["color"]) for method, end in ends.items()])
+        label_lines(axes, labels)
+
+
+def draw_band(axes: Axes, x: np.ndarray, values: np.ndarray) -> Label:
+    """Draw the range of many methods as a grey band with the median as a line, and return the label of the band.
+
+    Args:
+        axes: axes to draw into.
+        x: x coordinates, (points,).
+        values: values of the methods, (methods, points); NaN: unknown.
+    """
+    is_known = np.isfinite(values).any(axis=0) & np.isfinite(x)
+    x, known_values = x[is_known], values[:, is_known]
+    low, middle, high = np.nanmin(known_values, 0), np.nanmedian(known_values, 0), np.nanmax(known_values, 0)
+    axes.fill_between(x, low, high, color=BAND, alpha=0.55, linewidth=0, zorder=0.5)
+    axes.plot(x, middle, color=MUTED, linewidth=1, linestyle=(0, (1, 1.5)), zorder=0.6)
+    return Label(float(middle[-1]), f"{len(values)} others: range, median", MUTED, x=float(x[-1]))
 
 
 def time_axis_settings(process: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _CONDITIONED_IMAGES = 8  # captions or low-resolution images that are shown
 
 def draw_samples_over_training(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the sample grids of the first seed, a row per method and a column per snapshot."""
-    methods, steps = results.methods, results.experiment.milestones
+    methods, steps = _select_methods(results, looks), results.experiment.milestones
     side = min(1.9, 9.0 / len(steps))
     width, height = side * len(steps) + 0.05, side * len(methods)
     figure, grid = create_figure(width, height, len(methods), len(steps), column_space=0.08, row_space=0.08)
@@ -42,7 +42,7 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw a grid of real images, held out if possible, and a grid of every method's last samples (first seed)."""
     real_label, images = load_real_images(results, results.experiment.sampling.grid)
     pictures = [(real_label, tile_images(images))]
-    for method in results.methods:
+    for method in _select_methods(results, looks):
         pictures.append((method, load_sample_grid(results.runs_of(method)[0].last_snapshot.grid_file)))
     columns = min(4, len(pictures))
     rows = math.ceil(len(pictures) / columns)
@@ -61,9 +61,9 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
 
     Images are those of the first seed that has the snapshot; a snapshot without images is white.
     """
-    methods, steps = results.methods, results.experiment.milestones
+    methods, steps = _select_methods(results, looks), results.experiment.milestones
     grid_files = {}
-    for run in reversed(results.runs):  # the first seed overwrites the others
+    for run in reversed([run for method in methods for run in results.runs_of(method)]):  # the first seed is kept
         for snapshot in run.snapshots:
             grid_files[run.method, snapshot.step] = snapshot.grid_file
     first_images = {
@@ -98,10 +98,11 @@ def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure
     """
     from kairos.sampling.conditions import select_condition_sources  # imports torch, which other figures do not need
 
-    snapshots = {method: results.runs_of(method)[0].last_snapshot for method in results.methods}
+    methods = _select_methods(results, looks)
+    snapshots = {method: results.runs_of(method)[0].last_snapshot for method in methods}
     samples = {method: open_samples(snapshot.grid_file.with_suffix(".npz")) for method, snapshot in snapshots.items()}
     # conditions are equal for all methods
-    first_method = results.methods[0]
+    first_method = methods[0]
     first_samples = samples[first_method]
     count = min(_CONDITIONED_IMAGES, len(first_samples.images))
     dataset = open_dataset(results.folder / "dataset")
@@ -116,7 +117,7 @@ def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure
     if factor := results.experiment.dataset.low_resolution:
         columns["low resolution"] = to_uint8(reduce_resolution(dataset.load_tensor(sources), factor))
     columns["real"] = dataset.images[sources]
-    for method in results.methods:
+    for method in methods:
         columns[method] = samples[method].images[:count]
     width, height = 1.3 * len(columns), 1.4 * count
     figure, grid = create_figure(width, height, count, len(columns), column_space=0.1, row_space=0.1)
@@ -130,6 +131,11 @@ def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure
         wrapped = textwrap.fill(text, 30, max_lines=6)
         axes.text(-0.08, 0.5, wrapped, transform=axes.transAxes, ha="right", va="center", fontsize=9)
     return figure
+
+
+def _select_methods(results: Results, looks: dict[str, Look]) -> list[str]:
+    """Return the methods that have a look, in the order of the configuration."""
+    return [method for method in results.methods if method in looks]
 
 
 def load_sample_grid(path: Path) -> np.ndarray:

@@ -193,5 +193,5 @@ def _content_offset(path: Path, member_info: zipfile.ZipInfo) -> int:
     """
     with open(path, "rb") as file:
         file.seek(member_info.header_offset + _LENGTHS_OFFSET)
-        name_length, extra_length = struct.unpack("<HH", file.read(4))
-    return member_info.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length
+        lengths: tuple[int, int] = struct.unpack("<HH", file.read(4))  # of the name and of the extra field
+    return member_info.header_offset + _LOCAL_HEADER_BYTES + sum(lengths)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
     try:
         context |= _collect_status(experiment)
         logs = RunLogs(context["outline"].results)
-        context["rows"] = [_build_row(run, outputs, logs) for run, outputs in zip(context["runs"], context["outputs"])]
+        rows = [_build_row(run, outputs, logs) for run, outputs in zip(context["runs"], context["outputs"])]
+        context["rows"], context["rows_by_method"] = rows, _group_by_method(rows)
     except Exception as error:  # a file may be half written: the next request may succeed
         context |= {"outline": None, "fault": f"{type(error).__name__}: {error}"}
     return _TEMPLATES.get_template("page.html.jinja").render(context)
@@ -103,6 +105,14 @@ def _collect_status(experiment: Path) -> dict[str, Any]:
         "summary": ", ".join(f"{count} {state}" for state, count in counts.items() if count),
         "duration": duration,
     }
+
+
+def _group_by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each method's training runs, in their order."""
+    rows_by_method: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        rows_by_method.setdefault(row["run"].method, []).append(row)
+    return rows_by_method
 
 
 def _build_row(run: RunProgress, outputs: RunOutputs, run_logs: RunLogs) -> dict[str, Any]:
@@ -131,8 +141,14 @@ def _find_newest_metrics(run_folder: Path) -> Path | None:
 
     Every state of the run has a file. The run's folder has a copy, which remains if the states are deleted.
     """
-    files = [*run_folder.glob(".state/*/metrics.jsonl"), *run_folder.glob("metrics.jsonl")]
-    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+    folders = [run_folder]
+    with suppress(FileNotFoundError, NotADirectoryError):
+        folders = [run_folder / ".state" / name for name in os.listdir(run_folder / ".state")] + folders
+    times = {}
+    for folder in folders:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            times[folder / "metrics.jsonl"] = os.stat(folder / "metrics.jsonl").st_mtime_ns
+    return max(times, key=lambda file: times[file], default=None)
 
 
 def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
@@ -158,10 +174,11 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
     if not len(points):
         return None
     lines_per_point = _double_until_few(1, len(points))
-    groups = np.split(points, range(lines_per_point, len(points), lines_per_point))
-    groups[-1] = points[-lines_per_point:]  # the last group may have fewer lines
-    means = np.array([group.mean(axis=0) for group in groups])
-    steps, losses = means[:, 0], means[:, 1]
+    group_count = len(points) // lines_per_point
+    grouped = points[: group_count * lines_per_point]
+    if len(grouped) < len(points):  # the last group has fewer lines: its point is the mean of the last lines
+        grouped = np.concatenate([grouped, points[-lines_per_point:]])
+    steps, losses = grouped.reshape(-1, lines_per_point, 2).mean(axis=1).T
     heights = np.arcsinh(1000 * losses)  # close to a logarithm, but defined for losses up to 0 too
     value_range = heights.min(), heights.max() + 1e-9  # not empty for a constant loss
     heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))

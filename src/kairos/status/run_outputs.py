@@ -1,6 +1,7 @@
 """Outputs of an experiment's stages: which exist, and which samples and evaluations have the experiment's settings."""
 
-from collections.abc import Iterable
+import os
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,23 +43,26 @@ class RunOutputs:
     @cached_property
     def samples(self) -> dict[str, bool]:
         """Files of samples by the step in their name; True: valid."""
-        return {path.stem: self._are_samples_valid(path) for path in self.folder.glob("samples/[0-9]*.npz")}
+        paths = _list_steps(self.folder / "samples", ".npz")
+        return {path.stem: self._are_samples_valid(path) for path in paths}
 
     @cached_property
     def evaluations(self) -> dict[str, bool]:
         """Evaluations by the step in their name; True: valid."""
-        return {path.stem: self._is_evaluation_valid(path) for path in self.folder.glob("evaluation/[0-9]*.json")}
+        paths = _list_steps(self.folder / "evaluation", ".json")
+        return {path.stem: self._is_evaluation_valid(path) for path in paths}
 
     @property
     def last_evaluation(self) -> Path | None:
         """Valid evaluation of the highest step; None: there is none."""
-        paths = self.folder.glob("evaluation/[0-9]*.json")
-        return _find_last_step(path for path in paths if self.evaluations.get(path.stem))
+        paths = reversed(_list_steps(self.folder / "evaluation", ".json"))
+        return next((path for path in paths if self.evaluations.get(path.stem)), None)
 
     @property
     def last_grid(self) -> Path | None:
         """Image grid of valid samples of the highest step; None: there is none."""
-        return _find_last_step(path for path in self.folder.glob("samples/[0-9]*.png") if self._is_grid_valid(path))
+        paths = reversed(_list_steps(self.folder / "samples", ".png"))
+        return next((path for path in paths if self._is_grid_valid(path)), None)
 
     def _are_samples_valid(self, path: Path) -> bool:
         """Return True if a file of samples comes from the present run and has the experiment's sampling settings."""
@@ -102,10 +106,13 @@ class RunOutputs:
         return str(expected.snapshot_record(record).get("identity", ""))
 
 
-def _find_last_step(paths: Iterable[Path]) -> Path | None:
-    """Return the path with the highest step in its name; None: there is no path."""
+def _list_steps(folder: Path, suffix: str) -> list[Path]:
+    """Return the files in a folder that have a step as their name, by ascending step; empty without a folder."""
+    names: list[str] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = [name for name in os.listdir(folder) if name[:1].isdigit() and name.endswith(suffix)]
     # steps have at least 7 digits: a longer name has the higher step
-    return max(paths, key=lambda path: (len(path.name), path.name), default=None)
+    return [folder / name for name in sorted(names, key=lambda name: (len(name), name))]
 
 
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:

@@ -21,7 +21,7 @@ from kairos.files import glance
 from kairos.progress import duration
 from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos.slurm import Job
-from kairos.training.job import read_progress
+from kairos.training.job import Progress, read_progress
 from kairos_timesteps.errors import KairosError
 
 STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "outdated", "complete")
@@ -170,7 +170,7 @@ def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
 
 
 def _assess_run(
-    outline: Outline, method: str, seed: int, progress: dict[str, Any], job: Job | None, run_logs: "RunLogs"
+    outline: Outline, method: str, seed: int, progress: Progress, job: Job | None, run_logs: "RunLogs"
 ) -> RunProgress:
     """Derive the state of a training run from its record, its progress file, its job and its logs.
 
@@ -225,7 +225,7 @@ def _assess_run(
     )
 
 
-def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress: dict[str, Any]) -> int | None:
+def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress: Progress) -> int | None:
     """Return the step at which a training run is complete; None: unknown.
 
     Args:
@@ -242,15 +242,15 @@ def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress
     return max(last_milestone, recorded_steps)  # more, if the run was longer before the experiment was shortened
 
 
-def _find_completed_steps(folder: Path, record: dict[str, Any], progress: dict[str, Any]) -> int:
+def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progress) -> int:
     """Return the number of completed steps, as far as known: from record and progress file, else from snapshots."""
     if record or progress:
-        return max(record.get("steps", 0), progress.get("step", 0))
+        return int(max(record.get("steps", 0), progress.get("step", 0)))
     snapshots = folder.glob("milestones/[0-9]*/milestone.json")
     return max((int(path.parent.name) for path in snapshots), default=0)
 
 
-def _find_state(folder: Path, progress: dict[str, Any], job: Job | None, is_complete: bool) -> str:
+def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: bool) -> str:
     """Return the state of a training run whose files are not outdated.
 
     Args:
@@ -301,10 +301,16 @@ def find_first_snapshot(folder: Path) -> Path | None:
     Args:
         folder: folder of a training run, or of a state.
     """
-    return min(folder.glob("milestones/[0-9]*/milestone.json"), default=None)
+    milestones = folder / "milestones"
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for name in sorted(os.listdir(milestones)):
+            record = milestones / name / "milestone.json"
+            if name[:1].isdigit() and record.exists():
+                return record
+    return None
 
 
-def _find_note(state: str, progress: dict[str, Any], job: Job | None, logs: tuple[str, ...]) -> str:
+def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str, ...]) -> str:
     """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add."""
     if state == "queued" and job is not None:
         return job.reason if job.reason != "None" else ""
@@ -325,7 +331,7 @@ def format_age(unix_time: float) -> str:
     return f"{duration(max(time.time() - unix_time, 0))} ago"
 
 
-def _find_location(state: str, progress: dict[str, Any], job: Job | None) -> str:
+def _find_location(state: str, progress: Progress, job: Job | None) -> str:
     """Return host and job of a run as text."""
     # a run that waits has no host yet, and the host of a complete run does not matter
     host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
@@ -339,7 +345,7 @@ def _find_location(state: str, progress: dict[str, Any], job: Job | None) -> str
     return f"{host} job {job_number}".strip()
 
 
-def _is_alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
+def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
     """Return True if the process that wrote a progress file as running is still alive.
 
     If locks end at the machine, the queue or a recent progress file replaces the lock.

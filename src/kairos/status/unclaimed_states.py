@@ -1,6 +1,7 @@
 """States with earlier settings or code, which no training run of the experiment uses; nothing else deletes them."""
 
 import fcntl
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
     for run in runs:
         folder = outline.run_folder(run.method, run.seed) / ".state"
         if run.state not in _ACTIVE and not is_locked(folder / "lock"):
-            states[run] = [path for path in folder.glob("?" * 16) if path.is_dir()]
+            states[run] = _list_states(folder)
     if outline.experiment is None or not latents_manifest.is_file() or not any(states.values()):
         return []
     from kairos.training.identity import compute_identity  # imports the registries, which most calls do not need
@@ -37,13 +38,22 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
     device_types = _DEVICE_TYPES.get(device, (device,))
     unclaimed = []
     for run, paths in states.items():
-        claimed_names = []  # a state's folder is named by the first digits of the identity
+        unknown = list(paths)
         settings = outline.experiment.run_settings(run.method, run.seed)
         for device_type in device_types:
-            identity = compute_identity(settings, latents, device_type)["identity"]
-            claimed_names.append(identity[:16])
-        unclaimed += [path for path in paths if path.name not in claimed_names]
+            if unknown:  # most runs have one state, of the first type
+                identity = compute_identity(settings, latents, device_type)["identity"]
+                # a state's folder is named by the first digits of the identity
+                unknown = [path for path in unknown if path.name != identity[:16]]
+        unclaimed += unknown
     return unclaimed
+
+
+def _list_states(folder: Path) -> list[Path]:
+    """Return the folders of states in the folder of a run's states, whose names have 16 characters."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        return sorted(Path(entry.path) for entry in entries if len(entry.name) == 16 and entry.is_dir())
+    return []
 
 
 def count_freed_bytes(states: list[Path]) -> int:

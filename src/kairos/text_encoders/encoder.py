@@ -113,7 +113,7 @@ class TextEncoder:
         mask = tokens["attention_mask"].to(self.device)  # (n, length), 0 for padding
         if self.model.config.model_type in _CLIP:
             outputs = self.model(input_ids=ids)
-            states = outputs.last_hidden_state if self.output == "tokens" else outputs.pooler_output
+            states: Tensor = outputs.last_hidden_state if self.output == "tokens" else outputs.pooler_output
             return states.float().cpu()
         states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()  # (n, length, width)
         if self.output == "pooled":

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kairos.files import read_lines
 from kairos.progress import log
 from kairos.tracking import mlflow_store, run_content
-from kairos.training.job import read_progress
+from kairos.training.job import Progress, read_progress
 from kairos.training.launch import is_reporting_process
 
 if TYPE_CHECKING:
@@ -130,14 +130,17 @@ class Reporter(threading.Thread):
         progress = self._read_progress_of_this_process()
         if progress is None:  # the run waits for its lock, or another of its processes reports
             return
+        identity = progress["identity"]
         if self._run_id is None and progress["state"] in ("stopped", "failed"):
             return  # the run may have ended before its identity was known
-        end = self._read_metrics(self._out / ".state" / progress["identity"][:16])
-        self._run_id = self._send(self._client, progress["identity"])
+        if identity is None:  # the run has not written a step yet
+            return
+        end = self._read_metrics(self._out / ".state" / identity[:16])
+        self._run_id = self._send(self._client, identity)
         if is_last_report and progress["state"] in _STATUS:
             self._client.set_terminated(self._run_id, _STATUS[progress["state"]], end)
 
-    def _read_progress_of_this_process(self) -> dict[str, Any] | None:
+    def _read_progress_of_this_process(self) -> Progress | None:
         """Return the progress file of the training run; None: this process has not written it."""
         progress = read_progress(self._out)
         if not progress or progress["updated"] < self._begun:

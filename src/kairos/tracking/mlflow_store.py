@@ -22,6 +22,7 @@ DEFAULT_URI = "sqlite:///mlflow.db"
 ARTIFACTS = "mlartifacts"
 _DATABASE_SERVERS = ("postgresql", "mysql", "mssql")  # with SQLite, the databases that MLflow supports
 _LOCK_SECONDS = 120
+_RUNS_PER_PAGE = 500
 _EARLIEST_FIRST = "attributes.start_time ASC"  # MLflow orders equal times by run id, so all processes see one order
 
 
@@ -201,6 +202,47 @@ def find_or_create_run(client: Client, experiment: str, content: RunContent, sta
         with suppress(MlflowException):  # another job has deleted it
             client.delete_run(duplicate.info.run_id)
     return runs[0]
+
+
+def find_runs(client: Client, experiment: str, tag: str, value: str) -> list[Run]:
+    """Return all MLflow runs of an experiment that have a tag with a value, the earliest first.
+
+    Args:
+        client: client of the store.
+        experiment: id of the MLflow experiment.
+        tag: name of the tag.
+        value: value of the tag.
+    """
+    runs: list[Run] = []
+    token = None
+    while True:
+        condition = f"tags.`{tag}` = '{value}'"
+        page = client.search_runs(
+            [experiment], condition, max_results=_RUNS_PER_PAGE, order_by=[_EARLIEST_FIRST], page_token=token
+        )
+        runs += page
+        token = page.token
+        if not token:
+            return runs
+
+
+def create_run(client: Client, experiment: str, content: RunContent, start: int) -> str:
+    """Create an MLflow run with the tags of `content`, log its metrics and parameters, and return its id.
+
+    Args:
+        client: client of the store.
+        experiment: id of the MLflow experiment.
+        content: content of the run.
+        start: start of the run, in milliseconds since 1970.
+    """
+    from mlflow.entities import Param
+
+    run = client.create_run(
+        experiment, start_time=start, tags={**content.tags, **content.identifying}, run_name=content.name
+    )
+    params = [Param(key, value) for key, value in content.params.items()]
+    client.log_batch(run.info.run_id, metrics=to_mlflow_metrics(content.points), params=params)
+    return str(run.info.run_id)
 
 
 def log_missing(client: Client, run: Run, content: RunContent) -> None:

@@ -8,10 +8,13 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache, cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kairos.files import sha256_json
 from kairos.training.identity import trajectory_settings
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 _CURVE_POINTS = 500  # largest number of points of a curve: a database takes seconds for ten thousand
 _PARAM_LIMIT = 6000  # characters of a parameter
+IDENTIFYING_TAGS = tuple(f"kairos.{name}" for name in ("experiment", "role", "method", "seed", "identity"))
 COMMIT = "mlflow.source.git.commit"  # a tag that later imports do not change
 _UNKNOWN_START = datetime(2000, 1, 1, tzinfo=UTC)  # start of a training run without recorded times
 
@@ -51,6 +55,11 @@ class RunContent:
     points: Sequence[Point]
     tags: dict[str, str]
 
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the whole content."""
+        return sha256_json([self.name, self.identifying, self.params, list(self.points), self.tags])
+
 
 def mlflow_experiment_name(experiment: "Experiment") -> str:
     """Return the name of the MLflow experiment that contains an experiment's runs."""
@@ -72,14 +81,19 @@ def build_experiment_run(results: "Results") -> RunContent:
     return RunContent(
         name=name,
         identifying={"kairos.experiment": name, "kairos.role": "experiment"},
-        params={"methods": ", ".join(results.methods), "model": results.experiment.model.name},
+        params={"methods": ", ".join(results.methods)[:_PARAM_LIMIT], "model": results.experiment.model.name},
         points=list(convert_record(reference_values, step=0, time_of_step=build_step_clock(start, seconds_by_step={}))),
         tags={"kairos.data": results.dataset["content_sha256"], **build_source_tags(provenance)},
     )
 
 
 def build_training_run(
-    experiment: "Experiment", method: str, seed: int, identity: str, points: Sequence[Point], tags: dict[str, str]
+    experiment: "Experiment",
+    method: str,
+    seed: int,
+    identity: str,
+    points: Sequence[Point],
+    tags: dict[str, str],
 ) -> RunContent:
     """Build the MLflow run of a training run.
 
@@ -105,17 +119,20 @@ def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict
     """Return the settings that decide a training run, under dotted names: sampler and weighting first.
 
     Settings that an extension of the run may change are left out.
+
+    Args:
+        experiment: the experiment.
+        method, seed: the training run.
     """
-    plain = experiment.plain()
     nested = {
         "method": method,
         "seed": seed,
-        **plain["methods"][method],
-        "model": plain["model"],
-        "diffusion": plain["diffusion"],
+        **experiment.methods[method].model_dump(mode="json"),
+        "model": experiment.model.plain(),
+        "diffusion": experiment.diffusion.model_dump(mode="json"),
         "training": trajectory_settings(experiment.training, experiment.methods[method]),
-        "dataset": {key: plain["dataset"][key] for key in ("source", "path", "resolution", "flips")},
-        "autoencoder": {"kind": plain["autoencoder"]["kind"]},
+        "dataset": experiment.dataset.model_dump(mode="json", include={"source", "path", "resolution", "flips"}),
+        "autoencoder": {"kind": experiment.autoencoder.kind},
     }
     return {key: str(value)[:_PARAM_LIMIT] for key, value in flatten(nested)}
 
@@ -209,8 +226,15 @@ def build_source_tags(provenance: Mapping[str, Any]) -> dict[str, str]:
 
 def find_git_commit() -> str | None:
     """Return the commit of the working folder; None if it is no git repository."""
+    return _find_git_commit(Path.cwd())
+
+
+@cache
+def _find_git_commit(folder: Path) -> str | None:
+    """Return the commit of a folder when it was asked for first; None if it is no git repository."""
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()

@@ -14,6 +14,9 @@ from kairos.report.collect import Results, RunResults, collect
 from kairos.tracking import mlflow_store, run_content, view
 
 _ARTIFACTS = ("report.html", "summary.csv")
+_CONTENT = "kairos.content"  # tag with the hash of the content that an import has logged completely
+# MLflow's runs by the values of the tags in `run_content.IDENTIFYING_TAGS`
+_PresentRuns = dict[tuple[str | None, ...], list[mlflow_store.Run]]
 
 
 def track(experiment: Experiment, folder: Path, out: Path) -> None:
@@ -58,10 +61,11 @@ def _import_results(results: Results, uri: str) -> dict[str, Any]:
             resource_usage.end_startup()
             experiment_id = mlflow_store.find_or_create_experiment(client, name)
         with mlflow_store.limit_requests(seconds=60, retries=2):
-            parent_id = _import_parent_run(client, experiment_id, results)
+            present = _find_present_runs(client, experiment_id, results.experiment.experiment)
+            parent_id = _import_parent_run(client, experiment_id, results, present)
             progress = Progress(len(results.runs), "track", "run")
             for run in results.runs:
-                run_id = _import_training_run(client, experiment_id, parent_id, results, run)
+                run_id = _import_training_run(client, experiment_id, parent_id, results, run, present)
                 run_ids[f"{run.method}/seed{run.seed}"] = run_id
                 progress.advance()
             progress.close()
@@ -76,9 +80,28 @@ def _import_results(results: Results, uri: str) -> dict[str, Any]:
     }
 
 
-def _import_parent_run(client: mlflow_store.Client, experiment_id: str, results: Results) -> str:
+def _find_present_runs(client: mlflow_store.Client, experiment_id: str, name: str) -> _PresentRuns:
+    """Return the runs of an experiment that the store has, by their identifying tags; the earliest comes first.
+
+    One search for all runs takes a fraction of the time of a search for each run.
+
+    Args:
+        client: client of the store.
+        experiment_id: id of the MLflow experiment.
+        name: name of the experiment.
+    """
+    present: _PresentRuns = {}
+    for run in mlflow_store.find_runs(client, experiment_id, "kairos.experiment", name):
+        key = tuple(run.data.tags.get(tag) for tag in run_content.IDENTIFYING_TAGS)
+        present.setdefault(key, []).append(run)
+    return present
+
+
+def _import_parent_run(client: mlflow_store.Client, experiment_id: str, results: Results, present: _PresentRuns) -> str:
     """Import the parent run of an experiment with its report and figures, and return its id."""
-    run_id = _write_run(client, experiment_id, run_content.build_experiment_run(results))
+    content = run_content.build_experiment_run(results)
+    run_id = _write_run(client, experiment_id, content, present)
+    _finish_run(client, run_id, content, present)
     client.set_tag(run_id, view.NOTE, view.build_note(results))
     figures = results.folder / "figures"
     if figures.is_dir():
@@ -90,26 +113,73 @@ def _import_parent_run(client: mlflow_store.Client, experiment_id: str, results:
 
 
 def _import_training_run(
-    client: mlflow_store.Client, experiment_id: str, parent_id: str, results: Results, run: RunResults
+    client: mlflow_store.Client,
+    experiment_id: str,
+    parent_id: str,
+    results: Results,
+    run: RunResults,
+    present: _PresentRuns,
 ) -> str:
-    """Import a training run with its data set and sample grids, and return the id of its MLflow run."""
+    """Import a training run with its data set and sample grids, and return the id of its MLflow run.
+
+    Args:
+        client: client of the store.
+        experiment_id: id of the MLflow experiment.
+        parent_id: id of the experiment's parent run.
+        results: results of the experiment.
+        run: the training run.
+        present: runs that the store has.
+    """
     tags = run_content.build_tags(results, run) | {"mlflow.parentRunId": parent_id}
     points = run_content.collect_points(run)
     content = run_content.build_training_run(
-        results.experiment, run.method, run.seed, identity=run.record["identity"], points=points, tags=tags
+        results.experiment,
+        run.method,
+        run.seed,
+        identity=run.record["identity"],
+        points=points,
+        tags=tags,
     )
-    run_id = _write_run(client, experiment_id, content)
+    run_id = _write_run(client, experiment_id, content, present)
     client.log_inputs(run_id, [mlflow_store.build_dataset_input(results.dataset, results.folder)])
     for snapshot in run.snapshots:
         client.log_artifact(run_id, str(snapshot.grid_file), "samples")
+    _finish_run(client, run_id, content, present)
     return run_id
 
 
-def _write_run(client: mlflow_store.Client, experiment_id: str, content: run_content.RunContent) -> str:
-    """Find or create an MLflow run, log its missing content, mark it as finished, and return its id."""
-    times = [point.timestamp for point in content.points]
-    run = mlflow_store.find_or_create_run(client, experiment_id, content, start=min(times))
-    mlflow_store.log_missing(client, run, content)
-    if run.info.status != "FINISHED":
-        client.set_terminated(run.info.run_id, "FINISHED", max(times))
-    return str(run.info.run_id)
+def _write_run(
+    client: mlflow_store.Client, experiment_id: str, content: run_content.RunContent, present: _PresentRuns
+) -> str:
+    """Create an MLflow run, or log the missing content of a present one, and return its id.
+
+    Of several present runs the first is kept, and the others are moved to MLflow's trash.
+    """
+    first, *duplicates = present.get(_key_of(content), [None])
+    if first is None:
+        start = min(point.timestamp for point in content.points)
+        return mlflow_store.create_run(client, experiment_id, content, start)
+    for duplicate in duplicates:
+        client.delete_run(duplicate.info.run_id)
+    if first.data.tags.get(_CONTENT) != content.digest:
+        mlflow_store.log_missing(client, first, content)
+    return str(first.info.run_id)
+
+
+def _finish_run(
+    client: mlflow_store.Client, run_id: str, content: run_content.RunContent, present: _PresentRuns
+) -> None:
+    """Mark an MLflow run as finished, and record the hash of its content for the next import.
+
+    A run that was finished with this content before the import is left as it is.
+    """
+    first, *_ = present.get(_key_of(content), [None])
+    if first is None or first.data.tags.get(_CONTENT) != content.digest:
+        client.set_tag(run_id, _CONTENT, content.digest)
+    if first is None or first.info.status != "FINISHED":
+        client.set_terminated(run_id, "FINISHED", max(point.timestamp for point in content.points))
+
+
+def _key_of(content: run_content.RunContent) -> tuple[str | None, ...]:
+    """Return the values of the tags that identify a run; a tag that it does not have is None."""
+    return tuple(content.identifying.get(tag) for tag in run_content.IDENTIFYING_TAGS)

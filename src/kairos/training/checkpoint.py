@@ -71,7 +71,8 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         raise DamagedError(f"{path}: damaged: {len(payload)} bytes of {length}")
     if hashlib.sha256(payload).hexdigest() != digest:
         raise DamagedError(f"{path}: damaged: the content does not match its checksum")
-    return torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
+    content: dict[str, Any] = torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
+    return content
 
 
 def component_hashes(content: dict[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict, cast
 
 from kairos import ranks
 from kairos.files import glance
@@ -161,9 +161,41 @@ def end_of_slurm_job() -> float:
     return 0.0
 
 
-def read_progress(run_folder: Path) -> dict[str, Any]:
-    """Return the progress that the last job of a training run wrote (see `ProgressFile`); empty if there is none."""
-    return glance(run_folder / ".state" / "progress.json")
+class Progress(TypedDict, total=False):
+    """Content of ``.state/progress.json``, see `ProgressFile`.
+
+    Attributes:
+        identity: identity of the training run; None: not known yet.
+        step: completed steps.
+        of: last step of the job.
+        rate: steps per second since the previous write; None: not known yet.
+        seconds: training time of the run.
+        state: ``running``, ``complete``, ``stopped`` or ``failed``.
+        message: why the job stopped or failed.
+        again: True if another attempt may succeed; only at the end of a job.
+        updated: Unix time of the write.
+        host: host of the job.
+        pid: process of the job.
+        job: number of the SLURM job; None: not in SLURM.
+    """
+
+    identity: str | None
+    step: int
+    of: int
+    rate: float | None
+    seconds: float
+    state: str
+    message: str
+    again: bool
+    updated: float
+    host: str
+    pid: int
+    job: str | None
+
+
+def read_progress(run_folder: Path) -> Progress:
+    """Return the progress that the last job of a training run wrote; empty if there is none."""
+    return cast(Progress, glance(run_folder / ".state" / "progress.json"))
 
 
 class ProgressFile:
@@ -180,14 +212,15 @@ class ProgressFile:
     def __init__(self, state_folder: Path, last_step: int, reports: bool = True):
         self._reports = reports
         self._path = state_folder / "progress.json"
-        self._content: dict[str, Any] = {
+        self._content: Progress = {
             "identity": None, "step": 0, "of": last_step, "rate": None, "seconds": 0.0, "state": "running",
             "message": "", "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(),
-            "job": os.environ.get("SLURM_JOB_ID"), "log": None,
+            "job": os.environ.get("SLURM_JOB_ID"),
         }  # fmt: skip
         # until the first update, the file shows where the previous job ended
         previous = glance(self._path)
-        self._content |= {name: previous[name] for name in ("identity", "step", "seconds") if name in previous}
+        kept = {name: previous[name] for name in ("identity", "step", "seconds") if name in previous}
+        self._content |= cast(Progress, kept)
         self._last_write: tuple[float, int] | None = None  # monotonic time and step
 
     def update(self, step: int, seconds: float) -> None:

@@ -23,16 +23,17 @@ from kairos.training.settings import (
     OptimizerOptions,
     PowerOptions,
 )
+from kairos_timesteps.optimizers import Adam, AdamW
 
 
 def adam(options: OptimizerOptions, parameters: list[Any]) -> torch.optim.Optimizer:
     """Build Adam (Kingma and Ba 2015)."""
-    return torch.optim.Adam(parameters, **_adam_settings(options))
+    return Adam(parameters, **_adam_settings(options))
 
 
 def adamw(options: OptimizerOptions, parameters: list[Any]) -> torch.optim.Optimizer:
     """Build AdamW, Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
-    return torch.optim.AdamW(parameters, **_adam_settings(options))
+    return AdamW(parameters, **_adam_settings(options))
 
 
 def _adam_settings(options: OptimizerOptions) -> dict[str, Any]:

@@ -38,8 +38,7 @@ from kairos_timesteps.errors import DivergedError
 
 def import_components(run: RunSettings) -> None:
     """Import the modules that a training run uses, so that this time counts as start-up."""
-    # torch's optimisers import its compiler when the first one is created
-    for root in ("torch._dynamo", *code_roots(run)):
+    for root in code_roots(run):
         importlib.import_module(root.partition(":")[0])
 
 

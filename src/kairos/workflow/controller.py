@@ -32,7 +32,7 @@ from typing import IO, Any
 import psutil
 import yaml
 
-from kairos.config import apply_extends, load, validate
+from kairos.config import Experiment, apply_extends, load, validate
 from kairos.files import read_json, sha256_json, try_lock, write_text
 from kairos.progress import duration, log
 from kairos.slurm import job_records_folder
@@ -40,7 +40,12 @@ from kairos.tracking.mlflow_store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
 from kairos.workflow import fork_server
 from kairos.workflow.layout import FROZEN_VARIABLE, Layout, Segment, create_layout, load_frozen_layout
-from kairos.workflow.snakemake_private import is_recorded_as_complete, set_jobs_per_group
+from kairos.workflow.snakemake_private import (
+    hash_inputs_once,
+    is_recorded_as_complete,
+    set_jobs_per_group,
+    touch_without_pauses,
+)
 from kairos_timesteps.errors import KairosError, rejection
 
 _DEFAULT_EXPERIMENT = "params.yaml"
@@ -72,7 +77,7 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         return layout
 
 
-def _load_experiment(workflow: Any, config: dict[str, Any]) -> Any:
+def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     """Return the checked experiment of ``--configfile`` and ``--config``, or else of params.yaml.
 
     Args:
@@ -203,7 +208,10 @@ def starts(workflow: Any, layout: Layout) -> None:
         if workflow.executor_plugin.name == "slurm":
             raise rejection("executor", "'slurm'", "'kairos', whose settings are kairos-… instead of slurm-…")
         _lock_files.append(_lock_results(Path(layout.results)))
-    if not workflow.touch:
+    hash_inputs_once(workflow)
+    if workflow.touch:
+        touch_without_pauses()
+    else:
         _mark_trainings_to_start_over(workflow, Path(layout.results))
     if workflow.local_exec:
         _end_on_signals(workflow.scheduler)

@@ -92,6 +92,8 @@ def _data_stages(experiment: Experiment) -> dict[str, Dependencies]:
     if autoencoder.kind != "none":  # in pixel space neither stage computes anything
         autoencoder_fields |= computing
         encode_fields |= {"batch_size": autoencoder.encode_batch_size, **computing}
+    if autoencoder.dtype != "float32":  # the default is not listed, so that older latents keep their record
+        encode_fields["dtype"] = autoencoder.dtype
     prepare_fields = {"dataset": _dump(dataset, leave_out=("flips", "low_resolution"))}
     text_fields = {"text_encoder": _dump(experiment.text_encoder), **computing}
     return {
@@ -108,7 +110,7 @@ def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
         return {"kind": autoencoder.kind}
     if autoencoder.kind == "pretrained":
         return {"kind": autoencoder.kind, "path": autoencoder.path, "scaling": autoencoder.scaling}
-    return _dump(autoencoder, leave_out=("path", "shards"))
+    return _dump(autoencoder, leave_out=("path", "shards", "dtype"))
 
 
 def _sample_stage(experiment: Experiment) -> Dependencies:

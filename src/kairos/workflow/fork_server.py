@@ -230,6 +230,7 @@ def _wait_until_readable(*descriptors: int) -> list[int]:
 
 def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
     """Run a client's command line in this process, with the client's arguments, paths and ignored signals."""
+    # TextIO, the declared type of sys.stdout, lacks the method; the files of sys are TextIOWrapper
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     sys.argv, sys.path[:] = request["sys"]
     resource_usage.inherited.update(request["usage"])
@@ -282,7 +283,7 @@ def _import_modules(config: str) -> None:
     from kairos.workflow.dependencies import TRAINING_STAGES, find_dependencies, shared_stages
 
     experiment = load(config)
-    names = {"torch._dynamo", "kairos.training.run", "kairos.staging", "kairos.tracking.live"}
+    names = {"kairos.training.run", "kairos.staging", "kairos.tracking.live"}
     if experiment.autoencoder.kind != "none":
         names.add("kairos.autoencoders.train")
     for stage in FORKED_STAGES.intersection((*shared_stages(experiment), *TRAINING_STAGES)):

@@ -20,6 +20,9 @@ _GROUP_SETTINGS = "snakemake.settings.types:GroupSettings"
 _SLURM_EXECUTOR = "snakemake_executor_plugin_slurm:Executor"
 _PARTITION_LIMITS = "snakemake_executor_plugin_slurm.partitions:PartitionLimits"
 NAMES = [  # module and class, attribute, what would happen without the attribute
+    (_PERSISTENCE, "finished", "the inputs of a job would be hashed once for each of its outputs"),
+    ("snakemake.io:IOCache", "deactivate", "the inputs of a job would be hashed once for each of its outputs"),
+    ("snakemake.executors.touch:Executor", "SLEEPING_TIME", "`kairos ledger adopt` would wait 0.1 s for each job"),
     (_PERSISTENCE, "_filter_incomplete_keys", "a killed job's deleted outputs would make its training run start over"),
     (_JOB, "_attempt", "a job that fails again in the same way would be retried `retries` times"),
     (_GROUP_JOB, "_attempt", "training runs that share a job would be retried, too"),
@@ -35,6 +38,35 @@ def is_recorded_as_complete(workflow: Any, job: Any) -> bool:
     persistence = workflow.persistence
     outputs = [str(output) for output in job.output]
     return persistence.has_metadata(job) and not persistence._filter_incomplete_keys(outputs)
+
+
+def hash_inputs_once(workflow: Any) -> None:
+    """Let Snakemake hash each input of a finished job once for the job's metadata, and not once for each output.
+
+    Snakemake's cache of file properties, which it does not use while jobs run, is active during this step alone.
+    """
+    persistence, cache = workflow.persistence, workflow.iocache
+    write_metadata = persistence.finished
+
+    async def finished(job: Any) -> None:
+        """Write the metadata of a finished job."""
+        cache.active = True
+        try:
+            await write_metadata(job)
+        finally:
+            cache.deactivate()
+
+    persistence.finished = finished
+
+
+def touch_without_pauses() -> None:
+    """Remove the pause of 0.1 s per job in ``snakemake --touch``.
+
+    The pause gives outputs later times than inputs. Times decide nothing here: inputs are compared by content.
+    """
+    from snakemake.executors.touch import Executor
+
+    Executor.SLEEPING_TIME = 0
 
 
 def prevent_retry(job: Any) -> None:

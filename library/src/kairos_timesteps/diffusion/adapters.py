@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Edm, Flow
+from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Edm, Flow, Process
 from kairos_timesteps.diffusion.registries import PROCESSES
-from kairos_timesteps.diffusion.schedule import CONTINUOUS, PREDICTIONS, SCHEDULES, Array, NoiseSchedule
+from kairos_timesteps.diffusion.schedule import CONTINUOUS, PREDICTIONS, SCHEDULES, NoiseSchedule
 from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.numeric import Array
 
 _PREDICTIONS = {prediction_type: prediction for prediction, prediction_type in DIFFUSERS.items()}
 
 
-def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon") -> Any:
+def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon") -> Process:
     """Convert a process, a noise schedule or a scheduler of diffusers to a forward process.
 
     Args:
@@ -30,11 +31,12 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
     """
     if prediction not in PREDICTIONS:
         raise ConfigError(f"prediction: got {prediction!r}, allowed: {', '.join(PREDICTIONS)}")
-    if hasattr(process, "times") and hasattr(process, "schedule"):
+    if isinstance(process, Process):
         return process
     if isinstance(process, str):
         if process in CONTINUOUS:
-            return PROCESSES[process].load()(prediction=prediction)
+            continuous: Process = PROCESSES[process].load()(prediction=prediction)
+            return continuous
         if process not in SCHEDULES:
             raise ConfigError(f"schedule: got {process!r}, allowed: {', '.join((*SCHEDULES, *CONTINUOUS))}")
         return Discrete(Discrete.Options(timesteps=timesteps, schedule_name=process), prediction)

@@ -10,10 +10,11 @@ Functions of time alone take numpy arrays as well as tensors, so tables of strat
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kairos_timesteps.diffusion.registries import process
 from kairos_timesteps.diffusion.schedule import (
@@ -27,7 +28,7 @@ from kairos_timesteps.diffusion.schedule import (
 )
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor
-from kairos_timesteps.numeric import Tables
+from kairos_timesteps.numeric import Array, Tables, Values
 from kairos_timesteps.options import Component, option, parse
 
 DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
@@ -41,10 +42,11 @@ _FORMULAS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
-def call(network: Any, x: Tensor, t: Tensor, conditions: dict[str, Tensor] | None) -> Tensor:
+def call(network: Any, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None) -> Tensor:
     """``network(x, t, conditions)``, or ``network(x, t)`` without conditions; a model of diffusers wraps its tensor."""
     output = network(x, t) if conditions is None else network(x, t, conditions)
-    return getattr(output, "sample", output)
+    prediction: Tensor = getattr(output, "sample", output)
+    return prediction
 
 
 def shaped(coefficient: Tensor, like: Tensor) -> Tensor:
@@ -76,6 +78,10 @@ class Process(Component):
         super().__init__(options or parse(self.Options, {**self.outside, **options_by_name}, where))
         self.prediction = self.prediction or prediction
 
+    @overload
+    def times(self, fractions: Array) -> NDArray[Any]: ...
+    @overload
+    def times(self, fractions: Tensor) -> Tensor: ...
     def times(self, fractions: Any) -> Any:
         """Times of fractions in [0, 1), elementwise."""
         raise NotImplementedError
@@ -84,11 +90,11 @@ class Process(Component):
         """Fractions of times, the inverse of `times`; for a discrete process the middle of the timestep."""
         raise NotImplementedError
 
-    def coefficients(self, t: Any) -> tuple[Any, Any]:
+    def coefficients(self, t: Values) -> tuple[Values, Values]:
         """Signal and noise of x_t, elementwise, in the precision of continuous times."""
         raise NotImplementedError
 
-    def embedded(self, t: Any) -> Any:
+    def embedded(self, t: Tensor) -> Tensor:
         """Time input of the network, before the scale."""
         return t
 
@@ -100,7 +106,7 @@ class Process(Component):
         cut = NoiseSchedule.of_alphas_cumprod(signal**2 / (signal**2 + noise**2))
         return NoiseSchedule(cut.betas, name=type(self).__name__.lower(), cell_times=t)
 
-    def snr(self, t: Any) -> Any:
+    def snr(self, t: Values) -> Values:
         """Signal-to-noise ratio, elementwise."""
         signal, noise = self.coefficients(t)
         return (signal / noise) ** 2
@@ -114,7 +120,7 @@ class Process(Component):
         """Output channels of the network for images with `channels` channels."""
         return channels
 
-    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """The network's prediction at t, all its channels; preconditioned processes scale input and output here."""
         return call(network, x_t, self._shown(t, x_t), conditions)
 
@@ -185,14 +191,15 @@ class Discrete(Process):
         """Middles of the timesteps, (t + 1/2)/T."""
         return (t.double() + 0.5) / self.schedule.timesteps
 
-    def coefficients(self, t: Any) -> tuple[Any, Any]:
+    def coefficients(self, t: Values) -> tuple[Values, Values]:
         """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64."""
         signal, noise, _ = self._tables.like(t)
         return signal[t], noise[t]
 
-    def snr(self, t: Any) -> Any:
+    def snr(self, t: Values) -> Values:
         """Signal-to-noise ratio of the schedule."""
-        return self._tables.like(t)[2][t]
+        ratio: Values = self._tables.like(t)[2][t]
+        return ratio
 
     def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
         return t + self.first_index  # an index, which networks embed in float32
@@ -240,7 +247,7 @@ class Edm(Process):
         least, most = options.sigma_min, options.sigma_max
         demand(least < most, "sigma_min and sigma_max", f"{least} and {most}", "0 < min < max")
 
-    def times(self, fractions: Any) -> Any:
+    def times(self, fractions: Values) -> Values:
         """Noise levels sigma."""
         return self.sigma_min * self._ratio**fractions
 
@@ -248,22 +255,22 @@ class Edm(Process):
         """Fractions of noise levels, linear in ln sigma."""
         return (t / self.sigma_min).log() / math.log(self._ratio)
 
-    def coefficients(self, t: Any) -> tuple[Any, Any]:
+    def coefficients(self, t: Values) -> tuple[Values, Values]:
         """1 and sigma."""
         return t**0, t
 
-    def embedded(self, t: Any) -> Any:
+    def embedded(self, t: Tensor) -> Tensor:
         """EDM's c_noise, ln(sigma)/4."""
         return t.log() / 4
 
-    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
         data, total = self._data, t**2 + self._data**2
         output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._shown(t, x_t), conditions)
         skip, out = data**2 / total, (-1.0 if self.negated else 1.0) * data * t * total**-0.5
         return shaped(skip, x_t) * x_t + shaped(out, x_t) * output
 
-    def _input_scale(self, t: Any) -> Any:
+    def _input_scale(self, t: Tensor) -> Tensor:
         """c_in, which gives the network's input unit variance."""
         return (t**2 + self._data**2) ** -0.5
 
@@ -278,7 +285,7 @@ class Fdm(Edm):
 
     multiplier: float = option(2.0, "m of the momentum's time; published: 2 for CIFAR-10, else 1", gt=0)
 
-    def _input_scale(self, t: Any) -> Any:
+    def _input_scale(self, t: Tensor) -> Tensor:
         share = (t - self.sigma_min) / (self.sigma_min * self._ratio - self.sigma_min)
         damped = self.multiplier * (0.1 * share + 19.9 * share**2 / 2)
         return math.e**-damped * (1 + damped)
@@ -297,7 +304,7 @@ class Flow(Process):
     prediction = "flow"
     outside: ClassVar = {"time_scale": 1.0}
 
-    def times(self, fractions: Any) -> Any:
+    def times(self, fractions: Values) -> Values:
         """SD3's shift s u/(1 + (s - 1) u), kept from the ends by 1e-5, where the SNR is no number."""
         return (self.shift * fractions / (1 + (self.shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
 
@@ -305,7 +312,7 @@ class Flow(Process):
         """Fractions of times, by the inverse of the shift."""
         return t / (self.shift - (self.shift - 1) * t)
 
-    def coefficients(self, t: Any) -> tuple[Any, Any]:
+    def coefficients(self, t: Values) -> tuple[Values, Values]:
         """1 - t and t."""
         return 1 - t, t
 
@@ -319,7 +326,7 @@ class Vp(Process):
     t_min: float = option(1e-5, "smallest time trained and sampled", gt=0, lt=1)
     time_scale: float = option(999.0, "factor of t in the network's time input", gt=0)
 
-    def times(self, fractions: Any) -> Any:
+    def times(self, fractions: Values) -> Values:
         """t_min + (1 - t_min) u."""
         return self.t_min + (1 - self.t_min) * fractions
 
@@ -327,7 +334,7 @@ class Vp(Process):
         """Fractions of times, (t - t_min)/(1 - t_min)."""
         return (t - self.t_min) / (1 - self.t_min)
 
-    def coefficients(self, t: Any) -> tuple[Any, Any]:
+    def coefficients(self, t: Values) -> tuple[Values, Values]:
         """exp(-B/2) and sqrt(1 - exp(-B)), B the integral of beta."""
         alphas_cumprod = math.e ** -(self.beta_min * t + (self.beta_max - self.beta_min) * t**2 / 2)
         return alphas_cumprod**0.5, (1 - alphas_cumprod) ** 0.5

@@ -7,12 +7,15 @@ import functools
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kairos_timesteps.errors import ConfigError, demand
-from kairos_timesteps.numeric import Array, integers
+from kairos_timesteps.lazy import Tensor
+from kairos_timesteps.numeric import Array as Array
+from kairos_timesteps.numeric import Values, integers
 
 SCHEDULES = ("linear", "cosine", "quadratic", "scaled_linear")
 PREDICTIONS = ("epsilon", "x0", "v")
@@ -55,6 +58,10 @@ class NoiseSchedule:
         """Number of timesteps T."""
         return len(self.betas)
 
+    @overload
+    def cells(self, fractions: Array) -> NDArray[np.int64]: ...
+    @overload
+    def cells(self, fractions: Tensor) -> Tensor: ...
     def cells(self, fractions: Any) -> Any:
         """Return the timestep of each fraction of the process, min(floor(u T), T - 1), int64, elementwise."""
         return integers(fractions * self.timesteps).clip(0, self.timesteps - 1)
@@ -77,8 +84,8 @@ class NoiseSchedule:
     @functools.cached_property
     def posterior_variance(self) -> Array:
         """Variance of q(x_{t-1} | x_t, x_0), shape (T,); 0 at t = 0 is replaced by its value at t = 1."""
-        before = np.concatenate([[1.0], self.alphas_cumprod[:-1]])
-        variance = self.betas * (1 - before) / (1 - self.alphas_cumprod)
+        before = np.append(1.0, self.alphas_cumprod[:-1])
+        variance: Array = self.betas * (1 - before) / (1 - self.alphas_cumprod)
         variance[0] = variance[1]
         return variance
 
@@ -98,7 +105,7 @@ class NoiseSchedule:
         return epsilon_weight * self.snr / error_ratio(self.snr, prediction)
 
 
-def error_ratio(snr: Any, prediction: str) -> Any:
+def error_ratio(snr: Values, prediction: str) -> Values:
     """Squared error of a prediction over the squared error of the implied x0, elementwise, of numpy or a tensor.
 
     epsilon: SNR; x0: 1; v: SNR + 1; flow (noise - x0 of x_t = (1 - t) x0 + t noise): (1 + sqrt(SNR))².

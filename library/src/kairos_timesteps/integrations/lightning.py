@@ -10,7 +10,7 @@ except ImportError:
     from pytorch_lightning import Callback
 
 
-class StrategyCallback(Callback):  # type: ignore
+class StrategyCallback(Callback):
     """Callback that attaches a strategy, and sets it as attribute ``strategy`` of the module.
 
     The module draws by ``self.strategy(latents)`` and returns ``self.strategy.loss(errors)``. Lightning's checkpoints

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from kairos_timesteps.attached import Attached, attach
-from kairos_timesteps.errors import demand
+from kairos_timesteps.errors import demand, rejection
 
 _PREDICTIONS = {"pred_noise": "epsilon", "pred_x0": "x0", "pred_v": "v"}
 
 
-class _WithStrategy:
+class _WithStrategy(nn.Module):
     """Mixin of a module whose checkpoints contain the state of its strategy."""
 
     strategy: Attached | None = None
@@ -31,8 +31,9 @@ class _WithStrategy:
     def set_extra_state(self, state: Any) -> None:
         """Restore the state of the strategy."""
         if state is not None:
-            demand(self.strategy, "load: strategy", "none", "a strategy, attached before the checkpoint is loaded")
-            self.strategy.load_state_dict(state)  # type: ignore
+            if self.strategy is None:
+                raise rejection("load: strategy", "none", "a strategy, attached before the checkpoint is loaded")
+            self.strategy.load_state_dict(state)
 
 
 class StrategyDiffusion(_WithStrategy):
@@ -41,19 +42,20 @@ class StrategyDiffusion(_WithStrategy):
     def attach(self: Any, name: str, optimizer: Any, **options: Any) -> Attached:
         """Attach a strategy, whose weights replace ``loss_weight``. Options are those of `kairos_timesteps.attach`."""
         self.loss_weight.fill_(1.0)
-        self.strategy = attach(
+        self.strategy = strategy = attach(
             name, self.alphas_cumprod, optimizer, self, prediction=_PREDICTIONS[self.objective],
             predict=lambda x_t, t: self.model(x_t, t), **options,
         )  # fmt: skip
-        return self.strategy
+        return strategy
 
     def forward(self: Any, img: Tensor, *args: Any, times: Tensor | None = None, **options: Any) -> Tensor:
         """Return the loss of images in [0, 1], at times of the strategy unless `times` are given."""
         if self.strategy is None or times is not None:
-            return super().forward(img, *args, times=times, **options)  # type: ignore
-        t = self.strategy(self.normalize(img))
-        errors = super().forward(img, *args, times=t, **{**options, "loss_reduction": "none"})  # type: ignore
-        return self.strategy.loss(errors)
+            loss: Tensor = super().forward(img, *args, times=times, **options)
+            return loss
+        strategy: Attached = self.strategy
+        t = strategy(self.normalize(img))
+        return strategy.loss(super().forward(img, *args, times=t, **{**options, "loss_reduction": "none"}))
 
 
 class _StrategyLoss(nn.Module):
@@ -73,16 +75,16 @@ class StrategyFlow(_WithStrategy):
     def attach(self: Any, name: str, optimizer: Any, **options: Any) -> Attached:
         """Attach a strategy, whose loss replaces ``loss_fn``. Options are those of `kairos_timesteps.attach`."""
         demand(self.predict == "flow", "attach: RectifiedFlow.predict", repr(self.predict), "'flow'")
-        self.strategy = attach(
+        self.strategy = strategy = attach(
             name, "flow", optimizer, self, time="data_is_one",
             predict=lambda x_t, t: self.predict_flow(self.model, x_t, times=t)[1], **options,
         )  # fmt: skip
-        self.loss_fn = _StrategyLoss(self.strategy)
-        return self.strategy
+        self.loss_fn = _StrategyLoss(strategy)
+        return strategy
 
     def forward(self: Any, data: Tensor, noise: Tensor | None = None, **options: Any) -> Any:
         """Return the loss of images in [0, 1], at times of the strategy; ConfigError if times are given."""
         if self.strategy is not None:
             demand(options.get("times") is None, "RectifiedFlow: times", "given", "none: the strategy draws them")
             options["times"] = self.strategy(self.data_normalize_fn(data))
-        return super().forward(data, noise, **options)  # type: ignore
+        return super().forward(data, noise, **options)

@@ -9,7 +9,7 @@ from torch import Tensor
 from kairos_timesteps.attached import Attached
 
 
-class StrategyPipeline(FlowMatchingPipeline):  # type: ignore
+class StrategyPipeline(FlowMatchingPipeline):
     """Copy of a pipeline that draws sigma by a strategy, which replaces the pipeline's shift, clamps and weighting.
 
     Args:

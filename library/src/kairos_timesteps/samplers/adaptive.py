@@ -104,14 +104,15 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     def _build(self, channels: int, device: "torch.device", dtype: "torch.dtype") -> Any:
         """Build the policy at first use, when the number of channels is known."""
+        from kairos_timesteps.optimizers import Adam
         from kairos_timesteps.samplers.policy import Policy
 
         if self.policy is None:
             with torch.random.fork_rng(devices=[]):
-                torch.random.default_generator.manual_seed(derived_seed(self.seed, "policy"))
+                torch.default_generator.manual_seed(derived_seed(self.seed, "policy"))
                 self.policy = Policy(channels, self.width, self.depth)
             self.policy.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-            self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.lr)
+            self.optimizer = Adam(self.policy.parameters(), lr=self.lr)
         return self.policy
 
     def cdf(self, u: Values, **context: Any) -> Values:
@@ -159,7 +160,8 @@ class Adaptive(MeasuresNetwork, Sampler):
             return np.diff(beta_cdf(self.borders(), np.array(_INITIAL), np.array(_INITIAL)))
         with torch.no_grad():
             a, b = (value.double().cpu().numpy()[:, None] for value in self.policy(x0))
-        return np.diff(beta_cdf(self.borders()[None], a, b), axis=1).mean(0)
+        by_image = np.diff(beta_cdf(self.borders()[None], a, b), axis=1)
+        return np.asarray(by_image.mean(0))
 
     def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
         """1 over the density of each draw given its image, relative to uniform, float32 (batch, *times_shape)."""
@@ -173,7 +175,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         """Log density of fractions (batch, *times_shape), floor included, given a and b, each (batch,)."""
         u, per_time = self.from_fraction(fractions), [1] * (fractions.ndim - 1)
         policy = beta_distribution(a.view(-1, *per_time), b.view(-1, *per_time))
-        log = policy.log_prob(u.clamp(_EDGE, 1 - _EDGE).to(a)) + math.log(self.density_scale)
+        log: Tensor = policy.log_prob(u.clamp(_EDGE, 1 - _EDGE).to(a)) + math.log(self.density_scale)
         if not self.floor:
             return log
         log = torch.where((u >= 0) & (u <= 1), log + math.log1p(-self.floor), -math.inf)
@@ -228,7 +230,8 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     def _losses(self, observation: Observation, index: Tensor, t: Tensor, noise: str) -> Tensor:
         fractions = (t + 0.5).double() / self.schedule.timesteps
-        return observation.meter.errors(index, fractions, noise, self.dropout) * self.coefficients[t]
+        errors: Tensor = observation.meter.errors(index, fractions, noise, self.dropout)
+        return errors * self.coefficients[t]
 
     def _learn(self, observation: Observation, change: Tensor) -> None:
         """Take one REINFORCE step (Kim et al. 2025, eq. 13).
@@ -240,6 +243,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         Raises:
             DivergedError: the gradient of the policy is not finite.
         """
+        assert observation.x0 is not None  # samplers that measure get images of one shape
         indices = observation.coordinates.sample_indices
         rows = slice(indices.start, indices.stop) if isinstance(indices, range) else indices.cpu()
         advantage = on_device(self.advantage(change)[rows], observation.x0.device).to(self.policy.last.weight.dtype)

@@ -78,4 +78,4 @@ class AdaptiveOfficial(Adaptive):
 
     def objective(self, log_density: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
         """Return what is maximised, (batch,): the entropy is part of what multiplies log pi."""
-        return log_density * (advantage + self.options.entropy * entropy.detach())
+        return log_density * (advantage + self.entropy * entropy.detach())

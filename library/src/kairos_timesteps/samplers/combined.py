@@ -13,7 +13,7 @@ from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand, rejection
 from kairos_timesteps.lazy import torch
-from kairos_timesteps.numeric import Array, Tables, Values, bisect, interp, namespace, same_kind, spline
+from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, same_kind, spline
 from kairos_timesteps.options import but_name, dump, option
 from kairos_timesteps.registry import split
 
@@ -77,7 +77,8 @@ def _split(component: Mapping[str, Any], extra: str = "") -> tuple[str, dict[str
 def _required_context(component: Mapping[str, Any], extra: str = "") -> set[str]:
     """Return the context that a component requires, given by its name and options."""
     name, values = _split(component, extra)
-    return SAMPLERS[name].load().required_context(SAMPLERS.parse(name, values))
+    sampler_class: type[FixedDensity] = SAMPLERS[name].load()
+    return sampler_class.required_context(SAMPLERS.parse(name, values))
 
 
 class Transformed(FixedDensity):
@@ -245,12 +246,14 @@ class Shift(Transformed):
     def outward(self, v: Values, **context: Any) -> Values:
         """Apply the shift."""
         alpha = self.shift(**context)
-        return alpha * v / (1 + (alpha - 1) * v)
+        u: Values = alpha * v / (1 + (alpha - 1) * v)
+        return u
 
     def inward(self, u: Values, **context: Any) -> Values:
         """Invert the shift."""
         alpha = self.shift(**context)
-        return u / (alpha - (alpha - 1) * u)
+        v: Values = u / (alpha - (alpha - 1) * u)
+        return v
 
 
 class Combined(FixedDensity):
@@ -282,9 +285,10 @@ class Combined(FixedDensity):
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Sum of the components' distribution functions, floors included, times their shares."""
-        shares = self.shares(**context)
-        terms = zip(shares, self.components)
-        return sum(share * component.cdf_with_floor(u, **context) for share, component in terms)
+        below = 0.0 * u
+        for share, component in zip(self.shares(**context), self.components):
+            below = below + share * component.cdf_with_floor(u, **context)
+        return below
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """Inverse of `cdf` by bisection."""
@@ -482,4 +486,4 @@ class Listed(FixedDensity):
     def quantile(self, p: Values, **context: Any) -> Values:
         """Next time of the list."""
         number = namespace(p).floor(p * len(self._times)).clip(0, len(self._times) - 1)
-        return same_kind(self._times, p)[number.astype(np.int64) if namespace(number) is np else number.long()]
+        return same_kind(self._times, p)[integers(number)]

@@ -17,6 +17,7 @@ from kairos_timesteps.numeric import (
     Array,
     Values,
     interp,
+    is_numpy,
     logit,
     namespace,
     normal_cdf,
@@ -174,7 +175,8 @@ class Parabola(FixedDensity):
         def area(x: Any) -> Any:
             return 2 * x - weight * (x - centre) ** 3 / 3
 
-        return (area(u.clip(low, high)) - area(low)) / (area(high) - area(low))
+        below: Values = (area(u.clip(low, high)) - area(low)) / (area(high) - area(low))
+        return below
 
 
 @sampler("slope", "rising or falling by a sigmoid (OneTrainer)")
@@ -235,7 +237,7 @@ class Beta(FixedDensity):
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Regularised incomplete beta function; for tensors between nodes, exact at the borders of timesteps."""
-        if namespace(u) is np:
+        if is_numpy(u):
             return beta_cdf(u, np.array(self.a), np.array(self.b))
         return interp(u, *self.nodes(u)[::-1])
 
@@ -277,7 +279,8 @@ class Clts(FixedDensity):
         """Mixture at the step."""
         below = normal_cdf((u - self.mu) / self.s)
         truncated, progress = ((below - self._low) / (self._high - self._low)).clip(0.0, 1.0), self.progress(step)
-        return (1 - progress) * u + progress * truncated
+        mixed: Values = (1 - progress) * u + progress * truncated
+        return mixed
 
     def map_uniform(self, uniform: Values, *, step: Any = 0, **context: Any) -> Values:
         """A share 1 - l of the numbers stays uniform, the rest goes to the normal density."""

@@ -234,5 +234,5 @@ class FirstOrder(FollowsGradients):
                 gradient = observation.meter.gradient(index[k, part], fractions[k, part], noise, ones)
                 products = [torch.dot(g.flatten(), h) for g, h in zip(gradient, targets[1 - number])]
                 inner_products.append(torch.stack(products).double().sum())
-        by_half = torch.stack(inner_products).cpu().numpy().reshape(self.bins, 2)  # one synchronisation
+        by_half: Array = torch.stack(inner_products).cpu().numpy().reshape(self.bins, 2)  # one synchronisation
         return by_half[:, 0] + by_half[:, 1]

@@ -121,12 +121,12 @@ class EdmLogNormal(SymmetricLogSnr):
     law = "normal"
 
     @property
-    def location(self) -> float:  # type: ignore[override]
+    def location(self) -> float:  # type: ignore[override]  # computed from an option, not set
         """Mean of ln SNR."""
         return -2 * self.mean
 
     @property
-    def scale(self) -> float:  # type: ignore[override]
+    def scale(self) -> float:  # type: ignore[override]  # computed from an option, not set
         """Standard deviation of ln SNR."""
         return 2 * self.std
 
@@ -151,7 +151,7 @@ class CosineInterpolated(LogSnrDensity):
         """Quantile of lambda; p = 1 is the clean end, p = 0 the noisy one."""
         u = 1 - p
 
-        def cosine(side: float) -> Any:
+        def cosine(side: float) -> Values:
             shift = 2 * math.log(side / self.image)
             first, last = (math.atan(s * math.exp(shift / 2)) for s in (self.sigma_min, self.sigma_max))
             return shift - 2 * namespace(u).log(namespace(u).tan(first + u * (last - first)))

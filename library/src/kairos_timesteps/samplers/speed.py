@@ -55,7 +55,7 @@ class Speed(FixedDensity):
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Piecewise linear with a kink at tau."""
-        before = u.clip(None, self._edge)
+        before: Values = u.clip(None, self._edge)
         return (self.k * before + (u - before)) / self._total
 
     def quantile(self, p: Values, **context: Any) -> Values:

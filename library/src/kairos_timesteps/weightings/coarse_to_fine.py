@@ -7,6 +7,7 @@ import numpy as np
 from kairos_timesteps.base import Learned, Observation
 from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
+from kairos_timesteps.lazy import torch
 from kairos_timesteps.numeric import Values, interp, namespace
 from kairos_timesteps.samplers.losses import ErrorOfEpsilon
 from kairos_timesteps.weightings.fixed import AutoWeighting
@@ -61,7 +62,7 @@ class CoarseToFine(Learned, AutoWeighting):
         """Return c, and the errors that it follows."""
         return {**super().state_dict(), "errors": self._errors.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
+    def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
         """Restore a state that `state_dict` returned."""
         super().load_state_dict(state, device)
         self._errors.load_state_dict(state["errors"], device)

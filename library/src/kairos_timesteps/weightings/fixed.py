@@ -104,7 +104,8 @@ class Debiased(Weighting):
 
     def formula(self, snr: Values) -> Values:
         """SNR/sqrt(min(SNR, 1000))."""
-        return (snr * snr.clip(1000.0, None) / 1000.0) ** 0.5
+        square: Values = snr * snr.clip(1000.0, None) / 1000.0
+        return square**0.5
 
     def converted(self, factor: Values, snr: Values) -> Values:
         """Return the published form of each prediction."""
@@ -133,7 +134,7 @@ class EdmWeighting(Weighting):
     stated_for = "x0"
 
     @property
-    def depends_on_step(self) -> bool:  # type: ignore[override]
+    def depends_on_step(self) -> bool:  # type: ignore[override]  # computed from an option, not set
         """True with a warm-up."""
         return self.warmup is not None
 

@@ -1,7 +1,7 @@
 """Learned uncertainty of EDM2: a weighting that is trained together with the network."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option
 from kairos_timesteps.randomness import Stream
+
+if TYPE_CHECKING:
+    from kairos_timesteps.diffusion.processes import Process
 
 _BASES = ("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")
 
@@ -33,17 +36,19 @@ class Uncertainty(Learned, Weighting):
     lr: float = option(1e-2, "learning rate of u", gt=0)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
+        from kairos_timesteps.optimizers import Adam  # imports torch
+
         super().__init__(options, schedule, prediction)
         given = {"sigma_data": self.sigma_data} if self.base == "edm" else {}
         self.base_weighting: Weighting = WEIGHTINGS.build(self.base, given, schedule, prediction)
-        self._base_weights = self.base_weighting.weights()
+        self._base_weights: Array = self.base_weighting.weights()
         level = torch.from_numpy(-np.log(schedule.snr) / 8).float()[:, None]  # ln(sigma)/4, EDM's c_noise
         random = Stream(0, "uncertainty")
         frequency = 2 * math.pi * random.normal(0, range(self.channels))
         phase = 2 * math.pi * random.uniform(1, range(self.channels)).float()
         self._features = torch.cos(level * frequency + phase) * math.sqrt(2 / self.channels)  # (T, channels)
         self.linear = torch.nn.Parameter(torch.zeros(self.channels))
-        self.optimizer = torch.optim.Adam([self.linear], lr=self.lr)
+        self.optimizer = Adam([self.linear], lr=self.lr)
 
     def _move(self, device: "torch.device | str") -> None:
         """Move everything to the device of the losses."""
@@ -58,14 +63,15 @@ class Uncertainty(Learned, Weighting):
 
     def weights(self, step: Any = 0) -> Array:
         """w/exp(u) of every timestep, float64 (T,)."""
-        return self._base_weights * np.exp(-self.expected().detach().double().cpu().numpy())
+        uncertainty: Array = self.expected().detach().double().cpu().numpy()
+        return self._base_weights * np.exp(-uncertainty)
 
     def uncertainty(self, fractions: Tensor) -> Tensor:
         """u at fractions of the process, float32, shape and device of `fractions`."""
         self._move(fractions.device)
         return self._features[self.schedule.cells(fractions)] @ self.linear
 
-    def at(self, process: Any, t: Tensor, step: Any = 0) -> Tensor:
+    def at(self, process: "Process", t: Tensor, step: Any = 0) -> Tensor:
         """w/exp(u) at times of a process, float32, for measurements; never cached, because u is trained."""
         uncertainty = self.uncertainty(process.fractions(t)).detach()
         return self.base_weighting.at(process, t, step) * torch.exp(-uncertainty)

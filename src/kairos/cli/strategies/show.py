@@ -396,7 +396,8 @@ def _curriculum_length(sampler: Any) -> int:
     if hasattr(sampler, "length"):  # clts
         return int(sampler.length)
     if getattr(sampler, "of", None) == "steps":  # schedule: `values` are the steps at which its components begin
-        return round(max(sampler.values))
+        last_start: float = max(sampler.values)
+        return round(last_start)
     return max(map(_curriculum_length, getattr(sampler, "components", ())), default=0)
 
 

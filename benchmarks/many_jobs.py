@@ -1,0 +1,465 @@
+"""Measure planning, record keeping, status, comparison, report and import of experiments with thousands of jobs.
+
+    python benchmarks/many_jobs.py --label after --out benchmarks/results/many_jobs.csv
+
+Rows are appended to the file, so that a second call with ``--checkout`` compares an earlier commit:
+
+    git worktree add /tmp/earlier COMMIT
+    python benchmarks/many_jobs.py --label before --checkout /tmp/earlier --out benchmarks/results/many_jobs.csv
+
+`tests/tiny.yaml` is trained once. An experiment with hundreds of methods then gets copies of these results, with the
+names, settings and identities of its own runs, so that every reader accepts them as complete. Each copy's measured
+values are multiplied by a factor of its method and seed. Weights are hard links. The checksums in ``sums`` stay those
+of the trained run, because only DVC reads them.
+
+Measurements (each is a new process):
+    start: ``python -c "import snakemake.cli"``, as a calibration of the machine.
+    plan, all to do: ``snakemake --dry-run`` without any result.
+    record: ``snakemake --touch --forceall``, which plans all jobs and writes their metadata; results are placeholders.
+    plan, all done: ``snakemake --dry-run`` after that.
+    record, copies: the same as record with the copied results, whose content Snakemake hashes.
+    status: ``kairos status`` in the terminal.
+    page, page again: first and second request of the page of ``kairos status --serve``, without the server's start.
+    compare: ``kairos compare``.
+    report: ``kairos report``; its page's size is in the column `megabytes`.
+    track: ``kairos track`` into an empty SQLite database; track again: the same import a second time.
+"""
+
+import argparse
+import csv
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SEEDS = 5
+COLUMNS = ("label", "measurement", "runs", "jobs", "wall_seconds", "cpu_seconds", "peak_megabytes", "megabytes")
+SIZES = {"plan": 666, "copies": 66, "status": 400, "results": 200}  # number of methods of each group of measurements
+SHARED_FOLDERS = ("dataset", "autoencoder", "latents", "extractor", "reference")
+LINKED = (".safetensors", ".ckpt", ".pt", ".png")  # files without names and identities: copies are hard links
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure the selected groups of commands, print the rows and append them to a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(SIZES)}; default: all")
+    parser.add_argument("--label", default="after", help="name of the measured code, in the first column")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="repository whose code is measured")
+    parser.add_argument("--methods", type=int, help="number of methods, instead of each group's own")
+    parser.add_argument("--folder", type=Path, help="folder that keeps the results; default: a temporary one")
+    parser.add_argument("--out", type=Path, help="CSV file that rows are appended to")
+    parser.add_argument("--build", type=Path, help=argparse.SUPPRESS)  # used by this program itself
+    arguments = parser.parse_args()
+    if arguments.build:
+        build_results(arguments.build, Path.cwd())
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (arguments.folder or Path(temporary)).absolute()
+        workplace = Workplace(work, arguments.checkout.absolute(), arguments.label, arguments.out)
+        workplace.measure("start", [sys.executable, "-c", "import snakemake.cli"], work, runs=0)
+        for group in arguments.groups or SIZES:
+            MEASUREMENTS[group](workplace, arguments.methods or SIZES[group])
+
+
+class Workplace:
+    """Folder of the measured experiments, and the rows of measurements.
+
+    Args:
+        folder: folder for the trained experiment and for the experiments of copies.
+        checkout: repository whose code is measured.
+        label: name of this code in the rows.
+        out: CSV file that rows are appended to, or None.
+    """
+
+    def __init__(self, folder: Path, checkout: Path, label: str, out: Path | None):
+        self.folder, self.checkout, self.label, self.out = folder, checkout, label, out
+        folder.mkdir(parents=True, exist_ok=True)
+        search_path = os.pathsep.join((str(checkout / "src"), str(checkout / "library/src")))
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": search_path,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        for name in ("KAIROS_EXPERIMENT", "MLFLOW_TRACKING_URI"):
+            self.environment.pop(name, None)
+
+    def train_once(self) -> Path:
+        """Train the small experiment unless the folder already has it; returns its working directory."""
+        folder = self.create_pipeline("trained", small_experiment())
+        if not (folder / "results/trained/report.html").exists():
+            self.run(snakemake("trained", "--quiet", "all"), folder)
+        return folder
+
+    def create_pipeline(self, name: str, experiment: str) -> Path:
+        """Create a working directory with the pipeline and the file of an experiment; returns it."""
+        folder = self.folder / f"{name}-{self.label}"
+        folder.mkdir(exist_ok=True)
+        for part in ("Snakefile", "workflow", "profiles", "src", "library", "envs"):
+            link = folder / part
+            if not link.is_symlink():
+                link.symlink_to(self.checkout / part)
+        (folder / f"{name}.yaml").write_text(experiment)
+        return folder
+
+    def copy_results(self, trained: Path, folder: Path) -> None:
+        """Give the experiment in `folder` copies of the trained results, in a process with the measured code."""
+        if not (folder / "results/many/sums").exists():
+            self.run([sys.executable, __file__, "--build", str(trained)], folder)
+
+    def run(self, command: list[str], folder: Path) -> None:
+        """Run a command, and end with its output if it fails."""
+        process = subprocess.run(command, cwd=folder, env=self.environment, capture_output=True, text=True)
+        if process.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}")
+
+    def measure(self, name: str, command: list[str], folder: Path, runs: int, page: Path | None = None) -> None:
+        """Run a command and write a row with its times and its peak memory.
+
+        Args:
+            name: name of the measurement.
+            command: the command.
+            folder: its working directory.
+            runs: number of training runs of the experiment.
+            page: file whose size is written into the row, or None.
+        """
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        timed = ["/usr/bin/env", sys.executable, "-c", _REPORT_PEAK, *command]
+        process = subprocess.run(timed, cwd=folder, env=self.environment, capture_output=True, text=True)
+        wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        if process.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}")
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        peak = float(process.stderr.rstrip().rpartition("peak ")[2])
+        size = page.stat().st_size / 1e6 if page else ""
+        self.write_row(name, runs, wall, cpu, peak, size)
+
+    def write_row(self, name: str, runs: int, wall: float, cpu: float, peak: float, size: float | str = "") -> None:
+        """Print a row and append it to the file."""
+        row = {
+            "label": self.label,
+            "measurement": name,
+            "runs": runs,
+            "jobs": 3 * runs + 7 if runs else "",
+            "wall_seconds": f"{wall:.2f}",
+            "cpu_seconds": f"{cpu:.2f}",
+            "peak_megabytes": f"{peak:.0f}",
+            "megabytes": f"{size:.2f}" if size else "",
+        }
+        print("  ".join(f"{column} {value}" for column, value in row.items() if value != ""), flush=True)
+        if self.out is None:
+            return
+        is_new = not self.out.exists()
+        with open(self.out, "a", newline="") as file:
+            if is_new:
+                file.write("# python benchmarks/many_jobs.py --label LABEL [--checkout FOLDER]\n")
+            writer = csv.DictWriter(file, COLUMNS)
+            if is_new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+# runs a command and prints its peak memory in megabytes; Linux counts ru_maxrss in KiB
+_REPORT_PEAK = """
+import resource, subprocess, sys
+status = subprocess.run(sys.argv[1:]).returncode
+print("peak", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+def snakemake(name: str, *options: str) -> list[str]:
+    """Return the command line of Snakemake for an experiment in the working directory."""
+    return [sys.executable, "-m", "snakemake", "--cores", "1", "--configfile", f"{name}.yaml", *options]
+
+
+def kairos(*arguments: str) -> list[str]:
+    """Return a command line of kairos."""
+    return [sys.executable, "-m", "kairos", *arguments]
+
+
+# ------------------------------------------------------------------------------------------------ the experiments
+
+
+def small_experiment() -> str:
+    """Return the experiment that is trained: tests/tiny.yaml in one segment, with distances for ranking."""
+    text = (ROOT / "tests/tiny.yaml").read_text(encoding="utf-8")
+    return text.replace("experiment: tiny", "experiment: trained").replace("segments: 2", "segments: 1")
+
+
+def many_methods(count: int) -> str:
+    """Return the experiment of copies, with `count` methods and five seeds.
+
+    A fifth of the methods are single ones, the others are two grids: one of a fixed sampler, one of a learning sampler.
+    """
+    head, _, rest = small_experiment().partition("methods:\n")
+    tail = rest[rest.index("sampling:") :]
+    head = head.replace("experiment: trained", "experiment: many")
+    head = re.sub(r"(?m)^seeds: .*$", f"seeds: {list(range(SEEDS))}", head)
+    in_grid = 2 * count // 5
+    single = count - 2 * in_grid - 3
+    lines = ["  uniform: {sampler: uniform}", "  p2: {sampler: uniform, weighting: p2}"]
+    lines += ["  min_snr: {sampler: uniform, weighting: min_snr}"]
+    for number in range(single):
+        weighting = f"{{name: min_snr, gamma: {1 + 0.1 * number:.1f}}}"
+        lines.append(f"  min_snr_{number}: {{sampler: uniform, weighting: {weighting}}}")
+    columns = max(divisor for divisor in range(1, math.isqrt(in_grid) + 1) if in_grid % divisor == 0)
+    means = json.dumps([round(-1 + 0.01 * index, 2) for index in range(in_grid // columns)])
+    deviations = json.dumps([round(0.5 + 0.05 * index, 2) for index in range(columns)])
+    entropies = json.dumps([round(0.001 * (index + 1), 3) for index in range(in_grid // columns)])
+    frequencies = json.dumps([2 + index for index in range(columns)])
+    lines.append(f"  log_normal: {{sampler: log_normal, grid: {{sampler.m: {means}, sampler.s: {deviations}}}}}")
+    lines.append("  adaptive:")
+    lines.append("    sampler: {name: adaptive, frequency: 10, queue: 5}")
+    lines.append("    weighting: min_snr")
+    lines.append(f"    grid: {{sampler.entropy: {entropies}, sampler.frequency: {frequencies}}}")
+    return head + "methods:\n" + "\n".join(lines) + "\n\n" + tail
+
+
+# ------------------------------------------------------------------------------------------------ copies of results
+
+
+def build_results(trained: Path, folder: Path) -> None:
+    """Write the results of many.yaml in `folder` as copies of the trained results.
+
+    Args:
+        trained: working directory of the trained experiment.
+        folder: working directory of the experiment of copies.
+    """
+    from kairos.config import load
+    from kairos.files import read_json
+    from kairos.training.identity import compute_identity
+
+    experiment = load(folder / "many.yaml")
+    plain = experiment.plain()
+    source, results = trained / "results/trained", folder / "results/many"
+    for name in SHARED_FOLDERS:
+        shutil.copytree(source / name, results / name)
+    shutil.copytree(source / "timing", results / "timing", ignore=shutil.ignore_patterns("*_seed0"))
+    latents = read_json(results / "latents" / "manifest.json")
+    # in the form of kairos.files.write_json, whose text of the settings would take most of the time to write
+    config_text = json.dumps(plain, indent=1, sort_keys=True).replace("\n", "\n ")
+    for method, settings in plain["methods"].items():
+        template = "adaptive" if settings["sampler"]["name"] == "adaptive" else "uniform"
+        for seed in experiment.seeds:
+            parts = compute_identity(plain, method, seed, latents, "cpu")
+            run = Run(method, seed, parts.pop("identity"), config_text, parts)
+            run.copy(source, template, results)
+    write_common_outputs(source, results)
+
+
+class Run:
+    """Names, settings and identity of a training run that gets copies of a trained run's files.
+
+    Args:
+        method, seed: the training run.
+        identity: its identity.
+        config_text: the whole resolved experiment as indented JSON.
+        parts: what the identity is the hash of.
+    """
+
+    def __init__(self, method: str, seed: int, identity: str, config_text: str, parts: Row):
+        self.method, self.seed, self.identity, self.config_text, self.parts = method, seed, identity, config_text, parts
+        generator = random.Random(f"{method} {seed}")
+        quality = random.Random(method).gauss(0, 0.06)
+        self.factor = math.exp(quality + 0.02 * generator.gauss(0, 1))
+
+    def copy(self, source: Path, template: str, results: Path) -> None:
+        """Copy all files of the trained run with method `template`."""
+        trained_folder = source / template / "seed0"
+        trained_identity = json.loads((trained_folder / "training.json").read_text())["identity"]
+        run_folder = results / self.method / f"seed{self.seed}"
+        copies: dict[int, Path] = {}  # by inode: files of the state are hard links of published files
+        for file in sorted(path for path in trained_folder.rglob("*") if path.is_file()):
+            relative = file.relative_to(trained_folder).as_posix().replace(trained_identity[:16], self.identity[:16])
+            target = run_folder / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            inode = file.stat().st_ino
+            if inode in copies:
+                os.link(copies[inode], target)
+            else:
+                self._copy_file(file, target, trained_identity)
+            copies[inode] = target
+        for stage in ("train", "sample", "evaluate"):
+            name, old_name = f"{self.method}_seed{self.seed}", f"{template}_seed0"
+            timing = results / "timing" / stage / name
+            shutil.copytree(source / "timing" / stage / old_name, timing)
+            sums = results / "sums" / stage / name / "1.txt"
+            sums.parent.mkdir(parents=True)
+            sums.write_text((source / "sums" / stage / old_name / "1.txt").read_text().replace(old_name, name))
+
+    def _copy_file(self, file: Path, target: Path, trained_identity: str) -> None:
+        """Copy a file of the trained run, with this run's names, settings, identity and measured values."""
+        if file.suffix in LINKED:
+            os.link(file, target)
+        elif file.suffix == ".npz":
+            self._copy_samples(file, target)
+        elif file.suffix == ".json" and "config" not in file.name and "scheduler" not in file.name:
+            record = json.loads(file.read_text().replace(trained_identity, self.identity))
+            self._adapt(record, step=int(file.stem) if file.parent.name == "evaluation" else None)
+            text = json.dumps(record, indent=1, sort_keys=True).replace(
+                '"config": null', f'"config": {self.config_text}'
+            )
+            target.write_text(text + "\n")
+        else:
+            shutil.copyfile(file, target)
+
+    def _adapt(self, record: Row, step: int | None) -> None:
+        """Change a record of the trained run to this run's; `step` is that of an evaluation."""
+        for name, value in (("method", self.method), ("seed", self.seed), ("config", None)):
+            if name in record:
+                record[name] = value
+        if "parts" in record:
+            record["parts"] = self.parts
+        if step:  # at step 0 all methods are equal
+            metrics = record["metrics"]
+            for name, value in metrics.items():
+                metrics[name] = (
+                    [self.factor * part for part in value] if isinstance(value, list) else self.factor * value
+                )
+
+    def _copy_samples(self, file: Path, target: Path) -> None:
+        """Copy a file of samples with this run's identity in its protocol."""
+        import numpy as np
+
+        with np.load(file, allow_pickle=False) as content:
+            arrays = dict(content)
+        protocol = json.loads(str(arrays["protocol"])) | {"identity": self.identity}
+        arrays["protocol"] = np.array(json.dumps(protocol))
+        with open(target, "wb") as out:
+            np.savez(out, **arrays)
+
+
+def write_common_outputs(source: Path, results: Path) -> None:
+    """Copy the report's outputs of the trained experiment, so that all jobs of the copies' experiment have outputs."""
+    for name in ("report.html", "summary.csv", "tracking.json"):
+        shutil.copyfile(source / name, results / name)
+    shutil.copytree(source / "figures", results / "figures")
+
+
+# ------------------------------------------------------------------------------------------------ the measurements
+
+
+def measure_plan(workplace: Workplace, methods: int) -> None:
+    """Measure dry runs with everything to do and with everything done, and the writing of all metadata."""
+    runs = SEEDS * methods
+    folder = workplace.create_pipeline("many", many_methods(methods))
+    shutil.rmtree(folder / "results", ignore_errors=True)
+    shutil.rmtree(folder / ".snakemake", ignore_errors=True)
+    dry_run = snakemake("many", "--dry-run", "--quiet", "all")
+    workplace.measure("plan, all to do", dry_run, folder, runs)
+    write_placeholders(workplace, folder)
+    workplace.measure("record", snakemake("many", "--touch", "--forceall", "--quiet", "all"), folder, runs)
+    workplace.measure("plan, all done", dry_run, folder, runs)
+
+
+def write_placeholders(workplace: Workplace, folder: Path) -> None:
+    """Write a small file for every output of the experiment's jobs."""
+    listed = subprocess.run(
+        snakemake("many", "--summary"), cwd=folder, env=workplace.environment, capture_output=True, text=True
+    )
+    for line in listed.stdout.splitlines()[1:]:
+        path = folder / line.split("\t")[0]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.name == "figures":
+            path.mkdir()
+        else:
+            path.write_text("{}")
+
+
+def measure_status(workplace: Workplace, methods: int) -> None:
+    """Measure the status in the terminal and as a page."""
+    runs = SEEDS * methods
+    folder = workplace.create_pipeline("many", many_methods(methods))
+    shutil.rmtree(folder / "results", ignore_errors=True)
+    workplace.copy_results(workplace.train_once(), folder)
+    workplace.measure("status", kairos("status", "many.yaml"), folder, runs)
+    with serve(workplace, folder) as (process, address):
+        for name in ("page", "page again"):
+            cpu_before, start = cpu_seconds_of(process), time.perf_counter()
+            with urllib.request.urlopen(address) as answer:
+                size = len(answer.read()) / 1e6
+            wall, cpu = time.perf_counter() - start, cpu_seconds_of(process) - cpu_before
+            peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
+            workplace.write_row(name, runs, wall, cpu, int(peak[1]) / 1000 if peak else 0, size)
+            time.sleep(4)  # more than half the refresh interval of 5 s, within which one page is sent twice
+
+
+@contextmanager
+def serve(workplace: Workplace, folder: Path) -> Iterator[tuple[int, str]]:
+    """Run the server of the status page; yields its process id and the address of the page."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = kairos("status", "many.yaml", "--serve", "--port", str(port))
+    process = subprocess.Popen(command, cwd=folder, env=workplace.environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.pid, process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def cpu_seconds_of(process: int) -> float:
+    """Return user and system time of a running process."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_results(workplace: Workplace, methods: int) -> None:
+    """Measure comparison, report and import into MLflow."""
+    runs = SEEDS * methods
+    folder = workplace.create_pipeline("many", many_methods(methods))
+    shutil.rmtree(folder / "results", ignore_errors=True)
+    for database in folder.glob("mlflow.db*"):
+        database.unlink()
+    workplace.copy_results(workplace.train_once(), folder)
+    results = "results/many"
+    workplace.measure("compare", kairos("compare", results), folder, runs)
+    report = kairos("report", "--config", "many.yaml", "--results", results)
+    workplace.measure("report", report, folder, runs, page=folder / results / "report.html")
+    track = kairos("track", "--config", "many.yaml", "--results", results, "--out", f"{results}/tracking.json")
+    for name in ("track", "track again"):
+        workplace.measure(name, track, folder, runs)
+        record = json.loads((folder / results / "tracking.json").read_text())
+        if not record["imported"]:
+            sys.exit(f"the import failed: {record}")
+
+
+def measure_copies(workplace: Workplace, methods: int) -> None:
+    """Measure the writing of all metadata with results whose content Snakemake hashes."""
+    folder = workplace.create_pipeline("many", many_methods(methods))
+    shutil.rmtree(folder / "results", ignore_errors=True)
+    shutil.rmtree(folder / ".snakemake", ignore_errors=True)
+    workplace.copy_results(workplace.train_once(), folder)
+    touch = snakemake("many", "--touch", "--forceall", "--quiet", "all")
+    workplace.measure("record, copies", touch, folder, SEEDS * methods)
+
+
+MEASUREMENTS = {
+    "plan": measure_plan,
+    "copies": measure_copies,
+    "status": measure_status,
+    "results": measure_results,
+}
+
+
+if __name__ == "__main__":
+    main()

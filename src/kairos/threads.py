@@ -1,0 +1,133 @@
+"""Functions that run in several threads of a job: computation in the order of the arguments, and slow reads."""
+
+import functools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_CHUNK = 4  # calls per task of a thread, because starting a task takes about 50 microseconds
+_SLOW_CALL = 0.0005  # seconds; faster calls hold Python's lock too long to profit from threads
+_SLOW_READ = 0.0003  # seconds; reads from memory or a local disk are faster
+_READERS = 32  # threads that wait for slow reads; they take no CPU time meanwhile
+_Outcome = tuple[list[Result], BaseException | None]  # results of a chunk, and the error that ended it
+
+
+def count_job_threads() -> int:
+    """Return the number of threads that this job may compute with.
+
+    Snakemake and the launcher of several processes set ``OMP_NUM_THREADS`` to the number of threads of a job. Without
+    the variable, it is the number of CPUs that this process may use. The result never exceeds that number.
+    """
+    usable_cpus = len(os.sched_getaffinity(0))
+    configured = os.environ.get("OMP_NUM_THREADS", "")
+    if not configured.isdigit():
+        return usable_cpus
+    return min(max(int(configured), 1), usable_cpus)
+
+
+def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """Yield ``function(item)`` for all items, in their order; several threads compute ahead if the calls are slow.
+
+    The results and the first error are those of a loop in one thread. A few items per thread are in flight, so memory
+    does not grow with the number of items. Threads start after two consecutive slow calls: fast calls, such as
+    decoding images of 8×8 pixels, would only wait for Python's lock.
+
+    Args:
+        function: function that several threads may call at a time.
+        items: arguments of the calls; they are taken in the thread of the caller.
+        threads: largest number of threads.
+    """
+    remaining = iter(items)
+    slow_calls = 0  # in succession
+    for item in remaining:
+        start = time.perf_counter()
+        result = function(item)
+        slow_calls = slow_calls + 1 if time.perf_counter() - start > _SLOW_CALL else 0
+        yield result
+        if threads > 1 and slow_calls == 2:
+            break
+    yield from _map_in_threads(function, remaining, threads)
+
+
+def _map_in_threads(function: Callable[[Item], Result], items: Iterator[Item], threads: int) -> Iterator[Result]:
+    """Yield ``function(item)`` for all items, in their order, computed by several threads; see `map_in_order`."""
+    chunks = iter(lambda: list(islice(items, _CHUNK)), [])
+    with ThreadPoolExecutor(threads) as pool:
+        pending: deque[Future[_Outcome[Result]]] = deque()
+        try:
+            for chunk in chunks:
+                pending.append(pool.submit(_call_until_error, function, chunk))
+                if len(pending) > 2 * threads:
+                    yield from _results_or_error(pending.popleft())
+            while pending:
+                yield from _results_or_error(pending.popleft())
+        finally:
+            for future in pending:  # after an error, or if the caller takes no more results
+                future.cancel()
+
+
+def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
+    """Call a function that reads data for all items; many threads call it if the reads are slow.
+
+    Reads of a network file system take about a millisecond each, whatever their size, so that waiting for them at a
+    time is faster. Threads start after two consecutive slow reads. Reads from memory never start threads.
+
+    Args:
+        read: function that several threads may call at a time; the order of the calls does not matter.
+        items: arguments of the calls.
+    """
+    slow_reads = 0  # in succession
+    for index, item in enumerate(items):
+        if slow_reads == 2 and len(items) - index > 1:
+            _read_in_threads(read, items[index:])
+            return
+        start = time.perf_counter()
+        read(item)
+        slow_reads = slow_reads + 1 if time.perf_counter() - start > _SLOW_READ else 0
+
+
+def _read_in_threads(read: Callable[[Item], None], items: Sequence[Item]) -> None:
+    """Call a function for all items in several threads, each of which takes a slice of the items."""
+
+    def read_slice(start: int) -> None:
+        for item in items[start : start + size]:
+            read(item)
+
+    size = -(-len(items) // _READERS)  # rounded up
+    for future in [_reading_pool().submit(read_slice, start) for start in range(0, len(items), size)]:
+        future.result()  # raises the error of a read
+
+
+@functools.cache
+def _reading_pool() -> ThreadPoolExecutor:
+    """Return the threads of this process for slow reads, which start with the first slow read and then wait."""
+    return ThreadPoolExecutor(_READERS, thread_name_prefix="slow-reads")
+
+
+os.register_at_fork(after_in_child=_reading_pool.cache_clear)  # a fork has no threads of its parent
+
+
+def _call_until_error(function: Callable[[Item], Result], items: list[Item]) -> "_Outcome[Result]":
+    """Return the results of calls up to the first error, and the error; None if there is no error."""
+    results: list[Result] = []
+    for item in items:
+        try:
+            results.append(function(item))
+        except BaseException as error:  # raised again in the thread of the caller
+            return results, error
+    return results, None
+
+
+def _results_or_error(future: "Future[_Outcome[Result]]") -> Iterator[Result]:
+    """Yield the results of a chunk, and then raise its error if there is one."""
+    results, error = future.result()
+    yield from results
+    if error is not None:
+        raise error
