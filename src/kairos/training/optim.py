@@ -37,8 +37,14 @@ def adamw(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:
 
 
 def _adam_settings(options: AdamOptions) -> dict[str, Any]:
-    """Return the options that torch's Adam and AdamW take."""
-    return {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
+    """Return the options that torch's Adam and AdamW take; fused kernels compute a step in one pass over the memory."""
+    return {
+        "lr": options.lr,
+        "betas": options.betas,
+        "eps": options.eps,
+        "weight_decay": options.weight_decay,
+        "fused": True,
+    }
 
 
 def constant(options: NoOptions, step: int, length: int) -> float:
