@@ -27,7 +27,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,10 +59,11 @@ RATE = 1e-3
 class Kairos:
     """Steps of kairos, with what a training job does after each of them."""
 
-    def __init__(self, training: TrainingState, folder: Path):
+    def __init__(self, training: TrainingState, folder: Path, log_every: int | None = None):
+        training.settings["log_every"] = log_every
         self.lines = train_steps(training, 10**9)
         self.training = training
-        self.metrics_file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self.progress_file = ProgressFile(folder, 10**9)
         self.progress = Progress(10**9, "train", "step")
 
@@ -179,7 +179,9 @@ def main() -> None:
         from kairos import portable
 
         with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            file.write(f"# {arguments.rounds} rounds, 1 thread, torch {torch.__version__}, {portable.machine()['processor']}\n")
+            file.write(
+                f"# {arguments.rounds} rounds, 1 thread, torch {torch.__version__}, {portable.machine()['processor']}\n"
+            )
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)

@@ -108,7 +108,7 @@ class TrainingState:
         settings = self.settings
         first_samples, last_samples = self.micro_batches[0].samples, self.micro_batches[-1].samples
         return Batches(
-            self.latents,
+            self.latents.with_small_arrays_in_memory(),
             seed=self.seed,
             size=settings["batch_size"],
             sample_indices=range(first_samples.start, last_samples.stop),
