@@ -137,7 +137,7 @@ def measure(name: str, data: Data, rounds: int) -> dict[str, Any]:
     for variant, values in seconds.items():
         row[f"{variant}_ms"] = round(1e3 * statistics.median(values), 3)
     for base, prefix in (("bare", "ratio"), ("fused", "fused_ratio")):
-        ratios = [ours / other for ours, other in zip(seconds["kairos"], seconds[base], strict=True)]
+        ratios = [kairos / other for kairos, other in zip(seconds["kairos"], seconds[base], strict=True)]
         row[prefix] = round(statistics.median(ratios), 3)
         row[f"{prefix}_low"], row[f"{prefix}_high"] = round(min(ratios), 3), round(max(ratios), 3)
     return row

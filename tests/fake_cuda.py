@@ -115,8 +115,9 @@ class _Mode(TorchDispatchMode):
 def count_kernels(function: Any, args: Any) -> int:
     """Return the number of kernels or copies that an operation of torch starts on a GPU, at least.
 
-    Views and empty tensors start none. Operations on lists of tensors start one kernel for as many tensors and blocks
-    of 65,536 numbers as a kernel's arguments can hold. Any other operation counts as one.
+    Views and empty tensors start none. An operation on lists of tensors starts a kernel for each group of tensors that
+    the arguments of a kernel can hold: at most 110 tensors, and 320 blocks of 65,536 values. Any other operation counts
+    as one.
     """
     name = function.__name__.split(".")[0]
     returns = function._schema.returns

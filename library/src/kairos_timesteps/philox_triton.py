@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 256  # counters of a program
+_INTEGERS = ["first", "stride", "low", "high", "key_a", "key_c", "samples", "blocks", "counters"]
 
 
-@triton.jit(do_not_specialize=["first", "stride", "low", "high", "key_a", "key_c", "samples", "blocks", "counters"])
+@triton.jit(do_not_specialize=_INTEGERS)  # type: ignore[untyped-decorator]
 def _philox_kernel(  # type: ignore[no-untyped-def]
     words,  # int64 (counters, 4)
     index,  # int64 (samples,), or any pointer if INDEX_IS_RANGE
