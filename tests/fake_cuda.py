@@ -115,9 +115,8 @@ class _Mode(TorchDispatchMode):
 def count_kernels(function: Any, args: Any) -> int:
     """Return the number of kernels or copies that an operation of torch starts on a GPU, at least.
 
-    Views and empty tensors start none. An operation on lists of tensors starts a kernel for each group of tensors that
-    the arguments of a kernel can hold: at most 110 tensors, and 320 blocks of 65,536 values. Any other operation counts
-    as one.
+    Views and empty tensors start none, most operations one. The arguments of a kernel on lists of tensors hold at most
+    110 tensors and 320 blocks of 65,536 values, so that long lists take several kernels.
     """
     name = function.__name__.split(".")[0]
     returns = function._schema.returns
