@@ -9,9 +9,13 @@ Synchronisations are recorded with the function of kairos that causes each of th
 - values that are read (``item``, ``tolist``, ``bool``);
 - copies to the host;
 - copies to the device that are not asynchronous from pinned memory.
+
+On request, the kernels that a GPU would start are counted too.
 """
 
+import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -37,17 +41,28 @@ _VALUE_READS = ("item", "_local_scalar_dense", "is_nonzero", "equal")
 _INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
 
 
+_WITHOUT_KERNELS = ("lift_fresh", "_reshape_alias", "_unsafe_view", "set_", "resize_", "_local_scalar_dense", "detach_")
+_TENSORS_OF_KERNEL = (110, 64, 48, 36, 30)  # by number of lists, see MultiTensorApply.cuh of torch
+
+
 @dataclass
 class Record:
-    """Synchronisations and collectives, each as ``kind in module.function``."""
+    """Synchronisations and collectives, each as ``kind in module.function``.
+
+    Attributes:
+        launches: number of kernels by ``module.function``, see `count_kernels`; counted if `counts_launches` is True.
+    """
 
     synchronisations: list[str] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)
+    counts_launches: bool = False
 
     def clear(self) -> None:
         """Forget what has been recorded."""
         self.synchronisations.clear()
         self.collectives.clear()
+        self.launches.clear()
 
 
 class _Mode(TorchDispatchMode):
@@ -68,6 +83,8 @@ class _Mode(TorchDispatchMode):
         if not on_device and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
+        if self.record.counts_launches:
+            self.record.launches[caller()] += count_kernels(function, args)
         name = function.__name__.split(".")[0]
         if name in _VALUE_READS:
             self.record.synchronisations.append(f"value read in {caller()}")
@@ -93,6 +110,30 @@ class _Mode(TorchDispatchMode):
         if not source.is_cuda and not (asynchronous and source.untyped_storage()._cdata in self.pinned):
             self.record.synchronisations.append(f"copy to the device in {caller()}")
         return function(*args, **kwargs)
+
+
+def count_kernels(function: Any, args: Any) -> int:
+    """Return the number of kernels or copies that an operation of torch starts on a GPU, at least.
+
+    Views and empty tensors start none, most operations one. The arguments of a kernel on lists of tensors hold at most
+    110 tensors and 320 blocks of 65,536 values, so that long lists take several kernels.
+    """
+    name = function.__name__.split(".")[0]
+    returns = function._schema.returns
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    is_property = function.namespace == "prim"  # such as the device of a tensor
+    if is_view or is_property or name.startswith(("empty", "new_empty")) or name in _WITHOUT_KERNELS:
+        return 0
+    lists = [argument for argument in args if isinstance(argument, (list, tuple)) and _are_tensors(argument)]
+    if not lists or not name.startswith(("_foreach", "_fused", "_amp_foreach")):
+        return 1
+    most_tensors = _TENSORS_OF_KERNEL[min(len(lists), 5) - 1]
+    blocks = sum(math.ceil(tensor.numel() / 65_536) for tensor in lists[0])
+    return max(math.ceil(len(lists[0]) / most_tensors), math.ceil(blocks / 320))
+
+
+def _are_tensors(values: Any) -> bool:
+    return len(values) > 0 and all(isinstance(value, Tensor) for value in values)
 
 
 class _Assignments(TorchFunctionMode):

@@ -33,7 +33,14 @@ x = (torch.arange(48 * 80).reshape(48, 80) * 7919 % 2003) / 2003
 image = x.reshape(3, 16, 8, 10).requires_grad_()
 convolved = torch.nn.functional.conv2d(image, x[:, :72].reshape(24, 16, 3, 3))
 convolved.square().sum().backward()
+weights = [torch.nn.Parameter(x.clone()), torch.nn.Parameter(x.double())]
+optimizer = torch.optim.AdamW(weights, fused=True)
+for power in (1, 2, 3):
+    for weight in weights:
+        weight.grad = weight.detach() ** power - 0.3
+    optimizer.step()
 results = {
+    "adamw": weights[0].detach(), "adamw64": weights[1].detach(),
     "sqrt": x.sqrt(), "pow": x**0.5, "log": x.log(), "exp": x.exp(), "log64": x.double().log(), "mm": x @ x.T,
     "mm64": x.double() @ x.double().T, "bmm": torch.bmm(x[None], x.T[None]), "sum": x.sum(1), "softmax": x.softmax(1),
     "attention": torch.nn.functional.scaled_dot_product_attention(*[x.reshape(1, 2, 24, 80)] * 3),

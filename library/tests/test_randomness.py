@@ -1,6 +1,9 @@
 """The random generator: published vectors, values that must never change, and distributions."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import mpmath
 import numpy as np
@@ -128,6 +131,29 @@ def test_numpy_and_a_gpu_agree():
             assert other[kind].is_cuda
             exact = kind in ("words", "integers", "uniform")
             torch.testing.assert_close(other[kind].cpu(), plain[kind], rtol=0 if exact else 1e-6, atol=0)
+
+
+COMPARE_TRITON = """
+import torch
+from kairos_timesteps import philox_triton, randomness
+stream = randomness.Stream(5, "noise")
+key = randomness._KEYS[5, "noise"][0][2]
+all_steps = range(1), range(7, 10), range(2**32 - 2, 2**32), range(2**33 + 2**31 + 7, 2**33 + 2**31 + 9)
+all_indices = range(5), range(3, 300, 7), range(2**32 - 3, 2**32), torch.tensor([0, 5, 2**32 - 1, 2**31])
+for steps in all_steps:
+    for index in all_indices:
+        for count in (1, 6, 257):
+            words = torch.full((len(steps), len(index), -(-count // 4), 4), -1)
+            philox_triton.write_words(words, steps, index, key)
+            assert torch.equal(words.flatten(2)[..., :count], stream.words(steps, index, count)), (steps, index, count)
+"""
+
+
+def test_triton_writes_equal_words():
+    """The kernel runs in Triton's interpreter, which needs no GPU."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", COMPARE_TRITON], env=environment, check=True)
 
 
 def test_uniform_numbers_and_integers_have_their_distributions():

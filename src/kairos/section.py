@@ -79,7 +79,7 @@ def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
         return f"{where}: unknown field (value {_short(value)}){hint}"
     if error_type == "missing":
         return f"{where}: is missing. It is: {meaning}"
-    message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message: str = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     contains_field = message.startswith((f"{where}.", f"{where}: "))  # of checks in `model_post_init`
     if not where or contains_field:
         return message

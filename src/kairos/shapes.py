@@ -11,7 +11,7 @@ Images = Float[Tensor, "batch channels height width"]
 """x0, noise or noised images in model space."""
 
 EncodedImages = Float[Tensor, "batch latent_channels latent_height latent_width"]
-"""Images in model space beside images in pixel space, or moments of their latents."""
+"""Images in model space, or moments of their latents, in a signature that also has images in pixel space."""
 
 AugmentationLabels = Float[Tensor, "batch labels"]
 """Labels of augmentations that a network takes as a condition."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -33,6 +34,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)  # what the two halves of the key grow by every
 _TRIES = 7  # candidates for a Gamma variate: none is accepted with probability below 0.05**7 = 8e-10
 _AHEAD, _SMALL = 16, 2**14  # steps that are drawn at a time, where a step needs no more words than this
 _CHUNK = 2**16  # keys of a permutation made at a time
+_FAILED: list[Exception] = []  # of Triton in this process: its kernels are not tried again
 _KEYS: dict[tuple[int, str], Sequence[Any]] = {}  # of streams: for torch, and for numpy, what each finds fastest
 
 
@@ -132,6 +134,9 @@ def key_schedule(low: int, high: int) -> list[tuple[int, int]]:
 
 def _words(stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor:
     """Words of one step or several, int64 (steps, n, count)."""
+    fused = _fused_words(stream, step, index, count, device)
+    if fused is not None:
+        return fused
     fixed = device == "cpu" and not torch.compiler.is_compiling()  # the same integers; numpy costs half the time
     library: Any = np if fixed and isinstance(step, (int, range)) else torch
     on = {} if library is np else {"device": device}  # numpy takes one from 2.0 on
@@ -149,6 +154,39 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
     rounds = philox((block, column, low, high), _KEYS[stream.seed, stream.name][library is np])
     words[..., 0], words[..., 1], words[..., 2], words[..., 3] = rounds
     return torch.as_tensor(words).flatten(2)[..., :count]
+
+
+def _fused_words(stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor | None:
+    """Words computed by one kernel of Triton; None where that is not possible."""
+    if not device.startswith("cuda") or isinstance(step, torch.Tensor) or torch.compiler.is_compiling():
+        return None
+    kernels = _triton_kernels() if torch.cuda.is_initialized() else None  # False on a simulated device
+    if kernels is None:
+        return None
+    steps = range(step, step + 1) if isinstance(step, int) else step
+    index = index if isinstance(index, range) else index.to(device)
+    words = torch.empty((len(steps), len(index), -(-count // 4), 4), dtype=torch.int64, device=device)
+    try:
+        with torch.cuda.device(words.device):
+            kernels.write_words(words, steps, index, _KEYS[stream.seed, stream.name][0][2])
+    except Exception as error:  # a GPU that Triton does not support, no compiler for its launcher
+        _triton_kernels.cache_clear()
+        _FAILED.append(error)
+        warnings.warn(f"random numbers without Triton, by about a hundred kernels a draw: {error}", stacklevel=2)
+        return None
+    return words.flatten(2)[..., :count]
+
+
+@functools.cache
+def _triton_kernels() -> Any:
+    """The module of Triton's kernels; None if Triton is not installed or has failed."""
+    if _FAILED:
+        return None
+    try:
+        from kairos_timesteps import philox_triton
+    except ImportError:
+        return None
+    return philox_triton
 
 
 def _numbers(

@@ -45,7 +45,8 @@ class Codec:
 
     def to_model_space(self, z: EncodedImages) -> EncodedImages:
         """Convert latents z to x0 = (z − shift) · scale; shift and scale are 0 and 1 for pixels."""
-        return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
+        x0: EncodedImages = (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
+        return x0
 
     def reconstruct(self, images: Images) -> np.ndarray:
         """Encode images (n, C, H, W) in [-1, 1] and decode the means of their latents, uint8 (n, H, W, C)."""
@@ -81,7 +82,7 @@ class AutoencoderCodec(Codec):
     def decode(self, x0: EncodedImages) -> Images:
         """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly."""
         z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
-        images = self.model.decode(z).sample
+        images: Images = self.model.decode(z).sample
         return images.mean(dim=1, keepdim=True) if self.grey else images
 
 
@@ -143,7 +144,7 @@ def downsampling(model: Any) -> int:
     """
     # AutoencoderTiny has separate options for encoder and decoder
     level_channels = model.config.get("block_out_channels") or model.config.encoder_block_out_channels
-    return 2 ** (len(level_channels) - 1)
+    return int(2 ** (len(level_channels) - 1))
 
 
 def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str) -> None:

@@ -19,7 +19,7 @@ _EXPECTED = "the path of an experiment file, from the folder of this one"
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
 
 
-class _Loader(_SafeLoader):  # type: ignore[misc]
+class _Loader(_SafeLoader):
     """Loader of safe YAML that rejects a key that occurs twice, where YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

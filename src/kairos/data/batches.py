@@ -3,8 +3,8 @@
 Each epoch is a random permutation of the training images, and steps cut the sequence of epochs into batches. No random
 state is stored: a resumed run draws the batches of the step in its checkpoint.
 
-A thread reads the data of the next steps ahead of time. They are copied to the device asynchronously, and all random
-numbers that x0 depends on are drawn on the device.
+A thread reads the data of the next steps ahead of time, unless the CPU computes and all data are in memory. They are
+copied to the device asynchronously, and all random numbers that x0 depends on are drawn on the device.
 """
 
 import functools
@@ -75,7 +75,11 @@ class Batches:
     augment: float | None = None
 
     def steps(self, first: int, end: int) -> Iterator[Batch]:
-        """Yield the batches of steps `first` ... `end` - 1; a thread reads the data of the next two steps."""
+        """Yield the batches of steps `first` ... `end` - 1; a thread reads files of the next two steps."""
+        if self.device.type == "cpu" and self.latents.are_in_memory:
+            for step in range(first, end):
+                yield self._to_device(step, *self._read(step))
+            return
         first_prefetched = range(first, min(first + _PREFETCHED_STEPS, end))
         with ThreadPoolExecutor(1) as reader:
             pending = deque(reader.submit(self._read, step) for step in first_prefetched)
@@ -88,7 +92,8 @@ class Batches:
     def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Read the stored rows, conditions and visits of a step into (pinned) memory of the CPU.
 
-        This runs in the reader's thread. It calls no arithmetic of torch, whose thread pool belongs to the main thread.
+        This may run in the reader's thread. It calls no arithmetic of torch, whose thread pool belongs to the main
+        thread.
         """
         visit_arrays = self._visit(step)
         image_indices = self.latents.train[visit_arrays["item"]]

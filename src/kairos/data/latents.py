@@ -3,7 +3,8 @@
 Model space is x0 = (z − shift) · scale, with mean 0 and standard deviation 1 over the training images.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kairos.shapes import Images
 from kairos_timesteps.errors import KairosError
 
 _MOST_MEASURED = 2000  # images that `Latents.measure_sigma_data` reads
+_SMALL = 16 * 2**20  # bytes of an array that `Latents.with_small_arrays_in_memory` reads
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Latents:
     @property
     def can_flip(self) -> bool:
         """True if flipped images are allowed and were encoded, so that `read_rows` accepts flips."""
-        return self.manifest["flips"]
+        return bool(self.manifest["flips"])
 
     @property
     def stochastic(self) -> bool:
@@ -74,6 +76,19 @@ class Latents:
         if self.text is not None:
             kinds["text"] = {**kinds["text"], "empty": self.text.empty}
         return kinds
+
+    @property
+    def are_in_memory(self) -> bool:
+        """True if reading rows and conditions reads no file."""
+        arrays = [*self.dataset.conditions.values(), *(self.moments.values() or [self.dataset.images])]
+        return self.text is None and all(isinstance(array, np.ndarray) for array in arrays)
+
+    def with_small_arrays_in_memory(self) -> "Latents":
+        """Return these latents with each array of at most 16 MiB in memory: reading a row of a file takes longer."""
+        moments = {name: _read_if_small(array) for name, array in self.moments.items()}
+        conditions = {name: _read_if_small(array) for name, array in self.dataset.conditions.items()}
+        images = self.dataset.images if self.moments else _read_if_small(self.dataset.images)
+        return replace(self, moments=moments, dataset=replace(self.dataset, conditions=conditions, images=images))
 
     def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """Read the stored arrays that x0 and the low-resolution condition of some images are computed from.
@@ -132,7 +147,8 @@ class Latents:
 
     def _in_model_space(self, z: Images) -> Images:
         """Return (z − shift) · scale."""
-        return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
+        x0: Images = (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
+        return x0
 
     def load_x0(self, indices: Any, flips: np.ndarray | None = None, noise: Images | None = None) -> Images:
         """Read images and compute their x0 on the CPU, float32 (n, c, h, w); see `read_rows` and `compute_x0`."""
@@ -185,6 +201,12 @@ class Latents:
         if "logvar" in rows:
             variance = variance + rows["logvar"].exp().mean() * self.manifest["scaling_factor"] ** 2
         return float(f"{float(variance.sqrt()):.4g}")
+
+
+def _read_if_small(array: Any) -> Any:
+    """Return the content of an array file of at most 16 MiB; return another array as it is."""
+    is_small = isinstance(array, ArrayFile) and math.prod(array.shape) * array.dtype.itemsize <= _SMALL
+    return array[:] if is_small else array
 
 
 def open_latents(folder: Path | str) -> Latents:

@@ -45,17 +45,17 @@ class Extractor:
     @property
     def name(self) -> str:
         """Name of the extractor with its width, e.g. classifier32."""
-        return self.manifest["name"]
+        return str(self.manifest["name"])
 
     @property
     def hash(self) -> str:
         """SHA-256 of the extractor's weights."""
-        return self.manifest["sha256"]
+        return str(self.manifest["sha256"])
 
     @property
     def width(self) -> int:
         """Number of features of an image."""
-        return self.manifest["features"]
+        return int(self.manifest["features"])
 
     def compute_layers(self, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
         """Return the features of images by layer, each float32 (n, width) on the CPU.

@@ -355,7 +355,7 @@ class EvaluationConfig(Section):
     @model_serializer(mode="wrap")
     def _omit_default_primary_metric(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Keep the plain values, and so the hashes, of experiments that do not set `primary_metric`."""
-        values = serialize(self)
+        values: dict[str, Any] = serialize(self)
         if self.primary_metric == "distance":
             values.pop("primary_metric", None)
         return values

@@ -126,7 +126,8 @@ def times_of_noise_levels(process: Any, sigma: Array) -> Array:
     """
     if isinstance(process, Discrete):
         timestep_levels = process.schedule.snr**-0.5  # (T,)
-        return np.abs(timestep_levels[:, None] - sigma).argmin(0)
+        nearest: Array = np.abs(timestep_levels[:, None] - sigma).argmin(0)
+        return nearest
     low = np.zeros_like(sigma)
     high = np.full_like(sigma, 2.0)  # churn adds noise beyond fraction 1
     for _ in range(_BISECTIONS):

@@ -64,7 +64,7 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
         # the optimiser allocates its moments in the first step: Adam keeps two values per parameter
         reserved = [torch.empty_like(parameter) for parameter in training.parameters for _ in range(2)]
     exponents = range((largest - 1).bit_length())  # 2**exponent < largest
-    powers_of_two = [2**exponent for exponent in reversed(exponents)]
+    powers_of_two: list[int] = [2**exponent for exponent in reversed(exponents)]
     for size in (largest, *powers_of_two):
         try:
             _try_passes(training, size)

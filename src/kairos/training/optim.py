@@ -37,8 +37,14 @@ def adamw(options: OptimizerOptions, parameters: list[Any]) -> torch.optim.Optim
 
 
 def _adam_settings(options: OptimizerOptions) -> dict[str, Any]:
-    """Return the options that torch's Adam and AdamW take."""
-    return {"lr": options.lr, "betas": tuple(options.betas), "eps": options.eps, "weight_decay": options.weight_decay}
+    """Return the options that torch's Adam and AdamW take; fused kernels compute a step in one pass over the memory."""
+    return {
+        "lr": options.lr,
+        "betas": tuple(options.betas),
+        "eps": options.eps,
+        "weight_decay": options.weight_decay,
+        "fused": True,
+    }
 
 
 def constant(options: ConstantOptions, step: int, length: int) -> float:
@@ -67,7 +73,7 @@ def decays(options: DecaysOptions, step: int, length: int) -> float:
 
 def inverse_sqrt(options: InverseSqrtOptions, step: int, length: int) -> float:
     """Return 1/sqrt(max(step/reference, 1)) (Karras et al. 2024, appendix B)."""
-    return max(step / options.reference, 1.0) ** -0.5
+    return float(max(step / options.reference, 1.0) ** -0.5)
 
 
 def decay(options: DecayOptions, step: int, batch_size: int) -> float:

@@ -103,7 +103,7 @@ class TrainingState:
         settings = self.settings
         first_samples, last_samples = self.micro_batches[0].samples, self.micro_batches[-1].samples
         return Batches(
-            self.latents,
+            self.latents.with_small_arrays_in_memory(),
             seed=self.seed,
             size=settings.batch_size,
             sample_indices=range(first_samples.start, last_samples.stop),
@@ -126,11 +126,11 @@ class TrainingState:
             seed=self.seed,
         )
 
-    def _build_model(self) -> nn.Module:
+    def _build_model(self) -> Any:
         """Build the model on the device, with weights drawn from the run's seed or read from a snapshot."""
         latents = self.latents
         with torch.random.fork_rng(devices=[]):  # restores torch's CPU generator afterwards
-            torch.random.default_generator.manual_seed(derived_seed(self.seed, "weights"))
+            torch.default_generator.manual_seed(derived_seed(self.seed, "weights"))
             output_channels = self.process.channels(latents.shape[0])
             model = models.build(self.run.model, latents.shape, latents.condition_kinds, output_channels)
         if self.settings.start_from:

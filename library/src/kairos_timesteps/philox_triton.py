@@ -1,0 +1,89 @@
+"""Philox4x32-10 as one kernel of Triton, for GPUs: torch's integer operations take about a hundred kernels a draw.
+
+`kairos_timesteps.randomness` uses this module where Triton is installed. Both give equal integers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 256  # counters of a program
+_INTEGERS = ["first", "stride", "low", "high", "key_a", "key_c", "samples", "blocks", "counters"]
+
+
+@triton.jit(do_not_specialize=_INTEGERS)  # type: ignore[untyped-decorator]
+def _philox_kernel(  # type: ignore[no-untyped-def]
+    words,  # int64 (counters, 4)
+    index,  # int64 (samples,), or any pointer if INDEX_IS_RANGE
+    first,
+    stride,
+    low,
+    high,
+    key_a,
+    key_c,
+    samples,
+    blocks,
+    counters,
+    INDEX_IS_RANGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the four words of each counter (step, sample, block), in this order of axes."""
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < counters
+    sample = position // blocks % samples
+    if INDEX_IS_RANGE:
+        column = first + stride * sample
+    else:
+        column = tl.load(index + sample, mask=inside, other=0)
+    step = position // blocks // samples
+    a = (position % blocks).to(tl.uint32)
+    b = column.to(tl.uint32)
+    c = (low + step).to(tl.uint32)
+    d = (high + 0 * position).to(tl.uint32)
+    round_key_a = (key_a + 0 * position).to(tl.uint32)
+    round_key_c = (key_c + 0 * position).to(tl.uint32)
+    for _ in tl.static_range(10):
+        product_a = a.to(tl.uint64) * 0xD2511F53
+        product_c = c.to(tl.uint64) * 0xCD9E8D57
+        a = (product_c >> 32).to(tl.uint32) ^ b ^ round_key_a
+        c = (product_a >> 32).to(tl.uint32) ^ d ^ round_key_c
+        b = product_c.to(tl.uint32)
+        d = product_a.to(tl.uint32)
+        round_key_a = (round_key_a.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
+        round_key_c = (round_key_c.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    tl.store(words + 4 * position, a.to(tl.int64), mask=inside)
+    tl.store(words + 4 * position + 1, b.to(tl.int64), mask=inside)
+    tl.store(words + 4 * position + 2, c.to(tl.int64), mask=inside)
+    tl.store(words + 4 * position + 3, d.to(tl.int64), mask=inside)
+
+
+def write_words(words: Tensor, steps: range, index: range | Tensor, key: tuple[int, int]) -> None:
+    """Fill a tensor with the words of all counters.
+
+    Args:
+        words: int64 (steps, samples, blocks, 4), contiguous.
+        steps: consecutive steps with equal upper halves of 32 bits.
+        index: samples, a range or int64 (samples,) on the device of `words`.
+        key: halves of the stream's key, each in [0, 2**32).
+    """
+    _, samples, blocks, _ = words.shape
+    counters = words.numel() // 4
+    if counters == 0:
+        return
+    is_range = isinstance(index, range)
+    first, stride = (index.start, index.step) if isinstance(index, range) else (0, 0)
+    low, high = steps.start & 0xFFFFFFFF, steps.start >> 32
+    integers = (first, stride, low, high, *key)
+    signed = [(value + 2**31) % 2**32 - 2**31 for value in integers]  # Triton compiles for 32 bits, whatever the value
+    _philox_kernel[(triton.cdiv(counters, _BLOCK),)](
+        words,
+        words if is_range else index.contiguous(),  # type: ignore[union-attr]
+        *signed,
+        samples,
+        blocks,
+        counters,
+        INDEX_IS_RANGE=is_range,
+        BLOCK=_BLOCK,
+    )
