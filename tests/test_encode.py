@@ -368,24 +368,25 @@ def test_latents_beyond_the_range_of_float16_are_rejected(results):
         open_latents(results / "large")
 
 
-def _plain(**autoencoder):
+def _experiment(**autoencoder):
     experiment = {"experiment": "e", "autoencoder": autoencoder, "methods": {"uniform": {}}}
-    return validate(experiment).plain()
+    return validate(experiment)
 
 
 @pytest.mark.parametrize("kind", [{"kind": "train"}, {"kind": "pretrained", "path": "some/where"}])
 def test_only_float16_is_recorded_and_only_latents_depend_on_it(kind):
-    default, explicit, half = _plain(**kind), _plain(**kind, dtype="float32"), _plain(**kind, dtype="float16")
-    assert default == explicit and "dtype" not in default["autoencoder"] and half["autoencoder"]["dtype"] == "float16"
-    assert validate(half).autoencoder.dtype == "float16"
+    default, explicit = _experiment(**kind), _experiment(**kind, dtype="float32")
+    half = _experiment(**kind, dtype="float16")
+    assert default == explicit and "dtype" not in default.plain()["autoencoder"]
+    assert validate(half.plain()).autoencoder.dtype == half.plain()["autoencoder"]["dtype"] == "float16"
     for stage in ("prepare", "autoencoder", "extractor", "reference", "sample", "evaluate"):
         method = "uniform" if stage in ("sample", "evaluate") else None
-        fields = [find_dependencies(stage, plain, method).fields for plain in (default, half)]
+        fields = [find_dependencies(stage, experiment, method).fields for experiment in (default, half)]
         assert fields[0] == fields[1]
-    encode_fields = [find_dependencies("encode", plain).fields for plain in (default, half)]
+    encode_fields = [find_dependencies("encode", experiment).fields for experiment in (default, half)]
     assert encode_fields[1] == {**encode_fields[0], "dtype": "float16"}
 
 
 def test_pixels_have_no_data_type():
     with pytest.raises(ConfigError, match=r"autoencoder\.dtype: got float16, allowed: float32 with kind none"):
-        _plain(kind="none", dtype="float16")
+        _experiment(kind="none", dtype="float16")

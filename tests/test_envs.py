@@ -85,7 +85,13 @@ def test_the_library_imports_only_its_dependencies_and_nothing_of_the_pipeline()
     graph = grimp.build_graph("kairos_timesteps", include_external_packages=True, cache_dir=None)
     modules = [name for name in graph.modules if not name.startswith("kairos_timesteps.integrations.")]
     imported = {other.partition(".")[0] for name in modules for other in graph.find_modules_directly_imported_by(name)}
-    assert imported - {*sys.stdlib_module_names} == {"kairos_timesteps", "numpy", "torch", "typing_extensions"}
+    assert imported - {*sys.stdlib_module_names} == {
+        "kairos_timesteps",
+        "numpy",
+        "torch",
+        "triton",
+        "typing_extensions",
+    }
     for name in modules:
         trainers = [other for other in graph.find_modules_directly_imported_by(name) if ".integrations" in other]
         assert trainers == [], f"{name} imports a module of a trainer"
@@ -96,8 +102,10 @@ def test_the_library_imports_only_its_dependencies_and_nothing_of_the_pipeline()
 INSTALLED_BY = {
     "huggingface-hub": "datasets",
     "pyarrow": "datasets",
+    "pydantic-core": "pydantic",
     "snakemake-interface-common": "snakemake",
     "snakemake-interface-executor-plugins": "snakemake",
+    "triton": "torch",
     "typing-extensions": "torch",
 }
 

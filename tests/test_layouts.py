@@ -14,6 +14,7 @@ from PIL import Image
 from kairos.config import validate
 from kairos.data.dataset import open_dataset
 from kairos.data.decode import to_pixels
+from kairos.data.linked_images import delete_temporary_copy
 from kairos.data.prepare import prepare
 from kairos.data.source_statistics import count_images
 from kairos.data.sources import open_source
@@ -108,6 +109,7 @@ def test_linked_images_in_a_zip_are_read_and_changes_are_detected(tmp_path):
     assert not (tmp_path / "refer" / "images.npy").exists()
     assert np.array_equal(copied.images[:], linked.images[:])
     write_edm_zip(path, 9)
+    delete_temporary_copy(tmp_path / "refer")
     with pytest.raises(DamagedError, match=r"was .*00002/img00000009\.png"):
         open_dataset(tmp_path / "refer").images[0]
 

@@ -62,7 +62,7 @@ def unranked(tmp_path, monkeypatch):
     record["rows"]["floor"] |= {METRIC: 652.0, f"{METRIC}_spread": 181.0}
     record["rows"]["gaussian"] |= {METRIC: 367.0, f"{METRIC}_spread": 24.0}
     write_json(file, record)
-    manifest = {"options": load(config).evaluation.extractor}
+    manifest = {"options": load(config).evaluation.extractor.plain()}
     (results / "extractor").mkdir()
     write_json(results / "extractor/manifest.json", manifest)
     monkeypatch.chdir(tmp_path)

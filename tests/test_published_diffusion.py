@@ -18,6 +18,7 @@ from kairos.costs import estimate as costs
 from kairos.forward_process import build_process, scheduler_config
 from kairos.library_components import LibraryComponent
 from kairos.losses import terms as losses
+from kairos.losses.settings import MseOptions, VbOptions
 from kairos.milestones import open_milestone
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.section import field
@@ -101,8 +102,8 @@ def make_prediction(t, process, output=None):
 @pytest.mark.parametrize(("t", "expected"), [(0, 1.8336), (1, 0.278381), (500, 0.00308354), (999, 0.00570884)])
 def test_vb_has_the_published_values(t, expected):
     prediction = make_prediction(t, make_process(variance="learned_range"))
-    assert losses.mse(None, prediction).item() == pytest.approx(0.387778, abs=1e-6)
-    assert losses.vb(None, prediction).item() == pytest.approx(expected, rel=3e-5)
+    assert losses.mse(MseOptions(), prediction).item() == pytest.approx(0.387778, abs=1e-6)
+    assert losses.vb(VbOptions(), prediction).item() == pytest.approx(expected, rel=3e-5)
 
 
 def test_vb_does_not_depend_on_the_prediction_type():
@@ -115,14 +116,14 @@ def test_vb_does_not_depend_on_the_prediction_type():
         a, s = process._shaped(prediction.t, x0)
         network_mean = {"epsilon": epsilon, "x0": x0, "v": a * epsilon - s * x0}[prediction_type]
         output = torch.cat([network_mean, torch.full_like(network_mean, 0.2)], 1)
-        values.append(losses.vb(None, make_prediction(500, process, output)).item())
+        values.append(losses.vb(VbOptions(), make_prediction(500, process, output)).item())
     assert values == pytest.approx([0.00308354] * 3, rel=1e-4)
 
 
 @pytest.mark.parametrize("t", [0, 1, 500, 999])
 def test_vb_has_gradients_for_the_variance_only(t):
     output = torch.randn(1, 8, 2, 2, generator=torch.Generator().manual_seed(t)).requires_grad_()
-    losses.vb(None, make_prediction(t, make_process(variance="learned_range"), output)).sum().backward()
+    losses.vb(VbOptions(), make_prediction(t, make_process(variance="learned_range"), output)).sum().backward()
     assert output.grad[:, :4].abs().max() == 0 < output.grad[:, 4:].abs().min()
     assert output.grad.isfinite().all()
 
@@ -140,7 +141,7 @@ def test_vb_equals_torchs_kl_divergence():
     scale = np.exp((0.6 * np.log(beta) + 0.4 * small) / 2)
     x0 = process.estimate(prediction.mean, prediction.x_t, prediction.t)
     expected = kl_divergence(Normal(mean(prediction.x0), np.exp(small / 2)), Normal(mean(x0), scale)).mean() / np.log(2)
-    assert losses.vb(None, prediction).item() == pytest.approx(expected.item(), rel=1e-4)
+    assert losses.vb(VbOptions(), prediction).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(

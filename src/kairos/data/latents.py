@@ -4,6 +4,7 @@ Model space is x0 = (z − shift) · scale, with mean 0 and standard deviation 1
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,15 @@ class Latents:
     Attributes:
         manifest: record of stage encode.
         dataset: the data set that was encoded.
-        moments: array files of float32 or float16 (count, c, h, w) by name: ``mean``, ``logvar``, ``low_mean`` (of the
-            images in low resolution), and for flipped images ``mean_flipped`` and so on. Empty for pixels.
+        moments: arrays of float32 or float16 (count, c, h, w), in files or in memory, by name: ``mean``, ``logvar``,
+            ``low_mean`` (of the images in low resolution), and for flipped images ``mean_flipped`` and so on. Empty for
+            pixels.
         text: encoded captions; None if captions were not encoded.
     """
 
     manifest: dict[str, Any]
     dataset: PreparedDataset
-    moments: dict[str, ArrayFile]
+    moments: Mapping[str, ArrayFile | np.ndarray]
     text: EncodedCaptions | None = None
 
     @property

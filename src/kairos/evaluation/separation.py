@@ -65,7 +65,7 @@ def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, res
     record = glance(results / "reference/reference.json")
     manifest = glance(results / "extractor/manifest.json")
     recorded_settings = (manifest.get("options"), record.get("num_samples"), record.get("reference"))
-    settings = (evaluation.extractor, evaluation.num_samples, evaluation.reference)
+    settings = (evaluation.extractor.plain(), evaluation.num_samples, evaluation.reference)
     if record and recorded_settings == settings:
         reason = cannot_rank(record)
         return f"{reason} {ADVICE}" if reason else None

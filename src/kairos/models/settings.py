@@ -60,7 +60,12 @@ class SizedOptions(BackboneOptions):
 
 def _size(default: str, sizes: Any) -> Any:
     """Declare option `size` with the names of the published sizes."""
-    return field(default, _SIZE, json_schema_extra={"enum": spellings(sizes)})
+
+    def list_sizes(schema: dict[str, Any]) -> None:
+        del schema["type"]  # a size may be a number in YAML
+        schema["enum"] = spellings(sizes)
+
+    return field(default, _SIZE, json_schema_extra=list_sizes)
 
 
 _DDPM = {
