@@ -113,12 +113,26 @@ class Components(UserDict[str, type[C]], Generic[C]):
         return self.find(values["name"]).model_validate(dict(values))
 
 
-@dataclasses.dataclass(frozen=True)
-class component:
-    """Annotation of a field that selects a component: ``name`` or ``{name: ..., option: ...}``.
+def component(components: Components[Any] | Registry, default: str | None = None) -> "Selection":
+    """Return the annotation of a field that selects a component: ``name`` or ``{name: ..., option: ...}``.
 
-    The type that it annotates is the base class of the components, or `LibraryComponent`. Sections serialise the value
-    as ``{name: ..., option: ...}`` with all options, so that different spellings of one configuration are equal.
+    The annotated type is the base class of the components, or `LibraryComponent`:
+
+        optimizer: Annotated[OptimizerOptions, component(OPTIMIZERS, "adam")] = field({}, "optimiser of the model")
+
+    Args:
+        components: the components to select from.
+        default: name of the component if the value has options only; None: the name is required.
+    """
+    return Selection(components, default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Annotation by which pydantic validates and serialises a field that selects a component, see `component`.
+
+    Sections serialise the value as ``{name: ..., option: ...}`` with all options, so that different spellings of one
+    configuration are equal.
 
     Attributes:
         components: the components to select from.

@@ -31,9 +31,8 @@ class Latents:
     Attributes:
         manifest: record of stage encode.
         dataset: the data set that was encoded.
-        moments: arrays of float32 or float16 (count, c, h, w), in files or in memory, by name: ``mean``, ``logvar``,
-            ``low_mean`` (of the images in low resolution), and for flipped images ``mean_flipped`` and so on. Empty for
-            pixels.
+        moments: arrays of float32 or float16 (count, c, h, w) by name, in files or in memory; empty for pixels. Names
+            are ``mean``, ``logvar``, ``low_mean`` (of images in low resolution), and ``mean_flipped`` and so on.
         text: encoded captions; None if captions were not encoded.
     """
 
