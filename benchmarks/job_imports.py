@@ -102,7 +102,7 @@ with open(sys.argv[1], "w") as file:
 
 
 def write_small_demo(folder: Path, autoencoder: str) -> None:
-    """Write x.yaml, the demo with one method and few steps, and adaptive.yaml, which another method trains on.
+    """Write x.yaml, the demo with one method and few steps, and adaptive.yaml, the same with method `adaptive`.
 
     Args:
         folder: folder of the two files.

@@ -2,7 +2,8 @@
 
     python benchmarks/many_jobs.py --label after --out benchmarks/results/many_jobs.csv
 
-Rows are appended to the file, so that a second call with ``--checkout`` compares an earlier commit:
+Rows are appended to the file, so that a second call with ``--checkout`` compares another commit that has
+`Experiment.run_settings`:
 
     git worktree add /tmp/earlier COMMIT
     python benchmarks/many_jobs.py --label before --checkout /tmp/earlier --out benchmarks/results/many_jobs.csv
@@ -258,7 +259,7 @@ def build_results(trained: Path, folder: Path) -> None:
     for method, settings in plain["methods"].items():
         template = "adaptive" if settings["sampler"]["name"] == "adaptive" else "uniform"
         for seed in experiment.seeds:
-            parts = compute_identity(plain, method, seed, latents, "cpu")
+            parts = compute_identity(experiment.run_settings(method, seed), latents, "cpu")
             run = Run(method, seed, parts.pop("identity"), config_text, parts)
             run.copy(source, template, results)
     write_common_outputs(source, results)

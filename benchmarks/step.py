@@ -7,14 +7,16 @@ One process with one thread runs blocks of steps of these variants alternately:
 
 - ``kairos``: kairos.training.loop.train_steps with the default logging. It includes the work of a training job for a
   step: the lines of metrics.jsonl, the progress file and the progress line.
-- ``bare``: noise and timesteps from torch's generator, forward pass, mean squared error, backward pass, clipping, AdamW
-  with torch's defaults, and the average of the weights by torch's `_foreach_lerp_`. The images are in memory.
+- ``bare``: noise and timesteps from torch's generator, forward pass, mean squared error, backward pass, clipping,
+  AdamW in torch's default implementation, and the average of the weights by torch's `_foreach_lerp_`. The images are
+  in memory.
 - ``bare fused``: ``bare`` with ``AdamW(fused=True)``.
 
 The data are random numbers. Columns:
+    network, parameters_m, batch, steps: network, its parameters in millions, images of a step, steps of a block.
     kairos_ms, bare_ms, fused_ms: CPU milliseconds of the process for a step, median over blocks.
     ratio, ratio_low, ratio_high: kairos over bare, median and range over rounds.
-    fused_ratio, fused_low, fused_high: kairos over bare fused.
+    fused_ratio, fused_ratio_low, fused_ratio_high: kairos over bare fused.
 With ``--profile``, the functions and operations that take most time in steps of kairos are printed instead.
 """
 

@@ -151,7 +151,7 @@ for steps in all_steps:
 
 def test_triton_writes_equal_words():
     """The kernel runs in Triton's interpreter, which needs no GPU."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", exc_type=ImportError)  # some releases need setuptools, which may be missing
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", COMPARE_TRITON], env=environment, check=True)
 

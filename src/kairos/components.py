@@ -3,11 +3,12 @@
 A component of the pipeline is a class that derives from `Component`, in the module ``settings`` of the package that has
 its code. The class declares name, code and options, and `Components.register` adds it to the components of its kind:
 
-    @OPTIMIZERS.register
-    class Adam(Optimizer):
-        name: str = "adam"
-        code: ClassVar[str] = "kairos.training.optim:adam"
-        lr: float = field(2e-4, "learning rate after warm-up", gt=0)
+    @AVERAGES.register
+    class PowerOptions(AverageOptions):
+        code: ClassVar[str] = "kairos.training.optim:power"
+
+        name: str = "power"
+        width: float = field(0.05, "relative width sigma_rel of the averaging profile", gt=0, lt=0.289)
 
 Samplers, weightings, couplings and forward processes are components of the library, which has its own declarations;
 `kairos.library_components.LibraryComponent` holds one that an experiment selects.

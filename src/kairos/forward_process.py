@@ -24,7 +24,7 @@ def select_prediction(process: LibraryComponent, prediction: str | None) -> str 
 
 
 def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> LibraryComponent:
-    """Return a process with its option `sigma_data`, if it has one that is unset, set to the measured value.
+    """Set option `sigma_data` of a process to the measured value if the option exists and is unset.
 
     Args:
         process: name and options of a process.

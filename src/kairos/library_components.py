@@ -43,7 +43,7 @@ class LibraryComponent:
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
-        """Properties of the component that its registry states."""
+        """Properties of the component that its registration declares, such as `predictions`."""
         return self.registry.entry(self.name).facts
 
     def module(self) -> str:

@@ -1,8 +1,8 @@
 """Sections of an experiment file: their base class, fields and error messages.
 
 An experiment file consists of sections such as ``dataset`` or ``training``. Each is a pydantic model that derives from
-`Section`, in the module ``settings`` of the package that uses it. A section rejects unknown keys, and its values cannot
-be changed. `field` declares a field with its meaning and limits; a field may select a component, see
+`Section`, usually in the module ``settings`` of the package that uses it. A section rejects unknown keys, and its values
+cannot be changed. `field` declares a field with its meaning and limits; a field may select a component, see
 `kairos.components`.
 
 `check` converts the values of a file to a section, and reports all problems at once, one line per field.
@@ -44,14 +44,14 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
     Args:
         model: class of the section, or of the whole experiment.
         values: values by field, nested for sections within sections.
-        source: name of the file in the error message.
+        source: file or section with which the error message begins.
 
     Raises:
         ConfigError: values are invalid; the message has a line per field, with its value and what is allowed.
     """
     try:
         return model.model_validate(values)
-    except ConfigError as error:  # from checks outside pydantic, such as those of the models
+    except ConfigError as error:  # from checks outside pydantic, such as those of the backbones
         lines = [str(error)]
     except ValidationError as error:
         lines = [_error_line(item, model, values) for item in error.errors()]

@@ -76,7 +76,7 @@ def _map_in_threads(function: Callable[[Item], Result], items: Iterator[Item], t
 def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
     """Call a function that reads data for all items; many threads call it if the reads are slow.
 
-    Reads of a network file system take about a millisecond each, whatever their size, so that waiting for them at a
+    Reads of a network file system take about a millisecond each, whatever their size, so waiting for several at a
     time is faster. Threads start after two consecutive slow reads. Reads from memory never start threads.
 
     Args:

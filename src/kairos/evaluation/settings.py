@@ -1,11 +1,12 @@
 """Section `evaluation`, the feature extractors and metrics by name, and the settings of the validation loss.
 
 An extractor's code is called as ``code(options, dataset, folder)``. It fills the folder and returns the manifest's
-fields. The module also has ``load(folder, manifest)``, which opens the folder.
+fields. The module also has ``load(folder, manifest)``, which opens the folder. Another extractor
+replaces ``auto`` before any job.
 
-A metric's code is called as ``code(options, statistics, comparison)``, with the measurements of a set of images and the
-statistics of the real ones. It returns columns: a dictionary of numbers. A metric that needs a snapshot is called as
-``code(milestone, latents, settings, device)``, see `validation`.
+A metric's code is called as ``code(options, statistics, comparison)``. `statistics` holds the measurements of a set of
+images, and `comparison.real` those of the real images. The code returns columns: a dictionary of numbers. A metric that
+needs a snapshot is called as ``code(milestone, latents, settings, device)``, see `validation`.
 
 `MEASUREMENTS` lists what metrics can need of a set of images.
 """
@@ -248,7 +249,7 @@ class PrecisionOptions(MetricOptions):
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
     name: str = "precision"
-    neighbours: int = field(3, "number of the neighbour to which a ball reaches", ge=1)
+    neighbours: int = field(3, "k: the ball around an image reaches to its k-th nearest neighbour", ge=1)
 
 
 @METRICS.register

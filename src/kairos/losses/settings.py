@@ -37,7 +37,7 @@ class MseOptions(LossOptions):
 
 @LOSSES.register
 class VlbOptions(LossOptions):
-    """The VLB term: c_t times the squared error of epsilon."""
+    """The VLB term: c_t, the weight of the variational bound, times the squared error of epsilon."""
 
     code: ClassVar[str] = "kairos.losses.terms:vlb"
 
@@ -57,7 +57,7 @@ class VbOptions(LossOptions):
 
 @LOSSES.register
 class MaskedMseOptions(LossOptions):
-    """Term mse of a second forward pass with masked tokens."""
+    """Loss term `mse` of a second forward pass with masked tokens."""
 
     code: ClassVar[str] = "kairos.losses.terms:masked_mse"
     masks_tokens: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class MaskedMseOptions(LossOptions):
 
 @LOSSES.register
 class MaskedVbOptions(VbOptions):
-    """Term vb of the second forward pass with masked tokens."""
+    """Loss term `vb` of the second forward pass with masked tokens."""
 
     code: ClassVar[str] = "kairos.losses.terms:masked_vb"
     masks_tokens: ClassVar[bool] = True

@@ -13,7 +13,7 @@ class BackboneOptions(Component):
     """Base class of the options of a backbone.
 
     Attributes:
-        takes: conditions that the backbone can be conditioned on; None: any, for a backbone of a plugin.
+        takes: conditions that the backbone can be conditioned on; None: any.
         text_form: form in which the backbone takes a text; None: it takes none, or any form.
         masks: True if the backbone can hide tokens, which masked losses need.
     """
@@ -106,7 +106,7 @@ def check_multipliers(widths: list[int]) -> None:
 
 @BACKBONES.register
 class UNetOptions(SizedOptions):
-    """A U-Net as diffusers' UNet2DModel, which opens there; by default DDPM's for CIFAR-10, of 35.7 M parameters."""
+    """A U-Net as diffusers' UNet2DModel, which diffusers opens; by default DDPM's for CIFAR-10, of 35.7 M parameters."""
 
     code: ClassVar[str] = "kairos.models.unet:UNet"
     takes: ClassVar[tuple[str, ...] | None] = _WITHOUT_TEXT
@@ -131,7 +131,7 @@ class UNetOptions(SizedOptions):
         None, "initialisation of the weights, by the code that it is from"
     )
     null_class: bool = field(None, "add a row for no class to the table of classes; condition dropout needs it")
-    qkv: Literal["new", "legacy"] = field(None, "order of the rows of attention in published weights")
+    qkv: Literal["new", "legacy"] = field(None, "order of the rows of the q, k, v projection in published weights")
     conditions: list[str] = field([], "conditions the model takes: of class, low_resolution")
 
     def model_post_init(self, context: Any) -> None:

@@ -59,7 +59,7 @@ class DdpmOptions(SolverOptions):
 
 
 class OdeOptions(SolverOptions):
-    """Base class of the options of solvers of the ODE on the timesteps of latent diffusion's public code."""
+    """Base class of the options of solvers on the timesteps of latent diffusion's public code."""
 
     offset: Literal[0, 1] = field(0, "added to leading's timesteps (latent diffusion: 1)")
     end: Literal["image", "first"] = field("image", "first: end at the first timestep, as latent diffusion")
@@ -183,7 +183,7 @@ class SamplingConfig(Section):
 
     @property
     def nfe(self) -> int:
-        """Number of network evaluations per image; with guidance, each evaluates the network twice."""
+        """Number of evaluations per image; with guidance, each is two forward passes of the network."""
         last_interval = 1  # every solver evaluates the network once there
         return self.scheduler.evaluations * (self.steps - 1) + last_interval
 

@@ -1,7 +1,8 @@
 """The identity of a training run: the hash of everything that decides its trajectory, and of nothing else.
 
 The identity does not depend on the number of steps, milestones, segments, logging and paths. A longer run with an equal
-identity therefore resumes where the shorter one ended. This module imports no torch, because the workflow uses it.
+identity therefore resumes where the shorter one ended, unless its learning-rate schedule ends at the last milestone.
+This module imports no torch, because the workflow uses it.
 """
 
 from pathlib import Path

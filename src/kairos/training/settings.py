@@ -97,7 +97,7 @@ class DecaysOptions(ScheduleOptions):
 
 @SCHEDULES.register
 class InverseSqrtOptions(ScheduleOptions):
-    """Constant, then falling with the square root of the step, as EDM2's (Karras et al. 2024)."""
+    """Constant, then proportional to the inverse square root of the step, as EDM2's (Karras et al. 2024)."""
 
     code: ClassVar[str] = "kairos.training.optim:inverse_sqrt"
 
@@ -120,7 +120,7 @@ class DecayOptions(AverageOptions):
 
     name: str = "decay"
     decay: float = field(0.9999, "decay per step", ge=0, lt=1)
-    warmup: bool = field(True, "decay min(decay, (1 + n)/(10 + n)), so that early averages are not initial")
+    warmup: bool = field(True, "decay min(decay, (1 + n)/(10 + n)), so that early averages forget the initial weights")
     count_from: Literal[0, 1] = field(0, "n of the first step (ddpm-torch: 0, latent diffusion: 1)")
 
 
@@ -146,7 +146,10 @@ class PowerOptions(AverageOptions):
 
 
 class ProbeOptions(Component):
-    """Base class of the options of a probe: a measurement in steps that log, see `kairos.training.loop.StepResult`."""
+    """Base class of the options of a probe: a measurement in steps that log, see `kairos.training.loop.StepResult`.
+
+    The code is called as ``code(options)`` and returns the probe.
+    """
 
 
 PROBES: Components[ProbeOptions] = Components("probe")  # kairos has none of its own
@@ -195,7 +198,7 @@ class TrainingConfig(Section):
     )
     augment: float | None = field(
         None,
-        "probability of each of EDM's augmentations except flips, which always apply; null: no augmentation",
+        "probability of each of EDM's augmentations except x flips, whose probability is 1/2; null: no augmentation",
         ge=0,
         le=1,
     )
