@@ -1,7 +1,7 @@
 """Sections of an experiment file: their base class, fields and error messages.
 
 An experiment file consists of sections such as ``dataset`` or ``training``. Each is a pydantic model that derives from
-`Section`, usually in the module ``settings`` of the package that uses it. A section rejects unknown keys, and its values
+`Section`, usually in module ``settings`` of the package that uses it. A section rejects unknown keys, and its values
 cannot be changed. `field` declares a field with its meaning and limits; a field may select a component, see
 `kairos.components`.
 

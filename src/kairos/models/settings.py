@@ -106,7 +106,7 @@ def check_multipliers(widths: list[int]) -> None:
 
 @BACKBONES.register
 class UNetOptions(SizedOptions):
-    """A U-Net as diffusers' UNet2DModel, which diffusers opens; by default DDPM's for CIFAR-10, of 35.7 M parameters."""
+    """diffusers' UNet2DModel, which diffusers opens; by default DDPM's for CIFAR-10, of 35.7 M parameters."""
 
     code: ClassVar[str] = "kairos.models.unet:UNet"
     takes: ClassVar[tuple[str, ...] | None] = _WITHOUT_TEXT
