@@ -323,7 +323,7 @@ def test_microbatches_equal_the_whole_batch_with_a_masked_pass(make_masked_exper
 
 def train_rank(config: Path, out: Path, latents: Path) -> None:
     """Run one rank of a training run with the tiny backbone, without dropout, which is drawn per micro-batch."""
-    BACKBONES.add("masked_backbone", "test_published_diffusion:MaskedBackbone", MaskedBackboneOptions, masks=True)
+    BACKBONES.register(MaskedBackboneOptions)
     nn.Dropout.forward = lambda self, x: x
     assert main([*train_command(config, "speed", out, latents)[3:]]) == 0
 

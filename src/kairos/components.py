@@ -26,7 +26,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
 from kairos.library_components import LibraryComponent
-from kairos.section import Section
+from kairos.section import Section, check
 from kairos_timesteps import options
 from kairos_timesteps.errors import ConfigError, ValueRejected
 from kairos_timesteps.registry import Registry
@@ -108,10 +108,10 @@ class Components(UserDict[str, type[C]], Generic[C]):
         """Return the component with checked options from ``{"name": ..., option: ...}``.
 
         Raises:
-            ConfigError: there is no such component.
-            ValidationError: pydantic rejects an option.
+            ConfigError: there is no such component, or an option is unknown or has a value that is not allowed.
         """
-        return self.find(values["name"]).model_validate(dict(values))
+        name = values["name"]
+        return check(self.find(name), dict(values), f"{self.kind} {name}")
 
 
 def component(components: Components[Any] | Registry, default: str | None = None) -> "Selection":
@@ -174,7 +174,7 @@ class Selection:
         try:
             if isinstance(self.components, Registry):
                 return LibraryComponent.select(self.components, value)
-            selected: Component = self.components.select(value)
+            selected: Component = self.components.find(value["name"]).model_validate(value)
             return selected
         except ConfigError as error:
             raise ValueRejected(str(error)) from None
