@@ -102,7 +102,7 @@ def test_estimates_of_gradient_moments_are_unbiased():
     for seed in range(150):
         moments.append(
             compute_gradient_moments(
-                Constant(theta), as_process("linear"), torch.zeros(8, 4, 1, 1), [(0, 0.5), (0.5, 1)], seed=seed
+                Constant(theta), as_process("linear"), torch.zeros(8, 4, 1, 1), [(0.0, 0.5), (0.5, 1.0)], seed=seed
             )
         )
     variances = [estimate.variance for estimate in moments]
@@ -111,14 +111,14 @@ def test_estimates_of_gradient_moments_are_unbiased():
         values = np.array(values).reshape(150, -1)
         error = values.std(0) / 150**0.5
         assert (abs(values.mean(0) - truth) < 4 * error).all() and (error < 0.3).all()
-    many = compute_gradient_moments(Constant(theta), as_process("linear"), torch.zeros(3000, 4, 1, 1), [(0, 1)])
+    many = compute_gradient_moments(Constant(theta), as_process("linear"), torch.zeros(3000, 4, 1, 1), [(0.0, 1.0)])
     assert many.noise_scale[0] == pytest.approx(4 / norm, rel=0.25)  # tr Sigma / ||G||²
     assert many.cosines[0, 0] == 1
     opposite = compute_gradient_moments(
         Constant(theta),
         as_process("linear"),
         torch.zeros(4000, 4, 1, 1),
-        [(0, 0.5), (0.5, 1)],
+        [(0.0, 0.5), (0.5, 1.0)],
         loss=lambda batch: (batch.output[:, 0, 0, 0] - 9.0 * (1 - 2 * (batch.t >= 500))).square(),
     )
     assert opposite.cosines[0, 1] == pytest.approx(-1) and opposite.variance == pytest.approx([0, 0], abs=1e-3)
