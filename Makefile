@@ -75,9 +75,9 @@ gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, 
 	  PYTHONPATH=src:library/src:$$packages $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
 	done; exit $$status
 
-gpu-wheels:  ## pydantic's wheels for a GPU machine without a network, which has Python GPU_PYTHON
+gpu-wheels:  ## wheels of pydantic and jaxtyping for a GPU machine without a network, which has Python GPU_PYTHON
 	@$(PYTHON) -m pip download --quiet --dest wheels --only-binary=:all: --python-version $(GPU_PYTHON) \
-	  --platform manylinux2014_x86_64 "pydantic>=2" && ls wheels
+	  --platform manylinux2014_x86_64 pydantic jaxtyping && ls wheels
 
 ui: setup  ## look at the imported runs in MLflow (FLAGS="--port 5001 --no-open")
 	@exec $(BIN)/kairos ui $(FLAGS)

@@ -17,14 +17,14 @@ ABSENT = {
 }  # fmt: skip
 BLOCK = f"""
 import sys
-class Bare:  # hides these packages, and all metadata except that of torch and numpy
+class Bare:  # hides these packages, and all metadata except that of torch, numpy and jaxtyping
     def __init__(self, finder):
         self.finder = finder
     def find_spec(self, name, path=None, target=None):
         return None if name.split(".")[0] in {ABSENT} else self.finder.find_spec(name, path, target)
     def find_distributions(self, *context):
         distributions = getattr(self.finder, "find_distributions", lambda *_: ())(*context)
-        return (each for each in distributions if each.name in ("torch", "numpy"))
+        return (each for each in distributions if each.name in ("torch", "numpy", "jaxtyping"))
 sys.meta_path[:] = map(Bare, sys.meta_path)
 """
 

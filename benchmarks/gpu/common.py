@@ -1,7 +1,7 @@
 """Shared code of the GPU benchmarks: rows with a time budget and a JSON record, synthetic data, interleaved timing.
 
-Only torch, numpy and pydantic are needed; `packages.py` finds or installs the last one. A row that needs diffusers is
-skipped with a message if diffusers is not installed.
+Only torch, numpy, pydantic and jaxtyping are needed; `packages.py` finds or installs the last two. A row that needs
+diffusers is skipped with a message if diffusers is not installed.
 """
 
 import argparse

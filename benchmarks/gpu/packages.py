@@ -3,8 +3,8 @@
     PYTHONPATH=$(python benchmarks/gpu/packages.py) ...
 
 The wheels in the folder $WHEELS are unpacked, for a machine without a network; ``make gpu-wheels`` downloads them.
-Without $WHEELS, pip installs pydantic if Python does not find it. Both go to a folder below the user's cache, and no
-installed package changes.
+Without $WHEELS, pip installs pydantic and jaxtyping if Python does not find both. Both ways fill a folder below the
+user's cache, and no installed package changes.
 """
 
 import hashlib
@@ -15,26 +15,27 @@ import sys
 import zipfile
 from pathlib import Path
 
+REQUIRED = ("pydantic", "jaxtyping")  # pure Python, except the core of pydantic
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def find_packages() -> str:
-    """Return the folder of unpacked wheels or of pydantic, after filling it; empty if neither is needed.
+    """Return the folder of unpacked or installed packages, after filling it; empty if none is needed.
 
     Raises:
-        SystemExit: there are no wheels in $WHEELS, or pip cannot install pydantic.
+        SystemExit: there are no wheels in $WHEELS, or pip cannot install the packages.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kairos"
     if wheels := os.environ.get("WHEELS"):
         return str(_unpack_wheels(Path(wheels), cache))
-    if importlib.util.find_spec("pydantic"):
+    if all(map(importlib.util.find_spec, REQUIRED)):
         return ""
     folder = cache / f"gpu-packages-{VERSION}"
-    if not (folder / "pydantic").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "pydantic>=2"]
+    if not all((folder / name).is_dir() for name in REQUIRED):
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), *REQUIRED]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             raise SystemExit(
-                "pydantic: not installed, and pip cannot install it. On a machine with a network run "
+                f"{' and '.join(REQUIRED)}: missing, and pip cannot install them. On a machine with a network run "
                 f"`make gpu-wheels GPU_PYTHON={VERSION}`, copy wheels/ here, and run `WHEELS=wheels make gpu`"
             )
     return str(folder)
