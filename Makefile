@@ -75,7 +75,7 @@ gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, 
 	  PYTHONPATH=src:library/src:$$packages $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
 	done; exit $$status
 
-gpu-wheels:  ## wheels of pydantic and jaxtyping for a GPU machine without a network, which has Python GPU_PYTHON
+gpu-wheels:  ## download wheels of pydantic and jaxtyping for a GPU machine without a network, whose Python is GPU_PYTHON
 	@$(PYTHON) -m pip download --quiet --dest wheels --only-binary=:all: --python-version $(GPU_PYTHON) \
 	  --platform manylinux2014_x86_64 pydantic jaxtyping && ls wheels
 

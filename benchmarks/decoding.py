@@ -10,9 +10,9 @@ Columns:
     source: folder or zip.
     pixels: short side of the files.
     resolution: side of the prepared images.
-    threads: number of threads that the ratio is of.
+    threads: number of threads that is compared with one.
     images_per_s_one, images_per_s: fastest round with one thread and with several.
-    ratio: their ratio.
+    ratio: images_per_s over images_per_s_one.
     cpu_ratio: CPU time of several threads over one thread.
 """
 

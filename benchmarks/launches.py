@@ -7,7 +7,8 @@ kernel, except views. Real operations start one kernel or several, such as a con
 therefore a lower bound for the network, and the share an upper bound. A kernel of Triton counts as one.
 
 The networks are the CIFAR-10 U-Net on 32x32 pixels with flips, and DiT-S/2 with classes on 4x32x32 latents. Columns:
-    network: kernels of the network's forward and backward passes.
+    model: name of the network.
+    network: kernels of its forward and backward passes.
     kairos: all other kernels of a step that neither logs nor draws the timesteps of the next 16 steps.
     share: kairos over network.
     logging: further kernels of a step that logs.

@@ -272,7 +272,7 @@ class Run:
         method, seed: the training run.
         identity: its identity.
         config_text: the whole resolved experiment as indented JSON.
-        parts: what the identity is the hash of.
+        parts: the values whose hash is the identity.
     """
 
     def __init__(self, method: str, seed: int, identity: str, config_text: str, parts: Row):

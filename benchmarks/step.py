@@ -120,7 +120,7 @@ def measure(name: str, data: Data, rounds: int) -> dict[str, Any]:
     variants = {"kairos": kairos, "bare": Bare(trainings[1], None), "fused": Bare(trainings[2], True)}
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     count = CASES[name][3]
-    for loop in variants.values():  # what happens once
+    for loop in variants.values():  # warm-up
         loop.steps(3)
     for number in range(rounds):
         names = list(variants)

@@ -346,8 +346,12 @@ def test_shards_in_float16_equal_one_job_and_do_not_mix_with_float32(results):
     joined = encode_half(results, "joined", parts=[results / "half1", results / "half2"])
     assert joined["files"] == whole["files"] and joined["content_sha256"] == whole["content_sha256"]
     dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
-    with pytest.raises(KairosError):
+    with pytest.raises(KairosError, match="half1"):
         encode(dataset, codec, results / "mixed", True, 16, parts=[results / "half1", results / "half2"])
+    for number in (1, 2):
+        encode(dataset, codec, results / f"full{number}", True, 16, shard=Shard(number, 2))
+    with pytest.raises(KairosError, match="full1"):
+        encode_half(results, "mixed", parts=[results / "full1", results / "full2"])
 
 
 def test_latents_beyond_the_range_of_float16_are_rejected(results):

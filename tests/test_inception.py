@@ -42,7 +42,7 @@ def test_an_evaluation_does_not_rewrite_a_cached_extractor(cached_extractor):
 
 
 def test_a_damaged_cached_extractor_is_replaced_atomically(cached_extractor, monkeypatch):
-    """Its manifest exists at all times, also during the search for the weights."""
+    """The manifest of the extractor exists at all times, also during the search for the weights."""
     damaged = cached_extractor / inception_weights.NAME
     damaged.unlink()  # a hard link of the weights
     damaged.write_bytes(b"other")

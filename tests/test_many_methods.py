@@ -57,6 +57,9 @@ def test_a_record_reader_reads_what_read_json_reads_and_shares_the_field(tmp_pat
         {"config": {"methods": {"a": {"x": 2}}}, "step": 3},
         {"inner": {"config": {"methods": {"a": {"x": 2}}}}, "config": {"methods": {}}},
         {"inner": {"config": {"methods": {"a": {"x": 2}}}}},
+        {"a": {"config": {"x": 1}}, "config": None},
+        {"config": 1},
+        {"config": 12},
         {"config": None, "step": 4},
         {"step": 5},
     ]

@@ -247,7 +247,7 @@ def test_a_kill_while_threads_decode_leaves_no_data_set(tmp_path, use_threads, s
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Reads of array files that take a millisecond; the set of threads that read."""
+    """Delay each read of an array file by a millisecond, and return the set of threads that read."""
     real_read, readers = os.preadv, set()
 
     def read_slowly(*arguments):

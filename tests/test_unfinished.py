@@ -85,6 +85,18 @@ def test_damaged_results_and_those_of_another_run_do_not_count(tree):
     assert collected.runs_of("min_snr")[1].metrics.empty  # the metrics are of the earlier run
 
 
+def test_a_damaged_table_of_a_strategy_excludes_its_snapshot_alone(tree):
+    """Damaged metrics leave out the metrics of their run, and its snapshots count."""
+    _, results = tree
+    (results / "uniform/seed0/milestones/0000200/strategy.csv").write_text("")
+    (results / "min_snr/seed1/metrics.jsonl").write_text("{")
+    collected = collect(load(tree[0]), results, unfinished=True)
+    steps = {(run.method, run.seed): [snapshot.step for snapshot in run.snapshots] for run in collected.runs}
+    assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 1] == [0, 100, 200, 400]
+    assert any("strategy.csv" in line or "damaged" in line for line in collected.missing)
+    assert collected.runs_of("min_snr")[1].metrics.empty
+
+
 def test_snapshots_with_other_settings_do_not_count(tree):
     text = tree[0].read_text()
     tree[0].write_text(text.replace("  min_snr:\n    sampler: uniform\n", "  min_snr:\n    sampler: log_normal\n"))

@@ -146,6 +146,17 @@ for steps in all_steps:
             words = torch.full((len(steps), len(index), -(-count // 4), 4), -1)
             philox_triton.write_words(words, steps, index, key)
             assert torch.equal(words.flatten(2)[..., :count], stream.words(steps, index, count)), (steps, index, count)
+
+# the words of a device are compared before they are used, and a kernel with other words is rejected
+randomness._load_kernel("cpu")
+randomness._load_kernel.cache_clear()
+philox_triton.write_words = lambda words, *arguments: words.zero_()
+try:
+    randomness._load_kernel("cpu")
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("a kernel with wrong words is used")
 """
 
 

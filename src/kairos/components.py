@@ -101,7 +101,8 @@ class Components(UserDict[str, type[C]], Generic[C]):
             ConfigError: there is no such component; the message lists those that exist.
         """
         if name not in self.data:
-            raise ConfigError(f"unknown {self.kind} {name!r}{options.instead(str(name), self.data)}")
+            alternatives = options.instead(str(name), self.data) if self.data else "; there is none"
+            raise ConfigError(f"unknown {self.kind} {name!r}{alternatives}")
         return self.data[name]
 
     def select(self, values: Mapping[str, Any]) -> C:

@@ -115,7 +115,7 @@ def read_json(path: Path | str) -> dict[str, Any]:
 
 
 class RecordReader:
-    """Reader of JSON files with a large field that many of them share: equal text of the field is parsed once.
+    """Reader of JSON files that share a large field: the field is parsed only if it differs from the previous file's.
 
     The records of an experiment's snapshots, for example, all contain the settings of all of its methods. The records
     then share the value of the field, which must not be changed.
@@ -134,13 +134,14 @@ class RecordReader:
         with _report_damage(path):
             text = Path(path).read_bytes().decode()
             start = text.find(self._key) + len(self._key)
-            if start < len(self._key):  # the file does not have the field
+            is_object = start >= len(self._key) and text.startswith("{", start)
+            if not is_object:  # the file does not have the field, or a value that is no object
                 return _create_record(json.loads(text), path)
             if not self._text or not text.startswith(self._text, start):
                 self._value, end = json.JSONDecoder().raw_decode(text, start)
                 self._text = text[start:end]
             fields = json.loads(f"{text[:start]}null{text[start + len(self._text) :]}")
-            if fields.get(self._field, self) is not None:  # the key was that of a nested object
+            if fields.get(self._field, self) is not None or text.count(self._key) > 1:  # the key of a nested object
                 return _create_record(json.loads(text), path)
             return _create_record({**fields, self._field: self._value}, path)
 

@@ -35,9 +35,9 @@ def count_job_threads() -> int:
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
     """Yield ``function(item)`` for all items, in their order; several threads compute ahead if the calls are slow.
 
-    The results and the first error are those of a loop in one thread. A few items per thread are in flight, so memory
-    does not grow with the number of items. Threads start after two consecutive slow calls: fast calls, such as
-    decoding images of 8×8 pixels, would only wait for Python's lock.
+    The results and the first error of a call are those of a loop in one thread. A few items per thread are in flight,
+    so memory does not grow with the number of items. Threads start after two consecutive slow calls: fast calls, such
+    as decoding images of 8×8 pixels, would only wait for Python's lock.
 
     Args:
         function: function that several threads may call at a time.
@@ -77,7 +77,8 @@ def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
     """Call a function that reads data for all items; many threads call it if the reads are slow.
 
     Reads of a network file system take about a millisecond each, whatever their size, so waiting for several at a
-    time is faster. Threads start after two consecutive slow reads. Reads from memory never start threads.
+    time is faster. Threads start after two consecutive slow reads. Short reads from memory are faster than
+    that, and start no threads.
 
     Args:
         read: function that several threads may call at a time; the order of the calls does not matter.

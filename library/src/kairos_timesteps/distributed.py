@@ -46,7 +46,7 @@ def batch_group(group: Any) -> Group:
     process_group: Group = group
     if group is not None:
         try:
-            # for a process outside of it, new_group returns a marker
+            # torch's new_group returns a marker instead of a group to processes outside the group
             member = ranks(process_group) > 0 and rank(process_group) >= 0
         except ValueError:  # a group that exists elsewhere
             member = False

@@ -22,7 +22,7 @@ class _WithoutWrappers:
 class Adam(_WithoutWrappers, torch.optim.Adam):
     """Adam (Kingma and Ba 2015)."""
 
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))  # the wrapper would also switch gradients off
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))  # no_grad replaces what torch's wrapper does
 
 
 class AdamW(_WithoutWrappers, torch.optim.AdamW):

@@ -1,6 +1,7 @@
 """Philox4x32-10 as one kernel of Triton, for GPUs: torch's integer operations take about a hundred kernels a draw.
 
-`kairos_timesteps.randomness` uses this module where Triton is installed. Both give equal integers.
+`kairos_timesteps.randomness` uses this module where Triton is installed. The kernel and torch's
+operations give equal integers.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ Index: TypeAlias = range | Tensor
 Step: TypeAlias = int | range | Tensor
 Device: TypeAlias = "torch.device | str"
 Kind: TypeAlias = Callable[[Tensor], Tensor]
+WriteWords: TypeAlias = Callable[[Tensor, range, Index, tuple[int, int]], None]  # of philox_triton
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -160,33 +162,43 @@ def _fused_words(stream: Stream, step: Step, index: Index, count: int, device: s
     """Words computed by one kernel of Triton; None where that is not possible."""
     if not device.startswith("cuda") or isinstance(step, torch.Tensor) or torch.compiler.is_compiling():
         return None
-    kernels = _triton_kernels() if torch.cuda.is_initialized() else None  # False on a simulated device
-    if kernels is None:
+    if _FAILED or not torch.cuda.is_initialized():  # a simulated device does not initialise CUDA
         return None
-    steps = range(step, step + 1) if isinstance(step, int) else step
-    index = index if isinstance(index, range) else index.to(device)
-    words = torch.empty((len(steps), len(index), -(-count // 4), 4), dtype=torch.int64, device=device)
     try:
-        with torch.cuda.device(words.device):
-            kernels.write_words(words, steps, index, _KEYS[stream.seed, stream.name][0][2])
+        with torch.cuda.device(device):
+            write_words = _load_kernel(device)
+            return None if write_words is None else _write(write_words, stream, step, index, count, device)
     except Exception as error:  # a GPU that Triton does not support, no compiler for its launcher
-        _triton_kernels.cache_clear()
         _FAILED.append(error)
-        warnings.warn(f"random numbers without Triton, by about a hundred kernels a draw: {error}", stacklevel=2)
+        reason = f"Triton failed; torch computes random numbers, with about a hundred kernels a draw: {error}"
+        warnings.warn(reason, stacklevel=2)
         return None
+
+
+def _write(write_words: WriteWords, stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor:
+    """Return the words that a kernel of Triton writes, int64 (steps, n, count)."""
+    steps = step if isinstance(step, range) else range(int(step), int(step) + 1)
+    samples = index if isinstance(index, range) else torch.as_tensor(index).to(device)
+    words = torch.empty((len(steps), len(samples), -(-count // 4), 4), dtype=torch.int64, device=device)
+    write_words(words, steps, samples, _KEYS[stream.seed, stream.name][0][2])
     return words.flatten(2)[..., :count]
 
 
 @functools.cache
-def _triton_kernels() -> Any:
-    """The module of Triton's kernels; None if Triton is not installed or has failed."""
-    if _FAILED:
+def _load_kernel(device: str) -> WriteWords | None:
+    """Return the function that runs Triton's kernel, after a comparison on the device; None if Triton is missing.
+
+    Raises:
+        RuntimeError: the kernel's words differ from those of the CPU.
+    """
+    if importlib.util.find_spec("triton") is None:
         return None
-    try:
-        from kairos_timesteps import philox_triton
-    except ImportError:
-        return None
-    return philox_triton
+    from kairos_timesteps.philox_triton import write_words
+
+    stream, samples = Stream(0, "Triton"), range(3, 300, 7)
+    if not torch.equal(_write(write_words, stream, 7, samples, 6, device).cpu(), _words(stream, 7, samples, 6, "cpu")):
+        raise RuntimeError("its random numbers differ from those of the CPU")
+    return write_words
 
 
 def _numbers(

@@ -29,7 +29,7 @@ from kairos_timesteps.randomness import Stream
 TableRow = dict[str, Any]
 Level = tuple[TableRow, tuple[float, float]]  # columns that describe the level, and its fractions of the process
 Metric = Sequence[Tensor] | None  # diagonal metric, a tensor per parameter; None: the Euclidean one
-_LOSSES: dict[str, Metric] = {"training": None, "vlb": None}  # losses, with None: gradients without a diagonal metric
+_LOSSES: dict[str, Metric] = {"training": None, "vlb": None}  # measured losses, each in the Euclidean metric
 
 
 def even_levels(bins: int) -> list[Level]:

@@ -132,7 +132,7 @@ def estimate_cost(
     channels, _, _ = data.x0_shape
     process = build_process(
         experiment.diffusion.process, experiment.diffusion.prediction, sigma_data=1.0
-    )  # costs do not depend on it
+    )  # costs do not depend on sigma_data
 
     images_per_process = math.ceil(training.batch_size / training.processes)
     microbatch = min(training.microbatch or images_per_process, images_per_process)

@@ -75,7 +75,10 @@ class Batches:
     augment: float | None = None
 
     def steps(self, first: int, end: int) -> Iterator[Batch]:
-        """Yield the batches of steps `first` ... `end` - 1; a thread reads files of the next two steps."""
+        """Yield the batches of steps `first` ... `end` - 1.
+
+        A thread reads the data of the next two steps, unless training runs on the CPU with all data in memory.
+        """
         if self.device.type == "cpu" and self.latents.are_in_memory:
             for step in range(first, end):
                 yield self._to_device(step, *self._read(step))

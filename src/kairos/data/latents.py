@@ -21,7 +21,7 @@ from kairos.shapes import Images
 from kairos_timesteps.errors import KairosError
 
 _MOST_MEASURED = 2000  # images that `Latents.measure_sigma_data` reads
-_SMALL = 16 * 2**20  # bytes of an array that `Latents.with_small_arrays_in_memory` reads
+_SMALL = 16 * 2**20  # largest size in bytes of an array that `Latents.with_small_arrays_in_memory` loads
 
 
 @dataclass(frozen=True)

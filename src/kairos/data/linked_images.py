@@ -5,11 +5,11 @@ double the disk space. Until the reference is complete, a temporary copy of the 
 in each stage. There is no copy on a disk with little space, and the copy may be deleted at any time.
 """
 
-import functools
 import hashlib
 import math
 import os
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import DamagedError, KairosError
 
 TEMPORARY_COPY = ".tmp-pixels.npy"  # in the folder of the data set; the name is one that DVC ignores
-_LEAST_FREE_SPACE = 10  # sizes of a temporary copy that have to be free on its disk
+_LEAST_FREE_SPACE = 10  # a temporary copy is created if this many copies fit in the free space
+_LARGEST_COPY = 32 * 2**30  # bytes of a temporary copy; file systems that many users share have quotas
 _ADVICE = "bring it back as it was, or make the folder again with: kairos prepare"
 
 
@@ -34,13 +35,14 @@ def checksum(pixels: np.ndarray) -> np.ndarray:
 
 
 def create_temporary_copy(folder: Path, shape: tuple[int, ...]) -> ArrayFile | None:
-    """Create the file of a temporary copy of decoded images; return None if its disk has little space.
+    """Create the file of a temporary copy of decoded images; return None if it is large or its disk has little space.
 
     Args:
         folder: folder of the prepared data set.
         shape: (count, height, width, channels) of the images.
     """
-    if math.prod(shape) * _LEAST_FREE_SPACE > shutil.disk_usage(folder).free:
+    size = math.prod(shape)
+    if size > _LARGEST_COPY or size * _LEAST_FREE_SPACE > shutil.disk_usage(folder).free:
         return None
     try:
         return create_array(folder / TEMPORARY_COPY, shape, np.uint8)
@@ -76,6 +78,8 @@ class LinkedImages:
         self._checksums = open_array(folder / "checksums.npy", command)
         self._names = open_array(folder / "names.npy", command)
         self._copy = self._open_copy()
+        self._opened_source: Source | None = None
+        self._source_lock = threading.Lock()
 
     def __len__(self) -> int:
         return int(self.shape[0])
@@ -131,9 +135,16 @@ class LinkedImages:
             raise DamagedError(f"{name} has changed since kairos prepare; {_ADVICE}")
         return pixels
 
-    @functools.cached_property
+    @property
     def _source(self) -> Source:
-        """The source of the images, after a check that all their names are unchanged."""
+        """The source of the images, which the first of several threads opens."""
+        with self._source_lock:
+            if self._opened_source is None:
+                self._opened_source = self._open_source()
+            return self._opened_source
+
+    def _open_source(self) -> Source:
+        """Open the source of the images, and check that all their names are unchanged."""
         try:
             source = open_source(self._config)
         except KairosError as error:

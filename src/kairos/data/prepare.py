@@ -160,6 +160,7 @@ def _delete_old_files(out: Path) -> None:
     (out / "conditions").mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
     delete_temporary_copy(out)
+    (out / _TEMPORARY).unlink(missing_ok=True)  # of a call that failed or was killed
     for name in _ARRAYS:
         (out / f"{name}.npy").unlink(missing_ok=True)
     for file in out.glob("conditions/*.npy"):

@@ -415,7 +415,7 @@ def _read_run(
     """
     folder = expected.results / method / f"seed{seed}"
     errors: list[KairosError] = []
-    snapshots = _read_snapshots(expected, method, seed, reference, errors)
+    snapshots = _read_snapshots(expected, method, seed, reference, errors, unfinished)
     metrics_file, record = None, Record()
     if unfinished and snapshots:
         newest = snapshots[-1]
@@ -425,6 +425,8 @@ def _read_run(
         run_record = _read(folder / "training.json", "train")
         published_metrics = _read(folder / "metrics.jsonl", "train", Path)
         if not unfinished or run_record["identity"] == record.get("identity"):
+            if unfinished:
+                _read(published_metrics, "train", _read_json_lines)  # raises an error if the file is damaged
             record, metrics_file = run_record, published_metrics
     timing_file = folder / "timing.jsonl"
     timing = _read(timing_file, "train", _read_json_lines) if timing_file.exists() else []
@@ -441,9 +443,18 @@ def _read_run(
 
 
 def _read_snapshots(
-    expected: ExpectedSettings, method: str, seed: int, reference: Record, errors: list[KairosError]
+    expected: ExpectedSettings,
+    method: str,
+    seed: int,
+    reference: Record,
+    errors: list[KairosError],
+    unfinished: bool,
 ) -> list[SnapshotResults]:
-    """Read the valid snapshots of a run; append an error to `errors` for each one that is missing or outdated."""
+    """Read the valid snapshots of a run; append an error to `errors` for each one that is missing or outdated.
+
+    If `unfinished`, a snapshot with a damaged table of its strategy is left out, too. Otherwise its table is read when
+    a figure needs it, and ends the report.
+    """
     folder = expected.results / method / f"seed{seed}"
     snapshots = []
     for step in expected.experiment.milestones:
@@ -451,7 +462,10 @@ def _read_snapshots(
             path = folder / "milestones" / step_name(step) / "milestone.json"
             if changes := expected.find_changes(method, seed, path):
                 raise OutdatedError(format_changes(changes))
-            snapshots.append(_read_snapshot(expected, folder, step, reference))
+            snapshot = _read_snapshot(expected, folder, step, reference)
+            if unfinished:
+                _ = snapshot.strategy_table  # raises an error if the file is damaged
+            snapshots.append(snapshot)
     return snapshots
 
 

@@ -32,7 +32,7 @@ from kairos.report.ranking import NOT_MOVED, Curve, build_curve, distance_from_s
 from kairos.report.shown_methods import MOST_SHOWN
 
 _POINTS = 1500  # points of a line; more are not visible
-_LABELLED_LINES = 5  # of a panel of a swept option that has too many lines
+_LABELLED_LINES = 5  # named lines in a panel with more than MOST_SHOWN lines
 _SWEEP_LOOK: Look = {"color": MUTED, "marker": "o", "linestyle": "-"}  # of a line without a method that has a look
 _STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
 
@@ -162,7 +162,7 @@ def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None
     Args:
         axes: axes to draw into.
         curves: curves of the methods.
-        unit_seconds: unit of an x axis of training time, which is the mean over methods; None: the x axis is of steps.
+        unit_seconds: seconds per unit of the x axis, the training time averaged over methods; None: x is the step.
     """
     means = pd.concat([pd.Series(curve.mean, curve.steps) for curve in curves], axis=1).sort_index()
     x = means.index.to_numpy(float)
@@ -262,7 +262,7 @@ def _select_sweep_lines(results: Results, lines: dict[str, dict[str, str]]) -> s
 
     Args:
         results: results of the experiment.
-        lines: method by value of the option, by name without the option.
+        lines: for each line, named without the option, its methods by value of the option.
     """
     if len(lines) <= MOST_SHOWN:
         return set(lines)
@@ -278,7 +278,7 @@ def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
     """Return the position on the x axis of each value of an option: the number itself, or its index in the order.
 
     Args:
-        lines: method by value of the option, by name without the option.
+        lines: for each line, named without the option, its methods by value of the option.
     """
     values = list(dict.fromkeys(value for method_by_value in lines.values() for value in method_by_value))
     numbers = pd.to_numeric(pd.Series(values), errors="coerce")  # NaN: not a number

@@ -142,7 +142,7 @@ def _shorten(warnings: list[str], subject: str) -> Iterator[str]:
 
     Args:
         warnings: the warnings.
-        subject: what follows this number.
+        subject: end of the sentence that begins with the number of omitted warnings.
     """
     shown = warnings if len(warnings) <= _MOST_WARNINGS else warnings[:5]
     yield from shown

@@ -55,7 +55,7 @@ class Label:
 
 
 def assign_looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
-    """Assign each method that figures show a look by its position in the configuration; the baseline is black."""
+    """Assign a look to each shown method by its position in the configuration; the baseline is black."""
     others = [method for method in methods if method != baseline]
     # a colour has one marker, and the dash changes after all colours; () repeats the cycle without end
     all_looks = (_DASHES * (_COLORS + _MARKERS))()

@@ -83,7 +83,7 @@ def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
 
 
 def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
-    """Return section `sampling` of a snapshot with fields replaced and a definite solver, and the snapshot's record.
+    """Return a snapshot's section `sampling` with overrides and without spacing ``auto``, and the snapshot's record.
 
     Raises:
         KairosError: the snapshot is missing.
@@ -117,7 +117,7 @@ class _SnapshotSampler:
     Attributes:
         milestone: folder of the snapshot.
         record: record of the snapshot.
-        options: section `sampling`, with a solver that has a definite spacing.
+        options: section `sampling`, whose solver has a spacing other than ``auto``.
         conditions: conditions by image index.
         guidance: classifier-free guidance.
         autoencoder: folder of the autoencoder, see `SamplingRequest`.

@@ -231,7 +231,7 @@ def find_git_commit() -> str | None:
 
 @cache
 def _find_git_commit(folder: Path) -> str | None:
-    """Return the commit of a folder when it was asked for first; None if it is no git repository."""
+    """Return the commit of a folder, as read at the first call of this process; None if it is no git repository."""
     command = ["git", "rev-parse", "HEAD"]
     try:
         answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)

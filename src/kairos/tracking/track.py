@@ -3,6 +3,7 @@
 A failing import is logged and stops nothing. A second import finds runs by their tags and logs what is missing.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +154,19 @@ def _write_run(
 ) -> str:
     """Create an MLflow run, or log the missing content of a present one, and return its id.
 
-    Of several present runs the first is kept, and the others are moved to MLflow's trash.
+    If several runs are present, the first is kept and the others are moved to MLflow's trash.
     """
+    from mlflow import MlflowException
+
     first, *duplicates = present.get(_key_of(content), [None])
     if first is None:
         start = min(point.timestamp for point in content.points)
-        return mlflow_store.create_run(client, experiment_id, content, start)
+        if not client.tracking_uri.startswith("http"):  # the lock of the database keeps other imports away
+            return mlflow_store.create_run(client, experiment_id, content, start)
+        first = mlflow_store.find_or_create_run(client, experiment_id, content, start)
     for duplicate in duplicates:
-        client.delete_run(duplicate.info.run_id)
+        with suppress(MlflowException):  # another job has deleted it
+            client.delete_run(duplicate.info.run_id)
     if first.data.tags.get(_CONTENT) != content.digest:
         mlflow_store.log_missing(client, first, content)
     return str(first.info.run_id)

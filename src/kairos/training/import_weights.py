@@ -78,7 +78,7 @@ def import_weights(
 
     Args:
         file: weights, see `models.published_weights.read_published`.
-        run: settings of a training run with model and diffusion of the weights; its experiment also has sampling.
+        run: settings with the model and diffusion of the weights; its experiment must contain section `sampling`.
         out: folder of the snapshot.
         latents: folder of latents that the weights fit; provides shape, conditions and autoencoder.
         autoencoder: folder of the autoencoder that the weights fit; provides the shape.

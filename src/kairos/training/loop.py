@@ -37,7 +37,8 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
         end: number of completed steps at which training ends.
 
     Raises:
-        DivergedError: the loss or the gradient of a step is not finite; the step has not changed the weights.
+        DivergedError: the loss or the gradient of a step is not finite. On a CPU, the step has not changed the weights;
+            on a GPU, an earlier step that did not log may have.
     """
     interval = log_interval(training.settings.log_every, training.device.type)
     for batch in training.batches.steps(training.step, end):
@@ -254,7 +255,7 @@ def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted:
 
 
 def _add(values: list[Tensor]) -> Tensor:
-    """Return the sum of tensors; of a single one without any operation, which would cost a small model's step."""
+    """Return the sum of tensors; a single tensor is returned as it is, because an operation slows a small model."""
     total = values[0]
     for value in values[1:]:
         total = total + value
@@ -295,6 +296,6 @@ def divergence_error(step: int, metrics: dict[str, Any] | None = None) -> Diverg
     if metrics is not None:
         values = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
     return DivergedError(
-        f"step {step + 1}: {values}: not finite; training stopped before the weights changed, and the last good state "
-        "is kept. Try a lower training.optimizer.lr, warm-up, or precision fp32"
+        f"step {step + 1}: {values}: not finite, in this step or since the last logged one; training stopped, and the "
+        "last checkpoint is kept. Try a lower training.optimizer.lr, warm-up, or precision fp32"
     )

@@ -172,7 +172,7 @@ def _network_modules(experiment: Experiment) -> list[str]:
 
 
 def _dump(section: Section | None, leave_out: Collection[str] = ()) -> Fields:
-    """Return the fields of a section as plain values, except those with some names."""
+    """Return the fields of a section as plain values, except those in `leave_out`; empty if there is no section."""
     if section is None:
         return {}
     return section.model_dump(mode="json", exclude=set(leave_out))

@@ -31,8 +31,9 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
     """
     if prediction not in PREDICTIONS:
         raise ConfigError(f"prediction: got {prediction!r}, allowed: {', '.join(PREDICTIONS)}")
-    if isinstance(process, Process):
-        return process
+    if isinstance(process, Process) or (hasattr(process, "times") and hasattr(process, "schedule")):
+        look_alike: Process = process  # users may pass a process that derives from no class of kairos
+        return look_alike
     if isinstance(process, str):
         if process in CONTINUOUS:
             continuous: Process = PROCESSES[process].load()(prediction=prediction)

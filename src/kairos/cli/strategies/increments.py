@@ -12,7 +12,7 @@ from kairos_timesteps.diffusion.registries import PROCESSES as FORWARD_PROCESSES
 _TABLE_COLUMNS = {  # header by attribute of `Increments`
     "mean": "mean / x0",
     "variance": "variance",
-    "own_variance": "given x0",
+    "own_variance": "variance given x0",
     "variance_bound": "variance >=",
     "change": "change per t",
     "magnitude": "magnitude",

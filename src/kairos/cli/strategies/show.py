@@ -29,7 +29,12 @@ _MOST_EXACT = 1e15  # integers below are exact in float64
 
 
 class ForwardProcess(NamedTuple):
-    """A forward process, and the prediction target of the network."""
+    """Settings of a forward process.
+
+    Attributes:
+        process: name and options of the process.
+        prediction: prediction target of the network; None: the process has only one.
+    """
 
     process: LibraryComponent
     prediction: str | None
