@@ -195,7 +195,7 @@ def _load_kernel(device: str) -> WriteWords | None:
         return None
     from kairos_timesteps.philox_triton import write_words
 
-    stream, samples = Stream(0, "Triton"), range(3, 300, 7)
+    stream, samples = Stream(0, "timesteps"), range(3, 300, 7)
     if not torch.equal(_write(write_words, stream, 7, samples, 6, device).cpu(), _words(stream, 7, samples, 6, "cpu")):
         raise RuntimeError("its random numbers differ from those of the CPU")
     return write_words
