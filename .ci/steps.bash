@@ -5,7 +5,7 @@
 #   finish NAME...          wait for steps that were started
 #   finish_all              wait for all of them, and print the seconds of the whole
 #
-# Each step prints its name and its seconds. The first step that fails ends the script, with the output and the exit
+# Each step prints its name, its seconds and the seconds of CPU of its processes (without daemons). The first step that fails ends the script, with the output and the exit
 # code of that step; steps that still run are killed. No step reads from standard input.
 export OMP_NUM_THREADS=1
 export TORCHINDUCTOR_COMPILE_THREADS=1  # without a pool of processes, each of which imports torch
@@ -44,11 +44,21 @@ begin() {
   [ -z "${began[$name]:-}" ] || { printf 'two steps have the name %s\n' "$name" >&2; exit 2; }
   began[$name]=$SECONDS
   if [ "$name" = "$foreground" ]; then
-    ("$@") </dev/null &
+    (record_cpu "$name" && "$@") </dev/null &
   else
-    ("$@") </dev/null >"$(output_of "$name")" 2>&1 &
+    (record_cpu "$name" && "$@") </dev/null >"$(output_of "$name")" 2>&1 &
   fi
   running[$!]="$name"
+}
+
+# at its end, a step writes the CPU time of its own process and of its children
+record_cpu() {
+  trap "times >'$(output_of "$1").cpu'" EXIT
+}
+
+cpu_seconds() {
+  awk '{ for (i = 1; i <= NF; i++) { split($i, time, /[ms]/); total += 60 * time[1] + time[2] } }
+       END { printf "%.0f", total }' "$(output_of "$1").cpu" 2>/dev/null || printf '?'
 }
 
 step() {
@@ -92,7 +102,7 @@ end_of_next() {
     printf '== %s: failed with exit code %d after %d s\n' "$name" "$status" "$seconds" >&2
     exit "$status"
   fi
-  printf '== %s: %d s\n' "$name" "$seconds"
+  printf '== %s: %d s, %s s of CPU\n' "$name" "$seconds" "$(cpu_seconds "$name")"
 }
 
 # tests of pages skip where there is no browser
