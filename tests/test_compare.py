@@ -105,6 +105,43 @@ def test_a_difference_is_within_its_confidence_interval(tmp_path, compare):
     assert difference == pytest.approx(np.mean(distances["uniform"]) * (stats.gmean(ratios) - 1))
 
 
+def test_methods_are_compared_by_any_measured_value(tree, compare, capsys):
+    results = collect(load(tree[0]), tree[1])
+    rows = rows_of(compare(tree[1], "--metric", "kid", "--format", "csv"))
+    last = results.table[results.table["step"] == 400]
+    means = last.groupby("method")["kid"].mean()
+    assert list(rows) == list(means.sort_values().index)
+    for method, row in rows.items():
+        assert row["metric"] == "kid" and float(row["value"]) == pytest.approx(means[method])
+    distances = last.pivot(index="seed", columns="method", values="kid").astype(float)
+    test = stats.ttest_rel(np.log(distances["p2"]), np.log(distances["uniform"]))
+    assert test.pvalue <= float(rows["p2"]["p_value"]) <= 3 * test.pvalue  # Holm's correction for three pairs
+
+    assert main(["compare", str(tree[1]), "--metric", "kids"]) == 2
+    message = capsys.readouterr().err
+    assert all(text in message for text in ("--metric", "kids", "kid", "val_loss", results_tree.METRIC))
+    assert "_spread" not in message and "_sets" not in message
+
+
+def test_a_metric_may_be_better_if_it_is_higher(tmp_path, compare):
+    """The precision of min_snr after 100 steps is above that of uniform after 400."""
+    _, results = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "min_snr"))
+    for method, base in (("uniform", 0.2), ("min_snr", 0.6)):
+        for step in (0, 100, 200, 400):
+            for seed in SEEDS:
+                value = base * (1 + 0.0005 * step) + 0.001 * seed + 1e-5 * len(method) * seed**2 if step else 0.05
+                edit(
+                    results,
+                    f"{method}/seed{seed}/evaluation/{step:07}.json",
+                    lambda record, value=value: record["metrics"].update(precision=value),
+                )
+    table = compare(results, "--metric", "precision", "--format", "csv")
+    rows = rows_of(table)
+    assert list(rows) == ["min_snr", "uniform"]  # the best comes first
+    assert float(rows["min_snr"]["difference"]) > 0 and float(rows["min_snr"]["p_value"]) < 0.05
+    assert float(rows["min_snr"]["steps_factor"]) > 4
+
+
 def test_an_experiment_file_stands_for_its_results(tree, compare, monkeypatch):
     monkeypatch.chdir(tree[0].parent)
     assert compare("tiny.yaml", "--format", "csv") == compare("results/tiny", "--format", "csv")

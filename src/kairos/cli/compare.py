@@ -22,6 +22,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--format", choices=("table", "csv", "md", "json"), default="table", help="default: table")
     baseline = "METHOD or EXPERIMENT/METHOD; default: the uniform method of the first experiment"
     add("--baseline", metavar="METHOD", help=baseline)
+    metric = "any measured value, such as val_loss or kid; default: the metric that the experiment ranks methods by"
+    add("--metric", metavar="COLUMN", help=metric)
     add("--out", type=Path, metavar="FILE", help="file to write; default: standard output")
     add("--index", action="store_true", help="write a page of all experiments in a folder: PATH/index.html")
 
@@ -79,9 +81,9 @@ def _compare(arguments: argparse.Namespace) -> None:
     )
 
     experiments = _collect_experiments(arguments.paths)
-    comparison = join_experiments(experiments, arguments.baseline)
+    comparison = join_experiments(experiments, arguments.baseline, arguments.metric)
     text = format_table(build_comparison_table(comparison), arguments.format)
-    for warning in find_ranking_warnings(experiments):
+    for warning in find_ranking_warnings(experiments, arguments.metric):
         print(f"warning: {warning}\n", file=sys.stderr, flush=True)
     if arguments.out:
         write_text(arguments.out, text)

@@ -156,10 +156,12 @@ class MetricOptions(Component):
     Attributes:
         needs: measurements that the metric needs, names of `MEASUREMENTS`.
         extractor: the only extractor that the metric is defined for; empty: any.
+        higher_is_better: True if better samples have higher values.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     extractor: ClassVar[str] = ""
+    higher_is_better: ClassVar[bool] = False
 
     @classmethod
     def __pydantic_init_subclass__(cls, **keywords: Any) -> None:
@@ -235,6 +237,7 @@ class IscOptions(MetricOptions):
     """Inception score (Salimans et al. 2016)."""
 
     code: ClassVar[str] = "kairos.evaluation.metrics:isc"
+    higher_is_better: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("logits",)
     extractor: ClassVar[str] = "inception"
 
@@ -246,6 +249,7 @@ class PrecisionOptions(MetricOptions):
     """Share of samples in the real manifold (Kynkäänniemi et al. 2019)."""
 
     code: ClassVar[str] = "kairos.evaluation.metrics:precision"
+    higher_is_better: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
     name: str = "precision"
@@ -266,6 +270,7 @@ class ClipOptions(MetricOptions):
     """100 x cosine of images and captions (Hessel et al. 2021)."""
 
     code: ClassVar[str] = "kairos.evaluation.clip:clip"
+    higher_is_better: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("captions",)
 
     name: str = "clip"
@@ -297,12 +302,18 @@ class PsnrOptions(MetricOptions):
     """PSNR in dB against the images that conditions come from."""
 
     code: ClassVar[str] = "kairos.evaluation.metrics:psnr"
+    higher_is_better: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("pairs",)
 
     name: str = "psnr"
 
 
 FRECHET_METRICS = ("frechet", "fid", "fd_dinov2")  # metrics that methods are ranked by, one for each kind of extractor
+
+
+def is_higher_better(column: str) -> bool:
+    """Return True if higher values of a column of measured values are better, such as those of ``precision``."""
+    return any(name == column and options.higher_is_better for name, options in METRICS.items())
 
 
 def needs_of(metrics: Iterable[MetricOptions]) -> set[str]:

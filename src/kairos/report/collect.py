@@ -122,9 +122,10 @@ class MethodMeasurements:
         table: a row per evaluated snapshot, with the columns method, seed, step and the measured values.
         methods: names of the compared methods.
         seeds: compared seeds.
-        metric: column that contains the distance.
+        metric: column that methods are compared by.
         baseline: method that differences and factors refer to, or None.
         missing: a line per run that lacks results, if the experiment is unfinished.
+        higher_is_better: True if higher values of the metric are better.
     """
 
     table: pd.DataFrame
@@ -133,6 +134,7 @@ class MethodMeasurements:
     metric: str
     baseline: str | None
     missing: tuple[str, ...] = ()
+    higher_is_better: bool = False
 
     def values_of(self, method: str, column: str) -> pd.DataFrame:
         """Return a column of the table for one method, (seeds, steps of the method); missing values are NaN."""

@@ -16,9 +16,10 @@ from pathlib import Path
 import pandas as pd
 
 from kairos.evaluation.separation import ADVICE, cannot_rank
+from kairos.evaluation.settings import is_higher_better
 from kairos.report import formatting
 from kairos.report.collect import MethodMeasurements, Results
-from kairos.report.ranking import MethodComparison, Ratio, compare_methods
+from kairos.report.ranking import VALIDATION_LOSSES, MethodComparison, Ratio, compare_methods
 from kairos_timesteps.errors import KairosError, demand
 
 COLUMNS = (
@@ -38,37 +39,46 @@ _BASELINE_TO_ITSELF = Ratio(value=1, low=math.nan, high=math.nan)
 Selection = Sequence[tuple[Results, list[str]]]  # experiments, each with its selected methods
 
 
-def join_experiments(selection: Selection, baseline: str | None = None) -> MethodMeasurements:
+def join_experiments(
+    selection: Selection, baseline: str | None = None, metric: str | None = None
+) -> MethodMeasurements:
     """Join the selected methods of several experiments, named ``experiment/method``; one experiment keeps its names.
 
     Args:
         selection: experiments, each with its selected methods.
         baseline: name of the baseline, or the method's name alone. By default it is the first experiment's uniform
             method, or else its first method.
+        metric: column that methods are compared by; None: the one that each experiment ranks its methods by.
 
     Raises:
         KairosError: the protocols of the numbers differ; the message names the fields.
-        ConfigError: the baseline is not among the methods.
+        ConfigError: the baseline is not among the methods, or not all methods have the metric.
     """
     tables, names = list[pd.DataFrame](), list[str]()
     for (results, methods), label in zip(selection, _experiment_labels(selection)):
         new_names = {method: f"{label}/{method}" if len(selection) > 1 else method for method in methods}
         rows = results.table[results.table["method"].isin(methods)]
-        rows = rows.assign(metric=results.primary_metric, **_loss_settings(results))
+        column = metric or results.primary_metric
+        rows = rows.assign(metric=column, **_loss_settings(results, column))
         tables.append(rows.assign(experiment=label, method=rows["method"].map(new_names)))
         names += new_names.values()
     table = pd.concat(tables)
     first_results, _ = selection[0]
+    if metric is not None:
+        measured_columns = _columns_measured_everywhere(selection)
+        demand(metric in measured_columns, "--metric", metric, ", ".join(measured_columns))
+    column = metric or first_results.primary_metric
     protocols = [results.runs[0].last_snapshot.evaluation["protocol"] for results, _ in selection]
     protocol_fields = [name for name in dict.fromkeys(chain(*protocols)) if name not in _NO_PROTOCOL]
-    differences = _find_differences(table, ["metric", *_loss_settings(first_results), *protocol_fields])
+    differences = _find_differences(table, ["metric", *_loss_settings(first_results, column), *protocol_fields])
     if differences:
         raise KairosError(f"not compared: the protocols of the numbers differ in {'; '.join(differences)}")
     return MethodMeasurements(
         table=table,
         methods=names,
         seeds=sorted({*table["seed"]}),
-        metric=first_results.primary_metric,
+        metric=column,
+        higher_is_better=is_higher_better(column),
         baseline=_choose_baseline(names, baseline, first_results.baseline),
     )
 
@@ -107,9 +117,25 @@ def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
     return differences
 
 
-def _loss_settings(results: Results) -> dict[str, str]:
-    """Return the settings that comparable validation losses share, if these rank methods; otherwise nothing."""
-    if results.primary_metric == results.metric:
+def _columns_measured_everywhere(selection: Selection) -> list[str]:
+    """Return the names of the numbers that every evaluated snapshot of the selected methods has."""
+    columns: list[str] | None = None
+    for results, methods in selection:
+        for run, snapshot in results.run_snapshots:
+            if run.method not in methods:
+                continue
+            numbers = [
+                name
+                for name, value in snapshot.measured_values.items()
+                if isinstance(value, (int, float)) and not name.endswith("_spread")
+            ]
+            columns = numbers if columns is None else [name for name in columns if name in numbers]
+    return columns or []
+
+
+def _loss_settings(results: Results, column: str) -> dict[str, str]:
+    """Return the settings that comparable losses of held-out images share; nothing if the column is no such loss."""
+    if column not in ("mlperf8", *VALIDATION_LOSSES):
         return {}
     experiment = results.experiment
     return {
@@ -122,7 +148,7 @@ def _loss_settings(results: Results) -> dict[str, str]:
 
 
 def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
-    """Build a table with `COLUMNS` and a row per method, the lowest distance first; unknown values are NaN.
+    """Build a table with `COLUMNS` and a row per method, the best value first; unknown values are NaN.
 
     Raises:
         KairosError: no snapshot, or no seed at the last common snapshot, is evaluated for all methods.
@@ -212,10 +238,16 @@ def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | st
     return template.render(formatting=formatting, experiments=experiments)
 
 
-def find_ranking_warnings(selection: Selection) -> Iterator[str]:
-    """Yield a warning for every distance that ranks methods although it cannot, see `separation.cannot_rank`."""
+def find_ranking_warnings(selection: Selection, metric: str | None = None) -> Iterator[str]:
+    """Yield a warning for every distance that ranks methods although it cannot, see `separation.cannot_rank`.
+
+    Args:
+        selection: experiments, each with its selected methods.
+        metric: column that methods are compared by; None: the one that each experiment ranks its methods by.
+    """
     for (results, _), label in zip(selection, _experiment_labels(selection)):
-        if results.primary_metric == results.metric and (reason := cannot_rank(results.reference)):
+        ranks_by_distance = (metric or results.primary_metric) == results.metric
+        if ranks_by_distance and (reason := cannot_rank(results.reference)):
             yield f"{label}: {reason} {ADVICE}"
 
 

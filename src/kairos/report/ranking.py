@@ -9,7 +9,7 @@ Nothing is tested with fewer than five seeds.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from kairos.report.collect import MethodMeasurements, Results, RunResults
 NOT_MOVED = 0.01  # total variation distance from the start below which a learned sampler counts as not moved
 MIN_SEEDS = 5  # common to all methods, to rank them: fewer show little of how much seeds matter
 SIGNIFICANCE_LEVEL = 0.05  # largest share of tables of equal methods that contain a difference; intervals cover 95 %
-_VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
+VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
 
 
 def compare_methods(results: Results | MethodMeasurements) -> list[MethodComparison]:
-    """Compare all methods at their last common snapshot; the method with the lowest distance comes first.
+    """Compare all methods at their last common snapshot; the method with the best value of the metric comes first.
 
     Raises:
         KairosError: no snapshot after step 0 is evaluated for all methods.
@@ -154,14 +154,19 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     has_logarithm = np.isfinite(final_values) & (final_values > 0)
     final_values = final_values[:, has_logarithm.all(axis=0)]  # of the seeds that all methods have
     ratios = compare_pairs(np.log(final_values))
-    ends_below = (ratios.p_values < SIGNIFICANCE_LEVEL) & (ratios.values < 1)  # [a, b]: a ends below b
+    is_better = ratios.values > 1 if common.higher_is_better else ratios.values < 1
+    ends_better = (ratios.p_values < SIGNIFICANCE_LEVEL) & is_better  # [a, b]: a ends better than b
+    oriented_curves = curves  # with lower values better
+    if common.higher_is_better:
+        oriented_curves = [replace(curve, values_by_seed=-curve.values_by_seed) for curve in curves]
     baseline = common.methods.index(common.baseline) if common.baseline else None
     comparisons = []
     for index, (method, curve) in enumerate(zip(common.methods, curves)):
         ratio_to_baseline = step_factor = time_factor = None
         if baseline is not None:
-            step_factor = compute_cost_factor(curve, curves[baseline], "steps")
-            time_factor = compute_cost_factor(curve, curves[baseline], "seconds_by_seed")
+            curve_pair = oriented_curves[index], oriented_curves[baseline]
+            step_factor = compute_cost_factor(*curve_pair, "steps")
+            time_factor = compute_cost_factor(*curve_pair, "seconds_by_seed")
             if index != baseline:
                 ratio_to_baseline = Ratio(
                     value=float(ratios.values[index, baseline]),
@@ -169,22 +174,22 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
                     high=float(ratios.high[index, baseline]),
                     p_value=float(ratios.p_values[index, baseline]),
                 )
-        methods_below = int(ends_below[:, index].sum())
-        methods_above = int(ends_below[index].sum())
-        losses = {name: common.values_of(method, name).iloc[:, -1] for name in _VALIDATION_LOSSES}
+        better_count = int(ends_better[:, index].sum())
+        worse_count = int(ends_better[index].sum())
+        losses = {name: common.values_of(method, name).iloc[:, -1] for name in VALIDATION_LOSSES}
         comparison = MethodComparison(
             method=method,
             curve=curve,
             seed_count=final_values.shape[1],
-            first_rank=1 + methods_below,
-            last_rank=len(curves) - methods_above,
+            first_rank=1 + better_count,
+            last_rank=len(curves) - worse_count,
             ratio_to_baseline=ratio_to_baseline,
             validation_losses={name: _mean_and_std(values) for name, values in losses.items()},
             step_factor=step_factor,
             time_factor=time_factor,
         )
         comparisons.append(comparison)
-    return sorted(comparisons, key=lambda comparison: comparison.curve.mean[-1])
+    return sorted(comparisons, key=lambda comparison: comparison.curve.mean[-1], reverse=common.higher_is_better)
 
 
 def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
