@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,11 +19,11 @@ from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
 from kairos.files import read_json, read_lines
 from kairos.milestones import step_name
+from kairos.report.formatting import join_first_names
 from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos_timesteps.errors import KairosError
 
 Record = dict[str, Any]
-_MOST_NAMES = 20  # of methods or runs in a sentence
 
 
 @dataclass(frozen=True)
@@ -388,14 +388,7 @@ def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...
     for run, errors in runs_with_errors:
         for changes in dict.fromkeys(error.changes for error in errors if isinstance(error, OutdatedError)):
             runs_by_change[changes].append(f"{run.method} seed {run.seed}")
-    return tuple(f"{changes} ({shorten_list(names)})" for changes, names in runs_by_change.items())
-
-
-def shorten_list(names: Sequence[str]) -> str:
-    """Join names by commas; of more than 20 names, the first three and the number of others."""
-    if len(names) <= _MOST_NAMES:
-        return ", ".join(names)
-    return f"{', '.join(names[:3])} and {len(names) - 3} more"
+    return tuple(f"{changes} ({join_first_names(names)})" for changes, names in runs_by_change.items())
 
 
 def _restrict_to_runs(experiment: Experiment, runs: list[RunResults]) -> Experiment:
@@ -516,7 +509,7 @@ def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) ->
         if identities and snapshot.record["identity"] not in identities:
             changes = format_changes(expected.find_rounding_changes(run.method, snapshot.record))
             runs_by_reason[changes or "other code, or another kind of device"].append(name)
-    return tuple(f"Computed with {reason}: {shorten_list(names)}." for reason, names in runs_by_reason.items())
+    return tuple(f"Computed with {reason}: {join_first_names(names)}." for reason, names in runs_by_reason.items())
 
 
 @contextmanager

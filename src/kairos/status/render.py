@@ -20,6 +20,7 @@ from kairos.status.run_progress import (
     STATES,
     RunLogs,
     RunProgress,
+    list_names,
     list_run_progress,
     load_outline,
     read_last_line,
@@ -141,11 +142,9 @@ def _find_newest_metrics(run_folder: Path) -> Path | None:
 
     Every state of the run has a file. The run's folder has a copy, which remains if the states are deleted.
     """
-    folders = [run_folder]
-    with suppress(FileNotFoundError, NotADirectoryError):
-        folders = [run_folder / ".state" / name for name in os.listdir(run_folder / ".state")] + folders
+    states = run_folder / ".state"
     times = {}
-    for folder in folders:
+    for folder in [*(states / name for name in list_names(states)), run_folder]:
         with suppress(FileNotFoundError, NotADirectoryError):
             times[folder / "metrics.jsonl"] = os.stat(folder / "metrics.jsonl").st_mtime_ns
     return max(times, key=lambda file: times[file], default=None)

@@ -1,14 +1,12 @@
 """Outputs of an experiment's stages: which exist, and which samples and evaluations have the experiment's settings."""
 
-import os
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kairos.files import glance
 from kairos.report.outdated import read_samples_protocol
-from kairos.status.run_progress import Outline, find_first_snapshot
+from kairos.status.run_progress import Outline, find_first_snapshot, list_names
 
 _SHARED_HASHES = ("extractor_hash", "reference_hash")
 _STAGE_RECORDS = {
@@ -108,9 +106,7 @@ class RunOutputs:
 
 def _list_steps(folder: Path, suffix: str) -> list[Path]:
     """Return the files in a folder that have a step as their name, by ascending step; empty without a folder."""
-    names: list[str] = []
-    with suppress(FileNotFoundError, NotADirectoryError):
-        names = [name for name in os.listdir(folder) if name[:1].isdigit() and name.endswith(suffix)]
+    names = [name for name in list_names(folder) if name[:1].isdigit() and name.endswith(suffix)]
     # steps have at least 7 digits: a longer name has the higher step
     return [folder / name for name in sorted(names, key=lambda name: (len(name), name))]
 

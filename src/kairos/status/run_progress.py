@@ -302,12 +302,19 @@ def find_first_snapshot(folder: Path) -> Path | None:
         folder: folder of a training run, or of a state.
     """
     milestones = folder / "milestones"
-    with suppress(FileNotFoundError, NotADirectoryError):
-        for name in sorted(os.listdir(milestones)):
-            record = milestones / name / "milestone.json"
-            if name[:1].isdigit() and record.exists():
-                return record
+    for name in list_names(milestones):
+        record = milestones / name / "milestone.json"
+        if name[:1].isdigit() and record.exists():
+            return record
     return None
+
+
+def list_names(folder: Path) -> list[str]:
+    """Return the names of the files and folders in a folder, sorted; empty if there is no such folder."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str, ...]) -> str:

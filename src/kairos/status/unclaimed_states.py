@@ -1,13 +1,12 @@
 """States with earlier settings or code, which no training run of the experiment uses; nothing else deletes them."""
 
 import fcntl
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from kairos.files import read_json
-from kairos.status.run_progress import Outline, RunProgress, is_locked
+from kairos.status.run_progress import Outline, RunProgress, is_locked, list_names
 
 _ACTIVE = ("running", "starting", "queued")
 _DEVICE_TYPES = {"auto": ("cpu", "cuda")}  # device types that a setting may select
@@ -51,9 +50,8 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
 
 def _list_states(folder: Path) -> list[Path]:
     """Return the folders of states in the folder of a run's states, whose names have 16 characters."""
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-        return sorted(Path(entry.path) for entry in entries if len(entry.name) == 16 and entry.is_dir())
-    return []
+    states = (folder / name for name in list_names(folder) if len(name) == 16)
+    return [state for state in states if state.is_dir()]
 
 
 def count_freed_bytes(states: list[Path]) -> int:
