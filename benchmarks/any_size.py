@@ -8,7 +8,6 @@ of the table is the peak memory for 50,000 images over the peak memory for 10,00
 """
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import yaml
+from result_file import write_rows
 
 SIZES = (10_000, 50_000)
 STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate")
@@ -92,11 +92,7 @@ def main() -> None:
         cells = (f"{row[f'seconds_{size}']:10.1f} s {row[f'mib_{size}']:7} MiB" for size in SIZES)
         print(f"{row['stage']:12}" + "".join(cells) + f"{row['ratio']:8.3f}")
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows["prepare"], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows.values())
+        write_rows(arguments.out, list(rows.values()))
 
 
 if __name__ == "__main__":

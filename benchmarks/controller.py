@@ -14,13 +14,15 @@ Columns:
 """
 
 import argparse
-import csv
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from many_jobs import write_placeholders
+from result_file import write_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {1: 1, 6: 5, 66: 5}  # methods: seeds
@@ -45,11 +47,8 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if arguments.out:
-        with open(arguments.out, "w", newline="") as file:
-            file.write("# python benchmarks/controller.py: CPU seconds of a controller; per job in milliseconds\n")
-            writer = csv.DictWriter(file, rows[-1].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        setting = "python benchmarks/controller.py: CPU seconds of a controller; per job in milliseconds"
+        write_rows(arguments.out, rows, setting)
 
 
 def measure(methods: int, seeds: int) -> dict[str, str]:
@@ -62,7 +61,7 @@ def measure(methods: int, seeds: int) -> dict[str, str]:
         row = {"jobs": str(3 * methods * seeds + 7)}
         for run, options in RUNS.items():
             if run == "books":
-                make_outputs(folder)
+                write_placeholders(folder, command(["--summary"]), environment())
             row[run] = f"{cpu_seconds(folder, options):.2f}"
         return row
 
@@ -72,18 +71,6 @@ def experiment(methods: int, seeds: int) -> str:
     lines = [f"  m{number}: {{sampler: {{name: adaptive, entropy: 0.{number + 1}}}}}" for number in range(methods)]
     head = f"experiment: x\nseeds: {list(range(seeds))}\ndataset: {{source: digits}}\n"
     return head + "training: {milestones: [100, 200, 300]}\nmethods:\n" + "\n".join(lines) + "\n"
-
-
-def make_outputs(folder: Path) -> None:
-    """Write a placeholder for every output of the experiment's jobs."""
-    listed = subprocess.run(command(["--summary"]), cwd=folder, env=environment(), capture_output=True, text=True)
-    for line in listed.stdout.splitlines()[1:]:
-        path = folder / line.split("\t")[0]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.name == "figures":
-            path.mkdir()
-        else:
-            path.write_text("{}")
 
 
 def command(options: list[str]) -> list[str]:

@@ -13,13 +13,13 @@ Columns:
 """
 
 import argparse
-import csv
 import platform
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from result_file import write_rows
 
 from kairos import compute, models
 from kairos.models.settings import DiTOptions
@@ -95,11 +95,7 @@ def main() -> None:
     ]
     print(how, *rows, sep="\n")
     if arguments.out:
-        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            file.write(f"# python benchmarks/couplings.py: {how}\n")
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.out, rows, f"python benchmarks/couplings.py: {how}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ these correlations.
 """
 
 import argparse
-import csv
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from result_file import write_rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the digits as latents are the tests'
 
@@ -159,14 +159,10 @@ def cost_of_half(rows: list[dict[str, Any]]) -> str:
 
 def write(path: Path, how: str, rows: list[dict[str, Any]]) -> None:
     """Write rows as CSV, with a first line that contains the command and the setting."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        file.write(f"# {how}\n")
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()})
+    rounded = []
+    for row in rows:
+        rounded.append({key: f"{value:.4f}" if isinstance(value, float) else value for key, value in row.items()})
+    write_rows(path, rounded, how)
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ Columns:
 """
 
 import argparse
-import csv
 import os
 import platform
 import sys
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from result_file import write_rows
 
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
@@ -97,11 +97,8 @@ def main() -> None:
                 values = [source, side, resolution, arguments.threads, f"{count / one:.0f}", f"{count / several:.0f}"]
                 rows.append([*values, f"{one / several:.2f}", f"{cpu_several / cpu_one:.2f}"])
                 print(dict(zip(FIELDS, rows[-1])), flush=True)
-    with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-        file.write(f"# python {' '.join(sys.argv)}; {os.cpu_count()} CPUs, Python {platform.python_version()}\n")
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FIELDS)
-        writer.writerows(rows)
+    setting = f"python {' '.join(sys.argv)}; {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    write_rows(arguments.out, [dict(zip(FIELDS, row)) for row in rows], setting)
 
 
 if __name__ == "__main__":

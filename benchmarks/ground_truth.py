@@ -23,7 +23,6 @@ Columns:
 """
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import write_rows
 from torch import Tensor, nn
 
 from kairos_timesteps.base import TableDensity
@@ -290,16 +290,12 @@ def main() -> None:
     print(f"{time.perf_counter() - begun:.0f} s")
     if arguments.out:
         p = problems()[0]
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            file.write(
-                f"# python benchmarks/ground_truth.py --seeds {arguments.seeds}: T {p.timesteps}, batch {p.batch}, "
-                f"{p.steps} steps of SGD at rate {p.rate}, start {p.start}, torch {torch.__version__}, 1 thread; "
-                "rows '=' are exact, others means over seeds with standard errors\n"
-            )
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        setting = (
+            f"python benchmarks/ground_truth.py --seeds {arguments.seeds}: T {p.timesteps}, batch {p.batch}, "
+            f"{p.steps} steps of SGD at rate {p.rate}, start {p.start}, torch {torch.__version__}, 1 thread; "
+            "rows '=' are exact, others means over seeds with standard errors"
+        )
+        write_rows(arguments.out, rows, setting)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Columns:
 """
 
 import argparse
-import csv
 import os
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from result_file import write_rows
 
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
@@ -75,11 +75,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(name, dataset, autoencoder, Path(folder)))
         print(dict(zip(FIELDS, rows[-1])), flush=True)
-    with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-        file.write(f"# python {' '.join(sys.argv)}; torch {torch.__version__}\n")
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FIELDS)
-        writer.writerows(rows)
+    setting = f"python {' '.join(sys.argv)}; torch {torch.__version__}"
+    write_rows(arguments.out, [dict(zip(FIELDS, row)) for row in rows], setting)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ The networks are the CIFAR-10 U-Net on 32x32 pixels with flips, and DiT-S/2 with
 """
 
 import argparse
-import csv
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from result_file import write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
@@ -128,11 +128,7 @@ def main() -> None:
                 for function, kernels in ordinary.most_common():
                     print(f"    {kernels:5} {function}")
     if arguments.out:
-        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            file.write(f"# torch {torch.__version__}\n")
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.out, rows, f"torch {torch.__version__}")
 
 
 if __name__ == "__main__":

@@ -365,16 +365,20 @@ def measure_plan(workplace: Workplace, methods: int) -> None:
     shutil.rmtree(folder / ".snakemake", ignore_errors=True)
     dry_run = snakemake("many", "--dry-run", "--quiet", "all")
     workplace.measure("plan, all to do", dry_run, folder, runs)
-    write_placeholders(workplace, folder)
+    write_placeholders(folder, snakemake("many", "--summary"), workplace.environment)
     workplace.measure("record", snakemake("many", "--touch", "--forceall", "--quiet", "all"), folder, runs)
     workplace.measure("plan, all done", dry_run, folder, runs)
 
 
-def write_placeholders(workplace: Workplace, folder: Path) -> None:
-    """Write a small file for every output of the experiment's jobs."""
-    listed = subprocess.run(
-        snakemake("many", "--summary"), cwd=folder, env=workplace.environment, capture_output=True, text=True
-    )
+def write_placeholders(folder: Path, summary: list[str], environment: dict[str, str]) -> None:
+    """Write a small file for every output of an experiment's jobs.
+
+    Args:
+        folder: working directory of the experiment.
+        summary: command that lists the outputs, ``snakemake --summary``.
+        environment: environment variables of the command.
+    """
+    listed = subprocess.run(summary, cwd=folder, env=environment, capture_output=True, text=True)
     for line in listed.stdout.splitlines()[1:]:
         path = folder / line.split("\t")[0]
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,13 +14,13 @@ Columns:
 """
 
 import argparse
-import csv
 import platform
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from result_file import write_rows
 
 from kairos import compute, models
 from kairos.models.settings import BACKBONES
@@ -145,12 +145,7 @@ def main() -> None:
             f"{row['forwards_per_step']:9.3f}"
         )
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            file.write(f"# {how}\n")
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.out, rows, how)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ a step; ratio of the medians; its range over rounds.
 """
 
 import argparse
-import csv
 import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from result_file import write_rows
 
 CASES = {"demo": 20, "unet": 1}  # steps of a round
 
@@ -108,10 +109,7 @@ def main() -> None:
     from kairos import portable
 
     rows = [{**measure(case, arguments.rounds), "processor": portable.machine()["processor"]} for case in CASES]
-    with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(arguments.out, rows)
     for row in rows:
         print(row)
 

@@ -9,13 +9,13 @@ DiT's round is three blocks. They are CPU time of the thread, or wall-clock time
 """
 
 import argparse
-import csv
 import platform
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from result_file import write_rows
 
 from kairos import compute, models
 from kairos.models.settings import BACKBONES
@@ -97,12 +97,7 @@ def main() -> None:
             f"{row['torch_draws_us']:6} us {row['share']:7.2%}"
         )
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            file.write(f"# {how}\n")
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.out, rows, how)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
+from result_file import write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # clip_case: a tiny text encoder with the real tokenizer's rules
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data")).resolve()
 BIN = Path(sys.executable).parent
-COLUMNS = ["recipe", "seconds", "result"]
 LINES = 15  # of the output of a failed run
 
 
@@ -90,10 +90,7 @@ def main() -> int:
                 return
             print(f"{name}: {seconds:.0f} s, {result}", flush=True)
             rows[name] = {"recipe": name, "seconds": f"{seconds:.0f}", "result": result}
-            with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows[key] for key in sorted(rows))
+            write_rows(arguments.out, [rows[key] for key in sorted(rows)])
 
         list(pool.map(one, recipes))
     print(f"{len(recipes) - len(failed)} of {len(recipes)} ran, {time.monotonic() - begun:.0f} s")

@@ -13,7 +13,6 @@ Columns:
 """
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from result_file import write_rows
 
 from kairos import threads
 from kairos.data import arrays
@@ -81,11 +81,8 @@ def main() -> None:
                 one, several = measure([ArrayFile(path)] * count, arguments.rounds)
                 rows.append([delay, name, f"{one:.2f}", f"{several:.2f}", f"{several / one:.3f}"])
                 print(dict(zip(FIELDS, rows[-1])), flush=True)
-    with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-        file.write(f"# python {' '.join(sys.argv)}; {os.cpu_count()} CPUs, {COUNT} rows of {SHAPE} float32\n")
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FIELDS)
-        writer.writerows(rows)
+    setting = f"python {' '.join(sys.argv)}; {os.cpu_count()} CPUs, {COUNT} rows of {SHAPE} float32"
+    write_rows(arguments.out, [dict(zip(FIELDS, row)) for row in rows], setting)
 
 
 if __name__ == "__main__":

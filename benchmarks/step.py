@@ -22,7 +22,6 @@ With ``--profile``, the functions and operations that take most time in steps of
 
 import argparse
 import cProfile
-import csv
 import json
 import pstats
 import statistics
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import write_rows
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
@@ -178,13 +178,9 @@ def main() -> None:
     if arguments.out:
         from kairos import portable
 
-        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            file.write(
-                f"# {arguments.rounds} rounds, 1 thread, torch {torch.__version__}, {portable.machine()['processor']}\n"
-            )
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        processor = portable.machine()["processor"]
+        setting = f"{arguments.rounds} rounds, 1 thread, torch {torch.__version__}, {processor}"
+        write_rows(arguments.out, rows, setting)
 
 
 if __name__ == "__main__":

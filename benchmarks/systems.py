@@ -11,7 +11,6 @@ that need COCO are skipped.
 """
 
 import argparse
-import csv
 import os
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 import yaml
 from papers import COCO, KL, PIXELS, SYSTEMS, VQ, published
+from result_file import write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # clip_case: a tiny text encoder with the real tokenizer's rules
@@ -187,10 +187,7 @@ def main() -> int:
                     {key: row[key] for key in ("system", "method", "loss_before", "loss_after", "seconds")}, flush=True
                 )
     if rows:
-        with open(a.out / "systems.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(a.out / "systems.csv", rows)
     print(f"{len(rows)} trainings in {time.monotonic() - begun:.0f} s")
     worse = [row for row in rows if not float(row["loss_after"]) < float(row["loss_before"])]
     return int(bool(worse))

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from kairos.config import load
 from kairos.files import hash_folder
 from kairos.fingerprint import modules
 from kairos.workflow import dependencies
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ("dataset", "latents", "uniform/seed0/checkpoint.pt")
@@ -62,12 +62,6 @@ class Repository:
 @pytest.fixture
 def repository(tmp_path):
     return Repository(tmp_path)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class SftpServer:

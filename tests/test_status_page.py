@@ -24,6 +24,7 @@ from kairos.cli.common import listen
 from kairos.status import render
 from kairos.status.server import Server
 from kairos.training.job import ProgressFile
+from ports import free_port
 from training_case import experiment as case
 from training_case import make_latents, train_command, write_experiment
 
@@ -85,11 +86,6 @@ def fetch_page(port: int) -> str:
     status, content, headers = request(port)
     assert status == 200 and headers["Content-Type"] == "text/html; charset=utf-8"
     return content.decode()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_the_page_of_a_complete_experiment_links_its_results(results: Path) -> None:

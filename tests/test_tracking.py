@@ -1,7 +1,6 @@
 """Tests of the import into MLflow: complete, idempotent, and without effect on the pipeline if it fails."""
 
 import json
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from kairos.report.collect import collect
 from kairos.tracking import mlflow_store, run_content
 from kairos.tracking.track import track
 from kairos_timesteps.errors import KairosError
+from ports import free_port
 
 METRIC = results_tree.METRIC
 
@@ -35,12 +35,6 @@ def count_rows(database="mlflow.db"):
     with sqlite3.connect(database) as connection:
         names = ("runs", "metrics", "params", "tags", "experiments")
         return {name: connection.execute(f"select count(*) from {name}").fetchone()[0] for name in names}
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.long

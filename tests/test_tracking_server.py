@@ -22,7 +22,8 @@ from kairos.files import read_json
 from kairos.tracking.live import reporting
 from kairos.tracking.track import track
 from kairos_timesteps.errors import ConfigError
-from tracking_server import PATIENCE, POINTS, RUNS, Job, Proxy, Server, free_port, points, wait_for
+from ports import free_port
+from tracking_server import PATIENCE, POINTS, RUNS, Job, Proxy, Server, points, wait_for
 from training_case import experiment, make_latents, train_command, write_experiment
 
 METHODS = ("uniform", "speed", "adaptive")

@@ -21,6 +21,7 @@ from kairos.files import read_json
 from kairos.report.collect import collect
 from kairos.tracking import view
 from kairos.tracking.track import track
+from ports import free_port
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 METHODS = ("uniform", "min_snr", "speed")
@@ -41,12 +42,6 @@ def tree(tmp_path_factory):
         track(load(config), results, results / "tracking.json")
         yield collect(load(config), results), read_json(results / "tracking.json")
         os.chdir(before)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.long

@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from ports import free_port
+
 PATIENCE = 400  # longest wait in seconds, also on a busy machine
 JOB = Path(__file__).with_name("tracking_job.py")
 RUNS = """
@@ -26,13 +28,6 @@ POINTS = (
     "metrics.key, metrics.step, metrics.value, metrics.timestamp",
     "join metrics on metrics.run_uuid = runs.run_uuid",
 )
-
-
-def free_port() -> int:
-    """Return a port of this machine on which no process listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def wait_for(condition: Callable[[], bool], name: str) -> None:
