@@ -1,7 +1,17 @@
-"""``python -m kairos``."""
+"""``python -m kairos`` and the command ``kairos``."""
 
-import sys
+from typing import NoReturn
 
-from kairos.cli import main
+from kairos import process_exit
 
-sys.exit(main())
+
+def run() -> NoReturn:
+    """Run the command line of this process, and end the process."""
+    process_exit.skip_teardown()
+    from kairos.cli import main
+
+    process_exit.end_process(main())
+
+
+if __name__ == "__main__":
+    run()

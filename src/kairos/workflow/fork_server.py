@@ -40,14 +40,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kairos import portable, resource_usage
+from kairos import portable, process_exit, resource_usage
 from kairos.training.launch import die_with_parent
 
 _TRAINING_STAGES = ("train", "sample", "evaluate", "analyse", "measure")
 FORKED_STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_TRAINING_STAGES))
 _SOCKET_VARIABLE = "KAIROS_PRELOADED"  # environment variable with the path of the server's socket
 # code of the server's process, to be formatted with the arguments of `serve`: listener, config and folder
-_SERVER = "from kairos import cli; from kairos.workflow import fork_server; fork_server.serve(cli.main, {}, {!r}, {!r})"
+_SERVER = (
+    "from kairos import process_exit; process_exit.skip_teardown(); "
+    "from kairos import cli; from kairos.workflow import fork_server; fork_server.serve(cli.main, {}, {!r}, {!r})"
+)
 # environment variables that Snakemake sets to a job's number of threads, and to its folder for temporary files
 _THREAD_LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
 _THREAD_VARIABLES = [f"{library}_THREADS" for library in _THREAD_LIBRARIES]
@@ -242,7 +245,7 @@ def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
         else:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    sys.exit(main(request["argv"]))
+    process_exit.end_process(main(request["argv"]))
 
 
 def _guard(client: socket.socket) -> None:
