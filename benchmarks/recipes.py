@@ -1,8 +1,9 @@
-"""Run the small form of every recipe of the papers through the whole pipeline: `kairos small`, then `snakemake`.
+"""Run the small form of every recipe of the papers through the whole pipeline, see small_form.py.
 
     python benchmarks/recipes.py                                  # all of recipes/
     python benchmarks/recipes.py recipes/speed/table5.yaml ...    # some
     python benchmarks/recipes.py --steps 20 --out /tmp/x.csv ...
+    python benchmarks/recipes.py --folder try ...                 # keep experiment files and results in folder try
 
 By default one recipe runs on each core. A row contains the duration of a recipe, with others running, and its result.
 The result is the first metric of both methods after the last step, and the number of published values that have a
@@ -21,7 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
+import yaml
 from result_file import write_rows
+from small_form import shrink_experiment
+
+from kairos.config import load
+from kairos_timesteps.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # clip_case: a tiny text encoder with the real tokenizer's rules
@@ -36,27 +42,31 @@ def run(recipe: Path, folder: Path, encoder: Path, steps: int) -> tuple[float, s
     Raises:
         SystemExit: a command failed; the message is the end of its output.
     """
-    file = folder / f"{recipe.parent.name}_{recipe.stem}.yaml"
-    options = ["--data", DATA, "--text-encoder", encoder, "--steps", str(steps)]
-    small_command = [BIN / "kairos", "small", recipe, file, *options]
-    follows = [BIN / "snakemake", "--cores", "1", "--snakefile", ROOT / "Snakefile", "--directory", folder / file.stem]
+    name = f"{recipe.parent.name}_{recipe.stem}"
+    file, work = folder / f"{name}.yaml", folder / name
+    try:
+        values = shrink_experiment(load(recipe), DATA, str(encoder), steps)
+    except ConfigError as error:
+        raise SystemExit(f"{recipe}: {error}") from None
+    file.write_text(f"# the small form of {recipe}\n" + yaml.safe_dump(values, sort_keys=False))
+    work.mkdir(exist_ok=True)
+    command = [BIN / "snakemake", "--cores", "1", "--snakefile", ROOT / "Snakefile"]
+    command += ["--directory", work, "--configfile", file]
     begun, environment = time.monotonic(), os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    for command in (small_command, [*follows, "--configfile", file]):
-        (folder / file.stem).mkdir(exist_ok=True)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            output = "\n".join((done.stdout + done.stderr).splitlines()[-LINES:])
-            raise SystemExit(f"{recipe}: {command[0].name} ended with {done.returncode}\n{output}")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        output = "\n".join((done.stdout + done.stderr).splitlines()[-LINES:])
+        raise SystemExit(f"{recipe}: snakemake ended with {done.returncode}\n{output}")
     seconds = time.monotonic() - begun
-    (results,) = (folder / file.stem / "results").iterdir()
+    results = work / "results" / values["experiment"]
     table = pd.read_csv(results / "summary.csv")
     metric = next(name for name in table.columns if name.startswith("frechet"))
     last = table[table["step"] == table["step"].max()]
-    values = ", ".join(f"{row.method} {row[metric]:.3g}" for _, row in last.iterrows())
+    distances = ", ".join(f"{row.method} {row[metric]:.3g}" for _, row in last.iterrows())
     published = results / "published.csv"
     compared = pd.read_csv(published)["measured"].notna().sum() if published.is_file() else 0
     note = f"; {compared} numbers compared with published ones" if compared else ""
-    return seconds, f"{values} ({metric}){note}"
+    return seconds, f"{distances} ({metric}){note}"
 
 
 def main() -> int:
@@ -66,6 +76,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="recipes at once")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/recipes.csv")
+    folder_help = "folder for experiment files and results; default: a temporary one"
+    parser.add_argument("--folder", type=Path, metavar="DIR", help=folder_help)
     arguments = parser.parse_args()
     from clip_case import write_text_encoder
 
@@ -76,7 +88,8 @@ def main() -> int:
     recipes = [path.resolve() for path in arguments.recipes] or sorted((ROOT / "recipes").glob("*/*.yaml"))
     failed, begun = [], time.monotonic()
     with tempfile.TemporaryDirectory() as temporary_folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        folder = Path(temporary_folder)
+        folder = (arguments.folder or Path(temporary_folder)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
         encoder = Path(write_text_encoder(folder / "clip"))
 
         def one(recipe: Path) -> None:

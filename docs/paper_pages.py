@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from recipe_costs import PEAKS, Recipe, describe_claims, load_recipes
 from reference import plain, table
 
 from kairos.config.published_results import PublishedConfig
-from kairos.costs.recipes import PEAKS, Recipe, describe_claims, load_recipes
 from kairos.costs.rendering import format_bytes
 from kairos.report.formatting import NONE, format_number
 

@@ -1,17 +1,12 @@
 """The benchmark with a known optimum: its recursion, its optimum, and samplers that approach it."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import ground_truth
 import pytest
 import torch
 
 from kairos_timesteps.base import TableDensity
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-ground_truth = importlib.import_module("ground_truth")
 
 NOISE, FLAT, SLOW = ground_truth.problems(12)
 

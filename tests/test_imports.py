@@ -7,11 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from job_imports import JOBS, LARGE, write_small_demo
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

@@ -1,19 +1,19 @@
 """Recipes of the papers contain all rows of their tables with the published numbers, and kairos accepts them."""
 
 import csv
-import json
 import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from recipe_costs import PEAKS, SEEDS, describe_claims, load_recipes, select_cheapest_tests
+from small_form import shrink_experiment
 
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.config.reading import read_experiment_file
 from kairos.costs.estimate import estimate_cost
-from kairos.costs.recipes import PEAKS, SEEDS, load_recipes, select_cheapest_tests
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 
@@ -183,7 +183,7 @@ def test_all_files_of_a_folder_are_checked_by_one_command(capsys, tmp_path):
     assert "allowed: an experiment file, or a folder with some" in capsys.readouterr().err
 
 
-def test_a_folder_is_planned_as_one_table(capsys, tmp_path):
+def test_the_cheapest_test_of_a_claim_is_found_in_a_folder(capsys, tmp_path):
     claim = {"factor": 3.0, "method": "adaptive", "baseline": "uniform", "cost": "steps"}
     write_yaml(tmp_path, "long.yaml", experiment="a", claim=claim, **TINY)
     short = TINY["training"] | {"milestones": [100, 200]}
@@ -204,15 +204,9 @@ def test_a_folder_is_planned_as_one_table(capsys, tmp_path):
     trained = (operations["uniform"] * 400 + operations["adaptive"] * 200) / PEAKS["A100"]["bf16"]
     sampling = 3 * 100 * 50 * forward / PEAKS["A100"]["fp32"]  # one snapshot of uniform, two of adaptive
     assert long.test_gpu_hours("A100", 1.0) == pytest.approx(SEEDS * (trained + sampling) / 1e12 / 3600)
-    assert main(["plan", str(tmp_path), "--utilisation", "0.5"]) == 0
-    output = capsys.readouterr().out
-    assert "long.yaml" in output and "H100 h" in output and "A100 h" in output and "at 50% of the peak" in output
-    assert f"the cheapest test is {tmp_path}/short.yaml with 5 seeds,\n  uniform at 200 and adaptive at 100" in output
-    assert main(["plan", str(tmp_path), "--format", "json"]) == 0
-    values = json.loads(capsys.readouterr().out)
-    assert values[f"{tmp_path}/long.yaml"]["gpu_hours"].keys() == PEAKS.keys()
-    assert main(["plan", str(tmp_path), "--classes", "3"]) == 2
-    assert "--classes: got 3, allowed: none with a folder" in capsys.readouterr().err
+    (sentence,) = describe_claims([long, brief], 0.5)
+    assert f"the cheapest test is {tmp_path}/short.yaml with 5 seeds,\n  uniform at 200 and adaptive at 100" in sentence
+    assert main(["plan", str(tmp_path)]) == 2 and "pass an experiment file" in capsys.readouterr().err
 
 
 def test_a_plan_uses_the_known_shape_and_classes_of_absent_data(capsys, tmp_path):
@@ -227,16 +221,15 @@ def test_a_plan_uses_the_known_shape_and_classes_of_absent_data(capsys, tmp_path
 
 
 @pytest.mark.parametrize("file", FILES, ids=[f"{file.parent.name}-{file.stem}" for file in FILES])
-def test_small_forms_keep_the_settings_of_their_recipe(tmp_path, capsys, file):
+def test_small_forms_keep_the_settings_of_their_recipe(tmp_path, file):
     """Small forms have two methods with their published rows and at most 100 steps, on digits if images are absent."""
-    recipe, small_file, data = load(file), tmp_path / "small.yaml", SHARED / "data"
+    recipe, data = load(file), SHARED / "data"
     needs = recipe.text_encoder or recipe.dataset.low_resolution
     if needs and not (data / "coco_mini").is_dir():
-        assert main(["small", str(file), str(small_file), "--data", str(tmp_path)]) == 2
-        assert "allowed: a folder with coco_mini and taesd" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="allowed: a folder with coco_mini and taesd"):
+            shrink_experiment(recipe, tmp_path, "encoder", 100)
         pytest.skip(f"{data} is not here")
-    assert main(["small", str(file), str(small_file), "--data", str(data if needs else tmp_path)]) == 0
-    small = load(small_file)
+    small = validate(shrink_experiment(recipe, data if needs else tmp_path, "encoder", 100))
     small.resolve()
     assert small.experiment == f"{recipe.experiment}_small" and small.milestones == (0, 50, 100)
     assert len(small.methods) == 2 and {*small.methods} <= {*recipe.methods}
@@ -245,31 +238,19 @@ def test_small_forms_keep_the_settings_of_their_recipe(tmp_path, capsys, file):
     assert small.sampling.scheduler == recipe.sampling.scheduler
     kept = {row for block in small.published for row in block.numbers()}
     assert kept == {row for block in recipe.published for row in block.numbers() if row.method in small.methods}
-    assert small_file.read_text().startswith(f"# the small form of {file}\n")
 
 
 @pytest.mark.parametrize("name", ["adaptive/table2", "speed/table1_ffhq"])
 def test_small_forms_have_under_a_million_parameters(tmp_path, name):
-    assert main(["small", str(ROOT / f"recipes/{name}.yaml"), str(tmp_path / "small.yaml"), "--steps", "20"]) == 0
-    small = load(tmp_path / "small.yaml")
+    small = validate(shrink_experiment(load(ROOT / f"recipes/{name}.yaml"), tmp_path, "encoder", 20))
     assert small.milestones == (0, 10, 20)
     network = estimate_cost(small, classes=10).network
     assert 100_000 < network.parameters + network.fixed_parameters < 1e6
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--steps", "101"], "--steps: got 101, allowed: 2 to 100"),
-        (["--methods", "uniform", "bs"], "--methods: got bs, allowed: some of uniform, p2,"),
-    ],
-)
-def test_invalid_options_of_small_forms_are_rejected(tmp_path, capsys, options, message):
-    small_file = tmp_path / "small.yaml"
-    assert main(["small", str(FILES[0]), str(small_file), *options]) == 2
-    assert message in capsys.readouterr().err and not small_file.exists()
-    small_file.write_text("mine")
-    assert main(["small", str(FILES[0]), str(small_file)]) == 2 and small_file.read_text() == "mine"
+def test_a_small_form_of_too_many_steps_is_rejected(tmp_path):
+    with pytest.raises(ConfigError, match="--steps: got 101, allowed: 2 to 100"):
+        shrink_experiment(load(FILES[0]), tmp_path, "encoder", 101)
 
 
 @pytest.mark.long
@@ -283,7 +264,7 @@ def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     text = paper_pages._numbers(block)
     assert "| bs | none: its density is not published" in text and "| `b_ttdm` | 157.4 | 150.9 | 140.5 |" in text
     few = [ROOT / f"recipes/adaptive/{name}.yaml" for name in ("table4", "table1_cosine")]
-    monkeypatch.setattr("kairos.costs.recipes.find_experiment_files", lambda folder: few)
+    monkeypatch.setattr("recipe_costs.find_experiment_files", lambda folder: few)
     page = paper_pages.paper("adaptive")
     assert page.count("\n## ") == 2 and "| [table4](#table4) | 5 numbers |" in page and "| – | – |" not in page
     ran = paper_pages._ran()["recipes/adaptive/table4.yaml"]

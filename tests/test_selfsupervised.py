@@ -1,10 +1,9 @@
 """Tests of the extractor for images without labels: it is reproducible, and ranks images by known damage."""
 
-import importlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import extractors as benchmark
 import numpy as np
 import pytest
 import torch
@@ -15,8 +14,6 @@ from kairos.data.settings import DatasetConfig
 from kairos.evaluation import classifier, extractors
 from kairos.evaluation.settings import SelfsupervisedOptions
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-benchmark = importlib.import_module("extractors")
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 

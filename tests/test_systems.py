@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from papers import FILES, SYSTEMS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kairos import models
@@ -17,9 +18,6 @@ from kairos.sampling.settings import resolve_solver
 from kairos.sampling.time_grids import build_time_grid
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-
-from papers import FILES, SYSTEMS  # noqa: E402
 
 
 def test_every_system_has_an_experiment_file_and_every_file_a_system():

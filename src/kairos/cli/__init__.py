@@ -36,7 +36,6 @@ COMMANDS = {
     "schema": ("kairos.cli.check", "print the JSON schema of experiment files, for editors"),
     "init": ("kairos.cli.new", "create a project: Snakefile, profiles, params.yaml"),
     "new": ("kairos.cli.new", "write an experiment file for a folder of images, with reasons and predicted time"),
-    "small": ("kairos.cli.new", "write the small form of a recipe: minutes on a CPU, small data sets"),
     "check": ("kairos.cli.check", "check an experiment file and print its jobs, methods and warnings"),
     "plan": ("kairos.cli.plan", "estimate the cost of an experiment: jobs, memory, storage, GPU-hours or CPU-hours"),
     "fetch": ("kairos.cli.fetch", "download data set, autoencoder and weights for jobs without internet access"),

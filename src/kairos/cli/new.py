@@ -1,4 +1,4 @@
-"""``kairos init``, ``kairos new`` and ``kairos small``: write a project or an experiment file."""
+"""``kairos init`` and ``kairos new``: write a project or an experiment file."""
 
 import argparse
 import os
@@ -14,18 +14,6 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "init":
         parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, new or empty")
         return
-    if name == "small":
-        recipe = "experiment file, e.g. recipes/speed/table5.yaml"
-        parser.add_argument("recipe", type=Path, metavar="RECIPE", help=recipe)
-        parser.add_argument("file", type=Path, metavar="FILE", help="experiment file to write")
-        data = "folder of small data sets: cifar10, fashion_mnist, coco_mini, taesd (data); default: embedded digits"
-        parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help=data)
-        parser.add_argument("--text-encoder", metavar="DIR", help="encoder of captions; default: that of the recipe")
-        parser.add_argument(
-            "--methods", nargs="+", metavar="M", help="default: the two methods that the recipe compares"
-        )
-        parser.add_argument("--steps", type=int, default=100, metavar="N", help="optimiser steps, at most 100 (100)")
-        return
     parser.add_argument("file", type=Path, metavar="FILE", help="experiment file to write")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="images, flat or a folder per class")
     minutes = "time that the experiment may take on this machine (60); determines the number of steps"
@@ -37,7 +25,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     - `init` writes the files of a project, such as the Snakefile.
     - `new` reads a folder of images, times a short run in a temporary folder, and writes an experiment file.
-    - `small` reads a recipe and writes the experiment file of its small form.
 
     Raises:
         ConfigError: an argument is not allowed, or the file exists.
@@ -52,10 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     if file.exists() or file.is_symlink():
         raise ConfigError(f"{file} already exists; choose another name")
     demand(file.parent.is_dir(), "file", repr(str(file)), "a file in a folder that exists")
-    if arguments.command == "small":
-        _small(arguments)
-    else:
-        _new(arguments)
+    _new(arguments)
 
 
 def _new(arguments: argparse.Namespace) -> None:
@@ -73,28 +57,3 @@ def _new(arguments: argparse.Namespace) -> None:
     text, summary = new_experiment.propose_experiment(arguments.data, name, minutes=minutes, schema=schema)
     write_text(file, text)
     print(f"{file}: {summary}\nkairos check {file} lists its jobs; make run EXPERIMENT={file} runs it")
-
-
-def _small(arguments: argparse.Namespace) -> None:
-    """Write the small form of a recipe, which runs in minutes on a CPU.
-
-    Paths of data in the file are absolute, so that the file can be moved.
-    """
-    import yaml
-
-    from kairos.config import load
-    from kairos.costs.small_experiment import select_two_methods, shrink_experiment
-    from kairos.files import write_text
-
-    recipe, file, steps = arguments.recipe, arguments.file, arguments.steps
-    experiment = load(recipe)
-    methods = arguments.methods or select_two_methods(experiment)
-    values = shrink_experiment(
-        experiment,
-        data=arguments.data.resolve(),
-        encoder=arguments.text_encoder,
-        methods=methods,
-        steps=steps,
-    )
-    write_text(file, f"# the small form of {recipe}\n" + yaml.safe_dump(values, sort_keys=False))
-    print(f"{file}: {' and '.join(methods)}, {steps} steps; make run EXPERIMENT={file} runs it")

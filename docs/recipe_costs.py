@@ -1,4 +1,4 @@
-"""Table of the costs of a folder of experiments, and the cheapest test of each paper's claim.
+"""Costs of the recipes in a folder, and the cheapest test of each paper's claim, for the site.
 
 GPU-hours are floating-point operations over a GPU's peak speed at the experiment's precision, times a utilisation. The
 utilisation is an assumption, not a measurement.
@@ -12,8 +12,6 @@ from typing import Any
 from kairos.config import Experiment, find_experiment_files, load
 from kairos.costs.estimate import CostEstimate, estimate_cost
 from kairos.costs.network import NetworkCost, count_network_cost
-from kairos.costs.rendering import format_bytes
-from kairos.progress import table
 from kairos.report.formatting import format_number
 
 # 10^12 operations per second without sparsity: NVIDIA's data sheets of the SXM forms; fp32 does not use tensor cores
@@ -22,9 +20,6 @@ PEAKS = {
     "A100": {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp64": 19.5},
 }
 SEEDS = 5  # number of seeds for a claim; with fewer, the report tests no differences
-_NOTE = """
-GPU-hours: at {:.0%} of the peak at each experiment's precision, seeds of the files. Memory: one training run on a GPU;
-training.microbatch lowers it. +: plus sizes that are not known without the data"""
 
 
 @dataclass(frozen=True)
@@ -128,33 +123,6 @@ def select_cheapest_tests(recipes: Sequence[Recipe]) -> list[Recipe]:
         paper = recipe.file.parent  # the recipes of a paper share a folder
         cheapest.setdefault((paper, claim.factor), recipe)  # keeps the first, which is the cheapest
     return list(cheapest.values())
-
-
-def render_recipes(recipes: Sequence[Recipe], utilisation: float) -> str:
-    """Return a table of recipes with their costs and sums, and the cheapest test of each claim.
-
-    Args:
-        recipes: recipes with their costs.
-        utilisation: fraction of the peak speed that is reached.
-    """
-    gpu_headers = [f"{gpu} h" for gpu in PEAKS]
-    rows: list[tuple[Any, ...]] = [("recipe", "methods", "steps", "jobs", *gpu_headers, "memory", "storage")]
-    method_count = job_count = 0
-    for recipe in recipes:
-        experiment, estimate = recipe.experiment, recipe.estimate
-        jobs = sum(stage.jobs for stage in estimate.stages)
-        method_count += len(experiment.methods)
-        job_count += jobs
-        hours = map(format_number, recipe.gpu_hours_by_gpu(utilisation).values())
-        memory = format_bytes(sum(estimate.memory.values()))
-        sizes = estimate.storage.values()
-        storage = format_bytes(sum(size or 0 for size in sizes)) + ("+" if None in sizes else "")
-        steps = f"{experiment.milestones[-1]:,}"
-        rows.append((recipe.file, len(experiment.methods), steps, jobs, *hours, memory, storage))
-    total_hours = [format_number(sum(recipe.gpu_hours(gpu, utilisation) for recipe in recipes)) for gpu in PEAKS]
-    rows.append(("all", method_count, "", job_count, *total_hours, "", ""))
-    cost_table = table(rows, lambda is_header, column, cell: column > 0)
-    return "\n".join([cost_table, _NOTE.format(utilisation), *describe_claims(recipes, utilisation)])
 
 
 def describe_claims(recipes: Sequence[Recipe], utilisation: float) -> Iterator[str]:

@@ -36,25 +36,21 @@ def select_two_methods(experiment: Experiment) -> list[str]:
     return [first, *(published or others)[-1:]]  # one method if the experiment has only one
 
 
-def shrink_experiment(
-    experiment: Experiment, data: Path, encoder: str | None, methods: list[str], steps: int
-) -> dict[str, Any]:
+def shrink_experiment(experiment: Experiment, data: Path, encoder: str, steps: int) -> dict[str, Any]:
     """Return the small form of an experiment as the plain values of an experiment file.
 
     Args:
         experiment: the experiment.
         data: folder of small data sets and of an autoencoder: ``cifar10``, ``fashion_mnist``, ``coco_mini``, ``taesd``.
             Without ``cifar10`` and ``fashion_mnist``, the small form uses the embedded digits.
-        encoder: folder of a text encoder; None: the experiment's encoder.
-        methods: names of the methods to keep.
+        encoder: folder of a text encoder.
         steps: optimiser steps of the methods, the autoencoder and the extractor.
 
     Raises:
-        ConfigError: an argument is not allowed, or the folder does not contain the images that the experiment needs.
+        ConfigError: the number of steps is not allowed, or the folder lacks the images that the experiment needs.
     """
-    unknown = [name for name in methods if name not in experiment.methods]
-    demand(not unknown, "--methods", ", ".join(unknown), f"some of {', '.join(experiment.methods)}")
     demand(2 <= steps <= MOST_STEPS, "--steps", steps, f"2 to {MOST_STEPS}")
+    methods = select_two_methods(experiment)
     plain = experiment.plain()
     training, model_name = plain["training"], experiment.model.name
     small_options = {option: value for option, value in _MODELS[model_name].items() if option in plain["model"]}
@@ -84,8 +80,7 @@ def shrink_experiment(
         "tracking": {"enabled": False},
         "published": [block for block in published if block["rows"]],
     }  # fmt: skip
-    claim = experiment.claim
-    if claim and claim.method in methods and claim.baseline in methods:
+    if experiment.claim:
         values["claim"] = plain["claim"]
     validate(values, f"small form of {experiment.experiment}")  # raises an error if the small form is not valid
     return values
@@ -116,7 +111,7 @@ def _select_rows(block: dict[str, Any], methods: list[str]) -> dict[str, Any]:
     return {**block, "rows": rows, "missing": {}}
 
 
-def _small_data(plain: dict[str, Any], data: Path, encoder: str | None, steps: int) -> dict[str, Any]:
+def _small_data(plain: dict[str, Any], data: Path, encoder: str, steps: int) -> dict[str, Any]:
     """Return sections dataset, autoencoder and text_encoder of a small form.
 
     Images have 16 pixels a side, or 64 if a pretrained autoencoder encodes them.
@@ -124,7 +119,7 @@ def _small_data(plain: dict[str, Any], data: Path, encoder: str | None, steps: i
     Args:
         plain: the experiment as plain values.
         data: folder of small data sets and of an autoencoder.
-        encoder: folder of a text encoder; None: the experiment's encoder.
+        encoder: folder of a text encoder.
         steps: optimiser steps of an autoencoder that is trained.
 
     Raises:
@@ -146,19 +141,19 @@ def _small_data(plain: dict[str, Any], data: Path, encoder: str | None, steps: i
     return {"dataset": dataset, "autoencoder": autoencoder}
 
 
-def _small_coco(plain: dict[str, Any], data: Path, encoder: str | None) -> dict[str, Any]:
+def _small_coco(plain: dict[str, Any], data: Path, encoder: str) -> dict[str, Any]:
     """Return sections dataset, autoencoder and text_encoder of a small form that has captions or low resolution.
 
     Args:
         plain: the experiment as plain values.
         data: folder that contains ``coco_mini``, images with captions, and autoencoder ``taesd``.
-        encoder: folder of a text encoder; None: the experiment's encoder.
+        encoder: folder of a text encoder.
 
     Raises:
         ConfigError: the folder does not contain both.
     """
     coco, taesd = data / "coco_mini", data / "taesd"
-    demand(coco.is_dir() and taesd.is_dir(), "--data", repr(str(data)), "a folder with coco_mini and taesd")
+    demand(coco.is_dir() and taesd.is_dir(), "DATA", repr(str(data)), "a folder with coco_mini and taesd")
     dataset: dict[str, Any] = {"source": "folder", "path": f"{coco}/train2017", "heldout": f"{coco}/val2017"}
     dataset |= {"crop": "adm", "resolution": 64, "low_resolution": plain["dataset"]["low_resolution"]}
     sections: dict[str, Any] = {"dataset": dataset, "autoencoder": {"kind": "pretrained", "path": str(taesd)}}
@@ -166,5 +161,5 @@ def _small_coco(plain: dict[str, Any], data: Path, encoder: str | None) -> dict[
     if text_encoder:
         dataset["captions"] = f"{coco}/annotations/captions_train2017.json"
         dataset["heldout_captions"] = f"{coco}/annotations/captions_val2017.json"
-        sections["text_encoder"] = text_encoder | {"path": encoder or text_encoder["path"]}
+        sections["text_encoder"] = text_encoder | {"path": encoder}
     return sections
