@@ -1,8 +1,10 @@
 """attach: a strategy in a trainer by hooks on its optimiser, compared with the explicit form."""
 
+import copy
 import io
 import logging
 import math
+import pickle
 import types
 
 import pytest
@@ -851,6 +853,103 @@ def test_many_losses_without_an_observed_step_are_an_error():
         for _ in range(300):
             plain.timesteps.loss(plain.errors(plain.timesteps(IMAGES))).backward()
             plain.optimizer.zero_grad()
+
+
+def trained_by(optimizer, plain, steps, name="loss_rms", accumulate=1):
+    """Train a network by an optimizer that is not the attached one."""
+    for number in range(steps * accumulate):
+        errors = plain.errors(plain.timesteps(IMAGES))
+        (plain.timesteps.loss(errors) if name == "loss_rms" else errors.mean()).backward()
+        if (number + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["uniform", "loss_rms"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_of_a_rebuilt_optimizer_are_an_error(name, accumulate):
+    """A trainer that builds its optimizer again, or copies it without its parameters."""
+    plain = Plain(name)
+    plain.step()
+    for optimizer in (torch.optim.Adam(plain.network.parameters()), copy.copy(plain.optimizer)):
+        with pytest.raises(ConfigError, match=r"another (Adam|SGD) took steps of its parameters.*copy.deepcopy"):
+            trained_by(optimizer, plain, 4, name, accumulate)
+        plain.timesteps.load_state_dict(plain.timesteps.state_dict())
+
+
+def copied(plain):
+    """Return a network and an optimizer that were copied together."""
+    network, optimizer = copy.deepcopy((plain.network, plain.optimizer))
+    other = copy.copy(plain)
+    other.network, other.optimizer = network, optimizer
+    return other
+
+
+def test_a_network_and_an_optimizer_that_were_copied_together_are_an_error_or_a_warning(caplog):
+    """Their losses leave no gradient in the attached optimizer; without losses, steps of others remain as evidence."""
+    learned, fixed = copied(Plain("loss_rms")), copied(Plain("uniform"))
+    with pytest.raises(ConfigError, match=r"gradients of 200 steps vanished.*copy.deepcopy"):
+        trained_by(learned.optimizer, learned, 250)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "kairos_timesteps"):
+        trained_by(fixed.optimizer, fixed, 250, "uniform")
+    (record,) = caplog.records
+    assert "SGD took steps of other parameters" in record.getMessage() and "copy.deepcopy" in record.getMessage()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts))])
+def test_a_copied_strategy_evaluates_but_draws_no_training_timesteps(duplicate):
+    """Copies for an exponential moving average contain the strategy of a network that has it as an attribute."""
+    plain = Plain()
+    plain.step()
+    network, optimizer, timesteps = duplicate((plain.network, plain.optimizer, plain.timesteps))
+    network.eval()
+    assert equal_bits(timesteps(IMAGES), validation(plain, batches=1, count=8)[0])
+    network.train()
+    with pytest.raises(ConfigError, match=r"copy of an attached strategy.*load_state_dict"):
+        timesteps(IMAGES)
+    again = attach("loss_rms", "linear", optimizer, network)
+    again.load_state_dict(timesteps.state_dict())
+    assert equal_bits(again(IMAGES), plain.timesteps(IMAGES))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_other_optimizers_and_skipped_steps_are_no_copies(fused, caplog):
+    """No error and no warning, although other optimizers take steps between the draws of an accumulated step.
+
+    The attached optimizer is a wrapper whose inner optimizer has its parameters. A discriminator is trained on every
+    micro-batch, and GradScaler skips 60 successive steps.
+    """
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    network, discriminator = TinyNetwork(), nn.Linear(1, 1)
+    inner = torch.optim.AdamW(network.parameters(), fused=fused)
+    discriminator_optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    optimizer = inner if fused else Wrapper(inner)
+    timesteps = attach("loss_rms+edm2", "linear", optimizer, network, weighting={"channels": 8})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    with caplog.at_level(logging.WARNING, "kairos_timesteps"):
+        for step in range(100):
+            for _ in range(5):
+                errors = (network(IMAGES, timesteps(IMAGES)) - 1).square().mean((1, 2, 3))
+                scaler.scale(timesteps.loss(errors * (math.inf if step < 60 else 1.0))).backward()
+                discriminator(torch.ones(1, 1)).sum().backward()
+                discriminator_optimizer.step()
+            network.eval()
+            timesteps(IMAGES)
+            network.train()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    timesteps.state_dict()
+    assert timesteps.strategy.step == 40 and not caplog.records
 
 
 def test_a_state_of_another_strategy_or_convention_is_rejected():

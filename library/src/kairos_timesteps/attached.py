@@ -14,20 +14,24 @@ and its micro-batches are those whose gradients the optimizer applies:
 - GradScaler calls a fused optimizer also in a skipped step. The next draw reads ``found_inf`` of that call, which is
   known once the backward pass has ended.
 - In evaluation mode, ``t`` comes from a validation stream, and the state does not change.
+- A copy of the optimizer (``copy.deepcopy``, ``pickle``, a trainer that builds its optimizer again) has no hooks. A
+  further hook, on all optimizers, finds its steps, and a later draw raises ConfigError.
 
 Step numbers, draws and losses equal those of the explicit form, `Strategy.draw`, `loss` and `observe`.
 """
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.coordinates import RandomCoordinates, points
@@ -39,7 +43,13 @@ from kairos_timesteps.time_convention import TimeConvention
 
 LOG = logging.getLogger("kairos_timesteps")
 _EXPLICIT = "use the explicit form instead: Strategy.draw, Strategy.loss, and Strategy.observe around the step"
+_COPIES = (
+    "A copy of the optimizer (copy.deepcopy, pickle, a trainer that builds its optimizer again) has no hooks: call "
+    "attach with the optimizer that the loop steps, after the trainer has prepared it"
+)
 _MAX_VANISHED_STEPS = 200  # successive steps whose gradients vanish; GradScaler needs 165 to go from 65536 to 0
+_MAX_STEPS_OF_OTHERS = 3  # draws that another optimizer of the parameters used, without a step of the attached one
+_MANY_STEPS_OF_OTHERS = 200  # draws that an optimizer of other parameters used
 
 
 def attach(
@@ -65,7 +75,8 @@ def attach(
     Args:
         name: name of the strategy, as for `Strategy`.
         process: forward process or noise scheduler, as for `Strategy`.
-        optimizer: optimizer whose steps count; wrappers of accelerate and Lightning are removed.
+        optimizer: optimizer that the loop steps, after the trainer has prepared it; its steps count. Wrappers of
+            accelerate and Lightning are removed. Attach again if the trainer builds or copies its optimizer later.
         network: network that is trained. While ``network.training`` is False, draws are those of a validation.
             Without a network, disabled gradients select the validation.
         time: what the trainer's t is. ``noise_is_one``: 0 is data, 1 is noise. ``data_is_one``: the opposite.
@@ -123,6 +134,8 @@ class Attached:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        _watch_all_optimizers()
+        _ATTACHED.add(self)
         LOG.info("%s: %s", strategy.name, time.describe())
         self._reported = False
         if not strategy.sampler.required_context(strategy.sampler.options):
@@ -141,6 +154,8 @@ class Attached:
         self._measurement: AbstractContextManager[None] | None = None  # open during the optimizer's step
         self._skipped: Callable[[], bool] | None = None  # of a fused optimizer under GradScaler
         self._step_pending = False  # the optimizer was called, and `_finish_step` was not
+        self._other: tuple[str, bool] | None = None  # optimizer that used the last draw; True if it has the parameters
+        self._steps_of_others = {True: 0, False: 0}  # number of such draws without a step of the attached optimizer
 
     def __call__(self, x0: Tensor, *, conditions: Mapping[str, Tensor] | None = None, **arguments: Any) -> Tensor:
         """Draw the trainer's t for a batch, (batch,): int64 for an index, otherwise float32.
@@ -159,6 +174,7 @@ class Attached:
             t = self._validation_times(x0, **arguments)
             self._dimensions = t.ndim
             return self.time.of_trainer(t)
+        self._find_copies()
         self._finish_step()
         if not self._reported:
             self._report(arguments)
@@ -250,8 +266,51 @@ class Attached:
     def detach(self) -> None:
         """Remove the hooks from the optimizer."""
         self._finish_step()
+        _ATTACHED.discard(self)
         for hook in self._hooks:
             hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for a copy, which has no hooks and rejects training draws."""
+        self._finish_step()
+        return {**vars(self), "_hooks": []}
+
+    def _find_copies(self) -> None:
+        """Raise ConfigError if this is a copy, or if another optimizer of the parameters takes the steps."""
+        if not self._hooks:
+            raise ConfigError(
+                "attach: this is a copy of an attached strategy, without hooks on its optimizer: call attach with the "
+                "optimizer that the loop steps, then load_state_dict with the state of the original"
+            )
+        if self._other is None:
+            return
+        (name, shared), self._other = self._other, None
+        if not shared and not self._without_gradients():
+            self._steps_of_others[False] = 0
+            return
+        self._steps_of_others[shared] += 1
+        count = self._steps_of_others[shared]
+        if shared and count == _MAX_STEPS_OF_OTHERS:
+            raise ConfigError(
+                f"attach: the attached optimizer took no step after the last {count} draws, but another {name} took "
+                f"steps of its parameters. {_COPIES}"
+            )
+        if not shared and count == _MANY_STEPS_OF_OTHERS:
+            LOG.warning(
+                "attach: the attached optimizer took no step after the last %d draws, but %s took steps of other "
+                "parameters. %s.", count, name, _COPIES,
+            )  # fmt: skip
+
+    def _after_step_of(self, other: torch.optim.Optimizer) -> None:
+        """Record a step of another optimizer after a training draw, unless the attached one also took a step."""
+        if other is self.optimizer or self._draw is None or self._step_pending:
+            return
+        parameters = {id(parameter) for parameter in self._parameters()}
+        shared = any(id(parameter) in parameters for group in other.param_groups for parameter in group["params"])
+        if not shared and not self._without_gradients():  # the attached parameters are trained: no copy
+            self._steps_of_others[False] = 0
+        elif self._other is None or shared:
+            self._other = type(other).__name__, shared
 
     def _count_micro_batch(self, draw: Draw, conditions: Mapping[str, Tensor] | None, _: Tensor) -> None:
         """Count a micro-batch at the beginning of its backward pass, and drop those whose gradients were dropped."""
@@ -261,7 +320,7 @@ class Attached:
             if self._vanished_steps > _MAX_VANISHED_STEPS:
                 raise ConfigError(
                     f"attach: the gradients of {_MAX_VANISHED_STEPS} steps vanished, and the optimizer was not called. "
-                    f"Hooks do not see steps within the backward pass; {_EXPLICIT}"
+                    f"{_COPIES}. Hooks do not see steps within the backward pass; {_EXPLICIT}"
                 )
             self._drop()
         self._pass = current
@@ -307,6 +366,7 @@ class Attached:
 
     def _after_step(self, *_: Any) -> None:
         """Finish the step; under GradScaler the next draw finishes a fused optimizer's, which waits for no kernel."""
+        self._other, self._steps_of_others = None, {True: 0, False: 0}
         if self._draw is None:
             allowed = "a training draw: network.train(), or enabled gradients if attach was given no network"
             demand(not self._evaluated, "step of the optimizer", "draws of a validation alone", allowed)
@@ -320,7 +380,8 @@ class Attached:
         if not self._step_pending:
             return
         self._step_pending = False
-        if self._skipped and self._skipped():
+        skipped, self._skipped = self._skipped, None
+        if skipped and skipped():
             self._drop()
             return
         if not self._measures:
@@ -329,6 +390,7 @@ class Attached:
         if self._measurement is not None:
             self._measurement.__exit__(None, None, None)
         self._measurement, self._draw, self._micro_batches, self._vanished_steps = None, None, [], 0
+        self._other = None  # the strategy may have optimizers too
 
     def _observed(self) -> AbstractContextManager[None]:
         """Return the strategy's context around the step, for the micro-batches whose gradients are applied."""
@@ -374,6 +436,20 @@ class Attached:
             "%s: 80 %% of the draws have ln SNR %.3g to %.3g, mean weight %.3g", self.strategy.name, low, high, mean
         )
         self._reported = True
+
+
+_ATTACHED: weakref.WeakSet[Attached] = weakref.WeakSet()  # without those that were detached
+
+
+@cache
+def _watch_all_optimizers() -> None:
+    """Register the hook that reports the steps of all optimizers of this process to the attached strategies."""
+
+    def report_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for attached in list(_ATTACHED):
+            attached._after_step_of(optimizer)
+
+    register_optimizer_step_post_hook(report_step)
 
 
 def _inner_optimizer(optimizer: Any, network: Any, accelerator: Any) -> torch.optim.Optimizer:

@@ -21,6 +21,7 @@ from training_runs import (
 )
 
 import rank_groups
+from kairos_timesteps import attach
 from small_loop import TinyNetwork, equal_bits
 
 accelerate = released("accelerate")
@@ -123,6 +124,20 @@ def test_a_resume_equals_an_uninterrupted_run(name, tmp_path):
     resumed, _ = train(name, micro_batches(16), resume=tmp_path / "state")
     resumed.t, resumed.losses = results.t + resumed.t, results.losses + resumed.losses
     assert differences(resumed, whole) == []
+
+
+def test_a_strategy_attached_before_prepare_counts_the_steps():
+    """accelerate wraps the optimizer and does not copy it."""
+    new_process()
+    accelerator, network = accelerate.Accelerator(cpu=True), Recorded()
+    optimizer = torch.optim.AdamW(network.parameters())
+    strategy = attach(LOSSES, "flow", optimizer, network, time="noise_is_one")
+    prepared, optimizer = accelerator.prepare(network, optimizer)
+    for _, x0 in micro_batches(0, 5):
+        accelerator.backward(strategy.loss(prepared(x0, strategy(x0)).square()))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert strategy.strategy.step == 5
 
 
 def train_on_a_rank():

@@ -160,6 +160,17 @@ def test_uniform_alone_changes_no_loss():
     assert equal_bits(plain.losses, results.losses) and equal_bits(plain.network, results.network)
 
 
+def test_an_optimizer_that_lightning_builds_again_is_an_error():
+    """A strategy that the user attached to the result of `configure_optimizers`, which `fit` calls again."""
+    callback = 'callback = StrategyCallback("loss_rms", "flow", time="noise_is_one", predict=network)'
+    by_hand = (
+        "from kairos_timesteps import attach\n"
+        'model.strategy = attach("loss_rms", "flow", model.configure_optimizers(), model, time="noise_is_one")'
+    )
+    with pytest.raises(ConfigError, match=r"another Adam took steps of its parameters.*builds its optimizer again"):
+        train(LOSSES, changes=[(callback, by_hand), ("callbacks=[callback]", "callbacks=[]")])
+
+
 def test_another_convention_is_caught():
     with pytest.raises(ConfigError, match="with time='data_is_one'; time='noise_is_one' fits"):
         train(LOSSES, 1, changes=[('time="noise_is_one"', 'time="data_is_one"')])
