@@ -21,6 +21,7 @@ from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.distributed import rank, ranks
 from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.integrations.distributed_checkpoint import PackedState
 from kairos_timesteps.time_convention import TimeConvention
 from small_loop import IMAGES, TinyNetwork, equal_bits
 from specifications import Call, Specification, but_name, context_of, examples, specifications
@@ -962,6 +963,91 @@ def test_a_state_of_another_strategy_or_convention_is_rejected():
 
 def test_attach_stays_a_function_when_its_module_is_imported():
     assert kairos_timesteps.attach is attach and callable(kairos_timesteps.attach)
+
+
+# torch.distributed.checkpoint
+
+
+POLICY = Specification({"name": "adaptive", "frequency": 1, "feature_timesteps": 5, "width": 4}, {"name": "edm2"})
+NOISE = Specification({"name": "info_noise", "frequency": 1, "start": 1})
+
+
+IN_ONE_PROCESS = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(values, folder):
+    import torch.distributed.checkpoint as checkpoint  # takes a second
+
+    checkpoint.save(values, storage_writer=checkpoint.FileSystemWriter(folder))
+
+
+def load(values, folder):
+    import torch.distributed.checkpoint as checkpoint
+
+    checkpoint.load(values, storage_reader=checkpoint.FileSystemReader(folder))
+
+
+@IN_ONE_PROCESS
+@pytest.mark.parametrize("drawn_alone", [True, False])
+@pytest.mark.parametrize("specification", [LEARNS, POLICY, NOISE], ids=lambda each: each.sampler["name"])
+def test_a_distributed_checkpoint_within_a_step_contains_the_last_complete_step(specification, drawn_alone, tmp_path):
+    """A resume equals the training that drops the unfinished step, which a draw alone or a micro-batch began."""
+    trainer = Trainer(specification, True)
+    for _ in range(2):
+        trainer.batch()
+        trainer.step()
+    learned = copy.deepcopy(trainer.timesteps.state_dict()["strategy"])
+    trainer.batch(backward=not drawn_alone)
+    save({"timesteps": PackedState(trainer.timesteps), "network": trainer.network.state_dict()}, tmp_path)
+    resumed = Trainer(specification, True)
+    network = resumed.network.state_dict()
+    load({"timesteps": PackedState(resumed.timesteps), "network": network}, tmp_path)
+    resumed.network.load_state_dict(network)
+    state = resumed.timesteps.state_dict()["strategy"]
+    assert equal_bits({**state, "drawn": 0}, {**learned, "drawn": 0}) and state["drawn"] == [COUNT, 2 * COUNT]
+    resumed.batches = trainer.batches
+    resumed.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+    trainer.optimizer.zero_grad()
+    trainer.t, trainer.losses = [], []
+    for each in (trainer, resumed):
+        for _ in range(2):
+            each.batch()
+            each.step()
+    assert equal_bits(resumed.results(), trainer.results())
+
+
+@IN_ONE_PROCESS
+def test_a_distributed_checkpoint_without_values_that_were_learned_is_rejected(tmp_path):
+    """torch.distributed.checkpoint restores only values that exist before the load: here no policy of `adaptive`."""
+    trainer, resumed = Trainer(POLICY, True), Trainer(POLICY, True)
+    trainer.batch()
+    trainer.step()
+    save({"timesteps": trainer.timesteps}, tmp_path)
+    with pytest.raises(ConfigError, match=r"state: got no .*sampler.policy.*PackedState"):
+        load({"timesteps": resumed.timesteps}, tmp_path)
+
+
+@pytest.mark.parametrize("drawn", ["training", "validation"])
+@pytest.mark.parametrize("specification", [Specification(), LEARNS, MEASURES], ids=lambda each: each.sampler["name"])
+def test_the_step_that_creates_the_optimizers_state_is_not_counted(specification, drawn):
+    """torch.distributed.checkpoint calls `step` with gradients and learning rates of 0 before the first save."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # takes a second
+
+    results = []
+    for saved in (True, False):
+        trainer = Trainer(
+            specification,
+            True,
+            optimizer=lambda *arguments, **options: torch.optim.SGD(*arguments, **options, momentum=0.9),
+        )
+        trainer.batch(train=drawn == "training", backward=False)
+        if saved:
+            assert get_optimizer_state_dict(trainer.network, trainer.optimizer)["state"]
+        for _ in range(2):
+            trainer.batch()
+            trainer.step()
+        results.append(trainer.results())
+    assert results[0]["state"]["step"] == 2 and equal_bits(*results)
 
 
 # accelerate

@@ -22,6 +22,7 @@ Step numbers, draws and losses equal those of the explicit form, `Strategy.draw`
 
 import copy
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -154,6 +155,7 @@ class Attached:
         self._measurement: AbstractContextManager[None] | None = None  # open during the optimizer's step
         self._skipped: Callable[[], bool] | None = None  # of a fused optimizer under GradScaler
         self._step_pending = False  # the optimizer was called, and `_finish_step` was not
+        self._initializing = False  # the optimizer is called only to create its state
         self._other: tuple[str, bool] | None = None  # optimizer that used the last draw; True if it has the parameters
         self._steps_of_others = {True: 0, False: 0}  # number of such draws without a step of the attached optimizer
 
@@ -242,19 +244,34 @@ class Attached:
         self.time.check(x0, noise, x_t, t, tolerance)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resume needs. Save it between two steps, not within an accumulated one."""
+        """Return everything that a resume needs.
+
+        Within an unfinished step, it is the state after the last complete step, and the draws of the unfinished step
+        count as used: a resume repeats the step with further draws. To equal an uninterrupted run, save the state
+        between two steps. For torch.distributed.checkpoint, use
+        `kairos_timesteps.integrations.distributed_checkpoint.PackedState`.
+        """
         self._finish_step()
-        return {**self._identity(), "strategy": self.strategy.state_dict()}
+        state = self.strategy.state_dict()
+        return {**self._identity(), "strategy": state, "keys": _paths(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned, on the device of the optimizer's parameters.
 
         Raises:
-            ConfigError: the state is from another strategy, seed, convention of time, or other options.
+            ConfigError: the state is from another strategy, seed, convention of time, or other options, or values of
+                it are missing.
         """
         for key, present in self._identity().items():
             demand(state.get(key) == present, f"state: {key}", repr(state.get(key)), repr(present))
+        missing = sorted({*state.get("keys", [])} - {*_paths(state["strategy"])})
+        allowed = (
+            "all values that were saved; torch.distributed.checkpoint restores only those that exist before the load: "
+            "save and load kairos_timesteps.integrations.distributed_checkpoint.PackedState(timesteps)"
+        )
+        demand(not missing, "state", f"no {', '.join(missing)}", allowed)
         self._reset()
+        self.strategy.weighting.zero_grad()
         self.strategy.load_state_dict(state["strategy"], self._parameters()[0].device)
 
     def _identity(self) -> dict[str, Any]:
@@ -339,6 +356,9 @@ class Attached:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, by_name: Any) -> Any:
         """Begin the measurement of the step; if there is a closure, after the backward pass in the closure."""
+        self._initializing = _optimizer_state_is_created()
+        if self._initializing:
+            return None
         self._measurement = self._skipped = None
         closure = by_name.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None or not self._measures:
@@ -366,11 +386,13 @@ class Attached:
 
     def _after_step(self, *_: Any) -> None:
         """Finish the step; under GradScaler the next draw finishes a fused optimizer's, which waits for no kernel."""
+        if self._initializing:
+            return
         self._other, self._steps_of_others = None, {True: 0, False: 0}
         if self._draw is None:
             allowed = "a training draw: network.train(), or enabled gradients if attach was given no network"
             demand(not self._evaluated, "step of the optimizer", "draws of a validation alone", allowed)
-            return  # not a training step: torch.distributed.checkpoint calls `step` to create the optimizer's state
+            return  # not a training step
         self._step_pending = True
         if self._skipped is None or self._measures:
             self._finish_step()
@@ -499,6 +521,27 @@ def _deferred_read(overflow: Tensor) -> Callable[[], bool]:
         return bool(value)
 
     return read
+
+
+def _optimizer_state_is_created() -> bool:
+    """Return True if the caller is torch.distributed.checkpoint, which takes a step to create the optimizer's state.
+
+    Its step has gradients and learning rates of 0. Only the name of the caller differs from a step of training with a
+    learning rate that rises from 0, on all ranks.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _paths(state: Any) -> list[str]:
+    """Return the paths of all values in nested dictionaries, sorted and joined by dots."""
+    if not isinstance(state, Mapping):
+        return [""]
+    return sorted(f"{key}.{path}".strip(".") for key, value in state.items() for path in _paths(value))
 
 
 def _per_sample(errors: Tensor, dimensions: int) -> Tensor:
