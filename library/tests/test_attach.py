@@ -626,15 +626,60 @@ def test_a_validation_loss_is_the_plain_mean():
     assert equal_bits(loss, plain.errors(times[-5:]).mean().detach())
 
 
-def test_without_a_network_draws_with_disabled_gradients_count_as_validation():
-    network = TinyNetwork()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    timesteps = attach("uniform", "linear", optimizer)
-    with torch.no_grad():
-        timesteps(IMAGES)
-    assert timesteps.strategy.state_dict()["drawn"] == [0, 0]
-    timesteps(IMAGES)
-    assert timesteps.strategy.state_dict()["drawn"] == [8, 0]
+class Wrapped(nn.Module):
+    """A wrapper such as DistributedDataParallel, whose modes the network inside follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = TinyNetwork()
+
+    def forward(self, x_t, t):
+        return self.module(x_t, t)
+
+
+@pytest.mark.parametrize(
+    ("given", "evaluated", "gradients", "validation"),
+    [
+        # network given to attach, network whose method eval is called, gradients: is it a validation
+        ("network", None, torch.enable_grad, False),
+        ("network", None, torch.no_grad, False),
+        ("network", "network", torch.no_grad, True),
+        ("network", "network", torch.enable_grad, True),
+        ("network", "wrapper", torch.no_grad, True),
+        ("wrapper", "wrapper", torch.no_grad, True),
+        ("wrapper", "network", torch.no_grad, False),
+        (None, None, torch.enable_grad, False),
+        (None, None, torch.no_grad, True),
+        (None, None, torch.inference_mode, True),
+        (None, "network", torch.enable_grad, False),
+        ("function", "network", torch.enable_grad, False),
+        ("function", None, torch.no_grad, True),
+    ],
+)
+def test_the_mode_of_the_given_network_decides_what_a_validation_is(given, evaluated, gradients, validation):
+    """A training draw counts as used even if its loss has no gradient; a draw of a validation changes nothing."""
+    wrapper = Wrapped()
+    networks = {"network": wrapper.module, "wrapper": wrapper, "function": lambda x_t, t: wrapper(x_t, t), None: None}
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    timesteps = attach("loss_rms+min_snr", "linear", optimizer, networks[given])
+    before = copy.deepcopy(timesteps.strategy.state_dict())
+    if evaluated:
+        networks[evaluated].eval()
+    with gradients():
+        t = timesteps(IMAGES)
+        errors = (wrapper(IMAGES, t) - 1).square().mean((1, 2, 3))
+        loss = timesteps.loss(errors)
+    draw = Strategy("loss_rms+min_snr").draw(IMAGES)
+    assert equal_bits(t, draw.t) is not validation
+    assert equal_bits(loss.detach(), errors.mean().detach()) is validation
+    assert equal_bits(timesteps.strategy.state_dict(), {**before, "drawn": [0 if validation else len(IMAGES), 0]})
+    wrapper.train()
+    later = timesteps(IMAGES)
+    assert equal_bits(later, draw.t) is validation
+    timesteps.loss((wrapper(IMAGES, later) - 1).square().mean((1, 2, 3))).backward()
+    optimizer.step()
+    taken = timesteps.strategy.sampler._sums[1].sum().item()
+    assert taken == pytest.approx(len(IMAGES), rel=0.1)  # the loss without a gradient is not learned from
 
 
 def test_training_with_draws_in_evaluation_mode_alone_is_an_error():
@@ -988,16 +1033,18 @@ def load(values, folder):
 
 
 @IN_ONE_PROCESS
-@pytest.mark.parametrize("drawn_alone", [True, False])
+@pytest.mark.parametrize("without_backward", [True, False])
 @pytest.mark.parametrize("specification", [LEARNS, POLICY, NOISE], ids=lambda each: each.sampler["name"])
-def test_a_distributed_checkpoint_within_a_step_contains_the_last_complete_step(specification, drawn_alone, tmp_path):
+def test_a_distributed_checkpoint_within_a_step_contains_the_last_complete_step(
+    specification, without_backward, tmp_path
+):
     """A resume equals the training that drops the unfinished step, which a draw alone or a micro-batch began."""
     trainer = Trainer(specification, True)
     for _ in range(2):
         trainer.batch()
         trainer.step()
     learned = copy.deepcopy(trainer.timesteps.state_dict()["strategy"])
-    trainer.batch(backward=not drawn_alone)
+    trainer.batch(backward=not without_backward)
     save({"timesteps": PackedState(trainer.timesteps), "network": trainer.network.state_dict()}, tmp_path)
     resumed = Trainer(specification, True)
     network = resumed.network.state_dict()
@@ -1027,9 +1074,9 @@ def test_a_distributed_checkpoint_without_values_that_were_learned_is_rejected(t
         load({"timesteps": resumed.timesteps}, tmp_path)
 
 
-@pytest.mark.parametrize("drawn", ["training", "validation"])
+@pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("specification", [Specification(), LEARNS, MEASURES], ids=lambda each: each.sampler["name"])
-def test_the_step_that_creates_the_optimizers_state_is_not_counted(specification, drawn):
+def test_the_step_that_creates_the_optimizers_state_is_not_counted(specification, train):
     """torch.distributed.checkpoint calls `step` with gradients and learning rates of 0 before the first save."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # takes a second
 
@@ -1040,7 +1087,7 @@ def test_the_step_that_creates_the_optimizers_state_is_not_counted(specification
             True,
             optimizer=lambda *arguments, **options: torch.optim.SGD(*arguments, **options, momentum=0.9),
         )
-        trainer.batch(train=drawn == "training", backward=False)
+        trainer.batch(train=train, backward=False)
         if saved:
             assert get_optimizer_state_dict(trainer.network, trainer.optimizer)["state"]
         for _ in range(2):

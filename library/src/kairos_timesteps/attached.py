@@ -13,7 +13,7 @@ and its micro-batches are those whose gradients the optimizer applies:
   needs ``zero_grad(set_to_none=True)``, PyTorch's default.
 - GradScaler calls a fused optimizer also in a skipped step. The next draw reads ``found_inf`` of that call, which is
   known once the backward pass has ended.
-- In evaluation mode, ``t`` comes from a validation stream, and the state does not change.
+- In evaluation mode of the network, ``t`` comes from a validation stream, and the state does not change.
 - A copy of the optimizer (``copy.deepcopy``, ``pickle``, a trainer that builds its optimizer again) has no hooks. A
   further hook, on all optimizers, finds its steps, and a later draw raises ConfigError.
 
@@ -78,8 +78,10 @@ def attach(
         process: forward process or noise scheduler, as for `Strategy`.
         optimizer: optimizer that the loop steps, after the trainer has prepared it; its steps count. Wrappers of
             accelerate and Lightning are removed. Attach again if the trainer builds or copies its optimizer later.
-        network: network that is trained. While ``network.training`` is False, draws are those of a validation.
-            Without a network, disabled gradients select the validation.
+        network: network that is trained. A draw belongs to a validation if ``network.training`` of this very object is
+            False, with or without gradients. In training mode it is a training draw, also under ``torch.no_grad()``;
+            its loss then counts nowhere. Without an ``nn.Module``, a draw belongs to a validation if gradients are
+            disabled.
         time: what the trainer's t is. ``noise_is_one``: 0 is data, 1 is noise. ``data_is_one``: the opposite.
             ``index``: index of a discrete schedule, with 0 the least noise; for a flow-matching scheduler of diffusers
             an index of ``scheduler.timesteps``, with 0 the most noise. ``sigma``: noise level of EDM. None: the only
@@ -246,10 +248,9 @@ class Attached:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs.
 
-        Within an unfinished step, it is the state after the last complete step, and the draws of the unfinished step
-        count as used: a resume repeats the step with further draws. To equal an uninterrupted run, save the state
-        between two steps. For torch.distributed.checkpoint, use
-        `kairos_timesteps.integrations.distributed_checkpoint.PackedState`.
+        Save it between two steps, to equal an uninterrupted run. Within an unfinished step, it is the state after the
+        last complete step. The draws of the unfinished step count as used, so a resume repeats it with further draws.
+        torch.distributed.checkpoint needs `kairos_timesteps.integrations.distributed_checkpoint.PackedState`.
         """
         self._finish_step()
         state = self.strategy.state_dict()
