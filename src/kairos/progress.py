@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 _INTERVAL = 10.0  # seconds between lines in a log file
@@ -79,24 +79,19 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}"
 
 
-def table(rows: Sequence[Sequence[object]], right: Callable[[bool, int, str], bool]) -> str:
+def table(rows: Sequence[Sequence[object]], left: Collection[int] = (0,)) -> str:
     """Return rows of cells as text in columns, two blanks apart.
 
     Args:
         rows: cells of each row; the first row is the header.
-        right: function that returns True for a cell that is aligned to the right. Its arguments: True for the header,
-            the index of the column, the text of the cell.
+        left: indices of the columns that are aligned to the left; all others are aligned to the right.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
-    for row in cells:
-        is_header = row is cells[0]
-        aligned = []
-        for column, (cell, width) in enumerate(zip(row, widths)):
-            aligned.append(cell.rjust(width) if right(is_header, column, cell) else cell.ljust(width))
-        lines.append("  ".join(aligned).rstrip())
-    return "\n".join(lines)
+    columns = []
+    for index, cells in enumerate(zip(*rows)):
+        texts = [str(cell) for cell in cells]
+        width = max(map(len, texts))
+        columns.append([text.ljust(width) if index in left else text.rjust(width) for text in texts])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns))
 
 
 def log(text: str) -> None:

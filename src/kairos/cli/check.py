@@ -170,7 +170,7 @@ def _check_folder(folder: Path) -> None:
         job_count = sum(layout.count_jobs().values())
         counts = (len(layout.methods), len(layout.trainings), len(layout.snapshots), job_count)
         rows.append((str(file), *map(str, counts)))
-    print(table(rows, lambda is_header, column, cell: column > 0))
+    print(table(rows))
     if problems:
         raise ConfigError("\n".join([f"{len(problems)} files cannot be used", *problems]))
 
@@ -240,4 +240,4 @@ def _render_table(rows: _Table) -> str:
         lines += zip_longest(*wrapped_cells, fillvalue="")
     header, *body = lines
     rule = tuple("-" * width for width in widths)
-    return table([header, rule, *body], right=lambda is_header, column, cell: False)
+    return table([header, rule, *body], left=range(len(header)))

@@ -63,7 +63,7 @@ def _job_table(estimate: CostEstimate) -> str:
         rows.append((stage.name, stage.jobs, outside_queue.get(stage.name, stage.queued_jobs), gpus))
     jobs = sum(stage.jobs for stage in estimate.stages)
     queued_jobs = sum(stage.queued_jobs for stage in estimate.stages)
-    return table([*rows, ("all", jobs, queued_jobs, "")], _align_right)
+    return table([*rows, ("all", jobs, queued_jobs, "")])
 
 
 def _storage_table(estimate: CostEstimate) -> str:
@@ -95,7 +95,7 @@ def _storage_table(estimate: CostEstimate) -> str:
     total = sum(size or 0 for size in storage.values())
     is_incomplete = None in (storage["dataset"], storage["samples"])
     rows.append(("all", format_bytes(total), "without unknown sizes" if is_incomplete else ""))
-    return table(rows, _align_right)
+    return table(rows, left=(0, 2))
 
 
 def _method_table(estimate: CostEstimate) -> str:
@@ -122,7 +122,7 @@ def _method_table(estimate: CostEstimate) -> str:
         times = (f"{getattr(method, attribute):.3g}" for attribute in time_columns)
         relative_cost = method.flops_per_step / lowest_flops
         rows.append((name, passes_text, f"{method.flops_per_step / 1e12:.4g}", f"{relative_cost:.3f}", *times))
-    return table(rows, _align_right)
+    return table(rows)
 
 
 def format_bytes(size: float) -> str:
@@ -136,8 +136,3 @@ def format_bytes(size: float) -> str:
         units.pop(0)
     digits = ".0f" if size >= 1000 else ".3g"  # .3g would write 1000 as 1e+03
     return f"{size:{digits}} {units[0]}"
-
-
-def _align_right(is_header: bool, column: int, cell: str) -> bool:
-    """Return True for numbers and headers, except in the first column."""
-    return column > 0 and (is_header or cell[:1].isdigit())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from kairos import progress
 from kairos.evaluation.separation import ADVICE, cannot_rank
 from kairos.evaluation.settings import is_higher_better
 from kairos.report import formatting
@@ -206,13 +207,9 @@ def _format_for_terminal(cells: pd.DataFrame) -> str:
     """Align columns of text for a terminal, below a line with those columns of `_SHARED` whose cells are all equal."""
     equal_columns = [name for name in _SHARED if cells[name].nunique() == 1]
     shared = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
-    padded_columns = []
-    for name, column in cells.drop(columns=equal_columns).items():
-        width = max(map(len, [str(name), *column]))
-        alignment = "<" if name in ("experiment", "method") else ">"
-        padded_columns.append([f"{cell:{alignment}{width}}" for cell in (name, *column)])
-    lines = ["  ".join(row).rstrip() for row in zip(*padded_columns)]
-    return f"{shared}\n\n" + "".join(line + "\n" for line in lines)
+    shown = cells.drop(columns=equal_columns)
+    names = [index for index, column in enumerate(shown.columns) if column in ("experiment", "method")]
+    return f"{shared}\n\n{progress.table([shown.columns, *shown.to_numpy(str)], left=names)}\n"
 
 
 def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | str], out: Path) -> str:

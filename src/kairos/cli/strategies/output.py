@@ -72,5 +72,4 @@ def text_bar(value: float, largest: float) -> str:
 
 def align_columns(rows: list[list[str]]) -> str:
     """Return rows of cells in columns: the first and the last column aligned left, the others right."""
-    last = len(rows[0]) - 1
-    return table(rows, lambda is_header, column, cell: 0 < column < last) + "\n"
+    return table(rows, left=(0, len(rows[0]) - 1)) + "\n"
