@@ -155,7 +155,7 @@ def test_images_and_files_that_cannot_be_used_are_rejected_and_nothing_is_writte
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_estimated_time_is_close_to_the_measured_time(tmp_path):
-    """The tolerance is wide because the load of the machine may differ between estimate and run."""
+    """The tolerance is wide because other processes may slow the estimate or the run several times."""
     copy = Copy(tmp_path / "copy")
     images = write_digits(tmp_path / "x", [(8, 8)] * 20)
     ended = copy.run("kairos", "new", "mine.yaml", "--data", str(images), "--minutes", "0.1")
@@ -169,4 +169,4 @@ def test_the_estimated_time_is_close_to_the_measured_time(tmp_path):
     took = time.monotonic() - begun
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (copy.folder / "results/mine/report.html").exists()
-    assert 0.4 < took / (60 * int(minutes) + int(seconds)) < 2.5
+    assert 0.2 < took / (60 * int(minutes) + int(seconds)) < 5

@@ -6,7 +6,9 @@ from PIL import Image
 
 import kairos_timesteps
 from kairos.cli.strategies.trainer_presets import PROCESS_BY_TIME_UNIT, build_preset_view
+from kairos.library_components import LibraryComponent
 from kairos.strategy_file import parse_strategy_csv
+from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE
 
 
@@ -160,7 +162,7 @@ def test_bad_arguments_are_rejected(kairos_strategies, arguments, words):
 @pytest.mark.long
 def test_one_preset_of_each_trainer_has_a_complete_table():
     for row in {row.trainer: row for row in TABLE}.values():
-        process = PROCESS_BY_TIME_UNIT[CONVENTIONS[row.convention].time]
+        process = LibraryComponent.select(PROCESSES, PROCESS_BY_TIME_UNIT[CONVENTIONS[row.convention].time])
         view = build_preset_view(kairos_timesteps.preset(row.name), process, {"tokens": 1024, "frames": 1})
         assert view.columns["p"].sum() == pytest.approx(1, abs=1e-12), row.name
         assert (view.columns["p"] >= 0).all() and np.isfinite(view.columns["effective"]).all(), row.name
