@@ -209,7 +209,7 @@ def _format_for_terminal(cells: pd.DataFrame) -> str:
     shared = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
     shown = cells.drop(columns=equal_columns)
     names = [index for index, column in enumerate(shown.columns) if column in ("experiment", "method")]
-    return f"{shared}\n\n{progress.table([shown.columns, *shown.to_numpy(str)], left=names)}\n"
+    return f"{shared}\n\n{progress.table([list(shown.columns), *shown.to_numpy(str)], left=names)}\n"
 
 
 def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | str], out: Path) -> str:
