@@ -23,6 +23,7 @@ PAGES = {  # files outside of docs/, and their addresses in the site
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
     "studies/README.md": "study.md",
+    "studies/rejected.md": "rejected.md",
 }
 # name: function that returns Markdown, and pictures by their path relative to the page
 PARTS = gallery.PARTS | reference.PARTS | paper_pages.PARTS

@@ -15,7 +15,14 @@ import kairos
 from kairos.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-ON_A_CODE_HOST = ("README.md", "CONTRIBUTING.md", "library/README.md", "studies/README.md", "benchmarks/README.md")
+ON_A_CODE_HOST = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "library/README.md",
+    "studies/README.md",
+    "studies/rejected.md",
+    "benchmarks/README.md",
+)
 PAGES = [*ON_A_CODE_HOST, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 
