@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import re
+import types
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from training_runs import (
     explicit,
     measures,
     new_process,
+    page,
     quicken,
     released,
     with_strategy,
@@ -93,13 +96,18 @@ class Script:
             "noise_scheduler_copy": diffusers.FlowMatchEulerDiscreteScheduler(shift=shift), "held_out": IMAGES[:16],
             "compute_density_for_timestep_sampling": lambda batch_size, **_: self.u.pop(0),
             "compute_loss_weighting_for_sd3": training_utils.compute_loss_weighting_for_sd3,
-            "held_out_conditions": TEXT_OF_HELD_OUT,
+            "held_out_conditions": TEXT_OF_HELD_OUT, "args": types.SimpleNamespace(seed=None, prior_loss_weight=0.3),
         }  # fmt: skip
-        self.fixed, self.from_losses, _, self.predict, self.measured, _, self.validation = blocks("diffusers")
+        self.fixed, losses, measured, self.validation = blocks("diffusers")
+        self.from_losses, _, self.from_losses_with_prior = losses.partition("# with prior preservation")
+        functions, _, attached = measured.partition("strategy = attach(")
+        attached, _, self.draw = attached.partition("# in the loop")
         if name:
-            self.run(self.predict)
-            code = self.fixed if not measures(name) else self.measured.partition("# in the loop\n")[0]
+            code = self.fixed
+            if measures(name):
+                code = self.fixed.partition("strategy = attach(")[0] + functions + "strategy = attach(" + attached
             self.run(with_strategy(code, name))
+            self.run(functions)  # for the validation
             quicken(self.names["strategy"].strategy)
 
     def run(self, code):
@@ -123,7 +131,7 @@ class Script:
             noise = torch.randn(model_input.shape, generator=torch.Generator().manual_seed(number))
             at["conditions"] = conditions(number)
             if self.name and measures(self.name):
-                self.run(self.measured.partition("# in the loop\n")[2])
+                self.run("#" + self.draw)
                 indices = at["indices"]
             else:
                 u = at["compute_density_for_timestep_sampling"](weighting_scheme="none", batch_size=BATCH)
@@ -262,11 +270,10 @@ def test_strategies_that_need_latents_are_rejected(name):
 
 def test_prior_preservation_weighs_and_masks_the_prior():
     script = Script("loss_rms")
-    at, prior_block = script.names, blocks("diffusers")[2]
+    at = script.names
     indices = at["strategy"](IMAGES[:BATCH])
     at.update(model_pred=torch.rand(BATCH, 1, 8, 8, requires_grad=True), target=torch.zeros(BATCH, 1, 8, 8))
-    at["args"] = type("Arguments", (), {"prior_loss_weight": 0.3})
-    script.run(prior_block)
+    script.run("#" + script.from_losses_with_prior)
     errors = at["model_pred"].square().flatten(1).mean(1)
     torch.testing.assert_close(at["loss"], errors[:2].mean() + 0.3 * errors[2:].mean())
     at["loss"].backward()
@@ -284,8 +291,9 @@ def test_scripts_with_randint(prediction):
     )
     strategy = attach("loss_rms+min_snr", scheduler, optimizer, network)
     names = {"strategy": strategy, "latents": IMAGES[:BATCH]}
+    (draw,) = re.findall("`(timesteps = .*?)`", page("diffusers"))
     for _ in range(3):
-        exec(blocks("diffusers")[5], names)
+        exec(draw, names)
         noise = torch.randn(BATCH, 1, 8, 8)
         noisy = scheduler.add_noise(IMAGES[:BATCH], noise, names["timesteps"])
         strategy.check(IMAGES[:BATCH], noise, noisy, names["timesteps"])

@@ -46,12 +46,17 @@ def digits(count: int) -> Tensor:
     return torch.from_numpy(images / 8 - 1).float()[:, None]
 
 
-def blocks(page: str) -> list[str]:
-    """Return the Python code of a page of the documentation."""
-    path = PAGES / f"{page}.md"
+def page(name: str) -> str:
+    """Return a page of the documentation."""
+    path = PAGES / f"{name}.md"
     if not path.exists():
         pytest.skip("the documentation is not part of the library's source distribution")
-    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(name: str) -> list[str]:
+    """Return the Python code of a page of the documentation."""
+    return re.findall(r"```python\n(.*?)```", page(name), re.DOTALL)
 
 
 def measures(name: str) -> bool:
