@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,14 @@ RANKS = 4
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "kairos_timesteps.strategy", "small_loop"]
 
 
-def run(function: Callable[..., Any], folder: Path, ranks: int, *arguments: Any, join: bool = True) -> list[Any]:
+def run(
+    function: Callable[..., Any],
+    folder: Path,
+    ranks: int,
+    *arguments: Any,
+    join: bool = True,
+    preloaded: Sequence[str] = (),
+) -> list[Any]:
     """Call ``function(*arguments)`` on several ranks, each a process; returns the results by rank.
 
     Args:
@@ -26,9 +33,10 @@ def run(function: Callable[..., Any], folder: Path, ranks: int, *arguments: Any,
         ranks: number of processes.
         arguments: arguments of the function.
         join: False if the function itself joins the process group, by the variables that torchrun sets.
+        preloaded: further modules that the server process imports once for all ranks, if it was not started before.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *preloaded])
     port = None if join else free_port()
     processes = [
         context.Process(target=_one, args=(function, folder, rank, ranks, port, arguments), daemon=True)

@@ -149,7 +149,8 @@ def train_on_a_rank():
 
 
 def test_two_ranks_draw_the_halves_of_a_global_batch_and_validate_alike(tmp_path):
-    first, second = rank_groups.run(train_on_a_rank, tmp_path, 2, join=False)
+    modules = ("accelerate", "sklearn.datasets")
+    first, second = rank_groups.run(train_on_a_rank, tmp_path, 2, join=False, preloaded=modules)
     assert first["values"] == second["values"] and len(first["values"]) == 2
     assert equal_bits(first["strategy"], second["strategy"]) and first["strategy"]["step"] == 8
     network = {key.removeprefix("module."): value for key, value in first["network"].items()}

@@ -1,6 +1,7 @@
 """Lightning's Trainer with the module and the callback of the page."""
 
 import copy
+import functools
 import logging
 
 import pytest
@@ -109,21 +110,34 @@ def plain_loop(name, steps=STEPS, accumulate=ACCUMULATE, clip=0.5):
     return explicit(name, "flow", "noise_is_one", model, optimizer, batches, errors, accumulate, predict, clip=clip)
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Return a function that trains once with each strategy, with Lightning's checkpoint callback at step 10."""
+
+    @functools.cache
+    def run(name):
+        folder = tmp_path_factory.mktemp("checkpoints")
+        checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=10, save_top_k=-1)
+        changes = [("callbacks=[callback]", "callbacks=[callback, checkpoints]")]
+        results, names = train(name, changes=changes, checkpoints=checkpoints, enable_checkpointing=True)
+        return results, names, folder / "epoch=0-step=10.ckpt"
+
+    return run
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_trainer_trains_as_a_plain_loop_and_validation_changes_nothing(name):
-    results, names = train(name)
+def test_the_trainer_trains_as_a_plain_loop_and_validation_changes_nothing(name, whole_run):
+    results, names, _ = whole_run(name)
     assert differences(results, plain_loop(name)) == []
     assert {"even", "mlperf8", "middle8"} <= names["trainer"].callback_metrics.keys()
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_trainers_checkpoint_contains_the_state(name, tmp_path):
-    """Lightning's own checkpoint callback, at step 10; 10 steps are an epoch, so that batches are equal."""
-    checkpoint = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1)
-    with_checkpoints = ("callbacks=[callback]", "callbacks=[callback, checkpoints]")
-    whole, _ = train(name, 20, changes=[with_checkpoints], checkpoints=checkpoint, enable_checkpointing=True)
-    resumed, _ = train(name, 20, resume=tmp_path / "epoch=0-step=10.ckpt")
-    assert len(resumed.t) == 20 and len(whole.t) == 40
+def test_the_trainers_checkpoint_contains_the_state(name, whole_run):
+    """10 steps are an epoch, so that batches after the resume are equal."""
+    whole, _, checkpoint = whole_run(name)
+    resumed, _ = train(name, resume=checkpoint)
+    assert len(resumed.t) == 28 and len(whole.t) == 48
     resumed.t, resumed.losses = whole.t[:20] + resumed.t, whole.losses[:20] + resumed.losses
     assert differences(resumed, whole) == []
 

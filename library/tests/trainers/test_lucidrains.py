@@ -1,6 +1,7 @@
 """lucidrains' trainers, unmodified: denoising-diffusion-pytorch on a folder of images, and rectified-flow-pytorch."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from PIL import Image
 from training_runs import (
     FIXED,
     LOSSES,
-    STEPS,
     STRATEGIES,
     Run,
     blocks,
@@ -32,7 +32,7 @@ released("accelerate")
 denoising, rectified = released("denoising_diffusion_pytorch"), released("rectified_flow_pytorch")
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore::UserWarning")]
-ACCUMULATE, BATCH = 2, 8
+ACCUMULATE, BATCH, STEPS = 2, 8, 20
 IMAGES = digits(STEPS * ACCUMULATE * BATCH)  # one epoch
 NAMES = [name if name != FIXED else "speed+min_snr" for name in STRATEGIES]
 
@@ -152,23 +152,32 @@ def plain_diffusion_run(name, images):
     return explicit(name, process, None, network, optimizer, batches, errors, ACCUMULATE, predict, clip=1.0)
 
 
+@pytest.fixture(scope="module")
+def whole_run(folder, tmp_path_factory):
+    """Return a function that trains once with each strategy, and writes a checkpoint at step 10 into a folder."""
+
+    @functools.cache
+    def run(name):
+        results = tmp_path_factory.mktemp("results")
+        return *diffusion_run(name, folder, results, evaluate=name == LOSSES), results
+
+    return run
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_the_unmodified_trainer_trains_as_a_plain_loop(name, folder, tmp_path):
-    run, diffusion = diffusion_run(name, folder, tmp_path, evaluate=name == LOSSES)
+def test_the_unmodified_trainer_trains_as_a_plain_loop(name, whole_run):
+    run, diffusion, _ = whole_run(name)
     assert len(run.t) == STEPS * ACCUMULATE
     assert differences(run, plain_diffusion_run(name, diffusion.images)) == []
 
 
 @pytest.mark.parametrize("name", [LOSSES, "auto"])
-def test_the_trainers_checkpoint_contains_the_state(name, folder, tmp_path):
-    whole, diffusion = diffusion_run(name, folder, tmp_path / "whole", train_num_steps=20)
-    stopped, _ = diffusion_run(name, folder, tmp_path / "stopped", batches=diffusion.images, train_num_steps=10)
-    batches, first = diffusion.images[10 * ACCUMULATE :], 10 * ACCUMULATE
-    resumed, module = diffusion_run(
-        name, folder, tmp_path / "stopped", first=first, batches=batches, train_num_steps=20
-    )
-    assert module.strategy.strategy.step == 20
-    resumed.t, resumed.losses = stopped.t + resumed.t, stopped.losses + resumed.losses
+def test_the_trainers_checkpoint_contains_the_state(name, folder, whole_run):
+    whole, diffusion, results = whole_run(name)
+    first = 10 * ACCUMULATE
+    resumed, module = diffusion_run(name, folder, results, first=first, batches=diffusion.images[first:])
+    assert len(resumed.t) == STEPS * ACCUMULATE - first and module.strategy.strategy.step == STEPS
+    resumed.t, resumed.losses = whole.t[:first] + resumed.t, whole.losses[:first] + resumed.losses
     assert differences(resumed, whole) == []
 
 
@@ -305,7 +314,7 @@ def test_rectified_flow_trains_as_a_plain_loop(name, tmp_path):
 
 
 def test_the_checkpoint_of_rectified_flow_contains_the_state(tmp_path):
-    whole, flow, _ = flow_run(LOSSES, tmp_path, steps=20)
+    whole, flow, _ = flow_run(LOSSES, tmp_path)
     images = torch.cat(flow.images[20:]) * 2 - 1
     resumed, _, _ = flow_run(LOSSES, tmp_path, first=20, images=images, steps=10)
     assert equal_bits(resumed.t, whole.t[20:]) and equal_bits(resumed.losses, whole.losses[20:])
