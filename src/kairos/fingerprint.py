@@ -7,6 +7,9 @@ files of one folder.
 
 Configuration models and registries are left out: they select code and values. The values are hashed elsewhere, and the
 code of the selected components is passed in as further roots.
+
+The user's cache keeps a summary of each module of kairos by the hash of its source, because parsing takes most of a
+short command's time. A summary that is missing or damaged is computed again.
 """
 
 import ast
@@ -14,11 +17,16 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import json
+import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kairos_timesteps.errors import KairosError
 
 if TYPE_CHECKING:
     from kairos.components import Component
@@ -42,6 +50,9 @@ _MESSAGES = ("log", "warn")  # functions that print a message
 _REGISTERING = ("sampler", "weighting", "coupling", "density", "process")  # decorators that register a component
 _imported: dict[Path, str] = {}  # texts of plugin files, see `set_source`
 _DATA_SUFFIXES = (".html.jinja", ".mplstyle")  # a template or style with a module's name counts as part of the module
+_THIS_FILE = Path(__file__)
+_CACHE_FILE = "kairos/modules.json"  # below the user's cache folder
+_MOST_SUMMARIES = 1000  # in the file; the oldest are dropped
 
 
 def fingerprint(roots: Iterable[str]) -> str:
@@ -57,6 +68,7 @@ def fingerprint(roots: Iterable[str]) -> str:
 def _fingerprint(roots: tuple[str, ...]) -> str:
     """Return the fingerprint of sorted roots, see `fingerprint`."""
     lines = (f"{_without_file_name(code)} {digest}\n" for code, digest in reached(roots).items())
+    _summaries.save()
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
@@ -113,7 +125,7 @@ def reached(roots: Iterable[str]) -> dict[str, str]:
     """Return the hash of every module and definition that `roots` reach, by ``"module"`` or ``"module:Name"``."""
     waiting = list(roots)
     for root in waiting:
-        _parsed(root.partition(":")[0])  # raises an error if the module does not exist
+        _summary(root.partition(":")[0])  # raises an error if the module does not exist
     hashes: dict[str, str] = {}
     seen: set[str] = set()
     while waiting:
@@ -122,7 +134,7 @@ def reached(roots: Iterable[str]) -> dict[str, str]:
         seen.add(target)
         if code is not None and code not in hashes:
             module, _, name = code.partition(":")
-            hashes[code], targets = _hash_and_targets(_parsed(module), name)
+            hashes[code], targets = _summary(module).code[name]
             waiting += targets
     return hashes
 
@@ -147,11 +159,11 @@ def _resolve(target: str) -> str | None:
     counts_as_whole = module.startswith(f"{_PIPELINE}.")
     if counts_as_whole or not names or names[0].startswith("__"):
         return module
-    parsed = _parsed(module)
+    summary = _summary(module)
     name = names[0]
-    if name in parsed.definitions:
+    if name in summary.code:
         return f"{module}:{name}"
-    sources = parsed.imports.get(name) or parsed.typing_imports.get(name) or []
+    sources = summary.imports.get(name, [])
     if len(sources) == 1:
         return _resolve(".".join([*sources, *names[1:]]))
     if module == _LIBRARY:
@@ -169,8 +181,8 @@ def _is_left_out(module: str) -> bool:
 def _path(module: str) -> Path | None:
     """Return the source file of a module without importing a package; None if the module has none."""
     package, *names = module.split(".")
-    if package == _PIPELINE:
-        return _source_file(Path(__file__).parent.joinpath(*names))
+    if package in _PACKAGES:
+        return _file_in_package(module, __file__)
     imported_file = getattr(sys.modules.get(module), "__file__", None)
     if imported_file:
         return Path(imported_file)
@@ -185,6 +197,24 @@ def _path(module: str) -> Path | None:
         if file:
             return file
     return None
+
+
+@functools.cache
+def _file_in_package(module: str, this_file: str) -> Path | None:
+    """Return the source file of a module of kairos' packages; None if there is none.
+
+    Args:
+        module: dotted name of the module.
+        this_file: path of a file in the package `kairos`.
+    """
+    package, *names = module.split(".")
+    folder = Path(this_file).parent
+    if package != _PIPELINE:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            return None
+        folder = Path(spec.origin).parent
+    return _source_file(folder.joinpath(*names))
 
 
 @functools.cache
@@ -220,15 +250,118 @@ class _Parsed:
     statements: list[ast.stmt] = field(default_factory=list)
 
 
-def _parsed(module: str) -> _Parsed:
-    """Parse the source of a module; raise ModuleNotFoundError if it has none."""
+@dataclass(frozen=True)
+class _Summary:
+    """Everything that fingerprints need to know of a module.
+
+    Attributes:
+        imports: dotted names that the module imports, by the name that each gets; imports under TYPE_CHECKING only
+            for names that no other import binds.
+        code: hash, and dotted names that the code uses, of the whole module under "" and of each definition by name. A
+            module that counts as a whole has no definitions here.
+    """
+
+    imports: dict[str, list[str]]
+    code: dict[str, tuple[str, list[str]]]
+
+
+class _Summaries:
+    """Summaries of modules of kairos by the hash of all that decides them, kept in a file of the user's cache."""
+
+    def __init__(self) -> None:
+        self._path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", _CACHE_FILE)
+        self._loaded: dict[str, Any] | None = None
+        self._new: dict[str, Any] = {}
+
+    def find(self, key: str) -> _Summary | None:
+        """Return the summary under a key; None if there is none, or the file or the entry is damaged."""
+        if self._loaded is None:
+            self._loaded = self._read()
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            imports, code = self._loaded[key]
+            imports = {name: list(sources) for name, sources in imports.items()}
+            code = {name: (str(digest), list(targets)) for name, (digest, targets) in code.items()}
+            if "" in code:
+                return _Summary(imports, code)
+        return None
+
+    def add(self, key: str, summary: _Summary) -> None:
+        """Add a summary, for `save`."""
+        self._new[key] = [summary.imports, summary.code]
+
+    def save(self) -> None:
+        """Write new summaries to the file; a folder that cannot be written is no error."""
+        if not self._new:
+            return
+        from kairos.files import atomic
+
+        summaries = self._read() | self._new  # another process may have added some
+        self._new = {}
+        with suppress(OSError, RuntimeError, KairosError), atomic(self._path.expanduser(), "w") as file:
+            json.dump(dict(list(summaries.items())[-_MOST_SUMMARIES:]), file, separators=(",", ":"))
+
+    def _read(self) -> dict[str, Any]:
+        """Return the content of the file; empty without a file, or if it is damaged."""
+        with suppress(OSError, ValueError, RuntimeError):  # a RuntimeError: the user has no home
+            content = json.loads(self._path.expanduser().read_text(encoding="utf-8"))
+            if isinstance(content, dict):
+                return content
+        return {}
+
+
+_summaries = _Summaries()
+
+
+def _summary(module: str) -> _Summary:
+    """Return the summary of a module; raise ModuleNotFoundError if it has no source."""
     path = _path(module)
     if path is None:
         raise ModuleNotFoundError(f"no source for module {module}")
-    return _parse(module, path, _source(path))
+    return _summarise(module, path, _source(path))
 
 
 @functools.cache
+def _summarise(module: str, path: Path, text: str) -> _Summary:
+    """Summarise a module. Summaries of modules of kairos come from the cache; those of plugins depend on their folder.
+
+    Args:
+        module: dotted name of the module.
+        path: its source file.
+        text: its source.
+    """
+    if _top(module) not in _PACKAGES:
+        return _compute_summary(module, path, text)
+    inputs = [_hash_of_this_module(), sys.version, module, path.name, text, _data_of(path)]
+    key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    summary = _summaries.find(key)
+    if summary is None:
+        summary = _compute_summary(module, path, text)
+        _summaries.add(key, summary)
+    return summary
+
+
+@functools.cache
+def _hash_of_this_module() -> str:
+    """Return the hash of this file, which decides how modules are summarised."""
+    return hashlib.sha256(_THIS_FILE.read_bytes()).hexdigest()
+
+
+def _data_of(path: Path) -> str:
+    """Return the text of the templates and styles that belong to a module."""
+    files = [path.with_suffix(suffix) for suffix in _DATA_SUFFIXES]
+    return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+
+def _compute_summary(module: str, path: Path, text: str) -> _Summary:
+    """Parse a module and summarise it."""
+    parsed = _parse(module, path, text)
+    counts_as_whole = module.startswith(f"{_PIPELINE}.")
+    names = [""] if counts_as_whole else ["", *parsed.definitions]
+    code = {name: _hash_and_targets(parsed, name) for name in names}
+    imports = parsed.typing_imports | {name: sources for name, sources in parsed.imports.items() if sources}
+    return _Summary(imports, {name: (digest, sorted(targets)) for name, (digest, targets) in code.items()})
+
+
 def _parse(module: str, path: Path, text: str) -> _Parsed:
     """Parse a module, and sort its statements into definitions, imports and others.
 
@@ -348,7 +481,6 @@ def _is_followed(package: str, importer: str, path: Path) -> bool:
     return file is not None and file.parent == path.parent
 
 
-@functools.cache
 def _hash_and_targets(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
     """Return the hash of a definition and the dotted names that it uses; without a name, of the whole module.
 
@@ -373,8 +505,7 @@ def _hash_and_targets(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
             targets |= {source + suffix for suffix in suffixes}
     text = _text(code)
     if not name:
-        files = [parsed.path.with_suffix(suffix) for suffix in _DATA_SUFFIXES]
-        text += "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+        text += _data_of(parsed.path)
     return hashlib.sha256(text.encode()).hexdigest(), targets
 
 
