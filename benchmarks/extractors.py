@@ -1,6 +1,6 @@
 """Test if feature distances rank known image damage: self-supervised extractor compared with a classifier.
 
-    python benchmarks/extractors.py --data ../shared/data --out benchmarks/results/extractors.csv
+    python benchmarks/extractors.py --data $DATA --out benchmarks/results/extractors.csv
 
 Every extractor is trained on the same 10,000 images of CIFAR-10 or of Fashion-MNIST (padded to 32×32), by default for
 two seeds. The distance from their statistics is computed for sets of 900 held-out images:

@@ -3,7 +3,7 @@
     python benchmarks/latent_dtype.py --out benchmarks/results/latent_dtype.csv
 
 Images are encoded twice, with `autoencoder.dtype` float32 and float16. x0 is a sample of the moments, with equal noise.
-CIFAR-10 and TAESD are read from ../shared/data, or from $DATA; without them their row is skipped.
+CIFAR-10 and TAESD are read from the folder $DATA, see benchmarks/README.md; without them their row is skipped.
 
 Columns:
     data: data set and autoencoder.

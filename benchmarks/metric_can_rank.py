@@ -1,6 +1,6 @@
 """Measure whether the primary metric that `kairos new` proposes can tell a better generator from a worse one.
 
-    python benchmarks/metric_can_rank.py --data ../shared/data
+    python benchmarks/metric_can_rank.py --data $DATA
 
 For each number of images of CIFAR-10: the proposed experiment is prepared up to its reference rows, with the proposed
 extractor and with one of 600 steps, the default. Distances separate if real held-out images score clearly below a

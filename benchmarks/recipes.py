@@ -7,8 +7,9 @@
 
 By default one recipe runs on each core. A row contains the duration of a recipe, with others running, and its result.
 The result is the first metric of both methods after the last step, and the number of published values that have a
-measured one. The rows show that the recipes run; their numbers do not compare the methods. Images are those of
-../shared/data, or of $DATA. A tiny CLIP, made here, encodes texts. Rows of recipes that were not run stay in the file.
+measured one. The rows show that the recipes run; their numbers do not compare the methods. Images are those of the
+folder $DATA, see benchmarks/README.md. A tiny CLIP, made here, encodes texts. Rows of recipes that were not run stay in
+the file.
 """
 
 import argparse

@@ -6,8 +6,8 @@ The small forms have less than a million parameters. Each runs through the comma
 train and sample, with the methods uniform, speed and adaptive. A row contains the number of parameters of the published
 system (counted) and of the small form, the validation loss before and after, and the seconds of training. The
 validation loss is the squared error of epsilon on held-out images with the raw weights. Images are written next to the
-table. CIFAR-10 and COCO are read from ../shared/data, or from $DATA. Without CIFAR-10, the digits replace it; systems
-that need COCO are skipped.
+table. CIFAR-10 and COCO are read from the folder $DATA, see benchmarks/README.md. Without CIFAR-10, the digits replace
+it; systems that need COCO are skipped.
 """
 
 import argparse
