@@ -32,7 +32,7 @@ setup:  ## the locked environment, in .venv (all others bring it themselves)
 	@command -v $(PYTHON) >/dev/null || { echo "set-up: no $(PYTHON) here; 3.11 or newer is needed" >&2; exit 1; }
 	@$(PYTHON) envs/bootstrap.py
 
-demo: setup  ## compare three timestep strategies on handwritten digits (params.yaml)
+demo: setup  ## compare five timestep strategies on handwritten digits (params.yaml)
 	@$(BIN)/kairos check --folder params.yaml >/dev/null && exec $(BIN)/snakemake --cores $(CORES) --configfile params.yaml
 
 run: setup  ## another experiment: make run EXPERIMENT=experiments/fashion_mnist.yaml
