@@ -1,5 +1,8 @@
 """Functions and classes of users as samplers and weightings: supported forms and validation errors."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -196,3 +199,24 @@ def test_names_are_listed_by_kind():
     assert "log_normal" in kairos_timesteps.names("sampler") and "edm2" in kairos_timesteps.names("weighting")
     with pytest.raises(ConfigError, match="kind: got 'samplers', allowed: sampler, weighting, coupling, preset"):
         kairos_timesteps.names("samplers")
+
+
+THREADS = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+
+sys.setswitchinterval(1e-6)
+start = threading.Barrier(8)
+
+def read(number):
+    start.wait()
+    return SAMPLERS.entry("adaptive").code, WEIGHTINGS.entry("min_snr").code, len(SAMPLERS)
+
+with ThreadPoolExecutor(8) as pool:
+    assert len({*pool.map(read, range(8))}) == 1
+"""
+
+
+def test_threads_that_read_a_registry_first_find_all_components():
+    subprocess.run([sys.executable, "-c", THREADS], check=True)

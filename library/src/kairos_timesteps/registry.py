@@ -7,6 +7,7 @@ the run uses and no others.
 
 import importlib
 import re
+import threading
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -71,10 +72,19 @@ class Registry(UserDict[str, Entry]):
         self.unavailable: dict[str, str] = {}  # names that are known and not available, with the reason
         self._entries: dict[str, Entry] = {}
         self._modules = modules  # not imported yet
+        self._is_complete = not modules
+        self._lock = threading.RLock()  # the modules may read the registry while they are imported
 
     @property
     def data(self) -> dict[str, Entry]:  # type: ignore[override]  # UserDict has an attribute
-        """All entries, in the order of their modules, after importing these."""
+        """All entries, in the order of their modules, after importing these; other threads wait for the imports."""
+        if not self._is_complete:
+            with self._lock:
+                self._import_modules()
+        return self._entries
+
+    def _import_modules(self) -> None:
+        """Import the modules that register components, and sort the entries by module."""
         modules, self._modules = self._modules, ()
         for module in modules:
             importlib.import_module(module)
@@ -82,7 +92,7 @@ class Registry(UserDict[str, Entry]):
             order = {module: number for number, module in enumerate(modules)}
             ordered = sorted(self._entries.items(), key=lambda item: order.get(item[1].module, len(order)))
             self._entries = dict(ordered)
-        return self._entries
+            self._is_complete = True
 
     def __hash__(self) -> int:
         return id(self)

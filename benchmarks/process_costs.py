@@ -1,0 +1,113 @@
+"""CPU time around the work of a job: the end of its process, and fingerprints of code, each in two ways side by side.
+
+    python benchmarks/process_costs.py --out benchmarks/results/process_costs.csv
+
+Columns: part; CPU seconds before and after, medians of the rounds; their ratio. Parts:
+
+- ``end``: the end of a process that has imported what a training job imports, by the teardown of the interpreter
+  (before) and by `kairos.process_exit` (after).
+- ``end of a fork``: the end of a fork of that process, as jobs of the fork server are.
+- ``fingerprint``: a process that computes the fingerprint of a training run, without and with the summaries of modules
+  in the user's cache.
+- ``dry run``: ``snakemake -n`` of the demo, without and with these summaries.
+"""
+
+import argparse
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from result_file import write_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+IMPORTS = "import kairos.training.run, kairos.training.loop, torch, kairos.evaluation.metrics"
+QUICK = "from kairos import process_exit; process_exit.skip_teardown()"
+# prints the CPU seconds of a fork that does nothing
+FORK = f"""
+import os, resource, sys
+{{start}}
+{IMPORTS}
+before = resource.getrusage(resource.RUSAGE_CHILDREN)
+sys.stdout.flush()
+if os.fork() == 0:
+    {{end}}
+os.wait()
+after = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, flush=True)
+os._exit(0)
+"""
+FINGERPRINT = """
+from kairos.config import load
+from kairos.fingerprint import fingerprint
+from kairos.training.identity import code_roots
+fingerprint(code_roots(load("params.yaml").run_settings("uniform", 1)))
+"""
+DRY_RUN = [sys.executable, "-m", "snakemake", "-n", "--quiet", "all", "--configfile", "params.yaml"]
+
+
+def cpu_seconds(command: list[str], cache: Path | None = None) -> float:
+    """Run a command in the root of the repository; return the CPU seconds of its processes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if cache is not None:
+        environment["XDG_CACHE_HOME"] = str(cache)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure_end() -> tuple[float, float]:
+    """Return the CPU seconds of the end of a process, by teardown and by `process_exit`."""
+    alone = cpu_seconds([sys.executable, "-c", f"{IMPORTS}; import os; os._exit(0)"])
+    torn_down = cpu_seconds([sys.executable, "-c", IMPORTS])
+    quick = cpu_seconds([sys.executable, "-c", f"{QUICK}; {IMPORTS}; process_exit.end_process(0)"])
+    return torn_down - alone, max(quick - alone, 0.0)
+
+
+def measure_fork() -> tuple[float, float]:
+    """Return the CPU seconds of a fork that ends at once, by teardown and by `process_exit`."""
+    seconds = []
+    for start, end in (("", "sys.exit(0)"), (QUICK, "process_exit.end_process(0)")):
+        command = [sys.executable, "-c", FORK.format(start=start, end=end)]
+        output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        seconds.append(float(output.split()[-1]))
+    return seconds[0], seconds[1]
+
+
+def measure_cache(command: list[str]) -> tuple[float, float]:
+    """Return the CPU seconds of a command without and with summaries of modules in the cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        without = cpu_seconds(command, Path(cache))
+        return without, cpu_seconds(command, Path(cache))
+
+
+def main() -> None:
+    """Measure every part in rounds; print and write a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    parts = {
+        "end": measure_end,
+        "end of a fork": measure_fork,
+        "fingerprint": lambda: measure_cache([sys.executable, "-c", FINGERPRINT]),
+        "dry run": lambda: measure_cache(DRY_RUN),
+    }
+    rows = []
+    for part, measure in parts.items():
+        before, after = map(statistics.median, zip(*(measure() for _ in range(arguments.rounds))))
+        ratio = f"{after / before:.2f}"
+        rows.append({"part": part, "before_s": f"{before:.2f}", "after_s": f"{after:.2f}", "ratio": ratio})
+        print(rows[-1], flush=True)
+    if arguments.out:
+        setting = f"python {platform.python_version()}, {arguments.rounds} rounds, cpu {platform.machine()}"
+        write_rows(arguments.out, rows, f"python benchmarks/process_costs.py --out {arguments.out}; {setting}")
+
+
+if __name__ == "__main__":
+    main()
