@@ -16,8 +16,8 @@ _status = 1  # exit status of this process; 1 until `end_process` sets it, for e
 def skip_teardown() -> None:
     """Let this process end right after its atexit functions.
 
-    Python waits for threads before it calls these functions, and calls those registered last first. Call this function
-    before the imports of packages that register such functions, so that their functions run.
+    Python waits for threads first, and calls atexit functions in reverse order of registration. Functions that were
+    registered before this call are lost, so call it before imports of packages that register some.
     """
     atexit.register(_end_at_once)
 
@@ -30,8 +30,15 @@ def end_process(status: int) -> NoReturn:
 
 
 def _end_at_once() -> None:
-    """Write what the standard streams have buffered, and end the process."""
+    """Flush the standard streams and end the process; output that cannot be written makes a status of 0 an error."""
+    # frames of an unhandled error may hold temporary files, which are deleted with their objects
+    for name in ("last_exc", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)
+    status = _status
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed streams, or None
-            stream.flush()
-    os._exit(_status)
+        try:
+            with suppress(ValueError, AttributeError):  # closed streams, or None
+                stream.flush()
+        except OSError:  # such as a full disk
+            status = status or 1
+    os._exit(status)
