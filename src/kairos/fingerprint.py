@@ -50,7 +50,8 @@ _MESSAGES = ("log", "warn")  # functions that print a message
 _REGISTERING = ("sampler", "weighting", "coupling", "density", "process")  # decorators that register a component
 _imported: dict[Path, str] = {}  # texts of plugin files, see `set_source`
 _DATA_SUFFIXES = (".html.jinja", ".mplstyle")  # a template or style with a module's name counts as part of the module
-_THIS_FILE = Path(__file__)
+# read at the import, with the code that runs: the file may be edited later
+_HASH_OF_THIS_MODULE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 _CACHE_FILE = "kairos/modules.json"  # below the user's cache folder
 _MOST_SUMMARIES = 1000  # in the file; the oldest are dropped
 
@@ -252,7 +253,7 @@ class _Parsed:
 
 @dataclass(frozen=True)
 class _Summary:
-    """Everything that fingerprints need to know of a module.
+    """Imports, hashes and used names of a module, from which fingerprints are computed.
 
     Attributes:
         imports: dotted names that the module imports, by the name that each gets; imports under TYPE_CHECKING only
@@ -266,7 +267,7 @@ class _Summary:
 
 
 class _Summaries:
-    """Summaries of modules of kairos by the hash of all that decides them, kept in a file of the user's cache."""
+    """Summaries of kairos' modules in a file of the user's cache; the key of a summary is the hash of its inputs."""
 
     def __init__(self) -> None:
         self._path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", _CACHE_FILE)
@@ -290,12 +291,12 @@ class _Summaries:
         self._new[key] = [summary.imports, summary.code]
 
     def save(self) -> None:
-        """Write new summaries to the file; a folder that cannot be written is no error."""
+        """Write new summaries to the file; an unwritable folder is no error."""
         if not self._new:
             return
         from kairos.files import atomic
 
-        summaries = self._read() | self._new  # another process may have added some
+        summaries = self._read() | self._new  # read again, since another process may have added summaries
         self._new = {}
         with suppress(OSError, RuntimeError, KairosError), atomic(self._path.expanduser(), "w") as file:
             json.dump(dict(list(summaries.items())[-_MOST_SUMMARIES:]), file, separators=(",", ":"))
@@ -322,7 +323,9 @@ def _summary(module: str) -> _Summary:
 
 @functools.cache
 def _summarise(module: str, path: Path, text: str) -> _Summary:
-    """Summarise a module. Summaries of modules of kairos come from the cache; those of plugins depend on their folder.
+    """Return the summary of a module, from the cache if the module belongs to kairos' packages.
+
+    The cache has no summaries of plugins, which depend on the other files of the plugin's folder.
 
     Args:
         module: dotted name of the module.
@@ -331,19 +334,13 @@ def _summarise(module: str, path: Path, text: str) -> _Summary:
     """
     if _top(module) not in _PACKAGES:
         return _compute_summary(module, path, text)
-    inputs = [_hash_of_this_module(), sys.version, module, path.name, text, _data_of(path)]
+    inputs = [_HASH_OF_THIS_MODULE, sys.version, module, path.name, text, _data_of(path)]
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     summary = _summaries.find(key)
     if summary is None:
         summary = _compute_summary(module, path, text)
         _summaries.add(key, summary)
     return summary
-
-
-@functools.cache
-def _hash_of_this_module() -> str:
-    """Return the hash of this file, which decides how modules are summarised."""
-    return hashlib.sha256(_THIS_FILE.read_bytes()).hexdigest()
 
 
 def _data_of(path: Path) -> str:
