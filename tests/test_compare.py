@@ -142,6 +142,29 @@ def test_a_metric_may_be_better_if_it_is_higher(tmp_path, compare):
     assert float(rows["min_snr"]["steps_factor"]) > 4
 
 
+def test_seeds_whose_metric_is_not_positive_have_no_differences(small, capsys):
+    """An unbiased kernel distance may be negative, and recall may be 0."""
+
+    def set_recall(values):
+        for method, seed in (("uniform", 0), ("uniform", 1), ("min_snr", 0), ("min_snr", 1)):
+            value = values.get((method, seed), 0.5)
+            edit(
+                small[1],
+                f"{method}/seed{seed}/evaluation/*.json",
+                lambda record, value=value: record["metrics"].update(recall=value),
+            )
+
+    command = ["compare", str(small[1]), "--metric", "recall", "--format", "csv"]
+    set_recall({("min_snr", 1): 0.0})
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert [(row["seeds"], float(row["value"])) for row in rows_of(captured.out).values()] == [("1", 0.5), ("1", 0.25)]
+    assert "recall" in captured.err and "seeds 1" in captured.err
+    set_recall({("min_snr", 1): 0.0, ("uniform", 0): 0.0})
+    assert main(command) == 1
+    assert "recall" in (message := capsys.readouterr().err) and "0 or negative" in message
+
+
 def test_an_experiment_file_stands_for_its_results(tree, compare, monkeypatch):
     monkeypatch.chdir(tree[0].parent)
     assert compare("tiny.yaml", "--format", "csv") == compare("results/tiny", "--format", "csv")

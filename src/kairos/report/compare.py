@@ -139,7 +139,9 @@ def _loss_settings(results: Results, column: str) -> dict[str, str]:
     if column not in ("mlperf8", *VALIDATION_LOSSES):
         return {}
     experiment = results.experiment
-    return {
+    # the validation losses are errors of epsilon, and mlperf8 is the error of the prediction
+    prediction = {"diffusion.prediction": str(experiment.diffusion.prediction)} if column == "mlperf8" else {}
+    return prediction | {
         "data": str(results.dataset.get("content_sha256")),
         "autoencoder": str(results.autoencoder.get("sha256")),
         "diffusion.process": str(experiment.diffusion.process),
@@ -152,12 +154,18 @@ def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
     """Build a table with `COLUMNS` and a row per method, the best value first; unknown values are NaN.
 
     Raises:
-        KairosError: no snapshot, or no seed at the last common snapshot, is evaluated for all methods.
+        KairosError: no snapshot, or no seed at the last common snapshot, is evaluated for all methods; or the metric
+            is not positive for any seed.
     """
     baseline = measurements.methods[0] if measurements.baseline is None else measurements.baseline
     comparisons = compare_methods(replace(measurements, baseline=baseline))
     if not comparisons[0].seed_count:
         names = ", ".join(measurements.methods)
+        if _seeds_without_ratios(measurements):
+            raise KairosError(
+                f"{names}: {measurements.metric} of a method is 0 or negative for every seed; differences are computed "
+                "from ratios of positive values"
+            )
         raise KairosError(f"{names}: no seed is evaluated for all of them at their last common snapshot")
     final_values = {comparison.method: comparison.curve.mean[-1] for comparison in comparisons}
     baseline_value = final_values[baseline]
@@ -187,6 +195,13 @@ def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
+def _seeds_without_ratios(measurements: MethodMeasurements) -> list[int]:
+    """Return the seeds for which a method's metric at the last common snapshot is 0 or negative."""
+    common = measurements.common_measurements
+    final_values = [common.values_of(method, common.metric).iloc[:, -1] for method in common.methods]
+    return [seed for seed in common.seeds if any(values[seed] <= 0 for values in final_values)]
+
+
 def format_table(table: pd.DataFrame, form: str) -> str:
     """Format a comparison table as ``csv``, ``json``, ``md`` or, for any other `form`, as text for a terminal.
 
@@ -208,8 +223,8 @@ def _format_for_terminal(cells: pd.DataFrame) -> str:
     equal_columns = [name for name in _SHARED if cells[name].nunique() == 1]
     shared = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
     shown = cells.drop(columns=equal_columns)
-    names = [index for index, column in enumerate(shown.columns) if column in ("experiment", "method")]
-    return f"{shared}\n\n{progress.table([list(shown.columns), *shown.to_numpy(str)], left=names)}\n"
+    left_columns = [index for index, name in enumerate(shown.columns) if name in ("experiment", "method")]
+    return f"{shared}\n\n{progress.table([list(shown.columns), *shown.to_numpy(str)], left=left_columns)}\n"
 
 
 def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | str], out: Path) -> str:
@@ -252,7 +267,7 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
     """Yield the notes below a comparison table.
 
     They report unfinished and outdated results, results that count although their code or rounding differs
-    (`Results.notes`), and seeds that are left out.
+    (`Results.notes`), and seeds that are left out of all numbers or of the differences.
 
     Args:
         selection: the compared experiments, each with its selected methods.
@@ -261,9 +276,9 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
     for (results, _), label in zip(selection, _experiment_labels(selection)):
         if results.missing:
             # without the reason, which follows the semicolon: "uniform seed 1: evaluated up to step 200; ..."
-            progress = [line.partition(";")[0] for line in results.missing[:3]]
+            run_progress = [line.partition(";")[0] for line in results.missing[:3]]
             run_count = formatting.format_count(len(results.missing), "training run")
-            yield f"{label} is unfinished, {run_count}: {', '.join(progress)}"
+            yield f"{label} is unfinished, {run_count}: {', '.join(run_progress)}"
         for changes in results.outdated:
             yield f"{label}: results of other settings are left out: {changes}"
         for note in results.notes:
@@ -273,6 +288,11 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
     if omitted_seeds:
         seeds = formatting.join_names(omitted_seeds)
         yield f"left out, since not all methods have them at the last common snapshot: seeds {seeds}"
+    seeds_without_ratios = [str(seed) for seed in _seeds_without_ratios(measurements)]
+    if seeds_without_ratios:
+        seeds = formatting.join_names(seeds_without_ratios)
+        reason = f"{measurements.metric} of a method is 0 or negative"
+        yield f"left out of differences and tests, since {reason}: seeds {seeds}"
 
 
 def _experiment_labels(selection: Selection) -> list[str]:

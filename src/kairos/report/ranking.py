@@ -117,7 +117,7 @@ class MethodComparison:
 
     @property
     def may_be_best(self) -> bool:
-        """True if methods are ranked and no test finds a method that ends below this one."""
+        """True if methods are ranked and no test finds a method that ends better than this one."""
         return self.is_ranked and self.first_rank == 1
 
 
