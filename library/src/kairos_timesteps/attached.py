@@ -15,7 +15,7 @@ and its micro-batches are those whose gradients the optimizer applies:
   known once the backward pass has ended.
 - In evaluation mode of the network, ``t`` comes from a validation stream, and the state does not change.
 - A copy of the optimizer (``copy.deepcopy``, ``pickle``, a trainer that builds its optimizer again) has no hooks. A
-  further hook, on all optimizers, finds its steps, and a later draw raises ConfigError.
+  hook on all optimizers of the process detects steps of the copy, and a later draw raises ConfigError.
 
 Step numbers, draws and losses equal those of the explicit form, `Strategy.draw`, `loss` and `observe`.
 """
@@ -49,8 +49,9 @@ _COPIES = (
     "attach with the optimizer that the loop steps, after the trainer has prepared it"
 )
 _MAX_VANISHED_STEPS = 200  # successive steps whose gradients vanish; GradScaler needs 165 to go from 65536 to 0
-_MAX_STEPS_OF_OTHERS = 3  # draws that another optimizer of the parameters used, without a step of the attached one
-_MANY_STEPS_OF_OTHERS = 200  # draws that an optimizer of other parameters used
+# successive draws, without a step of the attached optimizer, that another optimizer used
+_LOST_DRAWS_OF_SHARED_PARAMETERS = 3  # the other optimizer has parameters of the attached one: an error
+_LOST_DRAWS_OF_OTHER_PARAMETERS = 200  # it has none of them: a warning
 
 
 def attach(
@@ -158,8 +159,9 @@ class Attached:
         self._skipped: Callable[[], bool] | None = None  # of a fused optimizer under GradScaler
         self._step_pending = False  # the optimizer was called, and `_finish_step` was not
         self._initializing = False  # the optimizer is called only to create its state
-        self._other: tuple[str, bool] | None = None  # optimizer that used the last draw; True if it has the parameters
-        self._steps_of_others = {True: 0, False: 0}  # number of such draws without a step of the attached optimizer
+        # class of another optimizer that used the last draw; True if it shares parameters with the attached optimizer
+        self._other: tuple[str, bool] | None = None
+        self._lost_draws = {True: 0, False: 0}  # number of draws that other optimizers used, by shared parameters
 
     def __call__(self, x0: Tensor, *, conditions: Mapping[str, Tensor] | None = None, **arguments: Any) -> Tensor:
         """Draw the trainer's t for a batch, (batch,): int64 for an index, otherwise float32.
@@ -178,7 +180,7 @@ class Attached:
             t = self._validation_times(x0, **arguments)
             self._dimensions = t.ndim
             return self.time.of_trainer(t)
-        self._find_copies()
+        self._reject_copies()
         self._finish_step()
         if not self._reported:
             self._report(arguments)
@@ -293,7 +295,7 @@ class Attached:
         self._finish_step()
         return {**vars(self), "_hooks": []}
 
-    def _find_copies(self) -> None:
+    def _reject_copies(self) -> None:
         """Raise ConfigError if this is a copy, or if another optimizer of the parameters takes the steps."""
         if not self._hooks:
             raise ConfigError(
@@ -304,16 +306,16 @@ class Attached:
             return
         (name, shared), self._other = self._other, None
         if not shared and not self._without_gradients():
-            self._steps_of_others[False] = 0
+            self._lost_draws[False] = 0
             return
-        self._steps_of_others[shared] += 1
-        count = self._steps_of_others[shared]
-        if shared and count == _MAX_STEPS_OF_OTHERS:
+        self._lost_draws[shared] += 1
+        count = self._lost_draws[shared]
+        if shared and count == _LOST_DRAWS_OF_SHARED_PARAMETERS:
             raise ConfigError(
                 f"attach: the attached optimizer took no step after the last {count} draws, but another {name} took "
                 f"steps of its parameters. {_COPIES}"
             )
-        if not shared and count == _MANY_STEPS_OF_OTHERS:
+        if not shared and count == _LOST_DRAWS_OF_OTHER_PARAMETERS:
             LOG.warning(
                 "attach: the attached optimizer took no step after the last %d draws, but %s took steps of other "
                 "parameters. %s.", count, name, _COPIES,
@@ -326,7 +328,7 @@ class Attached:
         parameters = {id(parameter) for parameter in self._parameters()}
         shared = any(id(parameter) in parameters for group in other.param_groups for parameter in group["params"])
         if not shared and not self._without_gradients():  # the attached parameters are trained: no copy
-            self._steps_of_others[False] = 0
+            self._lost_draws[False] = 0
         elif self._other is None or shared:
             self._other = type(other).__name__, shared
 
@@ -389,7 +391,7 @@ class Attached:
         """Finish the step; under GradScaler the next draw finishes a fused optimizer's, which waits for no kernel."""
         if self._initializing:
             return
-        self._other, self._steps_of_others = None, {True: 0, False: 0}
+        self._other, self._lost_draws = None, {True: 0, False: 0}
         if self._draw is None:
             allowed = "a training draw: network.train(), or enabled gradients if attach was given no network"
             demand(not self._evaluated, "step of the optimizer", "draws of a validation alone", allowed)
@@ -524,15 +526,17 @@ def _deferred_read(overflow: Tensor) -> Callable[[], bool]:
     return read
 
 
+@torch._disable_dynamo  # the compiler would warn that it cannot trace frames
 def _optimizer_state_is_created() -> bool:
-    """Return True if the caller is torch.distributed.checkpoint, which takes a step to create the optimizer's state.
+    """Return True if a caller is torch.distributed.checkpoint, which takes a step to create the optimizer's state.
 
-    Its step has gradients and learning rates of 0. Only the name of the caller differs from a step of training with a
-    learning rate that rises from 0, on all ranks.
+    That step has gradients and learning rates of 0, as a first step of training may have. Only the caller differs
+    on all ranks.
     """
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "_init_optim_state":
+        module = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "_init_optim_state" and module.startswith("torch.distributed."):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
