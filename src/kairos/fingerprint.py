@@ -270,7 +270,9 @@ class _Summaries:
     """Summaries of kairos' modules in a file of the user's cache; the key of a summary is the hash of its inputs."""
 
     def __init__(self) -> None:
-        self._path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", _CACHE_FILE)
+        user_cache = os.environ.get("XDG_CACHE_HOME", "")
+        folder = user_cache if os.path.isabs(user_cache) else "~/.cache"  # the XDG rules exclude relative paths
+        self._path = Path(folder, _CACHE_FILE)
         self._loaded: dict[str, Any] | None = None
         self._new: dict[str, Any] = {}
 
