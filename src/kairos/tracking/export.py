@@ -158,4 +158,4 @@ def _import_package(name: str, module: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        raise KairosError(f"{name} cannot be imported ({error}); install kairos[{name}]") from None
+        raise KairosError(f"{name} cannot be imported ({error}); `make setup` installs it") from None
