@@ -526,13 +526,14 @@ def _deferred_read(overflow: Tensor) -> Callable[[], bool]:
     return read
 
 
-@torch._disable_dynamo  # the compiler would warn that it cannot trace frames
 def _optimizer_state_is_created() -> bool:
     """Return True if a caller is torch.distributed.checkpoint, which takes a step to create the optimizer's state.
 
     That step has gradients and learning rates of 0, as a first step of training may have. Only the caller differs
     on all ranks.
     """
+    if torch.compiler.is_compiling():  # the compiler would warn that it cannot trace frames
+        return False
     frame = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
