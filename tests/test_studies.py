@@ -169,7 +169,7 @@ def read_rounds(*names):
 
 @pytest.mark.long
 def test_the_readme_contains_the_tables_of_the_rounds():
-    text = (STUDIES / "README.md").read_text(encoding="utf-8")
+    text = "".join((STUDIES / name).read_text(encoding="utf-8") for name in ("README.md", "rejected.md"))
     assert page.of_ratios(judge.table(read_rounds("second", "third"))) in text
     assert page.of_rates(judge.rates(read_rounds("second", "third", "rates"))) in text
 

@@ -17,6 +17,7 @@ from kairos_timesteps import options as _options
 from kairos_timesteps.errors import ConfigError, demand
 
 C = TypeVar("C", bound=type[_options.Component])
+_IMPORTING = threading.RLock()  # the modules of a registry may read registries while they are imported
 
 
 class NoOptions(_options.Options):
@@ -73,13 +74,12 @@ class Registry(UserDict[str, Entry]):
         self._entries: dict[str, Entry] = {}
         self._modules = modules  # not imported yet
         self._is_complete = not modules
-        self._lock = threading.RLock()  # the modules may read the registry while they are imported
 
     @property
     def data(self) -> dict[str, Entry]:  # type: ignore[override]  # UserDict has an attribute
         """All entries, in the order of their modules, after importing these; other threads wait for the imports."""
         if not self._is_complete:
-            with self._lock:
+            with _IMPORTING:
                 self._import_modules()
         return self._entries
 
@@ -96,6 +96,10 @@ class Registry(UserDict[str, Entry]):
 
     def __hash__(self) -> int:
         return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Registry":
+        """Return this registry: a copy would miss the components that are registered later."""
+        return self
 
     def add(
         self, name: str, code: str, options: type[_options.Options] = NoOptions, help: str = "", **facts: Any
