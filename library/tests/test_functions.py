@@ -10,23 +10,14 @@ import torch
 import kairos_timesteps
 from kairos_timesteps import Strategy, density, weighting
 from kairos_timesteps.base import FixedDensity, Weighting
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.components import sampler as register_sampler
 from kairos_timesteps.components import weighting as register_weighting
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import option
 
+pytestmark = pytest.mark.usefixtures("unregistered_names")
 BATCH = torch.zeros(4000, 1)
-
-
-@pytest.fixture(autouse=True)
-def unregistered_names():
-    """Remove the samplers and weightings that a test registers."""
-    before = [(registry, set(registry)) for registry in (SAMPLERS, WEIGHTINGS)]
-    yield
-    for registry, names in before:
-        for name in set(registry) - names:
-            del registry[name]
 
 
 def test_a_density_by_function_is_a_complete_sampler():

@@ -8,20 +8,11 @@ import pytest
 import torch
 
 from kairos_timesteps import density
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import SAMPLERS
 
+pytestmark = pytest.mark.usefixtures("unregistered_names")
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-
-
-@pytest.fixture(autouse=True)
-def unregistered_names():
-    """Remove the samplers and weightings that an example registers."""
-    before = [(registry, set(registry)) for registry in (SAMPLERS, WEIGHTINGS)]
-    yield
-    for registry, names in before:
-        for name in set(registry) - names:
-            del registry[name]
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

@@ -7,21 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-
+pytestmark = pytest.mark.usefixtures("unregistered_names")
 DOCS = Path(__file__).parents[2] / "docs"
 if not DOCS.exists():
     pytest.skip("the source distribution does not contain docs/", allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def unregistered_names():
-    """Remove the samplers and weightings that a tutorial registers."""
-    before = [(registry, set(registry)) for registry in (SAMPLERS, WEIGHTINGS)]
-    yield
-    for registry, names in before:
-        for name in set(registry) - names:
-            del registry[name]
 
 
 def run(page: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
