@@ -5,8 +5,9 @@
 #   finish NAME...          wait for steps that were started
 #   finish_all              wait for all of them, and print the seconds of the whole
 #
-# Each step prints its name, its seconds and the seconds of CPU of its processes (without daemons). The first step that fails ends the script, with the output and the exit
-# code of that step; steps that still run are killed. No step reads from standard input.
+# Each step prints its name, its seconds, and the CPU seconds of its processes without daemons. The first step that fails
+# ends the script, with the output and the exit code of that step; steps that still run are killed. No step reads from
+# standard input.
 export OMP_NUM_THREADS=1
 export TORCHINDUCTOR_COMPILE_THREADS=1  # without a pool of processes, each of which imports torch
 bin="${UV_PROJECT_ENVIRONMENT:-.venv}/bin"

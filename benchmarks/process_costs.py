@@ -1,4 +1,4 @@
-"""CPU time around the work of a job: the end of its process, and fingerprints of code, each in two ways side by side.
+"""CPU time around the work of a job: the end of its process, and fingerprints of code, before and after a change.
 
     python benchmarks/process_costs.py --out benchmarks/results/process_costs.csv
 

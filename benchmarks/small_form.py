@@ -10,7 +10,7 @@ from typing import Any
 from kairos.config import Experiment, validate
 from kairos_timesteps.errors import demand
 
-MOST_STEPS = 100
+_MOST_STEPS = 100
 _UNET = {"channels": 32, "multipliers": [1, 2], "blocks": 1, "attention": [8, 4]}
 _HEADS = {"norm_groups": 8, "head_channels": 16}
 _TRANSFORMER = {"width": 96, "depth": 4, "heads": 4, "patch": 2}
@@ -21,7 +21,7 @@ _MODELS: dict[str, dict[str, Any]] = {
 _BATCH_SIZE = 16
 
 
-def select_two_methods(experiment: Experiment) -> list[str]:
+def _select_two_methods(experiment: Experiment) -> list[str]:
     """Return the two methods that a paper compares.
 
     They are the methods of the paper's claim, or else the first method and the method of the published table's last
@@ -49,8 +49,8 @@ def shrink_experiment(experiment: Experiment, data: Path, encoder: str, steps: i
     Raises:
         ConfigError: the number of steps is not allowed, or the folder lacks the images that the experiment needs.
     """
-    demand(2 <= steps <= MOST_STEPS, "--steps", steps, f"2 to {MOST_STEPS}")
-    methods = select_two_methods(experiment)
+    demand(2 <= steps <= _MOST_STEPS, "--steps", steps, f"2 to {_MOST_STEPS}")
+    methods = _select_two_methods(experiment)
     plain = experiment.plain()
     training, model_name = plain["training"], experiment.model.name
     small_options = {option: value for option, value in _MODELS[model_name].items() if option in plain["model"]}

@@ -175,6 +175,7 @@ class Selection:
         try:
             if isinstance(self.components, Registry):
                 return LibraryComponent.select(self.components, value)
+            # not `select`, whose message would replace that of pydantic, with the option's place in the experiment
             selected: Component = self.components.find(value["name"]).model_validate(value)
             return selected
         except ConfigError as error:

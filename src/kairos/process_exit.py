@@ -1,7 +1,8 @@
 """End of the processes of kairos without the teardown of the interpreter, which frees every Python object one by one.
 
-With torch imported the teardown takes 0.6 s of CPU time. In a fork of the fork server it takes 2 s, since every object
-that it frees is copied from the server's memory first. The operating system frees the memory of a process at once.
+With torch imported the teardown takes half a second of CPU time. In a fork of the fork server it takes longer, since
+every object that it frees is copied from the server's memory first (benchmarks/process_costs.py). The operating system
+frees the memory of a process at once.
 """
 
 import atexit

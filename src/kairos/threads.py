@@ -77,8 +77,8 @@ def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
     """Call a function that reads data for all items; many threads call it if the reads are slow.
 
     Reads of a network file system take about a millisecond each, whatever their size, so waiting for several at a
-    time is faster. Threads start after two consecutive slow reads. Short reads from memory are faster than
-    that, and start no threads.
+    time is faster. Threads start after two consecutive slow reads. Short reads from memory take microseconds, so they
+    start no threads.
 
     Args:
         read: function that several threads may call at a time; the order of the calls does not matter.

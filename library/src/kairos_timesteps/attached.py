@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,9 +49,16 @@ _COPIES = (
     "attach with the optimizer that the loop steps, after the trainer has prepared it"
 )
 _MAX_VANISHED_STEPS = 200  # successive steps whose gradients vanish; GradScaler needs 165 to go from 65536 to 0
-# successive draws, without a step of the attached optimizer, that another optimizer used
-_LOST_DRAWS_OF_SHARED_PARAMETERS = 3  # the other optimizer has parameters of the attached one: an error
-_LOST_DRAWS_OF_OTHER_PARAMETERS = 200  # it has none of them: a warning
+# successive training draws after which another optimizer took a step and the attached one did not
+_MAX_STEPS_OF_SHARING_OPTIMIZER = 3  # the other optimizer has parameters of the attached one: an error
+_MAX_STEPS_OF_UNRELATED_OPTIMIZER = 200  # it has none of them: a warning
+
+
+class _OtherOptimizer(NamedTuple):
+    """Optimizer that took a step after a training draw, while the attached one took none."""
+
+    name: str
+    shares_parameters: bool
 
 
 def attach(
@@ -159,9 +166,8 @@ class Attached:
         self._skipped: Callable[[], bool] | None = None  # of a fused optimizer under GradScaler
         self._step_pending = False  # the optimizer was called, and `_finish_step` was not
         self._initializing = False  # the optimizer is called only to create its state
-        # class of another optimizer that used the last draw; True if it shares parameters with the attached optimizer
-        self._other: tuple[str, bool] | None = None
-        self._lost_draws = {True: 0, False: 0}  # number of draws that other optimizers used, by shared parameters
+        self._other: _OtherOptimizer | None = None  # that took a step since the last draw
+        self._steps_of_sharing_optimizer = self._steps_of_unrelated_optimizer = 0
 
     def __call__(self, x0: Tensor, *, conditions: Mapping[str, Tensor] | None = None, **arguments: Any) -> Tensor:
         """Draw the trainer's t for a batch, (batch,): int64 for an index, otherwise float32.
@@ -180,7 +186,8 @@ class Attached:
             t = self._validation_times(x0, **arguments)
             self._dimensions = t.ndim
             return self.time.of_trainer(t)
-        self._reject_copies()
+        self._reject_copy()
+        self._check_other_optimizer()
         self._finish_step()
         if not self._reported:
             self._report(arguments)
@@ -250,8 +257,8 @@ class Attached:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs.
 
-        Save it between two steps, to equal an uninterrupted run. Within an unfinished step, it is the state after the
-        last complete step. The draws of the unfinished step count as used, so a resume repeats it with further draws.
+        Save the state between two optimizer steps: the resumed run then equals an uninterrupted one. Within gradient
+        accumulation, the state is that of the last complete step. A resume repeats the step with new random draws.
         torch.distributed.checkpoint needs `kairos_timesteps.integrations.distributed_checkpoint.PackedState`.
         """
         self._finish_step()
@@ -295,31 +302,35 @@ class Attached:
         self._finish_step()
         return {**vars(self), "_hooks": []}
 
-    def _reject_copies(self) -> None:
-        """Raise ConfigError if this is a copy, or if another optimizer of the parameters takes the steps."""
+    def _reject_copy(self) -> None:
+        """Raise ConfigError if this is a copy of an attached strategy, whose hooks stayed with the original."""
         if not self._hooks:
             raise ConfigError(
                 "attach: this is a copy of an attached strategy, without hooks on its optimizer: call attach with the "
                 "optimizer that the loop steps, then load_state_dict with the state of the original"
             )
-        if self._other is None:
+
+    def _check_other_optimizer(self) -> None:
+        """Raise ConfigError or log a warning if another optimizer takes the steps in place of the attached one."""
+        other, self._other = self._other, None
+        if other is None:
             return
-        (name, shared), self._other = self._other, None
-        if not shared and not self._without_gradients():
-            self._lost_draws[False] = 0
-            return
-        self._lost_draws[shared] += 1
-        count = self._lost_draws[shared]
-        if shared and count == _LOST_DRAWS_OF_SHARED_PARAMETERS:
-            raise ConfigError(
-                f"attach: the attached optimizer took no step after the last {count} draws, but another {name} took "
-                f"steps of its parameters. {_COPIES}"
-            )
-        if not shared and count == _LOST_DRAWS_OF_OTHER_PARAMETERS:
-            LOG.warning(
-                "attach: the attached optimizer took no step after the last %d draws, but %s took steps of other "
-                "parameters. %s.", count, name, _COPIES,
-            )  # fmt: skip
+        if other.shares_parameters:
+            self._steps_of_sharing_optimizer += 1
+            if self._steps_of_sharing_optimizer == _MAX_STEPS_OF_SHARING_OPTIMIZER:
+                raise ConfigError(
+                    f"attach: the attached optimizer took no step after the last {_MAX_STEPS_OF_SHARING_OPTIMIZER} "
+                    f"draws, but another {other.name} took steps of its parameters. {_COPIES}"
+                )
+        elif not self._without_gradients():  # the attached parameters are trained
+            self._steps_of_unrelated_optimizer = 0
+        else:
+            self._steps_of_unrelated_optimizer += 1
+            if self._steps_of_unrelated_optimizer == _MAX_STEPS_OF_UNRELATED_OPTIMIZER:
+                LOG.warning(
+                    "attach: the attached optimizer took no step after the last %d draws, but %s took steps of other "
+                    "parameters. %s.", _MAX_STEPS_OF_UNRELATED_OPTIMIZER, other.name, _COPIES,
+                )  # fmt: skip
 
     def _after_step_of(self, other: torch.optim.Optimizer) -> None:
         """Record a step of another optimizer after a training draw, unless the attached one also took a step."""
@@ -328,9 +339,9 @@ class Attached:
         parameters = {id(parameter) for parameter in self._parameters()}
         shared = any(id(parameter) in parameters for group in other.param_groups for parameter in group["params"])
         if not shared and not self._without_gradients():  # the attached parameters are trained: no copy
-            self._lost_draws[False] = 0
+            self._steps_of_unrelated_optimizer = 0
         elif self._other is None or shared:
-            self._other = type(other).__name__, shared
+            self._other = _OtherOptimizer(type(other).__name__, shared)
 
     def _count_micro_batch(self, draw: Draw, conditions: Mapping[str, Tensor] | None, _: Tensor) -> None:
         """Count a micro-batch at the beginning of its backward pass, and drop those whose gradients were dropped."""
@@ -391,7 +402,8 @@ class Attached:
         """Finish the step; under GradScaler the next draw finishes a fused optimizer's, which waits for no kernel."""
         if self._initializing:
             return
-        self._other, self._lost_draws = None, {True: 0, False: 0}
+        self._other = None
+        self._steps_of_sharing_optimizer = self._steps_of_unrelated_optimizer = 0
         if self._draw is None:
             allowed = "a training draw: network.train(), or enabled gradients if attach was given no network"
             demand(not self._evaluated, "step of the optimizer", "draws of a validation alone", allowed)
@@ -529,8 +541,8 @@ def _deferred_read(overflow: Tensor) -> Callable[[], bool]:
 def _optimizer_state_is_created() -> bool:
     """Return True if a caller is torch.distributed.checkpoint, which takes a step to create the optimizer's state.
 
-    That step has gradients and learning rates of 0, as a first step of training may have. Only the caller differs
-    on all ranks.
+    That step has zero gradients and a learning rate of 0, and so may the first step of a training. The call stack is
+    the only difference that is present on every rank.
     """
     if torch.compiler.is_compiling():  # the compiler would warn that it cannot trace frames
         return False

@@ -28,7 +28,7 @@ Index: TypeAlias = range | Tensor
 Step: TypeAlias = int | range | Tensor
 Device: TypeAlias = "torch.device | str"
 Kind: TypeAlias = Callable[[Tensor], Tensor]
-WriteWords: TypeAlias = Callable[[Tensor, range, Index, tuple[int, int]], None]  # of philox_triton
+WriteWords: TypeAlias = Callable[[Tensor, range, Index, tuple[int, int]], None]  # type of philox_triton.write_words
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -2,7 +2,8 @@
 
 With a pretrained autoencoder the images are needed for encoding and for the reference only, and copying them would
 double the disk space. Until the reference is complete, a temporary copy of the decoded images saves decoding them again
-in each stage. There is no copy on a disk with little space, and the copy may be deleted at any time.
+in each stage. No copy is created if it would exceed 32 GiB, or if the disk has little free space. The copy may be
+deleted at any time.
 """
 
 import hashlib

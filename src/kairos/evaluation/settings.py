@@ -312,8 +312,8 @@ FRECHET_METRICS = ("frechet", "fid", "fd_dinov2")  # metrics that methods are ra
 
 
 def is_higher_better(column: str) -> bool:
-    """Return True if higher values of a column of measured values are better, such as those of ``precision``."""
-    return any(name == column and options.higher_is_better for name, options in METRICS.items())
+    """Return True if the column is a metric whose higher values are better, such as ``precision``."""
+    return column in METRICS and METRICS[column].higher_is_better
 
 
 def needs_of(metrics: Iterable[MetricOptions]) -> set[str]:

@@ -17,6 +17,7 @@ import pandas as pd
 
 from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
+from kairos.evaluation.settings import is_higher_better
 from kairos.files import read_json, read_lines
 from kairos.milestones import step_name
 from kairos.report.formatting import join_first_names
@@ -125,7 +126,6 @@ class MethodMeasurements:
         metric: column that methods are compared by.
         baseline: method that differences and factors refer to, or None.
         missing: a line per run that lacks results, if the experiment is unfinished.
-        higher_is_better: True if higher values of the metric are better.
     """
 
     table: pd.DataFrame
@@ -134,7 +134,11 @@ class MethodMeasurements:
     metric: str
     baseline: str | None
     missing: tuple[str, ...] = ()
-    higher_is_better: bool = False
+
+    @property
+    def higher_is_better(self) -> bool:
+        """True if higher values of the metric are better."""
+        return is_higher_better(self.metric)
 
     def values_of(self, method: str, column: str) -> pd.DataFrame:
         """Return a column of the table for one method, (seeds, steps of the method); missing values are NaN."""

@@ -17,7 +17,6 @@ import pandas as pd
 
 from kairos import progress
 from kairos.evaluation.separation import ADVICE, cannot_rank
-from kairos.evaluation.settings import is_higher_better
 from kairos.report import formatting
 from kairos.report.collect import MethodMeasurements, Results
 from kairos.report.ranking import VALIDATION_LOSSES, MethodComparison, Ratio, compare_methods
@@ -79,7 +78,6 @@ def join_experiments(
         methods=names,
         seeds=sorted({*table["seed"]}),
         metric=column,
-        higher_is_better=is_higher_better(column),
         baseline=_choose_baseline(names, baseline, first_results.baseline),
     )
 
@@ -135,7 +133,7 @@ def _columns_measured_everywhere(selection: Selection) -> list[str]:
 
 
 def _loss_settings(results: Results, column: str) -> dict[str, str]:
-    """Return the settings that comparable losses of held-out images share; nothing if the column is no such loss."""
+    """Return the settings that must be equal to compare losses of held-out images; nothing for other columns."""
     if column not in ("mlperf8", *VALIDATION_LOSSES):
         return {}
     experiment = results.experiment

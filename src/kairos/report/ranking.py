@@ -25,16 +25,16 @@ VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
 
 @dataclass(frozen=True)
 class Curve:
-    """Distance of a method over training; arrays are (snapshots,) unless stated otherwise.
+    """Compared metric of a method over training; arrays are (snapshots,) unless stated otherwise.
 
     Attributes:
         steps: optimiser steps of the snapshots.
         seconds: training time, mean over seeds; NaN without a clock.
-        mean: distance, mean over seeds.
+        mean: value, mean over seeds.
         std_over_sets: standard deviation over sample sets; NaN if unknown.
         std_over_seeds: standard deviation over seeds; NaN with one seed.
         std: the larger of the two, which is drawn around each point.
-        values_by_seed: distance of every seed, (seeds, snapshots).
+        values_by_seed: value of every seed, (seeds, snapshots).
         seconds_by_seed: training time of every seed, (seeds, snapshots).
     """
 
@@ -91,10 +91,10 @@ class MethodComparison:
 
     Attributes:
         method: name of the method.
-        curve: distance over training.
+        curve: metric over training.
         seed_count: number of seeds that all methods have.
         first_rank, last_rank: best and worst rank that the tests allow.
-        ratio_to_baseline: final distance over the baseline's; None for the baseline and without a baseline.
+        ratio_to_baseline: final value over the baseline's; None for the baseline and without a baseline.
         validation_losses: mean and standard deviation over seeds of each validation loss.
         step_factor: steps that the baseline needs for its final value, over the method's steps for that value.
         time_factor: training time that the baseline needs for its final value, over the method's time for that value.
@@ -122,7 +122,7 @@ class MethodComparison:
 
 
 def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
-    """Build the curve of a method's distance; the means of an unfinished experiment are over the available seeds."""
+    """Build the curve of a method's metric; the means of an unfinished experiment are over the available seeds."""
     values = measurements.values_of(method, measurements.metric)
     seconds = measurements.values_of(method, "train_seconds")
     set_stds = measurements.values_of(method, f"{measurements.metric}_spread")
@@ -233,8 +233,8 @@ def crossing_cost(costs: np.ndarray, values: np.ndarray, target: float) -> float
 
     Args:
         costs: steps or seconds at the snapshots, (snapshots,).
-        values: distances at the snapshots, (snapshots,); linear in between.
-        target: distance to reach.
+        values: values at the snapshots, (snapshots,), of which lower ones are better; linear in between.
+        target: value to reach.
     """
     return _interpolate_cost(costs, values, target, values <= target)
 
@@ -252,8 +252,8 @@ def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, reac
 
     Args:
         costs: steps or seconds at the snapshots, (snapshots,).
-        values: distances at the snapshots, (snapshots,).
-        target: distance to reach.
+        values: values at the snapshots, (snapshots,), of which lower ones are better.
+        target: value to reach.
         reached: True for the snapshots that reach the target, (snapshots,).
     """
     if not reached.any():

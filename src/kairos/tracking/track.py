@@ -161,7 +161,8 @@ def _write_run(
     first, *duplicates = present.get(_key_of(content), [None])
     if first is None:
         start = min(point.timestamp for point in content.points)
-        if not client.tracking_uri.startswith("http"):  # the lock of the database keeps other imports away
+        # a local database is locked during an import, so that no other process creates this run; a server has no lock
+        if not client.tracking_uri.startswith("http"):
             return mlflow_store.create_run(client, experiment_id, content, start)
         first = mlflow_store.find_or_create_run(client, experiment_id, content, start)
     for duplicate in duplicates:

@@ -37,8 +37,8 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
         end: number of completed steps at which training ends.
 
     Raises:
-        DivergedError: the loss or the gradient of a step is not finite. On a CPU, the step has not changed the weights;
-            on a GPU, an earlier step that did not log may have.
+        DivergedError: the loss or the gradient of a step is not finite. A CPU checks every step before its weights
+            change. A GPU checks steps that log, so earlier steps may already have changed the weights.
     """
     interval = log_interval(training.settings.log_every, training.device.type)
     for batch in training.batches.steps(training.step, end):
@@ -296,6 +296,6 @@ def divergence_error(step: int, metrics: dict[str, Any] | None = None) -> Diverg
     if metrics is not None:
         values = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
     return DivergedError(
-        f"step {step + 1}: {values}: not finite, in this step or since the last logged one; training stopped, and the "
-        "last checkpoint is kept. Try a lower training.optimizer.lr, warm-up, or precision fp32"
+        f"step {step + 1}: {values}: not finite, in this step or in a step since the last logged one; training "
+        "stopped, and the last checkpoint is kept. Try a lower training.optimizer.lr, warm-up, or precision fp32"
     )
