@@ -401,3 +401,18 @@ def test_densities_and_losses_are_plotted_over_the_time_of_the_process(small, pr
     assert figure.axes[0].get_ylabel() == "p" and figure.axes[1].get_ylabel() == ""
     losses = curve_figures.draw_validation_loss(results, looks)
     assert losses.axes[0].get_xlabel().startswith(label) and losses.axes[0].get_xscale() == scale
+
+
+def test_one_collapsed_density_does_not_flatten_the_panels_of_the_others():
+    from matplotlib.figure import Figure
+
+    from kairos.report.curve_figures import _set_common_linear_limit
+
+    for highest_values, clipped in (((1, 2, 1.4, 516, 2.5), [3]), ((1, 2, 3), []), ((516,), [])):
+        panels = list(Figure().subplots(1, len(highest_values), squeeze=False).flat)
+        _set_common_linear_limit(panels, highest_values)
+        (top,) = {panel.get_ylim()[1] for panel in panels}
+        shown = [highest for number, highest in enumerate(highest_values) if number not in clipped]
+        assert max(shown) < top < 10 * max(shown)
+        texts = {number: [text.get_text() for text in panel.texts] for number, panel in enumerate(panels)}
+        assert texts == {number: ["up to 516"] if number in clipped else [] for number in texts}

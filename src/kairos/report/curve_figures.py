@@ -35,6 +35,7 @@ _POINTS = 1500  # points of a line; more are not visible
 _LABELLED_LINES = 5  # named lines in a panel with more than MOST_SHOWN lines
 _SWEEP_LOOK: Look = {"color": MUTED, "marker": "o", "linestyle": "-"}  # of a line without a method that has a look
 _STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
+_FLATTENING = 10  # a panel this many times higher than the median panel would flatten the others
 
 
 def metric_label(name: str) -> str:
@@ -304,12 +305,12 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
     height = 2.25 * rows - 0.55  # inches
     figure, grid = create_figure(8.7, height, rows, columns, column_space=0.3, row_space=0.5)
     colors = matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))
-    highest = 0.0
+    highest_values = []  # of each method
     for axes in grid.flat[len(methods) :]:
         axes.remove()
     for panel, (axes, method) in enumerate(zip(grid.flat, methods)):
         runs = results.runs_of(method)
-        highest = max(highest, _draw_strategy_lines(axes, runs, column, colors))
+        highest_values.append(_draw_strategy_lines(axes, runs, column, colors))
         axes.axhline(1, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
         axes.set_title(method, fontsize=9.5)
         axes.text(1, 1.05, _movement_note(runs), transform=axes.transAxes, ha="right", fontsize=8, color=MUTED)
@@ -319,9 +320,12 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
         axes.set(yscale=scale, ylabel=label if is_leftmost else "")
         axes.tick_params(labelbottom=is_lowest, labelleft=is_leftmost)
         axes.margins(x=0)
-    limits = (0, highest * 1.08) if scale == "linear" else (highest * 1e-4, highest * 2)
-    for axes in figure.axes:
-        axes.set_ylim(*limits)
+    if scale == "linear":
+        _set_common_linear_limit(figure.axes, highest_values)
+    else:
+        highest = max(highest_values)
+        for axes in figure.axes:
+            axes.set_ylim(highest * 1e-4, highest * 2)
     handles = {"does not change": Line2D([], [], color=INK, linewidth=1.6)}
     if any(not _is_fixed(results.runs_of(method), column) for method in methods):
         for step, color in zip(steps, colors):
@@ -329,6 +333,24 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
     corner = (-0.014, 1 + 0.75 / height)  # 0.75 inches above the panels, over their titles
     figure.legend(handles.values(), handles, ncols=len(handles), fontsize=8.5, loc="upper left", bbox_to_anchor=corner)
     return figure
+
+
+def _set_common_linear_limit(panels: Sequence[Axes], highest_values: Sequence[float]) -> None:
+    """Give panels a common axis from 0 to their highest value, or lower if one value would flatten all other panels.
+
+    A panel whose lines leave the axis states its highest value.
+
+    Args:
+        panels: the panels.
+        highest_values: highest value of each panel.
+    """
+    limit, typical = max(highest_values), float(np.median(highest_values))
+    if limit > _FLATTENING * typical:
+        limit = _FLATTENING * typical / 2
+    for axes, highest in zip(panels, highest_values, strict=True):
+        axes.set_ylim(0, limit * 1.08)
+        if highest > limit:
+            axes.text(0.03, 0.9, f"up to {highest:,.3g}", transform=axes.transAxes, fontsize=8, color=MUTED)
 
 
 def _draw_strategy_lines(axes: Axes, runs: list[RunResults], column: str, colors: np.ndarray) -> float:
