@@ -46,6 +46,19 @@ def test_the_demo_has_one_job_per_stage_and_training_run(pretended):
 
 
 @pytest.mark.long
+def test_every_experiment_has_a_training_job_per_run_and_segment(pretended):
+    """Dry runs; the data sets and weights are missing, which is a warning."""
+    files = [*sorted((pretended.folder / "experiments").glob("*.yaml")), pretended.folder / "tests/tiny.yaml"]
+    assert len(files) > 5
+    for file in files:
+        experiment, counts = load(file), pretended.to_do(config=str(file.relative_to(pretended.folder)))
+        trainings = sum(count for rule, count in counts.items() if rule.startswith("train"))
+        runs = len(experiment.methods) * len(experiment.seeds)
+        assert trainings and trainings % runs == 0, f"{file.name}: {trainings} jobs for {runs} training runs"
+        assert counts["report"] == 1, file.name
+
+
+@pytest.mark.long
 def test_an_experiment_file_takes_nothing_from_params_yaml(pretended):
     text = "experiment: single\nmethods: {only: {}}\ndataset: {source: digits}\n"
     (pretended.folder / "single.yaml").write_text(text)

@@ -1186,8 +1186,37 @@ def train_with_masks():
     return strategy.state_dict()
 
 
-def train_on_two_ranks(specifications):
-    """Train each specification attached and explicit; ranks have different images and masks."""
+def resume_on_two_ranks(specification, group, folder):
+    """Compare a training run with its resume from a distributed checkpoint; returns the state at the checkpoint."""
+
+    def train_two_steps(trainer):
+        for _ in range(2):
+            trainer.batch()
+            for parameter in trainer.network.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+            trainer.step()
+
+    trainer, resumed = (Trainer(specification, True, process_group=group) for _ in range(2))
+    trainer.batches = rank()
+    train_two_steps(trainer)
+    save({"timesteps": PackedState(trainer.timesteps), "network": trainer.network.state_dict()}, folder)
+    saved = trainer.timesteps.state_dict()
+    network = resumed.network.state_dict()
+    load({"timesteps": PackedState(resumed.timesteps), "network": network}, folder)
+    resumed.network.load_state_dict(network)
+    resumed.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+    resumed.batches = trainer.batches
+    trainer.t, trainer.losses = [], []
+    for each in (trainer, resumed):
+        train_two_steps(each)
+    return {"equal": equal_bits(resumed.results(), trainer.results()), "saved": saved}
+
+
+def train_on_two_ranks(specifications, resumed, folder):
+    """Train each specification attached and explicit; ranks have different images and masks.
+
+    The specifications `resumed` are trained once more with a resume from a checkpoint in `folder`.
+    """
     group = torch.distributed.new_group([0, 1])
     results = []
     for specification in specifications:
@@ -1208,7 +1237,8 @@ def train_on_two_ranks(specifications):
             pair.append(trainer.results())
         results.append({"equal": equal_bits(*pair), "state": pair[0]["state"], "t": torch.stack(pair[0]["t"])})
     sharded = [equal_bits(train_with_fsdp(True, each), train_with_fsdp(False, each)) for each in (True, False)]
-    return {"trainings": results, "sharded": sharded, "masked": train_with_masks()}
+    resumes = [resume_on_two_ranks(each, group, folder / str(number)) for number, each in enumerate(resumed)]
+    return {"trainings": results, "sharded": sharded, "masked": train_with_masks(), "resumes": resumes}
 
 
 def small_sampler(name):
@@ -1231,10 +1261,12 @@ def small_sampler(name):
 
 
 @pytest.mark.long
+@IN_ONE_PROCESS
 def test_two_ranks_equal_the_explicit_form_and_each_other(tmp_path):
     cases = [Specification(small_sampler(name)) for name in sorted(SAMPLERS)]
     cases += [Specification(weighting={"name": name}) for name in ("min_snr", "edm2", "coarse_to_fine")]
-    first, second = rank_groups.run(train_on_two_ranks, tmp_path, 2, cases)
+    resumed = [LEARNS, POLICY, NOISE]
+    first, second = rank_groups.run(train_on_two_ranks, tmp_path, 2, cases, resumed, tmp_path / "checkpoints")
     assert first["sharded"] == second["sharded"] == [True, True]
     assert equal_bits(first["masked"], train_with_masks()) and equal_bits(second["masked"], train_with_masks())
     for case, one, other in zip(cases, first["trainings"], second["trainings"]):
@@ -1242,6 +1274,12 @@ def test_two_ranks_equal_the_explicit_form_and_each_other(tmp_path):
             assert one["equal"] and other["equal"]
             assert equal_bits(one["state"], other["state"])
             assert not equal_bits(one["t"], other["t"])
+    for number, (case, one, other) in enumerate(zip(resumed, first["resumes"], second["resumes"], strict=True)):
+        with rank_groups.case(f"resume of {case!r}"):
+            assert one["equal"] and other["equal"]
+            on_one_rank = Trainer(case, True)
+            load({"timesteps": PackedState(on_one_rank.timesteps)}, tmp_path / "checkpoints" / str(number))
+            assert equal_bits(on_one_rank.timesteps.state_dict(), one["saved"])
 
 
 def test_a_loss_without_a_gradient_is_not_observed():
