@@ -131,7 +131,9 @@ class Increments:
 def increments(
     process: str, schedule: NoiseSchedule | None = None, timesteps: int = 1000, r: float = 5.0
 ) -> Increments:
-    """Compute the increments of a process.
+    """Compute the moments of x_{t+1} - x_t at each noise level of a process, and the times at which its areas begin.
+
+    The areas are those of the paper: acceleration, deceleration and convergence of the increment's variance.
 
     Args:
         process: ``vp`` with a noise schedule, or ``ve``, ``edm`` or ``flow`` with `timesteps` noise levels.

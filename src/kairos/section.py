@@ -111,7 +111,7 @@ def _short(value: Any) -> str:
 
 
 def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) -> tuple[type[BaseModel] | None, str]:
-    """Return the section at a location of pydantic and the meaning of the last field in it.
+    """Return the section that a location of pydantic leads to, and the help text of the last field on the way.
 
     Args:
         model: class of the outermost section.
@@ -119,7 +119,7 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) 
         values: values of the outermost section, which decide the class of a selected component.
 
     Returns:
-        The class of the section, None for a plain value; and the meaning, empty if there is none.
+        The class of the section, None for a plain value; and the help text, empty if there is none.
     """
     current: type[BaseModel] | None = model
     meaning = ""

@@ -25,7 +25,7 @@ _TOOLS = ("snakemake", "dvc", "mlflow")
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos doctor`."""
     parser.add_argument("--config", type=Path, metavar="F", help="also check the files that this experiment needs")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="profile of the cluster; default: profiles/slurm")
 

@@ -157,7 +157,7 @@ class ExpectedSettings:
         return _compare_settings({"sampling": self._sampling_settings, "evaluation": now}, before)
 
     def _sampling_settings_in(self, protocol: Record) -> Record:
-        """Return the settings of sampling in an evaluation's protocol, in the form of `_sampling_settings`."""
+        """Return the sampling settings that an evaluation's protocol contains, by the names in `_sampling_settings`."""
         option_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
         setting_fields = {name: name for name in ("steps", "weights", *GUIDANCE)}
         setting_fields |= {"seed": "sample_seed", "precision": "sample_precision"}
@@ -295,7 +295,7 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
 
 
 def _select_fields(record: Record, fields: dict[str, str]) -> Record:
-    """Select the fields that a record has, under new names; `fields` maps a new name to a field."""
+    """Return those `fields` that a record has, renamed; `fields` maps a new name to the name in the record."""
     return {name: record[field] for name, field in fields.items() if field in record}
 
 

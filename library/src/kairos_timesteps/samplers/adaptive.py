@@ -283,7 +283,11 @@ class Adaptive(MeasuresNetwork, Sampler):
         return {"a": a, "b": b, "reward": self._reward, "updates": self.updates}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return policy, its optimiser, the queue, S and the running statistics of the reward."""
+        """Return the policy, its optimiser, the queue, S and the running statistics of the reward.
+
+        Entry ``queue`` contains `changes`, and ``selected`` contains `reward_timesteps`. The state is empty before the
+        first batch.
+        """
         if self.policy is None:
             return {}
         return {
@@ -297,7 +301,10 @@ class Adaptive(MeasuresNetwork, Sampler):
         }
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
-        """Restore a state that `state_dict` returned; the policy is put on `device`."""
+        """Restore a state that `state_dict` returned; an empty state changes nothing.
+
+        The policy is built on `device`, with the number of channels in the state. The queue and S stay on the CPU.
+        """
         if not state:
             return
         weight = state["policy"]["convolutions.0.weight"]

@@ -47,11 +47,11 @@ class LogSnrDensity(TableDensity, FixedDensity):
         self.set_masses(np.concatenate([above[:1], inner, below[-1:]]))
 
     def tails(self, level: Values) -> tuple[Values, Values]:
-        """Probability of lambda below `level` and above it, elementwise."""
+        """Return the probabilities of lambda below and above `level`, elementwise."""
         raise NotImplementedError
 
     def level(self, p: Values) -> Values:
-        """Quantile of lambda, independent of the process, elementwise."""
+        """Return the p-quantile of lambda, elementwise; it does not depend on the process."""
         raise NotImplementedError
 
 
@@ -69,7 +69,7 @@ class SymmetricLogSnr(LogSnrDensity):
         return self.scale, above, self.scale / (self.scale + above)
 
     def tails(self, level: Values) -> tuple[Values, Values]:
-        """Probability on each side of the location."""
+        """Return the probabilities of lambda below and above `level`, elementwise."""
         cdf, (scale_below, scale_above, share) = DISTRIBUTIONS[self.law][0], self._sides()
         off, where = level - self.location, namespace(level).where
         low = 2 * share * cdf(-abs(off) / scale_below)
@@ -77,7 +77,7 @@ class SymmetricLogSnr(LogSnrDensity):
         return where(off < 0, low, 1 - high), where(off < 0, 1 - low, high)
 
     def level(self, p: Values) -> Values:
-        """Quantile on each side of the location."""
+        """Return the p-quantile of lambda, elementwise."""
         quantile, (scale_below, scale_above, share) = DISTRIBUTIONS[self.law][1], self._sides()
         below = p < share
         off = quantile(namespace(p).where(below, p / share, (1 - p) / (1 - share)) / 2)
@@ -148,7 +148,7 @@ class CosineInterpolated(LogSnrDensity):
     sigma_max: float = option(1e3, "largest noise level, over the data's standard deviation", gt=0)
 
     def level(self, p: Values) -> Values:
-        """Quantile of lambda; p = 1 is the clean end, p = 0 the noisy one."""
+        """Return the p-quantile of lambda; p = 1 is the clean end, p = 0 the noisy one."""
         u = 1 - p
 
         def cosine(side: float) -> Values:
@@ -160,6 +160,6 @@ class CosineInterpolated(LogSnrDensity):
         return clean + u * (noisy - clean)
 
     def tails(self, level: Values) -> tuple[Values, Values]:
-        """Inverse of `level` by bisection."""
+        """Return the probabilities of lambda below and above `level`, by bisection of the quantile function."""
         below = bisect(self.level, level)
         return below, 1 - below

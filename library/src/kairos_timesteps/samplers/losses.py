@@ -53,11 +53,11 @@ class FollowsLosses(Learned, TableDensity):
         self.take(self.schedule.cells(fractions), losses)
 
     def followed(self, observation: Observation) -> Any:
-        """Return the losses that the density follows, shape of the draws."""
+        """Return the values whose averages set the density, shape of the draws: here the losses."""
         return observation.losses
 
     def take(self, cells: Tensor, losses: Tensor) -> None:
-        """Learn from losses (batch,) at timesteps `cells`, int64 (batch,)."""
+        """Learn from the followed values (batch,) at timesteps `cells`, int64 (batch,)."""
         raise NotImplementedError
 
     def restored(self) -> None:
@@ -127,7 +127,7 @@ class SmoothedLosses(FollowsLosses):
         self._kernel = torch.exp(-(offset**2) / 2)
 
     def take(self, cells: Tensor, losses: Tensor) -> None:
-        """Decay the sums, add the losses of the step, and set the density every `frequency` steps."""
+        """Decay the sums and add the step's losses. After `start` steps, set the density every `frequency` steps."""
         powers = torch.stack([losses**self.power, torch.ones_like(losses)])
         rows = torch.arange(2, device=cells.device)[:, None]
         self._sums = (self._sums * self.decay).index_put((rows, cells[None]), powers, accumulate=True)
@@ -137,11 +137,14 @@ class SmoothedLosses(FollowsLosses):
             self.updates = self.updates + 1
 
     def relative(self, mean: Tensor) -> Tensor:
-        """Relative probabilities from the mean near every timestep, (T,)."""
+        """Return probabilities up to a factor, (T,): the root of the mean power near every timestep."""
         return mean ** (1 / self.power)
 
     def smoothed(self) -> Tensor:
-        """Mean power of the loss near every timestep, (T,); without losses that of the nearest one below or above."""
+        """Return the mean of loss ** power near every timestep, (T,): decayed sums, smoothed by a Gaussian in t.
+
+        A timestep without losses nearby gets the mean of the nearest timestep below that has losses, or else above.
+        """
         self._kernel = on_device(self._kernel, self._sums.device)
         around = torch.nn.functional.conv1d(self._sums[:, None], self._kernel.view(1, 1, -1), padding="same")[:, 0]
         known = around[1] > 1e-12 * around[1].max()
@@ -201,10 +204,10 @@ class FollowsErrors(FollowsLosses):
     )
     stated_for = "epsilon"
     by_level = True
-    _factors: Tables | None = None  # from the error of what is predicted to the error that is followed, (T,)
+    _factors: Tables | None = None  # (T,): the value that `followed` returns, over the error of the prediction
 
     def followed(self, observation: Observation) -> Any:
-        """Return the unweighted errors, converted to those that the density follows."""
+        """Return the unweighted errors, converted to errors of `stated_for`; with `by_level`, per unit of ln SNR."""
         if self._factors is None:
             snr = self.schedule.snr
             ratio = error_ratio(snr, self.stated_for) / error_ratio(snr, observation.prediction)
@@ -229,5 +232,5 @@ class ErrorOfEpsilon(FollowsErrors, SmoothedLosses):
     by_level = False
 
     def mean(self) -> Array:
-        """Mean error near every timestep, float64 (T,)."""
+        """Return the mean error near every timestep, float64 (T,)."""
         return self.smoothed().cpu().numpy()
