@@ -140,7 +140,7 @@ class ExpectedSettings:
     def find_evaluation_changes(self, evaluation: Record) -> list[Change]:
         """Find the settings of sampling and evaluation that differ from the protocol in an evaluation record."""
         before = {
-            "sampling": self._sampling_settings_in(evaluation["protocol"]),
+            "sampling": self._recorded_sampling_settings(evaluation["protocol"]),
             "evaluation": _select_fields(evaluation["protocol"], _EVALUATION_FIELDS),
         }
         settings = self.experiment.evaluation
@@ -156,13 +156,15 @@ class ExpectedSettings:
             now["strata"] = min(settings.strata, max(cells - 2, 0))
         return _compare_settings({"sampling": self._sampling_settings, "evaluation": now}, before)
 
-    def _sampling_settings_in(self, protocol: Record) -> Record:
+    def _recorded_sampling_settings(self, protocol: Record) -> Record:
         """Return the sampling settings that an evaluation's protocol contains, by the names in `_sampling_settings`."""
-        option_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
-        setting_fields = {name: name for name in ("steps", "weights", *GUIDANCE)}
-        setting_fields |= {"seed": "sample_seed", "precision": "sample_precision"}
-        scheduler = _select_fields(protocol, {"name": "scheduler", **option_fields})
-        return {"scheduler": scheduler, **_select_fields(protocol, setting_fields)}
+        # each dictionary maps the name of a setting to its name in the protocol
+        solver_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
+        solver_fields["name"] = "scheduler"
+        other_fields = {name: name for name in ("steps", "weights", *GUIDANCE)}
+        other_fields |= {"seed": "sample_seed", "precision": "sample_precision"}
+        solver = _select_fields(protocol, solver_fields)
+        return {"scheduler": solver, **_select_fields(protocol, other_fields)}
 
     def _compute_identities(self, method: str, seed: int) -> list[str]:
         """Compute the present identities of a run, one per kind of device; none before the latents exist."""

@@ -63,7 +63,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         """Measure the number of every bin, (bins,)."""
         raise NotImplementedError
 
-    def relative(self, values: Array) -> Array:
+    def relative_masses(self, values: Array) -> Array:
         """Relative probabilities from smoothed values, elementwise: their positive part."""
         return np.maximum(values, 0.0)
 
@@ -75,7 +75,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         smooth = (edged[:-2] + 2 * edged[1:-1] + edged[2:]) / 4
         centres = (np.arange(self.bins) + 0.5) / self.bins
         shares = self.prior.cdf((np.arange(self.schedule.timesteps) + 0.5) / self.schedule.timesteps)
-        masses = self.relative(np.interp(shares, centres, smooth)) * self.prior.masses()
+        masses = self.relative_masses(np.interp(shares, centres, smooth)) * self.prior.masses()
         self.set_masses(masses if masses.sum() > 0 else self.prior.masses())
 
     def measured_samples(self, observation: Observation, per_bin: int) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class GradientNorm(FollowsGradients):
             roots = [each.sqrt() for each in observation.meter.metric()]
         return count * self.squared_norms(observation, self.signs(observation, count), roots)
 
-    def relative(self, values: Array) -> Array:
+    def relative_masses(self, values: Array) -> Array:
         """Take the root."""
         return np.sqrt(np.maximum(values, 0.0))
 
@@ -168,9 +168,9 @@ class Auto(GradientNorm):
         prior = LogSnr(LogSnr.Options(law="secant", scale=1.0), schedule)
         super().__init__(options, schedule, seed, prior)
 
-    def relative(self, values: Array) -> Array:
+    def relative_masses(self, values: Array) -> Array:
         """Take the root, and add the prior's share."""
-        roots = super().relative(values)
+        roots = super().relative_masses(values)
         return 0.9 * roots + 0.1 * np.average(roots, weights=self.prior.masses())
 
 
