@@ -52,7 +52,7 @@ class Meter:
             self.network = self.network.module
 
     def errors(self, index: Tensor, fractions: Tensor, noise: str, dropout: bool = False) -> Tensor:
-        """Per-sample squared error of epsilon, float64 (n,) on the CPU, in evaluation mode, without gradients.
+        """Measure the squared error of epsilon per sample, float64 (n,) on the CPU, without gradients.
 
         Args:
             index: samples, int64 (n,), not decreasing, on the CPU.
@@ -75,9 +75,9 @@ class Meter:
         return errors
 
     def gradient(self, index: Tensor, fractions: Tensor, noise: str, factors: Tensor) -> list[Tensor]:
-        """Gradient of sum over samples of factor x weight x squared error of what is predicted, a tensor per parameter.
+        """Measure the gradient of the sum over samples of factor * weight * squared error of the prediction.
 
-        Evaluation mode; the parameters' own ``grad`` is not touched.
+        The network is in evaluation mode. The ``grad`` of the parameters is unchanged. Returns a tensor per parameter.
 
         Args:
             index: samples, int64 (n,), in any order, on the CPU.
@@ -141,7 +141,7 @@ class Meter:
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def metric(self) -> list[Tensor]:
-        """The optimiser's preconditioner, a tensor or the number 1 per parameter: Adam's 1/(sqrt(v) + eps)."""
+        """Return the optimiser's preconditioner per parameter: Adam's 1/(sqrt(v) + eps), or 1 without moments."""
         state, groups = ({}, []) if self.optimizer is None else (self.optimizer.state, self.optimizer.param_groups)
         eps = {each: group.get("eps", 0.0) for group in groups for each in group["params"]}
         moments = {each: state[each]["exp_avg_sq"] for each in eps if "exp_avg_sq" in state.get(each, {})}

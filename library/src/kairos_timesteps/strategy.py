@@ -270,8 +270,8 @@ class Strategy:
     def weighted(self, draw: Draw, errors: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return weighted losses, with the terms of a learned weighting, shape of ``draw.t``.
 
-        Samplers and weightings that learn keep the losses for `observe`, unless gradients are disabled
-        (``torch.no_grad``).
+        The weights and importance weights are those of `draw`. If the sampler or the weighting learns, the errors are
+        also kept until `observe`, unless gradients are disabled (``torch.no_grad``).
 
         Args:
             draw: draw of this batch.

@@ -109,6 +109,9 @@ class ExpectedSettings:
     def _find_changes(self, method: str, seed: int, path: Path) -> list[Change]:
         """Find the settings that have changed since a snapshot and that change results; a valid snapshot has none.
 
+        Changed settings of the training and of earlier stages do not count if the identity, or the hash of the stage's
+        result, shows that the result is equal. A hash that differs although no setting has changed is a change too.
+
         Args:
             method: method of the snapshot.
             seed: seed of the snapshot.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 5.0  # between two reports
 _LONGEST_POLL_SECONDS = 60.0  # to which the pause doubles while the server does not answer
 _REQUEST_SECONDS = 15  # time limit of a request: many runs may start at once, and nothing waits for the answer
-_SETTLING_SECONDS = 1.0  # after which a search returns runs that other processes have created at the same time
+_SETTLING_SECONDS = 1.0  # pause before a second search, which finds runs that other processes created meanwhile
 _STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # by the state of a run that has ended
 _ACCESS_DENIED = (401, 403)
 

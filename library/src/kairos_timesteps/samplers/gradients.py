@@ -64,7 +64,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         raise NotImplementedError
 
     def relative_masses(self, values: Array) -> Array:
-        """Relative probabilities from smoothed values, elementwise: their positive part."""
+        """Return probabilities up to a factor from smoothed values, elementwise: their positive part."""
         return np.maximum(values, 0.0)
 
     def restored(self) -> None:
@@ -94,7 +94,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         return (2.0 * bits - 1) / per_bin
 
     def squared_norms(self, observation: Observation, factors: Tensor, roots: list[Tensor] | None = None) -> Array:
-        """Squared norm of the sum of gradients times `factors` in every bin, (bins,).
+        """Return the squared norm of the sum of gradients times `factors` in every bin, (bins,).
 
         Args:
             observation: the step.
@@ -144,7 +144,7 @@ class GradientNorm(FollowsGradients):
         return count * self.squared_norms(observation, self.signs(observation, count), roots)
 
     def relative_masses(self, values: Array) -> Array:
-        """Take the root."""
+        """Return the root of the positive part, elementwise."""
         return np.sqrt(np.maximum(values, 0.0))
 
 
@@ -169,7 +169,7 @@ class Auto(GradientNorm):
         super().__init__(options, schedule, seed, prior)
 
     def relative_masses(self, values: Array) -> Array:
-        """Take the root, and add the prior's share."""
+        """Return 0.9 times the roots, and 0.1 times their mean under the prior."""
         roots = super().relative_masses(values)
         return 0.9 * roots + 0.1 * np.average(roots, weights=self.prior.masses())
 

@@ -31,7 +31,7 @@ class ChangeAware(Weighting):
     lam: float = option(0.6, "largest weight; 1 - lambda is the smallest", ge=0.5, le=1, alias="lambda")
 
     def weights(self, step: Any = 0) -> Array:
-        """Rescaled change of every timestep, (T,)."""
+        """Return the rescaled change of every timestep, (T,)."""
         schedule, timesteps = self.schedule, self.schedule.timesteps
         if schedule.name == "linear":
             slope, first = linear_coefficients(schedule)
@@ -63,5 +63,5 @@ class ChangeAwareOfficial(ChangeAware):
         check_published_form(options.tau, timesteps, schedule)
 
     def weights(self, step: Any = 0) -> Array:
-        """Rescaled change before tau, 1 from tau on."""
+        """Return the rescaled change before tau, 1 from tau on, (T,)."""
         return np.where(np.arange(self.schedule.timesteps) < self.start, super().weights(step), 1.0)
