@@ -410,7 +410,7 @@ class Table(FixedDensity):
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         count = 64 * schedule.timesteps
-        below = np.concatenate([[0.0], tabled(options, (np.arange(count) + 0.5) / count).cumsum()])
+        below = np.concatenate([[0.0], evaluate_table(options, (np.arange(count) + 0.5) / count).cumsum()])
         self._nodes = Tables(below / below[-1], np.arange(count + 1) / count)
 
     @staticmethod
@@ -424,7 +424,7 @@ class Table(FixedDensity):
         return interp(u, *self.nodes(u)[::-1])
 
 
-def tabled(options: Any, positions: Array) -> Array:
+def evaluate_table(options: Any, positions: Array) -> Array:
     """Evaluate the numbers of a table or weighting by table at positions in [0, 1], elementwise.
 
     The numbers are `options.values`, or those in `options.file`. `options.between` selects how they are read: as values

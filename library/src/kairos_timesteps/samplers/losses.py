@@ -51,7 +51,7 @@ class FollowsLosses(Learned, TableDensity):
             self.restored()
         coordinates = observation.coordinates
         stacked = torch.stack([observation.fractions, losses], 1)
-        joined = distributed.joined(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
+        joined = distributed.join_ranks(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
         fractions, losses = joined.transpose(0, 1).flatten(1)
         self.add_losses(self.schedule.cells(fractions), losses)
 

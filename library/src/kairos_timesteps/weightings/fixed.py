@@ -12,7 +12,7 @@ from kairos_timesteps.errors import demand
 from kairos_timesteps.lazy import Tensor
 from kairos_timesteps.numeric import Array, Values, interp, namespace, sigmoid
 from kairos_timesteps.options import option
-from kairos_timesteps.samplers.combined import tabled
+from kairos_timesteps.samplers.combined import evaluate_table
 
 
 @weighting("none", "every timestep alike")
@@ -332,7 +332,7 @@ class TableWeighting(Weighting):
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         super().__init__(options, schedule, prediction)
         middles = (np.arange(schedule.timesteps) + 0.5) / schedule.timesteps
-        self._weights = tabled(options, middles)
+        self._weights = evaluate_table(options, middles)
 
     def weights(self, step: Any = 0) -> Array:
         """Return the table at the middles of the timesteps, (T,)."""
