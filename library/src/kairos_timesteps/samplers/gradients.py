@@ -102,14 +102,16 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
             roots: square roots of a diagonal metric; None: the Euclidean metric.
         """
         index, fractions = self.measured_samples(observation, factors.shape[1])
-        timesteps, squares = self.schedule.timesteps, []
+        timesteps = self.schedule.timesteps
         masses = torch.from_numpy(self.prior.masses())
-        factors = factors / (timesteps * masses[(fractions * timesteps).long()])
-        for k, (i, u, f) in enumerate(zip(index, fractions, factors)):
-            gradient = observation.meter.gradient(i, u, f"measurement {k}", f)
-            for each, root in zip(gradient, roots or []):
-                each.mul_(root)
-            squares.append(torch.stack([torch.linalg.vector_norm(each).double() for each in gradient]).square().sum())
+        factors = factors / (timesteps * masses[(fractions * timesteps).long()])  # importance weights of the prior
+        squares = []
+        for number, (bin_index, bin_fractions, bin_factors) in enumerate(zip(index, fractions, factors)):
+            gradient = observation.meter.gradient(bin_index, bin_fractions, f"measurement {number}", bin_factors)
+            for values, root in zip(gradient, roots or []):
+                values.mul_(root)
+            norms = torch.stack([torch.linalg.vector_norm(values).double() for values in gradient])
+            squares.append(norms.square().sum())
         return torch.stack(squares).cpu().numpy()
 
     def per_bin(self, batch: int) -> int:
