@@ -123,8 +123,8 @@ def test_published_weights_of_ddpm_torch_give_its_output():
 def test_published_weights_that_do_not_fit_are_rejected():
     weights = ddpm_torch_weights(16, [1, 2], 1, {1}, 3, 3)
     fitting = {"name": "unet", **TINY, "attention": [4]}
-    renamed = build_model(fitting, (3, 8, 8), {}).to_kairos_names(weights)
-    assert build_model(fitting, (3, 8, 8), {}).to_kairos_names(renamed) == renamed  # names of diffusers are unchanged
+    renamed = build_model(fitting, (3, 8, 8), {}).convert_published(weights)
+    assert build_model(fitting, (3, 8, 8), {}).convert_published(renamed) == renamed  # names of diffusers are unchanged
     build_model(fitting, (3, 8, 8), {}).load_published(weights)
     for changed, outputs, more, message in (
         ({"blocks": 2}, 3, {}, r"missing: down_blocks.0.*"),
@@ -189,7 +189,7 @@ def test_ddpmpp_equals_the_network_of_edm(multipliers):
             error = (model(x, noise, conditions) - expected).abs().max()
             print(f"ddpmpp {multipliers}: {error / expected.abs().max():.1e} of the largest value")
             assert error < 2e-6 * expected.abs().max() and expected.std() > 0.1
-    renamed = model.to_kairos_names({**weights, "model.enc.8x8_down.conv0.resample_filter": torch.ones(2)})
+    renamed = model.convert_published({**weights, "model.enc.8x8_down.conv0.resample_filter": torch.ones(2)})
     model.load_published(weights)
     assert renamed.keys() == model.weights().keys()
     assert {"map_layer0.weight", "enc.16x16_block0.norm0.weight", "dec.16x16_aux_conv.weight"} < renamed.keys()

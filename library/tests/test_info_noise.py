@@ -150,7 +150,7 @@ def test_means_gaps_and_smoothing_equal_a_direct_computation():
         for _ in range(3):
             cells, errors = random.integers(40, 250, 12), random.uniform(1, 9, 12)
             errors[0] = np.nan  # left out
-            sampler.take(torch.from_numpy(cells), torch.from_numpy(errors))
+            sampler.add_losses(torch.from_numpy(cells), torch.from_numpy(errors))
             for cell, error in zip(cells[1:], errors[1:], strict=True):
                 collected[bin_of[cell]].append(error)
         sampler.refresh(torch.from_numpy(weights))

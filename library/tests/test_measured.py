@@ -45,7 +45,7 @@ def test_loss_second_moment_is_uniform_until_every_timestep_has_ten_losses():
 def test_loss_second_moment_forgets_all_but_the_last_losses():
     sampler = make_sampler({"name": "loss_second_moment", "history": 2}, make_schedule("linear", 2))
     for loss in (100.0, 1.0, 2.0):
-        sampler.take(torch.tensor([0, 1]), torch.tensor([loss, 1.0], dtype=torch.float64))
+        sampler.add_losses(torch.tensor([0, 1]), torch.tensor([loss, 1.0], dtype=torch.float64))
     assert sampler.masses()[0] / sampler.masses()[1] == pytest.approx(np.sqrt((1 + 4) / 2))
 
 
@@ -53,7 +53,7 @@ def test_loss_second_moment_replaces_the_oldest_losses_also_by_several_of_one_ba
     sampler = make_sampler({"name": "loss_second_moment", "history": 3}, make_schedule("linear", 2))
     for first, second in ((1.0, 2.0), (3.0, 4.0), (5.0, 6.0)):
         losses = torch.tensor([first, 1.0, second, 1.0], dtype=torch.float64)
-        sampler.take(torch.tensor([0, 1, 0, 1]), losses)
+        sampler.add_losses(torch.tensor([0, 1, 0, 1]), losses)
     assert sampler.masses()[0] / sampler.masses()[1] == pytest.approx(np.sqrt((4**2 + 5**2 + 6**2) / 3))
 
 
@@ -63,7 +63,7 @@ def test_loss_second_moment_keeps_the_last_losses_of_each_timestep_in_batches_of
     random = np.random.default_rng(0)
     for _ in range(30):
         cells, losses = random.integers(0, 5, 4), random.uniform(1, 9, 4)
-        sampler.take(torch.from_numpy(cells), torch.from_numpy(losses))
+        sampler.add_losses(torch.from_numpy(cells), torch.from_numpy(losses))
         for cell, loss in zip(cells, losses, strict=True):
             kept[cell].append(loss)
         if all(len(losses_of_cell) == 3 for losses_of_cell in kept):
@@ -82,7 +82,7 @@ def test_loss_rms_is_the_root_of_the_smoothed_mean_of_squared_losses():
     random = np.random.default_rng(0)
     for _ in range(30):
         cells, losses = random.integers(0, timesteps, 16), random.uniform(1, 9, 16)  # several at one timestep
-        sampler.take(torch.from_numpy(cells), torch.from_numpy(losses))
+        sampler.add_losses(torch.from_numpy(cells), torch.from_numpy(losses))
         squares, counts = decay * squares, decay * counts
         np.add.at(squares, cells, losses**2)
         np.add.at(counts, cells, 1)

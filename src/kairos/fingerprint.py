@@ -108,12 +108,11 @@ def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]
             continue
         value = component.get(options.public_name(option), option.default)
         selected = value if isinstance(value, list) else [value]
-        for other in selected:  # a name, or a dictionary of name and options
-            if other is dataclasses.MISSING:
+        for choice in selected:  # a name, or a dictionary of name and options
+            if choice is dataclasses.MISSING:
                 continue
-            if isinstance(other, str):
-                other = {"name": other}
-            roots += _library_roots(registry, other)
+            selected_component = {"name": choice} if isinstance(choice, str) else choice
+            roots += _library_roots(registry, selected_component)
     return roots
 
 

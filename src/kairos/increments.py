@@ -131,7 +131,9 @@ class Increments:
 def increments(
     process: str, schedule: NoiseSchedule | None = None, timesteps: int = 1000, r: float = 5.0
 ) -> Increments:
-    """Compute the increments of a process.
+    """Compute the moments of x_{t+1} - x_t at each noise level of a process, and the times at which its areas begin.
+
+    The areas are those of the paper: acceleration, deceleration and convergence of the increment's variance.
 
     Args:
         process: ``vp`` with a noise schedule, or ``ve``, ``edm`` or ``flow`` with `timesteps` noise levels.
@@ -151,8 +153,11 @@ def increments(
     else:
         raise ConfigError("schedule: none given, process vp needs one")
     t, s = levels.t, levels.s
-    noise, ratio = (s * levels.sigma) ** 2, s[1:] / s[:-1]
-    variance_given_x0 = (ratio - 1) ** 2 * noise[:-1] + noise[1:] - ratio**2 * noise[:-1]
+    noise_variance = (s * levels.sigma) ** 2
+    before, after = noise_variance[:-1], noise_variance[1:]  # at x_t and at x_{t+1}
+    ratio = s[1:] / s[:-1]
+    # x_{t+1} is ratio * x_t and independent noise of variance after - ratio² before
+    variance_given_x0 = (ratio - 1) ** 2 * before + after - ratio**2 * before
     change = levels.change[:-1]
     peak = int(np.argmax(change))
     has_peak = np.ptp(change) > 0 and peak < len(change) - 1
@@ -162,7 +167,7 @@ def increments(
         s=s[:-1],
         sigma=levels.sigma[:-1],
         mean=np.diff(s),
-        variance=noise[1:] + noise[:-1],
+        variance=after + before,  # the paper takes the noise of both ends as independent
         own_variance=variance_given_x0,
         mean_squared_bound=levels.mean_squared_bound[:-1],
         variance_bound=levels.variance_bound[:-1],

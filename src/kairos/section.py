@@ -111,7 +111,7 @@ def _short(value: Any) -> str:
 
 
 def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) -> tuple[type[BaseModel] | None, str]:
-    """Return the section at a location of pydantic and the meaning of the last field in it.
+    """Return the section that a location of pydantic leads to, and the help text of the last field on the way.
 
     Args:
         model: class of the outermost section.
@@ -119,23 +119,25 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) 
         values: values of the outermost section, which decide the class of a selected component.
 
     Returns:
-        The class of the section, None for a plain value; and the meaning, empty if there is none.
+        The class of the section, None for a plain value; and the help text, empty if there is none.
     """
-    current: type[BaseModel] | None = model
+    section: type[BaseModel] | None = model
     meaning = ""
-    selection: Any = None  # annotation of a field that selects a component
-    for part in location:
-        values = _value_at(values, part)
-        if current is not None and part in current.model_fields:
-            field = current.model_fields[part]
+    component: Any = None  # annotation of a field that selects a component, until the values decide the class
+    for key in location:
+        values = _value_at(values, key)
+        if section is not None and key in section.model_fields:
+            field = section.model_fields[key]
             meaning = field.description or ""
             # the type of the field, and the types in a union such as `TextEncoderConfig | None`
             types = (item for item in (field.annotation, *get_args(field.annotation)) if isinstance(item, type))
-            current = next((item for item in types if issubclass(item, BaseModel)), None)
-            selection = _find_selection(field)
-        if selection is not None and not isinstance(values, list):
-            current, selection = selection.class_of(values), None
-    return current, meaning
+            section = next((item for item in types if issubclass(item, BaseModel)), None)
+            component = _find_component_annotation(field)
+        values_are_of_one_component = not isinstance(values, list)  # in a list, the next key is the component's index
+        if component is not None and values_are_of_one_component:
+            section = component.class_of(values)
+            component = None
+    return section, meaning
 
 
 def _value_at(values: Any, part: Any) -> Any:
@@ -146,7 +148,7 @@ def _value_at(values: Any, part: Any) -> Any:
         return None
 
 
-def _find_selection(field: Any) -> Any:
+def _find_component_annotation(field: Any) -> Any:
     """Return the annotation `kairos.components.component` of a field or of the elements of its list, or None."""
     annotations = [*field.metadata]
     for argument in (field.annotation, *get_args(field.annotation)):  # list[...], or list[...] | None

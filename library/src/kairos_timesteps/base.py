@@ -161,20 +161,21 @@ class Sampler(Stateful):
         raise ConfigError(f"{type(self).__name__}: a sampler of kairos has this name; choose another for your function")
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Probability of a draw below u, without the floor."""
+        """Return the probability of a draw below u, without the floor, elementwise."""
         return bisect(lambda p: self.quantile(p, **context), u)
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Inverse of `cdf`; by default interpolated between 64 nodes per timestep, exact in the mass of timesteps.
+        """Return the inverse of `cdf`, elementwise.
 
-        A density that depends on context is inverted by bisection instead.
+        By default it is interpolated between 64 nodes per timestep, exact in the mass of timesteps. A density that
+        depends on context is inverted by bisection instead.
         """
         if self.context_names:
             return bisect(lambda u: self.cdf(u, **context), p)
         return interp(p, *self.nodes(p))
 
     def pdf(self, u: Values, **context: Any) -> Values:
-        """Probability density at u, without the floor: the difference quotient of `cdf` over 1e-6."""
+        """Return the probability density at u, without the floor: the difference quotient of `cdf` over 1e-6."""
         low, high = (u - 5e-7).clip(0, 1), (u + 5e-7).clip(0, 1)
         difference: Values = (self.cdf(high, **context) - self.cdf(low, **context)) / (high - low)
         return difference
@@ -187,11 +188,11 @@ class Sampler(Stateful):
         return self._nodes.like(other)
 
     def cdf_with_floor(self, u: Values, **context: Any) -> Values:
-        """Probability of a draw below u, floor included."""
+        """Return the probability of a draw below u, floor included."""
         return (1 - self.floor) * self.cdf(u, **context) + self.floor * u
 
     def quantile_with_floor(self, p: Values, **context: Any) -> Values:
-        """Inverse of `cdf_with_floor`."""
+        """Return the inverse of `cdf_with_floor`."""
         if self.floor:
             return bisect(lambda u: self.cdf_with_floor(u, **context), p)
         return self.quantile(p, **context)
@@ -208,12 +209,15 @@ class Sampler(Stateful):
         return self.quantile(uniform, **context)
 
     def masses(self, x0: Tensor | None = None, **context: Any) -> Array:
-        """Exact probability of every timestep without the floor, F((t+1)/T) - F(t/T), (T,)."""
+        """Return the exact probability of every timestep without the floor, F((t+1)/T) - F(t/T), (T,)."""
         edges = np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
         return np.diff(self.cdf(edges, **context))
 
     def probabilities(self, x0: Tensor | None = None, **context: Any) -> Array:
-        """Probability of every timestep, floor included, (T,). Samplers of a density per image average over `x0`."""
+        """Return the probability of every timestep, floor included, (T,).
+
+        Samplers of a density per image average over the images `x0`.
+        """
         return (1 - self.floor) * self.masses(x0, **context) + self.floor / self.schedule.timesteps
 
     def sample(
@@ -242,14 +246,14 @@ class Sampler(Stateful):
         return points(self.points, coordinates)
 
     def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
-        """1/(T p(t)) of each draw, float32, which restores uniform's objective; None without `importance`."""
+        """Return 1/(T p(t)) of each draw, float32, which restores uniform's objective; None without `importance`."""
         if not self.importance:
             return None
         mass = self.mass(fractions, **coordinates.arguments(self.context_names))
         return (1 / (self.schedule.timesteps * (1 - self.floor) * mass + self.floor)).float()
 
     def mass(self, fractions: Tensor, **context: Any) -> Tensor:
-        """Probability of the timestep of each fraction without the floor, shape of `fractions`."""
+        """Return the probability of each fraction's timestep without the floor, shape of `fractions`."""
         timesteps, cell = self.schedule.timesteps, self.schedule.cells(fractions).double()
         return self.cdf((cell + 1) / timesteps, **context) - self.cdf(cell / timesteps, **context)
 
@@ -309,13 +313,13 @@ class TableDensity(Sampler):
         return {"updates": int(self.updates)} if isinstance(self, Learned) else {}
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Interpolate linearly between the edges of the cells."""
+        """Return the distribution function, interpolated linearly between the edges of the cells."""
         masses, below = self._tables.like(u)
         cell = self.schedule.cells(u)
         return below[cell] + (u * len(masses) - cell) * (below[cell + 1] - below[cell])
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Interpolate linearly between the edges of the cells; cells without mass are never drawn."""
+        """Return the quantile, interpolated linearly between the edges of the cells; never in a cell without mass."""
         masses, cumulative = self._tables.like(p)
         cell = (namespace(p).searchsorted(cumulative, p, side="right") - 1).clip(0, len(masses) - 1)
         below, above = cumulative[cell], cumulative[cell + 1]
@@ -323,7 +327,7 @@ class TableDensity(Sampler):
         return (cell + inside) / len(masses)
 
     def mass(self, fractions: Tensor, **context: Any) -> Tensor:
-        """Probability of the timestep of each fraction in the table, shape of `fractions`."""
+        """Return the probability of each fraction's timestep in the table, shape of `fractions`."""
         return self._tables.like(fractions)[0][self.schedule.cells(fractions)]
 
 
@@ -349,11 +353,11 @@ class Weighting(Stateful):
         demand(overridden, kind.__name__, "neither formula nor weights", "a class that defines formula or weights")
 
     def formula(self, snr: Values) -> Values:
-        """Factor on the error that the formula is stated for, elementwise."""
+        """Return the factor on the error that the formula is stated for, elementwise."""
         raise NotImplementedError
 
     def __call__(self, snr: Values, step: Any = 0) -> Values:
-        """Factor on the error of what the network predicts, at any signal-to-noise ratio, elementwise."""
+        """Return the factor on the error of the network's prediction, at any signal-to-noise ratio, elementwise."""
         snr = np.float64(snr) if isinstance(snr, (int, float)) else snr
         if type(self).formula is Weighting.formula:
             with without_warnings(snr):
@@ -361,14 +365,14 @@ class Weighting(Stateful):
         return self.converted(self.formula(snr), snr)
 
     def converted(self, factor: Values, snr: Values) -> Values:
-        """Convert a factor on the error that the formula is stated for to the error of what is predicted."""
+        """Convert a factor on the error that the formula is stated for to one on the prediction's error."""
         if self.stated_for in ("predicted", self.prediction):
             return factor
         with without_warnings(snr):  # infinite weights at SNR = 0
             return factor * (error_ratio(snr, self.stated_for) / error_ratio(snr, self.prediction))
 
     def weights(self, step: Any = 0) -> Array:
-        """Factor of every timestep, float64 (T,)."""
+        """Return the factor of every timestep, float64 (T,)."""
         return np.asarray(self(self.schedule.snr, step))
 
     def restored(self) -> None:
@@ -376,7 +380,7 @@ class Weighting(Stateful):
         self._table = None
 
     def at(self, process: "Process", t: Tensor, step: Any = 0) -> Tensor:
-        """Factors at times of a process, float32, on the device of the times."""
+        """Return the factors at times of a process, float32, on the device of the times."""
         if t.is_floating_point() or self.depends_on_step:
             return self(process.snr(t).double(), step).float()
         if self._table is None:  # of a discrete process
@@ -398,4 +402,4 @@ class Weighting(Stateful):
         """Update after the optimiser step; weightings that learn override it."""
 
     def zero_grad(self) -> None:
-        """Clear the gradients of a trained weighting, as of a step that GradScaler skipped."""
+        """Clear the gradients of a trained weighting, for example after a step that GradScaler skipped."""

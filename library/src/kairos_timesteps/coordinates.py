@@ -97,7 +97,7 @@ class RandomCoordinates:
         return Stream(self.seed, name)
 
     def uniform(self, name: str, *shape: int, sample_indices: Any = None) -> Tensor:
-        """Uniform numbers in [0, 1) from a named stream, float64 (n, *times_shape, *shape)."""
+        """Return uniform numbers in [0, 1) from a named stream, float64 (n, *times_shape, *shape)."""
         at = self if sample_indices is None else self.replace(sample_indices=sample_indices)
         return self.stream(name).uniform(self.step, at.step_indices, (*self.times_shape, *shape), self.device)
 
@@ -137,7 +137,7 @@ def required(name: str, value: Any, user: str) -> Any:
 
 
 def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
-    """Uniform numbers in [0, 1) for the samples of a batch, float64 (n, *times_shape), in random order.
+    """Return uniform numbers in [0, 1) for the samples of a batch, float64 (n, *times_shape), in random order.
 
     ``random``: independent numbers. ``stratified``: one number in each of `batch_size` equal cells. ``systematic``: one
     number in each cell, at a common offset within the cells. ``sobol``: the next points of the one-dimensional Sobol

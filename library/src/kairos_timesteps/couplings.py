@@ -36,7 +36,7 @@ class Antithetic(Coupling):
     """
 
     def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor:
-        """Negate the noise of every second image in the order of time; an odd one out keeps its own."""
+        """Negate the noise of every second image in the order of time; a last one without a pair is unchanged."""
         order = fractions.reshape(len(fractions), -1).mean(1).argsort(stable=True)
         pairs = len(order) // 2
         noise = noise.clone()
@@ -62,7 +62,10 @@ class Assignment(Coupling):
         self.solve = optional_module("scipy.optimize", "couplings", "coupling assignment").linear_sum_assignment
 
     def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor:
-        """Maximise the sum of products: the squared norms have the same sum in every order."""
+        """Permute the noise to the least sum of squared distances from the images.
+
+        The squared norms have the same sum in every order, so the sum of products is maximised.
+        """
         products = x0.flatten(1).double() @ noise.flatten(1).double().T  # (images, noises)
         order = self.solve(products.cpu().numpy(), maximize=True)[1]
         return noise[torch.from_numpy(order).to(noise.device)]
@@ -81,7 +84,7 @@ class Nearest(Coupling):
     k: int = option(4, "noises that each image chooses from", ge=2)
 
     def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor:
-        """Choose the nearest; further noises are a function of seed, step and the image's index in the global batch."""
+        """Return the nearest noise of each image; further noises depend on seed, step and the image's index alone."""
         shape, device = (self.k - 1, *x0.shape[1:]), x0.device
         step, indices = coordinates.step, coordinates.step_indices
         more = coordinates.stream("coupling").normal(step, indices, shape, device, noise.dtype)

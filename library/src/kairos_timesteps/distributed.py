@@ -62,15 +62,15 @@ def gather(values: Tensor, group: Group = None) -> Tensor:
     return torch.cat(gather_objects(values.detach().cpu(), group))
 
 
-def joined(values: Tensor, index: Any, total: int, group: Group = None) -> Tensor:
-    """Join all ranks' values (n, ...), rows `index` of `total`, on their device and without synchronisation."""
+def join_ranks(values: Tensor, index: Any, total: int, group: Group = None) -> Tensor:
+    """Join all ranks' values (n, ...), which are rows `index` of `total`, on their device without synchronisation."""
     if ranks(group) == 1:
         return values
     rows = slice(index.start, index.stop) if isinstance(index, range) else index
-    every = values.new_zeros(total, *values.shape[1:])
-    every[rows] = values.detach()
-    sum_tensors([every], group)
-    return every
+    joined = values.new_zeros(total, *values.shape[1:])
+    joined[rows] = values.detach()
+    sum_tensors([joined], group)  # every other rank adds zeros to these rows
+    return joined
 
 
 def gather_objects(value: T, group: Group = None) -> list[T]:

@@ -10,7 +10,7 @@ _log_gamma = np.vectorize(math.lgamma, otypes=[float])
 
 
 def beta_cdf(x: Array, a: Array, b: Array) -> Array:
-    """Regularised incomplete beta function I_x(a, b), elementwise with broadcasting.
+    """Return the regularised incomplete beta function I_x(a, b), elementwise with broadcasting.
 
     The continued fraction of Lentz (Numerical Recipes, section 6.4), on the side of the mean where it converges fast.
     """
@@ -25,7 +25,7 @@ def beta_cdf(x: Array, a: Array, b: Array) -> Array:
 
 
 def _fraction(x: Array, a: Array, b: Array) -> Array:
-    """The denominator of the continued fraction, to relative accuracy 1e-15."""
+    """Return the denominator of the continued fraction, to relative accuracy 1e-15."""
     tiny = 1e-300
     c, d = np.ones_like(x), 1 - (a + b) * x / (a + 1)
     d = 1 / np.where(np.abs(d) < tiny, tiny, d)

@@ -52,7 +52,7 @@ class Meter:
             self.network = self.network.module
 
     def errors(self, index: Tensor, fractions: Tensor, noise: str, dropout: bool = False) -> Tensor:
-        """Per-sample squared error of epsilon, float64 (n,) on the CPU, in evaluation mode, without gradients.
+        """Measure the squared error of epsilon per sample, float64 (n,) on the CPU, without gradients.
 
         Args:
             index: samples, int64 (n,), not decreasing, on the CPU.
@@ -62,22 +62,22 @@ class Meter:
         """
         errors = torch.zeros(len(index), dtype=torch.float64)
         size = self.pass_size or len(self.x0)
-        here, held = self._here(index)
-        if len(here):
-            errors_here = []
-            for rows, local in zip(here.split(size), held.split(size)):
+        positions, rows = self._locate_samples(index)
+        if len(positions):
+            local_errors = []
+            for pass_positions, pass_rows in zip(positions.split(size), rows.split(size)):
                 with torch.no_grad():
-                    _, noise_rows, t, x_t, output = self._predict(rows, local, fractions, noise, dropout)
-                    off = self.process.epsilon(output, x_t, t) - noise_rows.to(x_t.dtype)
-                    errors_here.append(per_sample(off**2).double())
-            errors[here] = torch.cat(errors_here).cpu()  # one synchronisation, not one per pass
+                    _, epsilon, t, x_t, output = self._predict(pass_positions, pass_rows, fractions, noise, dropout)
+                    difference = self.process.epsilon(output, x_t, t) - epsilon.to(x_t.dtype)
+                    local_errors.append(per_sample(difference**2).double())
+            errors[positions] = torch.cat(local_errors).cpu()  # one synchronisation, not one per pass
         distributed.sum_tensors([errors], self.group)  # exact: one rank holds each sample, the others add 0
         return errors
 
     def gradient(self, index: Tensor, fractions: Tensor, noise: str, factors: Tensor) -> list[Tensor]:
-        """Gradient of sum over samples of factor x weight x squared error of what is predicted, a tensor per parameter.
+        """Measure the gradient of the sum over samples of factor * weight * squared error of the prediction.
 
-        Evaluation mode; the parameters' own ``grad`` is not touched.
+        The network is in evaluation mode. The ``grad`` of the parameters is unchanged. Returns a tensor per parameter.
 
         Args:
             index: samples, int64 (n,), in any order, on the CPU.
@@ -85,44 +85,71 @@ class Meter:
             noise: name of its random stream.
             factors: (n,).
         """
-        (rows, local), parameters = self._here(index), self.parameters()
+        positions, rows = self._locate_samples(index)
+        parameters = self.parameters()
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
-        if len(rows):
+        if len(positions):
             with torch.enable_grad():
-                clean, noise_rows, t, _, output = self._predict(rows, local, fractions, noise, False)
-                losses = per_sample((output - self.process.target(clean, noise_rows, t)) ** 2)
+                x0, epsilon, t, _, output = self._predict(positions, rows, fractions, noise, dropout=False)
+                losses = per_sample((output - self.process.target(x0, epsilon, t)) ** 2)
                 if self.weighting is not None:
                     losses = losses * self.weighting.at(self.process, t, self.coordinates.step)
-                total = (losses * on_device(factors[rows], losses.device).to(losses.dtype)).sum()
+                total = (losses * on_device(factors[positions], losses.device).to(losses.dtype)).sum()
                 gradients = list(torch.autograd.grad(total, parameters, materialize_grads=True))
         distributed.sum_tensors(gradients, self.group)
         return gradients
 
-    def noise(self, name: str, rows: Tensor) -> Tensor:
-        """Return rows of a measurement's noise, each a function of step and row, independent of the number of ranks."""
+    def noise(self, name: str, positions: Tensor) -> Tensor:
+        """Return a measurement's noise at positions of its samples; it does not depend on the number of ranks."""
         shape, device = tuple(self.x0.shape[1:]), self.x0.device
-        return self.coordinates.stream(name).normal(self.coordinates.step, on_device(rows, device), shape, device)
+        return self.coordinates.stream(name).normal(self.coordinates.step, on_device(positions, device), shape, device)
 
-    def _here(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows of `index` whose samples this rank holds, on the CPU, and their rows in `x0`."""
-        held = self.coordinates.sample_indices
-        samples = torch.arange(held.start, held.stop) if isinstance(held, range) else held.cpu()
-        row_of_sample = torch.full((self.coordinates.batch_size,), -1)
+    def _locate_samples(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the samples of a measurement that this rank has.
+
+        Args:
+            index: indices of the measurement's samples in the global batch, int64 (n,).
+
+        Returns:
+            Positions of the samples in `index`, on the CPU; and rows of the samples in `x0`, on its device.
+        """
+        local_indices = self.coordinates.sample_indices
+        if isinstance(local_indices, range):
+            samples = torch.arange(local_indices.start, local_indices.stop)
+        else:
+            samples = local_indices.cpu()
+        row_of_sample = torch.full((self.coordinates.batch_size,), -1)  # -1: another rank has the sample
         row_of_sample[samples] = torch.arange(len(samples))
-        wanted = row_of_sample[index]
-        rows = (wanted >= 0).nonzero()[:, 0]
-        return rows, on_device(wanted[rows], self.x0.device)
+        rows = row_of_sample[index]
+        positions = (rows >= 0).nonzero()[:, 0]
+        return positions, on_device(rows[positions], self.x0.device)
 
-    def _predict(self, rows: Tensor, local: Tensor, fractions: Tensor, noise: str, dropout: bool) -> tuple[Tensor, ...]:
-        """Return x0, noise, times, x_t and output of this rank's samples `local`, which are `rows` of the request."""
-        clean, noise_rows = self.x0[local], self.noise(noise, rows)
-        t = on_device(self.process.times(fractions[rows]), clean.device)
-        x_t = self.process.noised(clean, noise_rows.to(clean.dtype), t)
-        conditions = self.conditions and {name: values[local] for name, values in self.conditions.items()}
+    def _predict(
+        self, positions: Tensor, rows: Tensor, fractions: Tensor, noise: str, dropout: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Call the network on samples of a measurement that this rank has.
+
+        Args:
+            positions: positions of the samples in the measurement, (m,).
+            rows: rows of the samples in `x0`, (m,).
+            fractions: fractions of the process of all samples in the measurement, (n,).
+            noise: name of the noise's random stream.
+            dropout: keep the network in training mode.
+
+        Returns:
+            x0, noise, times, x_t and the prediction of the m samples.
+        """
+        x0 = self.x0[rows]
+        epsilon = self.noise(noise, positions)
+        t = on_device(self.process.times(fractions[positions]), x0.device)
+        x_t = self.process.noised(x0, epsilon.to(x0.dtype), t)
+        conditions = None
+        if self.conditions is not None:
+            conditions = {name: values[rows] for name, values in self.conditions.items()}
         with evaluating(self.network, dropout), self.autocast or nullcontext():
             output = self.process.predict(self.network, x_t, t, conditions)
             output = self.process.prediction_channels(output, x_t).float()
-        return clean, noise_rows, t, x_t, output
+        return x0, epsilon, t, x_t, output
 
     def parameters(self) -> list[Tensor]:
         """Return the trained parameters of the network, or of its optimizer where the network is a function.
@@ -141,11 +168,14 @@ class Meter:
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def metric(self) -> list[Tensor]:
-        """The optimiser's preconditioner, a tensor or the number 1 per parameter: Adam's 1/(sqrt(v) + eps)."""
+        """Return the optimiser's preconditioner per parameter: Adam's 1/(sqrt(v) + eps), or 1 without moments."""
         state, groups = ({}, []) if self.optimizer is None else (self.optimizer.state, self.optimizer.param_groups)
-        eps = {each: group.get("eps", 0.0) for group in groups for each in group["params"]}
-        moments = {each: state[each]["exp_avg_sq"] for each in eps if "exp_avg_sq" in state.get(each, {})}
-        return [
-            1 / (moments[each].sqrt() + eps[each]) if each in moments else torch.ones((), device=each.device)
-            for each in self.parameters()
-        ]
+        eps = {parameter: group.get("eps", 0.0) for group in groups for parameter in group["params"]}
+        metric = []
+        for parameter in self.parameters():
+            moments = state.get(parameter, {})
+            if parameter in eps and "exp_avg_sq" in moments:
+                metric.append(1 / (moments["exp_avg_sq"].sqrt() + eps[parameter]))
+            else:
+                metric.append(torch.ones((), device=parameter.device))
+        return metric

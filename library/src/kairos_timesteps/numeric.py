@@ -88,7 +88,7 @@ def on_device(values: Tensor, device: "torch.device") -> Tensor:
 
 
 def normal_cdf(x: Values) -> Values:
-    """Standard normal distribution function, elementwise."""
+    """Return the standard normal distribution function, elementwise."""
     if is_numpy(x):
         return 0.5 * np.asarray(np.vectorize(math.erfc, otypes=[float])(-np.asarray(x) / math.sqrt(2)))
     below: Tensor = torch.special.ndtr(x)  # torch declares no type
@@ -96,20 +96,20 @@ def normal_cdf(x: Values) -> Values:
 
 
 def normal_quantile(probability: Values) -> Values:
-    """The inverse of the standard normal distribution function, elementwise."""
+    """Return the inverse of the standard normal distribution function, elementwise."""
     p = torch.from_numpy(np.asarray(probability, np.float64)) if is_numpy(probability) else probability
     quantiles: Tensor = torch.special.ndtri(p)  # torch declares no type
     return same_kind(quantiles, probability)
 
 
 def sigmoid(x: Values) -> Values:
-    """1/(1 + exp(-x)), elementwise."""
+    """Return 1/(1 + exp(-x)), elementwise."""
     with without_warnings(x):
         return 1 / (1 + namespace(x).exp(-x))
 
 
 def logit(x: Values) -> Values:
-    """The inverse of `sigmoid`, elementwise; infinite at 0 and 1."""
+    """Return the inverse of `sigmoid`, elementwise; infinite at 0 and 1."""
     with without_warnings(x):
         return namespace(x).log(x) - namespace(x).log1p(-x)
 
@@ -136,7 +136,7 @@ def bisect(function: Callable[[Values], Values], values: Values, low: float = 0.
 
 
 def spline(positions: Array, knots: Array) -> Array:
-    """A monotone cubic through knots evenly spread over [0, 1] (Fritsch and Carlson 1980), at positions in it."""
+    """Evaluate a monotone cubic at positions in [0, 1] (Fritsch and Carlson 1980); its knots are evenly spread."""
     step = 1 / (len(knots) - 1)
     slope = np.diff(knots) / step
     before, after = slope[:-1], slope[1:]
@@ -151,7 +151,12 @@ def spline(positions: Array, knots: Array) -> Array:
 
 
 def _end(first: float, second: float) -> float:
-    """The slope at an end by three points, kept monotone."""
+    """Return the slope at an end of the spline from three knots, limited so that the cubic stays monotone.
+
+    Args:
+        first: slope of the outermost interval between knots.
+        second: slope of the next interval.
+    """
     slope = (3 * first - second) / 2
     if slope * first <= 0:
         return 0.0

@@ -18,19 +18,22 @@ _INTEGERS = ["first", "stride", "low", "high", "key_a", "key_c", "samples", "blo
 def _philox_kernel(  # type: ignore[no-untyped-def]
     words,  # int64 (counters, 4)
     index,  # int64 (samples,), or any pointer if INDEX_IS_RANGE
-    first,
-    stride,
-    low,
-    high,
-    key_a,
-    key_c,
-    samples,
-    blocks,
-    counters,
+    first,  # first sample index, if INDEX_IS_RANGE
+    stride,  # distance of two sample indices, if INDEX_IS_RANGE
+    low,  # lower 32 bits of the first step
+    high,  # upper 32 bits of every step
+    key_a,  # lower half of the stream's key, mixed into word a
+    key_c,  # upper half of the stream's key, mixed into word c
+    samples,  # number of samples
+    blocks,  # number of blocks per sample
+    counters,  # steps * samples * blocks
     INDEX_IS_RANGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the four words of each counter (step, sample, block), in this order of axes."""
+    """Compute Philox4x32-10 of each counter (step, sample, block), and write its four words, (counters, 4).
+
+    The counters are flattened with the block as the last axis. A program computes BLOCK of them.
+    """
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = position < counters
     sample = position // blocks % samples
@@ -39,6 +42,7 @@ def _philox_kernel(  # type: ignore[no-untyped-def]
     else:
         column = tl.load(index + sample, mask=inside, other=0)
     step = position // blocks // samples
+    # adding 0 * position gives a scalar the shape of `position`
     a = (position % blocks).to(tl.uint32)
     b = column.to(tl.uint32)
     c = (low + step).to(tl.uint32)

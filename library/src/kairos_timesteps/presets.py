@@ -117,7 +117,7 @@ class Preset:
             ConfigError: a required value is missing.
         """
         coordinates = RandomCoordinates(seed, step, 0, None, range(n), n, (), device, context)
-        if hasattr(self.sampler, "level"):
+        if hasattr(self.sampler, "log_snr_quantile"):
             return self._quantile(self.sampler.uniforms(coordinates), coordinates).float()
         return _OF_FRACTION[self._unit](self.sampler.draw(coordinates)).float()
 
@@ -139,8 +139,8 @@ class Preset:
 
     def _quantile(self, p: Tensor, coordinates: RandomCoordinates) -> Tensor:
         sampler: Any = self.sampler
-        if hasattr(sampler, "level"):
-            return _OF_SIGMA[self._unit]((-sampler.level(1 - p) / 2).exp())
+        if hasattr(sampler, "log_snr_quantile"):
+            return _OF_SIGMA[self._unit]((-sampler.log_snr_quantile(1 - p) / 2).exp())
         return _OF_FRACTION[self._unit](sampler.quantile(p, **coordinates.arguments(sampler.context_names)))
 
     def weights(self, t: Any) -> Tensor:

@@ -64,12 +64,12 @@ class Stream:
             _KEYS[self.seed, self.name] = schedule, [tuple(map(np.array, row)) for row in schedule]
 
     def words(self, step: Step, index: Index, count: int, device: Device = "cpu") -> Tensor:
-        """The first `count` words of each sample, int64 (n, count) in [0, 2**32)."""
+        """Return the first `count` words of each sample, int64 (n, count) in [0, 2**32)."""
         words = _words(self, step, index, count, str(device))
         return words if isinstance(step, range) else words[0]
 
     def uniform(self, step: Step, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
-        """Uniform on [0, 1), float64 (n, *shape): the upper 53 bits of two words."""
+        """Return uniform numbers in [0, 1), float64 (n, *shape): the upper 53 bits of two words."""
         if not isinstance(step, int):
             numbers = _uniform(self.words(step, index, 2 * math.prod(shape), device))
             return numbers.reshape(*numbers.shape[:-1], *shape)
@@ -78,16 +78,16 @@ class Stream:
     def normal(
         self, step: Any, index: Index, shape: Shape = (), device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Standard normal (n, *shape), float32 unless `dtype` says otherwise: 2**32 values between -6.3 and 6.3."""
+        """Return standard normal numbers (n, *shape), by default float32, of 2**32 values between -6.3 and 6.3."""
         dtype = dtype or torch.float32
         return _numbers(self, _normal, step, index, math.prod(shape), device, dtype).reshape(-1, *shape)
 
     def integers(self, step: int, high: int, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
-        """Integers in [0, high), int64 (n, *shape), high up to 2**53; a probability is off by at most 2**-53."""
+        """Return integers in [0, high), int64 (n, *shape), high up to 2**53; a probability is off by at most 2**-53."""
         return (self.uniform(step, index, shape, device) * high).long()
 
     def beta(self, step: int, index: Index, a: Tensor, b: Tensor, shape: Shape = ()) -> Tensor:
-        """Draws of Beta(a_i, b_i) for each sample, float64 (n, *shape), on the device of a and b, positive (n,).
+        """Return draws of Beta(a_i, b_i) for each sample, float64 (n, *shape), on the device of a and b, positive (n,).
 
         They are made of two Gamma variates (Marsaglia and Tsang 2000), in logarithms. Each variate is the first
         accepted of a fixed number of candidates. For small a and b a draw may round to exactly 0 or 1.
@@ -105,7 +105,7 @@ class Stream:
         return (1 / (1 + (log_gamma[:, 1] - log_gamma[:, 0]).exp())).view(-1, *shape)
 
     def permutation(self, count: int, epoch: int = 0) -> Tensor:
-        """A permutation of 0 .. count - 1, int64 (count,) on the CPU: the order of 64-bit keys, one per position."""
+        """Return a permutation of 0 ... count - 1, int64 (count,) on the CPU: the order of random 64-bit keys."""
         keys = torch.empty(count, dtype=torch.int64)
         for start in range(0, count, _CHUNK):
             words = self.words(epoch, range(start, min(start + _CHUNK, count)), 2)
@@ -114,7 +114,15 @@ class Stream:
 
 
 def philox(counter: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, ...]:
-    """Ten rounds of Philox4x32 on four arrays of 32-bit words that broadcast, int64 of numpy or torch."""
+    """Apply ten rounds of Philox4x32 to a counter: four arrays of 32-bit words that broadcast.
+
+    Args:
+        counter: the four words, int64 arrays of numpy or torch.
+        constants: multipliers, shift and mask, and keys of the rounds, as `key_schedule` returns them.
+
+    Returns:
+        The four words of the result, int64.
+    """
     a, b, c, d = counter
     (multiplier_a, multiplier_c), (shift, lower), *keys = constants
     for key_a, key_c in keys:
@@ -135,7 +143,7 @@ def key_schedule(low: int, high: int) -> list[tuple[int, int]]:
 
 
 def _words(stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor:
-    """Words of one step or several, int64 (steps, n, count)."""
+    """Return the words of one step or several, int64 (steps, n, count)."""
     fused = _fused_words(stream, step, index, count, device)
     if fused is not None:
         return fused
@@ -159,7 +167,7 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
 
 
 def _fused_words(stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor | None:
-    """Words computed by one kernel of Triton; None where that is not possible."""
+    """Return the words, computed by one kernel of Triton; None if Triton cannot be used."""
     if not device.startswith("cuda") or isinstance(step, torch.Tensor) or torch.compiler.is_compiling():
         return None
     if _FAILED or not torch.cuda.is_initialized():  # a simulated device does not initialise CUDA
@@ -212,26 +220,29 @@ def _numbers(
 
 @functools.lru_cache(maxsize=64)
 def _ahead(stream: Stream, kind: Kind, block: int, index: range, count: int, device: str, dtype: torch.dtype) -> Tensor:
-    """Numbers of a prefetch block of steps: a small draw costs its calls, which the steps of a block share."""
+    """Return the numbers of a prefetch block of steps, (steps, n, numbers).
+
+    The cost of a small draw is that of its calls, which all steps of a block share.
+    """
     return kind(_words(stream, range(block * _AHEAD, (block + 1) * _AHEAD), index, count, device)).to(dtype)
 
 
 def _open(words: Tensor) -> Tensor:
-    """Uniform on (0, 1), float64: middles of 2**32 equal intervals."""
+    """Convert each word to a uniform number in (0, 1), float64: the middle of one of 2**32 equal intervals."""
     return words.double().add_(0.5).mul_(2.0**-32)
 
 
 def _uniform(words: Tensor) -> Tensor:
-    """Uniform on [0, 1), float64, one of two neighbouring words."""
+    """Convert each pair of neighbouring words to a uniform number in [0, 1), float64."""
     return ((words[..., 0::2] << 21) + (words[..., 1::2] >> 11)).double().mul_(2.0**-53)
 
 
 def _normal(words: Tensor) -> Tensor:
-    """Standard normal, float64, by the inverse of the distribution function; never 0."""
+    """Convert each word to a standard normal number, float64, by the inverse distribution function; never 0."""
     return words.double().sub_(2**31 - 0.5).mul_(2.0**-31).erfinv_().mul_(math.sqrt(2))
 
 
 def derived_seed(seed: int, stream: str, step: int = 0) -> int:
-    """A 63-bit seed for one stream at one step: the first bytes of SHA-256 of the three."""
+    """Return a 63-bit seed for a stream at a step: the first bytes of SHA-256 of seed, stream and step."""
     digest = hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -197,13 +197,13 @@ class Strategy:
             self._samples[0] = offset + total
         else:
             coordinates = coordinates.replace(offset=0, samples_before=None)
-        of_draw = coordinates
+        draw_coordinates = coordinates
         if same:  # one draw; Sobol points continue from the number of draws before, not of samples
             before = coordinates.samples_before
             draws_before = None if before is None else before // total
-            of_draw = coordinates.replace(sample_indices=range(1), batch_size=1, samples_before=draws_before)
-        ahead = self._depends_on_step_alone(of_draw)
-        tensors = self._prefetched(of_draw) if ahead else self._draw(x0, of_draw)
+            draw_coordinates = coordinates.replace(sample_indices=range(1), batch_size=1, samples_before=draws_before)
+        can_prefetch = self._depends_on_step_alone(draw_coordinates)
+        tensors = self._prefetched_draws(draw_coordinates) if can_prefetch else self._draw(x0, draw_coordinates)
         return Draw(coordinates, x0, *(values.expand(len(x0), *times) if same else values for values in tensors))
 
     @property
@@ -224,7 +224,7 @@ class Strategy:
         fixed = isinstance(self.sampler, FixedDensity) and not isinstance(self._fixed_weighting, Learned)
         return regular and isinstance(indices, range) and constant and fixed
 
-    def _prefetched(self, coordinates: RandomCoordinates) -> list[Tensor]:
+    def _prefetched_draws(self, coordinates: RandomCoordinates) -> list[Tensor]:
         """Return the draws of a step from the prefetch block of 16 steps that contains it."""
         block, row = divmod(coordinates.step, _BLOCK_STEPS)
         key = (
@@ -270,8 +270,8 @@ class Strategy:
     def weighted(self, draw: Draw, errors: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return weighted losses, with the terms of a learned weighting, shape of ``draw.t``.
 
-        Samplers and weightings that learn keep the losses for `observe`, unless gradients are disabled
-        (``torch.no_grad``).
+        The weights and importance weights are those of `draw`. If the sampler or the weighting learns, the errors are
+        also kept until `observe`, unless gradients are disabled (``torch.no_grad``).
 
         Args:
             draw: draw of this batch.
@@ -338,7 +338,7 @@ class Strategy:
                 demand(len(values) == count, f"observe: conditions.{name}", rows, f"{count}, one for each image")
         if any(each.mask is not None for each in self._micro_batches):
             learned_rows = self._rows_to_learn_from()
-            observation = _selected(observation, learned_rows, self.group)
+            observation = _select_rows(observation, learned_rows, self.group)
             conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
         if measures:
             assert observation.x0 is not None  # `_observation` rejects several shapes
@@ -347,8 +347,8 @@ class Strategy:
                 autocast, self.group, pass_size=len(draw.x0),
             )  # fmt: skip
             observation = replace(observation, meter=meter)
-        nothing = observation.coordinates.batch_size == 0  # the mask of every sample of the step is False
-        with nullcontext() if nothing else self.sampler.observe(observation):
+        is_empty = observation.coordinates.batch_size == 0  # the mask of every sample of the step is False
+        with nullcontext() if is_empty else self.sampler.observe(observation):
             yield
         self.weighting.step(observation)
         self._micro_batches = []
@@ -356,24 +356,26 @@ class Strategy:
 
     def _observation(self, last: Draw) -> Observation:
         """Join the draws of the current step whose errors are known; without any, return the draw `last` alone."""
-        measured = self._micro_batches
-        draws = [each.draw for each in measured] or [last]
+        micro_batches = self._micro_batches
+        draws = [micro_batch.draw for micro_batch in micro_batches] or [last]
 
-        def joined(values: list[Tensor]) -> Tensor:
+        def join(values: list[Tensor]) -> Tensor:
             return values[0] if len(values) == 1 else torch.cat(values)
 
+        losses = [micro_batch.errors * micro_batch.draw.fixed_weights for micro_batch in micro_batches]
+        errors = [micro_batch.errors for micro_batch in micro_batches]
         shapes = {tuple(draw.x0.shape[1:]) for draw in draws}
-        alike = len(shapes) == 1 or not isinstance(self.sampler, MeasuresNetwork)
+        shapes_are_valid = len(shapes) == 1 or not isinstance(self.sampler, MeasuresNetwork)
         allowed = "one shape in a step: the sampler measures the network"
-        demand(alike, "observe: x0", f"shapes {sorted(shapes)}", allowed)
+        demand(shapes_are_valid, "observe: x0", f"shapes {sorted(shapes)}", allowed)
         return Observation(
             step=last.step,
-            x0=joined([draw.x0 for draw in draws]) if len(shapes) == 1 else None,
-            fractions=joined([draw.fractions for draw in draws]),
-            losses=joined([each.errors * each.draw.fixed_weights for each in measured]) if measured else None,
+            x0=join([draw.x0 for draw in draws]) if len(shapes) == 1 else None,
+            fractions=join([draw.fractions for draw in draws]),
+            losses=join(losses) if losses else None,
             meter=None,
-            coordinates=_joined_coordinates([draw.coordinates for draw in draws], distributed.ranks(self.group)),
-            errors=joined([each.errors for each in measured]) if measured else None,
+            coordinates=_join_coordinates([draw.coordinates for draw in draws], distributed.ranks(self.group)),
+            errors=join(errors) if errors else None,
             prediction=self.process.prediction,
             weighting=self._fixed_weighting,
         )
@@ -412,26 +414,27 @@ class Strategy:
         self.weighting.load_state_dict(state["weighting"], device)
 
 
-def _selected(observation: Observation, rows: Tensor, group: distributed.Group) -> Observation:
+def _select_rows(observation: Observation, rows: Tensor, group: distributed.Group) -> Observation:
     """Restrict an observation to some rows of this rank, int64 (n,), numbered over the ranks without gaps."""
     counts = distributed.gather_objects(len(rows), group)
-    first, total = sum(counts[: distributed.rank(group)]), sum(counts)
+    total = sum(counts)
+    first = sum(counts[: distributed.rank(group)])
     indices = range(first, first + len(rows))
 
-    def selected(values: Tensor | None) -> Tensor | None:
+    def select(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[rows]
 
     return replace(
         observation,
         coordinates=observation.coordinates.replace(sample_indices=indices, batch_size=total),
-        x0=selected(observation.x0),
+        x0=select(observation.x0),
         fractions=observation.fractions[rows],
-        losses=selected(observation.losses) if total else None,
-        errors=selected(observation.errors) if total else None,
+        losses=select(observation.losses) if total else None,
+        errors=select(observation.errors) if total else None,
     )
 
 
-def _joined_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoordinates:
+def _join_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoordinates:
     """Join random coordinates of a step's draws into those of one batch, with samples numbered without gaps.
 
     Draws with different offsets are different micro-batches of all ranks; draws with equal offsets are slices of one.

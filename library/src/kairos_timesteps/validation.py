@@ -115,7 +115,7 @@ class ValidationLoss:
         return {"loss": float(losses.mean()), "error": float(error), "by_image": by_image, **levels}
 
     def errors(self, network: Any, number: int, u: Tensor, of: str) -> Tensor:
-        """Squared error by image at fractions u (n,), with noise `number`, float64 (n,) on the CPU."""
+        """Return the squared error by image at fractions u (n,), with noise `number`, float64 (n,) on the CPU."""
         noise = Stream(self.seed, "validation noise").normal(number, range(len(u)), tuple(self.images.shape[1:]))
         errors, process = [], self.process
         with evaluating(network), torch.inference_mode():

@@ -7,7 +7,7 @@ from kairos.cli.common import add_config, add_timing, demand, set_up_device, wri
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos analyse`."""
     parser.epilog = "Without --milestone: write analyses/NAME.csv and .png from the measurements."
     add = parser.add_argument
     add_config(parser)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos compare`."""
     add = parser.add_argument
     paths = (
         "results/<experiment>, an experiment file, or results/<experiment>/<method>; with --index: folder of results"

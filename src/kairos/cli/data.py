@@ -57,16 +57,16 @@ def run(arguments: argparse.Namespace) -> None:
     results = Path("results") / experiment.experiment
     out = arguments.out or results / _OUTPUTS[command]
     if command == "prepare":
-        description, facts = _prepare(experiment, out)
+        description, facts = _prepare_dataset(experiment, out)
     else:
         dataset = open_dataset(arguments.dataset or results / "dataset")
         device = _choose_device(arguments, experiment)
         if command == "autoencoder":
-            description, facts = _autoencoder(experiment, dataset, out, device)
+            description, facts = _make_autoencoder(experiment, dataset, out, device)
         elif command == "text":
-            description, facts = _text(experiment, dataset, out, device)
+            description, facts = _encode_captions(experiment, dataset, out, device)
         else:
-            description, facts = _encode(arguments, experiment, dataset, out, device)
+            description, facts = _encode_images(arguments, experiment, dataset, out, device)
     log(f"{out}: {description}")
     write_timing(arguments, **facts)
 
@@ -83,7 +83,7 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
     return set_up_device(experiment, "cpu" if computes_no_network else None)
 
 
-def _prepare(experiment: "Experiment", out: Path) -> Outcome:
+def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
     """Prepare the images and captions of the data set, write them to `out`, and describe them."""
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
@@ -98,7 +98,9 @@ def _prepare(experiment: "Experiment", out: Path) -> Outcome:
     return images + size + captions + skipped, {"images": manifest["count"]}
 
 
-def _autoencoder(experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device") -> Outcome:
+def _make_autoencoder(
+    experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device"
+) -> Outcome:
     """Train the autoencoder or copy a pretrained one, write it to `out`, and describe it."""
     from kairos.autoencoders.train_or_load import make_autoencoder
 
@@ -110,7 +112,9 @@ def _autoencoder(experiment: "Experiment", dataset: "PreparedDataset", out: Path
     return f"{manifest['kind']}, x0 of shape {shape}{quality}", {"psnr": manifest["psnr"]}
 
 
-def _text(experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device") -> Outcome:
+def _encode_captions(
+    experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device"
+) -> Outcome:
     """Encode the captions of the data set, write them to `out`, and describe them.
 
     Raises:
@@ -125,7 +129,7 @@ def _text(experiment: "Experiment", dataset: "PreparedDataset", out: Path, devic
     return f"{manifest['count']} encoded captions, each of shape {shape}", {"captions": manifest["count"]}
 
 
-def _encode(
+def _encode_images(
     arguments: argparse.Namespace,
     experiment: "Experiment",
     dataset: "PreparedDataset",

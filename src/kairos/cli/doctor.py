@@ -25,7 +25,7 @@ _TOOLS = ("snakemake", "dvc", "mlflow")
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos doctor`."""
     parser.add_argument("--config", type=Path, metavar="F", help="also check the files that this experiment needs")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="profile of the cluster; default: profiles/slurm")
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     experiment = load(arguments.config) if arguments.config is not None else None
     findings = _check_machine(experiment, profile)
     if experiment is not None:
-        findings += _experiment(arguments.config, experiment)
+        findings += _check_experiment(arguments.config, experiment)
     for usable, name, description in findings:
         print(f"{'ok ' if usable else 'NO '} {name:<22} {description}")
     unusable = [name for usable, name, _ in findings if not usable]
@@ -79,12 +79,12 @@ def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Findi
             *cluster_checks.locks(results),
             *cluster_checks.limits(),
         ]
-        devices, gpu_count = _devices()
-        findings = [*_software(), *devices, *cluster_checks.job(gpu_count), *cluster]
-        return [*findings, _git(), *mlflow.result(), *dvc.result(), _weights()]
+        devices, gpu_count = _check_devices()
+        findings = [*_check_software(), *devices, *cluster_checks.job(gpu_count), *cluster]
+        return [*findings, _check_git(), *mlflow.result(), *dvc.result(), _check_weights()]
 
 
-def _software() -> list[Finding]:
+def _check_software() -> list[Finding]:
     """Return a finding for Python, which has to be 3.11 or later, and each package that kairos needs."""
     findings = [(sys.version_info >= (3, 11), "python", platform.python_version())]
     for package in (*_PACKAGES, *_TOOLS):
@@ -95,7 +95,7 @@ def _software() -> list[Finding]:
     return findings
 
 
-def _devices() -> tuple[list[Finding], int]:
+def _check_devices() -> tuple[list[Finding], int]:
     """Return findings about CPUs, GPUs and free disk space, and the number of GPUs; less than 1 GiB is not usable."""
     try:
         import torch
@@ -118,7 +118,7 @@ def _devices() -> tuple[list[Finding], int]:
     return findings, torch.cuda.device_count()
 
 
-def _git() -> Finding:
+def _check_git() -> Finding:
     """Return a finding about the git repository of the working directory."""
     command = ["git", "rev-parse", "--git-dir"]
     is_repository = subprocess.run(command, capture_output=True, text=True, check=False).returncode == 0
@@ -126,7 +126,7 @@ def _git() -> Finding:
     return is_repository, "git", "this is a repository" if is_repository else missing
 
 
-def _weights() -> Finding:
+def _check_weights() -> Finding:
     """Return a finding about the weights of Inception; their absence is no problem, as only some experiments need them.
 
     The location of the file is part of the finding.
@@ -138,7 +138,7 @@ def _weights() -> Finding:
     return True, "inception weights", str(path) if path.is_file() else absent
 
 
-def _experiment(path: Path, experiment: "Experiment") -> list[Finding]:
+def _check_experiment(path: Path, experiment: "Experiment") -> list[Finding]:
     """Return a finding about an experiment file and about each file that its jobs read."""
     from kairos import downloads
 

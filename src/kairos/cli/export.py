@@ -12,7 +12,7 @@ _MILESTONES = ("*", "milestones/*", "seed*/milestones/*", "*/seed*/milestones/*"
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos export`."""
     parser.add_argument("form", choices=("tensorboard", "wandb", "hub"), metavar="tensorboard|wandb|hub")
     snapshot = "results/<experiment>/<method>/seed0/milestones/N"
     path = f"results/<experiment> or an experiment file; hub: a snapshot, {snapshot}"

@@ -7,7 +7,7 @@ from kairos.cli.common import add_config
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos fetch`."""
     add_config(parser)
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos import-weights`."""
     parser.epilog = (
         "--config, --model or both describe the model of the weights; --model overrides the model of --config. The "
         "shape of the network's input is that of --latents or --autoencoder, or --shape."

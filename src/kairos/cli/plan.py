@@ -8,7 +8,7 @@ from kairos.cli.common import demand
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos plan`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
     steps_per_second = "speed of a training run of the cheapest method"
     parser.add_argument("--steps-per-second", type=float, metavar="R", help=steps_per_second)

@@ -11,7 +11,7 @@ from kairos.cli.common import demand, listen
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos status`."""
     add = parser.add_argument
     experiment = "experiment file or its folder of results; default: params.yaml"
     add("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help=experiment)

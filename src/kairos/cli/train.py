@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos train`."""
     add_config(parser)
     add = parser.add_argument
     add("--method", required=True, metavar="M", help="name of a method of the experiment")

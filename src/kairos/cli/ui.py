@@ -20,7 +20,7 @@ _START_SECONDS = 120  # time limit for the start of MLflow
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos ui`."""
     parser.add_argument(
         "--port", type=int, default=5000, metavar="N", help="port of the pages, for this machine only; default: 5000"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of `kairos verify`."""
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("folder", type=Path, nargs="?", metavar="D", help="folder of a training run or of a snapshot")
     group.add_argument("--against", type=Path, metavar="LOCK", help="compare all results with a dvc.lock")

@@ -156,8 +156,7 @@ def _find_image_counts(
 ) -> tuple[Shape | None, int | None, int | None, str]:
     """Return the shape of an image, the numbers of all images and of training images, and the numbers' origin.
 
-    A number or shape that is not known is None. Held-out images of another folder are not counted, so that the number
-    of all images is then not known before stage prepare.
+    A number or shape that is not known is None.
 
     Args:
         experiment: the checked experiment.
@@ -166,29 +165,31 @@ def _find_image_counts(
     if record:
         shape = (record["channels"], record["height"], record["width"])
         return shape, record["count"], record["train_count"], "prepared"
-    dataset = experiment.dataset
-    image_shape = _image_shape(dataset)
-    separate_heldout = isinstance(dataset.heldout, str)  # path of held-out images
+    count, train_count, origin = _count_unprepared_images(experiment.dataset)
+    return _image_shape(experiment.dataset), count, train_count, origin
+
+
+def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | None, str]:
+    """Return the numbers of all images and of training images before stage prepare, and the numbers' origin.
+
+    The numbers follow from `dataset.train_images`, else from `dataset.images`; else the images are counted. Held-out
+    images of another folder are not counted, so that the number of all images is then None.
+    """
+    has_separate_heldout = isinstance(dataset.heldout, str)  # path of held-out images
     is_digits = dataset.source == "digits"  # their numbers are known, whatever the file sets
-    count: int | None
-    train_count: int | None
     if dataset.train_images is not None and not is_digits:
-        train_count, source = dataset.train_images, "dataset.train_images"
-        count = None if separate_heldout else round(train_count / (1 - float(dataset.heldout)))
-    elif dataset.images is not None and not is_digits:
-        count, source = dataset.images, "dataset.images"
-        train_count = count
-        if separate_heldout:
-            count = None
-        else:
-            train_count -= dataset.heldout_count(train_count)
-    else:
-        counts = count_images(dataset)
-        if counts.unknown:
-            return image_shape, None, None, "unknown before kairos prepare; set dataset.train_images"
-        train_count, source = counts.train, "embedded" if is_digits else "counted"
-        count = None if separate_heldout else counts.count
-    return image_shape, count, train_count, source
+        train_count = dataset.train_images
+        count = None if has_separate_heldout else round(train_count / (1 - float(dataset.heldout)))
+        return count, train_count, "dataset.train_images"
+    if dataset.images is not None and not is_digits:
+        if has_separate_heldout:
+            return None, dataset.images, "dataset.images"
+        return dataset.images, dataset.images - dataset.heldout_count(dataset.images), "dataset.images"
+    counts = count_images(dataset)
+    if counts.unknown:
+        return None, None, "unknown before kairos prepare; set dataset.train_images"
+    origin = "embedded" if is_digits else "counted"
+    return None if has_separate_heldout else counts.count, counts.train, origin
 
 
 def _image_shape(dataset: DatasetConfig) -> Shape | None:

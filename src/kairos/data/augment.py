@@ -103,6 +103,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     taps = len(_SYM6)
     kernel = _filter(images.device, images.dtype).expand(channels, 1, 1, taps)
     fine = functional.pad(images, (width - 1, width - 1, height - 1, height - 1), mode="reflect")
+    # upsample by 2 along the width, then along the height; the padding makes each size exactly twice the input's
     # the taps sum to sqrt(2), half of it on even and half on odd ones; the factors sqrt(2) here and 1 / sqrt(2) below
     # therefore keep the mean
     for weights, stride, padding in _separable_filters(kernel * math.sqrt(2), (taps - 2) // 2):
@@ -115,6 +116,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     # grid_sample expects -1 and 1 at the edges, which are fine.shape / 4 pixels of the image from the centre
     grid = torch.stack([4 * x / fine.shape[3], 4 * y / fine.shape[2]], -1).to(images.dtype)
     fine = functional.grid_sample(fine, grid, align_corners=False)
+    # downsample by 2 to the size of the images
     for weights, stride, _ in _separable_filters(kernel / math.sqrt(2), 0):
         fine = functional.conv2d(fine, weights, stride=stride, groups=channels)
     return fine

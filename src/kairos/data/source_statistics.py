@@ -28,7 +28,7 @@ class ImageCounts:
     Attributes:
         train: number of training images; None if unknown.
         smallest: number of images of the smallest class, training and held out; None without labels.
-        unknown: why nothing is known; empty if the counts are known.
+        unknown: reason why the source could not be counted; empty if the counts are known.
         count: number of images, training and held out, without held-out images from another path.
         classes: number of classes; None without labels.
     """
@@ -43,7 +43,9 @@ class ImageCounts:
 def count_images(config: DatasetConfig) -> ImageCounts:
     """Count the images and classes of a data set, without preparing it.
 
-    With `dataset.limit`, the size of the smallest class is the average over random subsets. Broken images are counted.
+    The counts follow `dataset.limit` and `dataset.heldout`. With a limit, the size of the smallest class is the one
+    expected in a random subset, rounded down. Broken images are counted. If the source cannot be read, the counts are
+    None, and `ImageCounts.unknown` contains the reason.
 
     Raises:
         ConfigError: the number of images is known, and is not `dataset.images`.

@@ -86,7 +86,10 @@ def mse(options: LossOptions, prediction: Prediction) -> PerSample:
 
 
 def vlb(options: LossOptions, prediction: Prediction) -> PerSample:
-    """Compute the VLB term, c_t times the squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,)."""
+    """Compute the VLB term, c_t times the squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,).
+
+    The squared error is that of the prediction, and c_t is converted to it.
+    """
     process = prediction.process
     weights = _vlb_weights(process, prediction.x0.device)
     cells = len(weights)

@@ -95,12 +95,12 @@ class Backbone(nn.Module):
         """Load weights in the form that `weights` returns."""
         self.load_state_dict(weights)
 
-    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a published file's weights by the names of `weights()`; subclasses override it where names differ."""
+    def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a published file's weights with the names and shapes of `weights`; some subclasses override it."""
         return weights
 
     def load_published(self, weights: dict[str, Tensor]) -> None:
-        """Load a published file's weights after `to_kairos_names`; buffers that the file lacks keep their values.
+        """Load a published file's weights after `convert_published`; buffers that the file lacks keep their values.
 
         Raises:
             KairosError: weights are missing, unknown, or of another shape; the message contains their names.
@@ -108,7 +108,7 @@ class Backbone(nn.Module):
         current = self.weights()
         buffer_names = {name for name, _ in self.named_buffers()}
         current_buffers = {name: value for name, value in current.items() if name in buffer_names}
-        loaded = current_buffers | self.to_kairos_names(weights)
+        loaded = current_buffers | self.convert_published(weights)
         if problem := describe_mismatch(current, loaded):
             raise KairosError(f"the weights do not fit {type(self).__name__} as configured; {problem}")
         self.load_weights(loaded)

@@ -203,7 +203,7 @@ class DDPMpp(Backbone):
         output: Tensor = final_conv[1](nn.functional.silu(normalised))
         return output
 
-    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of EDM's wrapper by kairos' names, without the constant filters of resampling."""
         kept = {name: value for name, value in weights.items() if not name.endswith("resample_filter")}
         return {name.removeprefix("model."): value for name, value in kept.items()}

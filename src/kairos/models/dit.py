@@ -118,7 +118,7 @@ class DiT(Backbone):
                 nn.init.normal_(layer.weight, std=0.02)
         nn.init.zeros_(self.final_layer.linear.weight)
 
-    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a published file's weights by kairos' names; only SpeeD's null text has another name and shape."""
         renamed = dict(weights)
         if "y_embedder.y_embedding" in renamed:

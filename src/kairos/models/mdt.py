@@ -74,7 +74,7 @@ class MDT(DiT):
         width, heads = self.options.width, self.options.heads
         return AdaLNBlock(width, BiasedAttention(width, heads, self._offset_count), self.options.mlp_ratio)
 
-    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a published file's weights without the constant index of every block."""
         return {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
 

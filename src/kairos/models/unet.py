@@ -116,6 +116,6 @@ class UNet(Backbone):
         """Load weights in the form that `weights` returns."""
         self.unet.load_state_dict(weights)
 
-    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return weights of ddpm-torch, ADM or latent diffusion by diffusers' names."""
         return to_diffusers_names(self.weights(), weights, self.options)

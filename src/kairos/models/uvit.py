@@ -52,8 +52,11 @@ class UViT(Backbone):
         nn.init.normal_(self.pos_embed, std=0.02)
         initialise_normal(self)
 
-    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a published file's weights; a table of classes without a row for no class (ImageNet 64) gets zeros."""
+    def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a published file's weights; add a row of zeros, for no class, to a class table that has no such row.
+
+        The published model of ImageNet 64 has no such row. Names are unchanged.
+        """
         table = weights.get("label_emb.weight")  # (classes, width)
         if table is None or "class" not in self.conditions or len(table) + 1 != self.label_emb.num_embeddings:
             return weights

@@ -162,7 +162,9 @@ def _find_evaluation_warnings(results: Results) -> Iterator[str]:
 
 
 def _find_distance_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:
-    """Yield warnings about a method whose distance ends too high or rises during training.
+    """Yield warnings about a method whose distance ends no lower than a Gaussian's or rises during training.
+
+    A rise is reported if two neighbouring snapshots differ by more than the sum of their standard deviations.
 
     Args:
         method: name of the method.

@@ -109,6 +109,9 @@ class ExpectedSettings:
     def _find_changes(self, method: str, seed: int, path: Path) -> list[Change]:
         """Find the settings that have changed since a snapshot and that change results; a valid snapshot has none.
 
+        Changed settings of the training and of earlier stages do not count if the identity, or the hash of the stage's
+        result, shows that the result is equal. A hash that differs although no setting has changed is a change too.
+
         Args:
             method: method of the snapshot.
             seed: seed of the snapshot.
@@ -140,7 +143,7 @@ class ExpectedSettings:
     def find_evaluation_changes(self, evaluation: Record) -> list[Change]:
         """Find the settings of sampling and evaluation that differ from the protocol in an evaluation record."""
         before = {
-            "sampling": self._sampling_settings_in(evaluation["protocol"]),
+            "sampling": self._recorded_sampling_settings(evaluation["protocol"]),
             "evaluation": _select_fields(evaluation["protocol"], _EVALUATION_FIELDS),
         }
         settings = self.experiment.evaluation
@@ -156,13 +159,15 @@ class ExpectedSettings:
             now["strata"] = min(settings.strata, max(cells - 2, 0))
         return _compare_settings({"sampling": self._sampling_settings, "evaluation": now}, before)
 
-    def _sampling_settings_in(self, protocol: Record) -> Record:
-        """Return the settings of sampling in an evaluation's protocol, in the form of `_sampling_settings`."""
-        option_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
-        setting_fields = {name: name for name in ("steps", "weights", *GUIDANCE)}
-        setting_fields |= {"seed": "sample_seed", "precision": "sample_precision"}
-        scheduler = _select_fields(protocol, {"name": "scheduler", **option_fields})
-        return {"scheduler": scheduler, **_select_fields(protocol, setting_fields)}
+    def _recorded_sampling_settings(self, protocol: Record) -> Record:
+        """Return the sampling settings that an evaluation's protocol contains, by the names in `_sampling_settings`."""
+        # each dictionary maps the name of a setting to its name in the protocol
+        solver_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
+        solver_fields["name"] = "scheduler"
+        other_fields = {name: name for name in ("steps", "weights", *GUIDANCE)}
+        other_fields |= {"seed": "sample_seed", "precision": "sample_precision"}
+        solver = _select_fields(protocol, solver_fields)
+        return {"scheduler": solver, **_select_fields(protocol, other_fields)}
 
     def _compute_identities(self, method: str, seed: int) -> list[str]:
         """Compute the present identities of a run, one per kind of device; none before the latents exist."""
@@ -295,7 +300,7 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
 
 
 def _select_fields(record: Record, fields: dict[str, str]) -> Record:
-    """Select the fields that a record has, under new names; `fields` maps a new name to a field."""
+    """Return those `fields` that a record has, renamed; `fields` maps a new name to the name in the record."""
     return {name: record[field] for name, field in fields.items() if field in record}
 
 

@@ -7,8 +7,8 @@ A solver is a function ``solver(options, process, grid, predict_x0, noise)``:
 * ``noise(k)`` is standard normal noise in the shape of the batch: the start for k = 0, and for k = 1, 2, ... the noise
   that interval k adds.
 
-Solvers compute in the coordinates of the grid. There DDIM without noise, Euler's method on a flow and EDM's Euler are
-one step.
+Solvers compute in the coordinates of the grid, x = signal * x0 + noise * epsilon, with the coefficients of each grid
+point. There DDIM without noise, Euler's method on a flow and EDM's Euler are one step.
 """
 
 import math
@@ -29,7 +29,8 @@ def ddpm(
 ) -> Images:
     """Sample by DDPM's ancestral sampling (Ho et al. 2020, algorithm 2) on the points of the grid alone.
 
-    Nichol and Dhariwal 2021, section 4, derive the step between two points that are not neighbours.
+    Nichol and Dhariwal 2021, section 4, derive the step between two points that are not neighbours. The new x is the
+    mean of q(x_end | x, x0), with the predicted x0, plus noise of the reverse variance.
 
     Returns:
         x0 (batch, channels, height, width).
@@ -37,7 +38,7 @@ def ddpm(
     x = grid[0].noise * noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
         x0, variance_channels = predict_x0.with_variance_channels(x, point)
-        ratio = _snr_ratio_root(point, end)
+        ratio = _snr_ratio_root(point, end)  # share of epsilon that the mean keeps; DDIM without noise keeps all of it
         x = end.signal * x0 + end.noise * ratio * _epsilon(x, x0, point)
         if end.noise > 0:
             x = x + _reverse_variance(options.variance, point, end, variance_channels) ** 0.5 * noise(k)
@@ -118,7 +119,7 @@ def dpm_solver(
     Returns:
         x0 (batch, channels, height, width).
     """
-    sigma = [point.noise / point.signal for point in grid]
+    sigma = [point.noise / point.signal for point in grid]  # here x is x0 + sigma * epsilon, also for a flow
 
     def predict_at(x: Images, index: int) -> Images:
         return predict_x0(grid[index].signal * x, grid[index])
@@ -182,5 +183,5 @@ def _epsilon(x: Images, x0: Images, point: GridPoint) -> Images:
 
 
 def _snr_ratio_root(point: GridPoint, end: GridPoint) -> float:
-    """Return the square root of the SNR at `point` over the SNR at `end`; 0 if `end` is the image."""
+    """Return sqrt(SNR at `point` / SNR at `end`), below 1 because `end` has less noise; 0 if `end` is the image."""
     return point.signal * end.noise / (end.signal * point.noise)

@@ -40,7 +40,9 @@ IMAGE_POINT = GridPoint(t=None, signal=1.0, noise=0.0, scale=1.0)
 
 
 def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> list[GridPoint]:
-    """Return the `steps` + 1 points that bound the `steps` intervals from noise to the image.
+    """Return the points at which the `steps` intervals from noise to the image begin, and the end of the last interval.
+
+    That end is the image, or the first timestep of the process if the solver has an option `end` of ``first``.
 
     Args:
         process: the forward process.

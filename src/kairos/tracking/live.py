@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 5.0  # between two reports
 _LONGEST_POLL_SECONDS = 60.0  # to which the pause doubles while the server does not answer
 _REQUEST_SECONDS = 15  # time limit of a request: many runs may start at once, and nothing waits for the answer
-_SETTLING_SECONDS = 1.0  # after which a search returns runs that other processes have created at the same time
+_SETTLING_SECONDS = 1.0  # pause before a second search, which finds runs that other processes created meanwhile
 _STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # by the state of a run that has ended
 _ACCESS_DENIED = (401, 403)
 
@@ -149,29 +149,34 @@ class Reporter(threading.Thread):
         return progress if is_of_this_process else None
 
     def _send(self, client: mlflow_store.Client, identity: str) -> str:
-        """Send the unsent points to the MLflow run of this training run, and return the run's id.
-
-        An MLflow run that had ended is marked as running again.
-        """
+        """Send the unsent points to the MLflow run of this training run, and return the run's id."""
         run_id = self._run_id
         if run_id is None:
-            name = run_content.mlflow_experiment_name(self._experiment)
-            experiment_id = mlflow_store.find_or_create_experiment(client, name)
-            content = run_content.build_training_run(
-                self._experiment, self._method, self._seed, identity, self._unsent, tags={}
-            )
-            settling = 0 if self._training_ended.is_set() else _SETTLING_SECONDS
-            start_milliseconds = round(1000 * self._begun)
-            run = mlflow_store.find_or_create_run(
-                client, experiment_id, content, start=start_milliseconds, settling=settling
-            )
-            mlflow_store.log_missing(client, run, content)
-            run_id = str(run.info.run_id)
-            if run.info.status != "RUNNING":
-                client.update_run(run_id, "RUNNING")
+            run_id = self._find_or_create_run(client, identity)
         else:
             client.log_batch(run_id, mlflow_store.to_mlflow_metrics(self._unsent))
         self._unsent.clear()
+        return run_id
+
+    def _find_or_create_run(self, client: mlflow_store.Client, identity: str) -> str:
+        """Find or create the MLflow run of this training run, log what it lacks, unsent points included; return its id.
+
+        An MLflow run that had ended is marked as running again.
+        """
+        name = run_content.mlflow_experiment_name(self._experiment)
+        experiment_id = mlflow_store.find_or_create_experiment(client, name)
+        content = run_content.build_training_run(
+            self._experiment, self._method, self._seed, identity, self._unsent, tags={}
+        )
+        settling = 0 if self._training_ended.is_set() else _SETTLING_SECONDS
+        start_milliseconds = round(1000 * self._begun)
+        run = mlflow_store.find_or_create_run(
+            client, experiment_id, content, start=start_milliseconds, settling=settling
+        )
+        mlflow_store.log_missing(client, run, content)
+        run_id = str(run.info.run_id)
+        if run.info.status != "RUNNING":
+            client.update_run(run_id, "RUNNING")
         return run_id
 
     def _read_metrics(self, state: Path) -> int | None:

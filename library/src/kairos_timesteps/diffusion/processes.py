@@ -43,19 +43,22 @@ _FORMULAS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 
 
 def call(network: Any, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None) -> Tensor:
-    """``network(x, t, conditions)``, or ``network(x, t)`` without conditions; a model of diffusers wraps its tensor."""
+    """Return ``network(x, t, conditions)``, or ``network(x, t)`` without conditions, as a tensor.
+
+    Models of diffusers return an object that contains the tensor as ``sample``.
+    """
     output = network(x, t) if conditions is None else network(x, t, conditions)
     prediction: Tensor = getattr(output, "sample", output)
     return prediction
 
 
 def shaped(coefficient: Tensor, like: Tensor) -> Tensor:
-    """Coefficients (batch,), computed in the precision of t, as (batch, 1, ...) in that of `like`."""
+    """Return coefficients (batch,) as (batch, 1, ...), with the number of axes and the type of `like`."""
     return coefficient.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
 def per_sample(values: Tensor) -> Tensor:
-    """Mean over everything but the batch, float32 (batch,)."""
+    """Return the mean over everything but the batch, float32 (batch,)."""
     return values.float().flatten(1).mean(1)
 
 
@@ -83,19 +86,19 @@ class Process(Component):
     @overload
     def times(self, fractions: Tensor) -> Tensor: ...
     def times(self, fractions: Any) -> Any:
-        """Times of fractions in [0, 1), elementwise."""
+        """Return the times of fractions in [0, 1), elementwise."""
         raise NotImplementedError
 
     def fractions(self, t: Tensor) -> Tensor:
-        """Fractions of times, the inverse of `times`; for a discrete process the middle of the timestep."""
+        """Return the fractions of times, the inverse of `times`; for a discrete process the middle of the timestep."""
         raise NotImplementedError
 
     def coefficients(self, t: Values) -> tuple[Values, Values]:
-        """Signal and noise of x_t, elementwise, in the precision of continuous times."""
+        """Return signal and noise coefficients of x_t, elementwise, in the precision of continuous times."""
         raise NotImplementedError
 
     def embedded(self, t: Tensor) -> Tensor:
-        """Time input of the network, before the scale."""
+        """Return the network's time input before it is multiplied by `time_scale`."""
         return t
 
     @functools.cached_property
@@ -107,29 +110,29 @@ class Process(Component):
         return NoiseSchedule(cut.betas, name=type(self).__name__.lower(), cell_times=t)
 
     def snr(self, t: Values) -> Values:
-        """Signal-to-noise ratio, elementwise."""
+        """Return the signal-to-noise ratio, elementwise."""
         signal, noise = self.coefficients(t)
         return (signal / noise) ** 2
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """x_t, of the type of x0."""
+        """Return x_t = signal x0 + noise eps, in the type of x0."""
         a, s = self._shaped(t, x0)
         return (a * x0 + s * noise).to(x0.dtype)
 
     def channels(self, channels: int) -> int:
-        """Output channels of the network for images with `channels` channels."""
+        """Return the number of the network's output channels for images with `channels` channels."""
         return channels
 
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The network's prediction at t, all its channels; preconditioned processes scale input and output here."""
+        """Return the network's prediction at t, all its channels; preconditioned processes scale input and output."""
         return call(network, x_t, self._shown(t, x_t), conditions)
 
     def prediction_channels(self, output: Tensor, like: Tensor) -> Tensor:
-        """Prediction channels of an output, shape of `like`; further channels are the variance."""
+        """Return the prediction channels of an output, shape of `like`; further channels are the variance."""
         return output if output.shape == like.shape else output[:, : like.shape[1]]
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Target of the prediction, shape of x0."""
+        """Return the target of the prediction, shape of x0."""
         if self.prediction == "v":
             a, s = self._shaped(t, x0)
             return a * noise - s * x0
@@ -138,11 +141,11 @@ class Process(Component):
         return noise if self.prediction == "epsilon" else x0
 
     def estimate(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """Estimate of x0 from a prediction, shape of x_t."""
+        """Return the estimate of x0 from a prediction, shape of x_t."""
         return _FORMULAS[self.prediction][0](*self._shaped(t, x_t), x_t, output)
 
     def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """Estimate of the noise from a prediction, shape of x_t."""
+        """Return the estimate of the noise from a prediction, shape of x_t."""
         return _FORMULAS[self.prediction][1](*self._shaped(t, x_t), x_t, output)
 
     def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
@@ -184,20 +187,20 @@ class Discrete(Process):
         demand(first < last, "beta_start", first, f"less than beta_end = {last}")
 
     def times(self, fractions: Any) -> Any:
-        """Timesteps min(floor(u T), T-1), int64."""
+        """Return the timesteps min(floor(u T), T-1) of fractions u, int64."""
         return self.schedule.cells(fractions)
 
     def fractions(self, t: Tensor) -> Tensor:
-        """Middles of the timesteps, (t + 1/2)/T."""
+        """Return the middles of the timesteps, (t + 1/2)/T."""
         return (t.double() + 0.5) / self.schedule.timesteps
 
     def coefficients(self, t: Values) -> tuple[Values, Values]:
-        """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64."""
+        """Return signal sqrt(alpha-bar) and noise sqrt(1 - alpha-bar), float64."""
         signal, noise, _ = self._tables.like(t)
         return signal[t], noise[t]
 
     def snr(self, t: Values) -> Values:
-        """Signal-to-noise ratio of the schedule."""
+        """Return the signal-to-noise ratio of the schedule."""
         ratio: Values = self._tables.like(t)[2][t]
         return ratio
 
@@ -205,7 +208,7 @@ class Discrete(Process):
         return t + self.first_index  # an index, which networks embed in float32
 
     def channels(self, channels: int) -> int:
-        """Output channels of the network: twice the channels with a learned variance."""
+        """Return the number of the network's output channels: with a learned variance, twice the image's."""
         return channels * (2 if self.schedule.variance == "learned_range" else 1)
 
     @functools.cached_property
@@ -248,30 +251,30 @@ class Edm(Process):
         demand(least < most, "sigma_min and sigma_max", f"{least} and {most}", "0 < min < max")
 
     def times(self, fractions: Values) -> Values:
-        """Noise levels sigma."""
+        """Return the noise levels sigma of fractions."""
         return self.sigma_min * self._ratio**fractions
 
     def fractions(self, t: Tensor) -> Tensor:
-        """Fractions of noise levels, linear in ln sigma."""
+        """Return the fractions of noise levels, linear in ln sigma."""
         return (t / self.sigma_min).log() / math.log(self._ratio)
 
     def coefficients(self, t: Values) -> tuple[Values, Values]:
-        """1 and sigma."""
+        """Return signal 1 and noise sigma."""
         return t**0, t
 
     def embedded(self, t: Tensor) -> Tensor:
-        """EDM's c_noise, ln(sigma)/4."""
+        """Return EDM's c_noise, ln(sigma)/4."""
         return t.log() / 4
 
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
-        """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
+        """Return the estimate of x0, D(x; sigma) = c_skip x + c_out F(c_in x, c_noise)."""
         data, total = self._data, t**2 + self._data**2
         output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._shown(t, x_t), conditions)
         skip, out = data**2 / total, (-1.0 if self.negated else 1.0) * data * t * total**-0.5
         return shaped(skip, x_t) * x_t + shaped(out, x_t) * output
 
     def _input_scale(self, t: Tensor) -> Tensor:
-        """c_in, which gives the network's input unit variance."""
+        """Return c_in, which gives the network's input unit variance."""
         return (t**2 + self._data**2) ** -0.5
 
 
@@ -305,15 +308,15 @@ class Flow(Process):
     outside: ClassVar = {"time_scale": 1.0}
 
     def times(self, fractions: Values) -> Values:
-        """SD3's shift s u/(1 + (s - 1) u), kept from the ends by 1e-5, where the SNR is no number."""
+        """Return the times by SD3's shift, s u/(1 + (s - 1) u), at least 1e-5 from 0 and 1, where no SNR exists."""
         return (self.shift * fractions / (1 + (self.shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
 
     def fractions(self, t: Tensor) -> Tensor:
-        """Fractions of times, by the inverse of the shift."""
+        """Return the fractions of times, by the inverse of the shift."""
         return t / (self.shift - (self.shift - 1) * t)
 
     def coefficients(self, t: Values) -> tuple[Values, Values]:
-        """1 - t and t."""
+        """Return signal 1 - t and noise t."""
         return 1 - t, t
 
 
@@ -327,14 +330,14 @@ class Vp(Process):
     time_scale: float = option(999.0, "factor of t in the network's time input", gt=0)
 
     def times(self, fractions: Values) -> Values:
-        """t_min + (1 - t_min) u."""
+        """Return the times t_min + (1 - t_min) u."""
         return self.t_min + (1 - self.t_min) * fractions
 
     def fractions(self, t: Tensor) -> Tensor:
-        """Fractions of times, (t - t_min)/(1 - t_min)."""
+        """Return the fractions of times, (t - t_min)/(1 - t_min)."""
         return (t - self.t_min) / (1 - self.t_min)
 
     def coefficients(self, t: Values) -> tuple[Values, Values]:
-        """exp(-B/2) and sqrt(1 - exp(-B)), B the integral of beta."""
+        """Return signal exp(-B/2) and noise sqrt(1 - exp(-B)), where B is the integral of beta."""
         alphas_cumprod = math.e ** -(self.beta_min * t + (self.beta_max - self.beta_min) * t**2 / 2)
         return alphas_cumprod**0.5, (1 - alphas_cumprod) ** 0.5

@@ -39,10 +39,10 @@ class NoiseSchedule:
 
     @classmethod
     def of_alphas_cumprod(cls, alphas_cumprod: Array) -> "NoiseSchedule":
-        """The schedule with the given alpha-bar, (T,), falling within (0, 1).
+        """Return the schedule with the given alpha-bar, (T,).
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: the values do not fall from one to the next within (0, 1).
         """
         values = np.asarray(alphas_cumprod, np.float64)
         falls = values.ndim == 1 and len(values) > 1 and bool((np.diff(values) < 0).all())  # not so with NaN
@@ -96,7 +96,7 @@ class NoiseSchedule:
         return self.betas**2 / (2 * sigma2 * (1 - self.betas) * (1 - self.alphas_cumprod))
 
     def in_prediction(self, epsilon_weight: Array, prediction: str) -> Array:
-        """A weight on the squared error of epsilon, converted to the error of what the network predicts, shape (T,).
+        """Convert weights on the squared error of epsilon, (T,), to weights on the squared error of a prediction.
 
         MSE_epsilon = SNR * MSE_x0 = alpha-bar * MSE_v; see `error_ratio`.
         """
@@ -106,7 +106,7 @@ class NoiseSchedule:
 
 
 def error_ratio(snr: Values, prediction: str) -> Values:
-    """Squared error of a prediction over the squared error of the implied x0, elementwise, of numpy or a tensor.
+    """Return the squared error of a prediction over the squared error of the implied x0, elementwise.
 
     epsilon: SNR; x0: 1; v: SNR + 1; flow (noise - x0 of x_t = (1 - t) x0 + t noise): (1 + sqrt(SNR))².
     """
@@ -125,7 +125,7 @@ def make_schedule(
     beta_start: float | None = None,
     beta_end: float | None = None,
 ) -> NoiseSchedule:
-    """A noise schedule by name; warns where its process does not end in noise.
+    """Return a noise schedule by its name; warn if its process does not end in noise.
 
     Linear and quadratic: end points of beta 1e-4 and 0.02 (Ho et al. 2020), or those given. scaled_linear is quadratic
     with the end points of latent diffusion, 0.00085 and 0.012 (Rombach et al. 2022). End points are multiplied by
@@ -158,13 +158,16 @@ def make_schedule(
 
 
 def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:
-    """Delta-beta and beta_0 of a linear schedule beta_t = beta_0 + Delta-beta t/T, t = 1 ... T (SpeeD, section 2.3)."""
+    """Return Delta-beta and beta_0 of a linear schedule (SpeeD, section 2.3).
+
+    The schedule is beta_t = beta_0 + Delta-beta t/T for t = 1 ... T.
+    """
     change = float(schedule.betas[-1] - schedule.betas[0])
     return change, float(schedule.betas[0]) - change / schedule.timesteps
 
 
 def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
-    """Timestep from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (Wang et al. 2025, theorem 1).
+    """Return the timestep from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (theorem 1).
 
     Raises:
         ValueError: the schedule is not linear; the closed form holds for linear schedules alone.
@@ -177,10 +180,10 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
 
 
 def start_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedule) -> int:
-    """First timestep of SpeeD's convergence area: tau, or derived from the magnitude r, or 0.7 T.
+    """Return the first timestep of SpeeD's convergence area: tau, or derived from the magnitude r, or 0.7 T.
 
     Raises:
-        ValueError: it is not in 1 ... T - 1.
+        ValueError: the timestep is not in 1 ... T - 1.
     """
     timesteps = schedule.timesteps
     if r is not None:

@@ -116,7 +116,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         return self.policy
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Reject: each image has its own distribution function."""
+        """Raise ConfigError: each image has its own distribution function."""
         raise ConfigError("adaptive: each image has its own density; draw with images: Strategy.draw(x0)")
 
     def draw(self, coordinates: RandomCoordinates, x0: Tensor | None = None) -> Tensor:
@@ -151,11 +151,14 @@ class Adaptive(MeasuresNetwork, Sampler):
         return fractions
 
     def borders(self) -> Array:
-        """Borders of the timesteps' cells in u, (T + 1,)."""
+        """Return the borders of the timesteps' cells in u, (T + 1,)."""
         return np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
 
     def masses(self, x0: Tensor | None = None, **context: Any) -> Array:
-        """Mean p(t) over the images `x0`, (T,); without images, or before the first draw, that of a new policy."""
+        """Return the mean p(t) over the images `x0`, (T,).
+
+        Without images, and before the first draw, it is the p(t) of a new policy.
+        """
         if self.policy is None or x0 is None:
             return np.diff(beta_cdf(self.borders(), np.array(_INITIAL), np.array(_INITIAL)))
         with torch.no_grad():
@@ -164,7 +167,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         return np.asarray(by_image.mean(0))
 
     def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
-        """1 over the density of each draw given its image, relative to uniform, float32 (batch, *times_shape)."""
+        """Return 1 over the density of each draw given its image, relative to uniform, float32 as `fractions`."""
         if not self.importance:
             return None
         with torch.no_grad():
@@ -172,7 +175,7 @@ class Adaptive(MeasuresNetwork, Sampler):
             return torch.exp(-self._log_density(a, b, fractions)).float()
 
     def _log_density(self, a: Tensor, b: Tensor, fractions: Tensor) -> Tensor:
-        """Log density of fractions (batch, *times_shape), floor included, given a and b, each (batch,)."""
+        """Return the log density of fractions (batch, *times_shape), floor included, given a and b, each (batch,)."""
         u, per_time = self.from_fraction(fractions), [1] * (fractions.ndim - 1)
         policy = beta_distribution(a.view(-1, *per_time), b.view(-1, *per_time))
         log: Tensor = policy.log_prob(u.clamp(_EDGE, 1 - _EDGE).to(a)) + math.log(self.density_scale)
@@ -264,7 +267,10 @@ class Adaptive(MeasuresNetwork, Sampler):
         self.updates += 1
 
     def advantage(self, change: Tensor) -> Tensor:
-        """Reward of every sample, (global batch,): the mean over S, centred on a running mean and scaled."""
+        """Return the advantage of every sample, (global batch,): its reward, centred on a running mean and scaled.
+
+        The reward is the mean of `change` over S. The running mean and scale are updated first.
+        """
         rewards = change.mean(1)
         decay = self.reward_decay if self.updates else 0.0
         mean, scale = rewards.mean().item(), rewards.std(unbiased=False).item()
@@ -283,7 +289,11 @@ class Adaptive(MeasuresNetwork, Sampler):
         return {"a": a, "b": b, "reward": self._reward, "updates": self.updates}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return policy, its optimiser, the queue, S and the running statistics of the reward."""
+        """Return the policy, its optimiser, the queue, S and the running statistics of the reward.
+
+        Entry ``queue`` contains `changes`, and ``selected`` contains `reward_timesteps`. The state is empty before the
+        first batch.
+        """
         if self.policy is None:
             return {}
         return {
@@ -297,7 +307,10 @@ class Adaptive(MeasuresNetwork, Sampler):
         }
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
-        """Restore a state that `state_dict` returned; the policy is put on `device`."""
+        """Restore a state that `state_dict` returned; an empty state changes nothing.
+
+        The policy is built on `device`, with the number of channels in the state. The queue and S stay on the CPU.
+        """
         if not state:
             return
         weight = state["policy"]["convolutions.0.weight"]

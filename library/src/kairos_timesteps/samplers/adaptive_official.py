@@ -49,7 +49,7 @@ class AdaptiveOfficial(Adaptive):
         return (fractions * self.schedule.timesteps - 0.5) / (self.schedule.timesteps - 1)
 
     def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
-        """1 over the density of each draw given its image, float32 (batch, *times_shape).
+        """Return 1 over the density of each draw given its image, float32 (batch, *times_shape).
 
         Timesteps 0 and T - 1 are drawn from half a cell, so their weights are doubled.
         """
@@ -61,7 +61,7 @@ class AdaptiveOfficial(Adaptive):
         return torch.where(half_cell, 2 * weights, weights)
 
     def borders(self) -> Array:
-        """Borders half-way between the points, (T + 1,)."""
+        """Return the borders half-way between the points, (T + 1,)."""
         timesteps = self.schedule.timesteps
         return np.clip((np.arange(timesteps + 1) - 0.5) / (timesteps - 1), 0.0, 1.0)
 
@@ -71,7 +71,7 @@ class AdaptiveOfficial(Adaptive):
         return select_timesteps(rows, self.selected, signed=False)
 
     def advantage(self, change: Tensor) -> Tensor:
-        """Reward of every sample, (global batch,): the sum over S as it is."""
+        """Return the reward of every sample, (global batch,): the sum over S, neither centred nor scaled."""
         rewards = change.sum(1)
         self._reward = rewards.mean().item()
         return rewards

@@ -97,7 +97,7 @@ class Transformed(FixedDensity):
         return _required_context(options.density)
 
     def uniforms(self, coordinates: RandomCoordinates) -> Any:
-        """Uniform numbers of this sampler; for a mixture with ``per: batch`` those of the mixture."""
+        """Return uniform numbers of this sampler, or of `base` if `base` is a mixture with ``per: batch``."""
         per_batch = getattr(self.base, "per", "sample") == "batch"
         return self.base.uniforms(coordinates) if per_batch else super().uniforms(coordinates)
 
@@ -106,15 +106,15 @@ class Transformed(FixedDensity):
         raise NotImplementedError
 
     def inward(self, u: Values, **context: Any) -> Values:
-        """Inverse of `outward`."""
+        """Map fractions of the process to fractions of the density, the inverse of `outward`, elementwise."""
         raise NotImplementedError
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Distribution function of the density at the fraction before the map."""
+        """Return the distribution function of the density at the fraction before the map."""
         return self.base.cdf_with_floor(self.inward(u, **context), **context)
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Map quantiles of the density."""
+        """Return the quantile of the density, its floor included, after the map."""
         return self.outward(self.base.quantile_with_floor(p, **context), **context)
 
     def map_uniform(self, uniform: Values, **context: Any) -> Values:
@@ -154,22 +154,22 @@ class Range(Transformed):
             raise ValueRejected("importance: got true with a range; allowed: false, or a floor above 0")
 
     def outward(self, v: Values, **context: Any) -> Values:
-        """Scale into the interval."""
+        """Scale fractions of [0, 1] into the interval."""
         return self.low + (self.high - self.low) * v
 
     def inward(self, u: Values, **context: Any) -> Values:
-        """Scale the interval to the process."""
+        """Scale the interval to [0, 1]; fractions outside of it become 0 or 1."""
         return ((u - self.low) / (self.high - self.low)).clip(0, 1)
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Distribution function of the density, cut off or scaled."""
+        """Return the distribution function of the density, cut off or scaled."""
         if not self.cut:
             return super().cdf(u, **context)
         first, last = self._ends(u, **context)
         return (self.base.cdf_with_floor(u.clip(self.low, self.high), **context) - first) / (last - first)
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Quantile of the density between the probabilities of the ends, or scaled."""
+        """Return the quantile of the density between the probabilities of the ends, or the scaled quantile."""
         if not self.cut:
             return super().quantile(p, **context)
         first, last = self._ends(p, **context)
@@ -180,7 +180,7 @@ class Range(Transformed):
         return self.quantile(uniform, **context) if self.cut else super().map_uniform(uniform, **context)
 
     def _ends(self, like: Values, **context: Any) -> list[Values]:
-        """Probability of the density below each end of the interval."""
+        """Return the probabilities of the density below the two ends of the interval, in the kind of `like`."""
         return [self.base.cdf_with_floor(0 * like + end, **context) for end in (self.low, self.high)]
 
 
@@ -284,18 +284,18 @@ class Combined(FixedDensity):
         raise NotImplementedError
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Sum of the components' distribution functions, floors included, times their shares."""
+        """Return the sum of the components' distribution functions, floors included, times their shares."""
         below = 0.0 * u
         for share, component in zip(self.shares(**context), self.components):
             below = below + share * component.cdf_with_floor(u, **context)
         return below
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Inverse of `cdf` by bisection."""
+        """Return the inverse of `cdf`, by bisection."""
         return bisect(lambda u: self.cdf(u, **context), p)
 
     def uniforms(self, coordinates: RandomCoordinates) -> Any:
-        """Uniform numbers; with ``per: batch`` all numbers of a batch select one component."""
+        """Return uniform numbers; with ``per: batch`` all numbers of a batch select one component."""
         uniform = super().uniforms(coordinates)
         if self.per == "sample":
             return uniform
@@ -349,7 +349,7 @@ class ByGroup(Combined):
         return super().required_context(options) | ({"group"} if len(options.parts) > 1 else set())
 
     def shares(self, *, group: Any = None, **context: Any) -> list[Any]:
-        """1 for the component of the sample's group, 0 for the others."""
+        """Return the share of each component: 1 for the component of the sample's group, 0 for the others."""
         if len(self.components) == 1:
             return [1.0]
         group = required("group", group, "by_group")
@@ -410,7 +410,7 @@ class Table(FixedDensity):
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         count = 64 * schedule.timesteps
-        below = np.concatenate([[0.0], tabled(options, (np.arange(count) + 0.5) / count).cumsum()])
+        below = np.concatenate([[0.0], evaluate_table(options, (np.arange(count) + 0.5) / count).cumsum()])
         self._nodes = Tables(below / below[-1], np.arange(count + 1) / count)
 
     @staticmethod
@@ -420,15 +420,18 @@ class Table(FixedDensity):
         demand(enough, "values", options.values, "two knots or more")
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Interpolated between the nodes."""
+        """Return the distribution function, interpolated between the nodes."""
         return interp(u, *self.nodes(u)[::-1])
 
 
-def tabled(options: Any, positions: Array) -> Array:
-    """Evaluate a table of `values`, or of a `file` of numbers, at positions in [0, 1], elementwise.
+def evaluate_table(options: Any, positions: Array) -> Array:
+    """Evaluate the numbers of a table or weighting by table at positions in [0, 1], elementwise.
+
+    The numbers are `options.values`, or those in `options.file`. `options.between` selects how they are read: as values
+    of equal cells, or as evenly spread knots of straight lines or of a spline.
 
     Raises:
-        ValueError: there are no numbers, none is above 0, or some are below.
+        ValueError: there are too few numbers, none is above 0, or some are below 0 or not finite.
     """
     values = np.asarray(options.values, np.float64)
     if options.file:
@@ -470,7 +473,7 @@ class Listed(FixedDensity):
         demand(not (options.in_turn and options.floor), "floor", options.floor, allowed)
 
     def uniforms(self, coordinates: RandomCoordinates) -> Any:
-        """Uniform numbers; with ``in_turn`` each time of each sample is the next of the list."""
+        """Return uniform numbers; with ``in_turn`` each of them selects the next time of the list."""
         if not self.in_turn:
             return super().uniforms(coordinates)
         shape, before = coordinates.times_shape, coordinates.earlier_samples
@@ -480,10 +483,10 @@ class Listed(FixedDensity):
         return ((number % len(self._times) + 0.5) / len(self._times)).double()
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Steps at the times."""
+        """Return the distribution function, a step at each time of the list."""
         return namespace(u).searchsorted(same_kind(self._times, u), u, side="left") / len(self._times)
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Next time of the list."""
+        """Return the time of the list that a probability selects."""
         number = namespace(p).floor(p * len(self._times)).clip(0, len(self._times) - 1)
         return same_kind(self._times, p)[integers(number)]

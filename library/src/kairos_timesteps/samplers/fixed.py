@@ -65,16 +65,16 @@ class Uniform(FixedDensity):
         demand((options.end or 0) <= timesteps, "end", options.end, f"start + 1 to T = {timesteps}")
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Linear within the range."""
+        """Return the distribution function, linear within the range."""
         return ((u - self._first) / self._width).clip(0.0, 1.0)
 
     def masses(self, x0: Any = None, **context: Any) -> Array:
-        """Exactly 0 outside of the range."""
+        """Return the probability of every timestep, (T,), exactly 0 outside of the range."""
         t = np.arange(self.schedule.timesteps)
         return np.where((t >= self.start) & (t < self._end), 1 / (self._end - self.start), 0.0)
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Linear."""
+        """Return the quantile, linear in p."""
         return self._first + self._width * p
 
 
@@ -109,13 +109,13 @@ class LogNormal(FixedDensity):
         return self.m + self.s * normal_quantile(p)
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Phi((logit(u) - m) / s)."""
+        """Return Phi((logit(u) - m) / s), rescaled between `low` and `high`."""
         first, last = self._ends
         below = normal_cdf((logit(first + (last - first) * u) - self.m) / self.s)
         return (below - self.low) / (self.high - self.low)
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """sigmoid(m + s Phi^-1(p))."""
+        """Return sigmoid(m + s Phi^-1(p)), with p between `low` and `high`, rescaled to the whole process."""
         first, last = self._ends
         u = sigmoid(self._logits(self.low + (self.high - self.low) * p))
         return (u - first) / (last - first)
@@ -133,7 +133,7 @@ class Mode(FixedDensity):
     m: float = option(1.29, "scale of the bump: > 0 the middle, < 0 the ends; at most 2/(pi - 2)", ge=-1, le=1.7519)
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """The formula at v = 1 - p, because it falls with v."""
+        """Return the formula at v = 1 - p, because the formula falls with v."""
         bump = namespace(p).cos(math.pi / 2 * (1 - p)) ** 2 - p
         return (p - self.m * bump).clip(0.0, 1.0)
 
@@ -146,11 +146,11 @@ class CosMap(FixedDensity):
     """
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """2/pi arctan(u/(1 - u)), without the division."""
+        """Return 2/pi arctan(u/(1 - u)), without the division."""
         return 2 / math.pi * namespace(u).arctan2(u, 1 - u)
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """sin/(sin + cos): the formula without an infinite tangent."""
+        """Return sin/(sin + cos), the formula without an infinite tangent."""
         angle = math.pi / 2 * p
         sine, cosine = namespace(angle).sin(angle), namespace(angle).cos(angle)
         return sine / (sine + cosine)
@@ -167,7 +167,7 @@ class Parabola(FixedDensity):
     bias: float = option(0.0, "offset of the middle", gt=-0.5, lt=0.5)
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """The cubic between the parabola's roots."""
+        """Return the distribution function, a cubic between the parabola's roots."""
         centre, weight = 0.5 + self.bias, self.weight
         reach = math.sqrt(2 / weight) if weight else math.inf
         low, high = max(0.0, centre - reach), min(1.0, centre + reach)
@@ -190,7 +190,7 @@ class Slope(FixedDensity):
     bias: float = option(0.0, "where the sigmoid is 1/2, from the middle", ge=-5, le=5)
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Differences of softplus over the weight; a weight of 0 gives u itself.
+        """Return the distribution function: differences of softplus over the weight; u itself for a weight of 0.
 
         A falling density is computed as the mirror image of a rising one, which does not round to 0.
         """
@@ -215,11 +215,11 @@ class UShape(FixedDensity):
     a: float = option(4.0, "how much the ends are preferred", gt=0, le=100)
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """1/2 + sinh(a (u - 1/2))/(2 sinh(a/2))."""
+        """Return 1/2 + sinh(a (u - 1/2))/(2 sinh(a/2))."""
         return 0.5 + namespace(u).sinh(self.a * (u - 0.5)) / (2 * math.sinh(self.a / 2))
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Inverse of the hyperbolic sine."""
+        """Return the quantile by the inverse of the hyperbolic sine."""
         return 0.5 + namespace(p).arcsinh((2 * p - 1) * math.sinh(self.a / 2)) / self.a
 
 
@@ -236,13 +236,13 @@ class Beta(FixedDensity):
     b: float = option(1.0, "second parameter; below 1 it prefers large t", gt=0)
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Regularised incomplete beta function; for tensors between nodes, exact at the borders of timesteps."""
+        """Return the regularised incomplete beta function; tensors are interpolated, exact at borders of timesteps."""
         if is_numpy(u):
             return beta_cdf(u, np.array(self.a), np.array(self.b))
         return interp(u, *self.nodes(u)[::-1])
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Inverse of the incomplete beta function."""
+        """Return the inverse of the incomplete beta function; a power if a or b is 1."""
         if self.b == 1:
             return p ** (1 / self.a)
         if self.a == 1:
@@ -271,19 +271,19 @@ class Clts(FixedDensity):
         self._low, self._high = normal_cdf((np.array([0.0, 1.0]) - self.mu) / self.s).tolist()
 
     def progress(self, step: Any) -> Any:
-        """Share l of the normal density at a step."""
+        """Return the share l of the normal density at a step."""
         share = step / self.length
         return min(share, 1.0) if isinstance(share, float) else share.clip(None, 1.0)
 
     def cdf(self, u: Values, *, step: Any = 0, **context: Any) -> Values:
-        """Mixture at the step."""
+        """Return the distribution function of the mixture at a step."""
         below = normal_cdf((u - self.mu) / self.s)
         truncated, progress = ((below - self._low) / (self._high - self._low)).clip(0.0, 1.0), self.progress(step)
         mixed: Values = (1 - progress) * u + progress * truncated
         return mixed
 
     def map_uniform(self, uniform: Values, *, step: Any = 0, **context: Any) -> Values:
-        """A share 1 - l of the numbers stays uniform, the rest goes to the normal density."""
+        """Map uniform numbers to draws: a share 1 - l of them stays uniform, the rest follow the normal density."""
         share = 1 - self.progress(step)
         even, rest = uniform / (share + 1e-300), (uniform - share).clip(0.0, None) / (1 - share + 1e-300)
         normal = self.mu + self.s * normal_quantile(self._low + rest * (self._high - self._low))

@@ -63,8 +63,8 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         """Measure the number of every bin, (bins,)."""
         raise NotImplementedError
 
-    def relative(self, values: Array) -> Array:
-        """Relative probabilities from smoothed values, elementwise: their positive part."""
+    def relative_masses(self, values: Array) -> Array:
+        """Return probabilities up to a factor from smoothed values, elementwise: their positive part."""
         return np.maximum(values, 0.0)
 
     def restored(self) -> None:
@@ -75,7 +75,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         smooth = (edged[:-2] + 2 * edged[1:-1] + edged[2:]) / 4
         centres = (np.arange(self.bins) + 0.5) / self.bins
         shares = self.prior.cdf((np.arange(self.schedule.timesteps) + 0.5) / self.schedule.timesteps)
-        masses = self.relative(np.interp(shares, centres, smooth)) * self.prior.masses()
+        masses = self.relative_masses(np.interp(shares, centres, smooth)) * self.prior.masses()
         self.set_masses(masses if masses.sum() > 0 else self.prior.masses())
 
     def measured_samples(self, observation: Observation, per_bin: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         return (2.0 * bits - 1) / per_bin
 
     def squared_norms(self, observation: Observation, factors: Tensor, roots: list[Tensor] | None = None) -> Array:
-        """Squared norm of the sum of gradients times `factors` in every bin, (bins,).
+        """Return the squared norm of the sum of gradients times `factors` in every bin, (bins,).
 
         Args:
             observation: the step.
@@ -102,14 +102,16 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
             roots: square roots of a diagonal metric; None: the Euclidean metric.
         """
         index, fractions = self.measured_samples(observation, factors.shape[1])
-        timesteps, squares = self.schedule.timesteps, []
+        timesteps = self.schedule.timesteps
         masses = torch.from_numpy(self.prior.masses())
-        factors = factors / (timesteps * masses[(fractions * timesteps).long()])
-        for k, (i, u, f) in enumerate(zip(index, fractions, factors)):
-            gradient = observation.meter.gradient(i, u, f"measurement {k}", f)
-            for each, root in zip(gradient, roots or []):
-                each.mul_(root)
-            squares.append(torch.stack([torch.linalg.vector_norm(each).double() for each in gradient]).square().sum())
+        factors = factors / (timesteps * masses[(fractions * timesteps).long()])  # importance weights of the prior
+        squares = []
+        for number, (bin_index, bin_fractions, bin_factors) in enumerate(zip(index, fractions, factors)):
+            gradient = observation.meter.gradient(bin_index, bin_fractions, f"measurement {number}", bin_factors)
+            for values, root in zip(gradient, roots or []):
+                values.mul_(root)
+            norms = torch.stack([torch.linalg.vector_norm(values).double() for values in gradient])
+            squares.append(norms.square().sum())
         return torch.stack(squares).cpu().numpy()
 
     def per_bin(self, batch: int) -> int:
@@ -143,8 +145,8 @@ class GradientNorm(FollowsGradients):
             roots = [each.sqrt() for each in observation.meter.metric()]
         return count * self.squared_norms(observation, self.signs(observation, count), roots)
 
-    def relative(self, values: Array) -> Array:
-        """Take the root."""
+    def relative_masses(self, values: Array) -> Array:
+        """Return the root of the positive part, elementwise."""
         return np.sqrt(np.maximum(values, 0.0))
 
 
@@ -168,9 +170,9 @@ class Auto(GradientNorm):
         prior = LogSnr(LogSnr.Options(law="secant", scale=1.0), schedule)
         super().__init__(options, schedule, seed, prior)
 
-    def relative(self, values: Array) -> Array:
-        """Take the root, and add the prior's share."""
-        roots = super().relative(values)
+    def relative_masses(self, values: Array) -> Array:
+        """Return 0.9 times the roots, and 0.1 times their mean under the prior."""
+        roots = super().relative_masses(values)
         return 0.9 * roots + 0.1 * np.average(roots, weights=self.prior.masses())
 
 

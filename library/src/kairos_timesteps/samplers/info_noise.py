@@ -69,7 +69,7 @@ class InfoNoise(FollowsErrors):
     prior_std: float = option(1.2, "standard deviation of ln sigma during the warm-up", gt=0)
 
     stated_for = "v"
-    by_level = False
+    per_log_snr = False
     kept = ("_sums", "_means", "_measured", "_pivot", "_taken", "updates", "_masses")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -111,7 +111,7 @@ class InfoNoise(FollowsErrors):
         if self._taken >= self.start and (self._taken - self.start) % self.frequency == 0:
             self.refresh(self.weights_of_x0(observation) if self.divide else None)
 
-    def take(self, cells: Tensor, losses: Tensor) -> None:
+    def add_losses(self, cells: Tensor, losses: Tensor) -> None:
         """Add errors of v (batch,) at timesteps `cells` to the sums of their bins."""
         grid, finite = self.grid_on(losses.device), losses.isfinite()
         values = torch.stack([torch.where(finite, losses, 0.0), finite.to(losses.dtype)])

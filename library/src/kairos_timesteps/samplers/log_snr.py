@@ -47,11 +47,11 @@ class LogSnrDensity(TableDensity, FixedDensity):
         self.set_masses(np.concatenate([above[:1], inner, below[-1:]]))
 
     def tails(self, level: Values) -> tuple[Values, Values]:
-        """Probability of lambda below `level` and above it, elementwise."""
+        """Return the probabilities of lambda below and above `level`, elementwise."""
         raise NotImplementedError
 
-    def level(self, p: Values) -> Values:
-        """Quantile of lambda, independent of the process, elementwise."""
+    def log_snr_quantile(self, p: Values) -> Values:
+        """Return the p-quantile of lambda, elementwise; it does not depend on the process."""
         raise NotImplementedError
 
 
@@ -64,24 +64,33 @@ class SymmetricLogSnr(LogSnrDensity):
     scale_above: float | None = None
 
     def _sides(self) -> tuple[float, float, float]:
-        """Return the scales below and above the location, and the probability below it."""
+        """Return the scale below the location, the scale above it, and the probability below it."""
         above = self.scale_above or self.scale
         return self.scale, above, self.scale / (self.scale + above)
 
     def tails(self, level: Values) -> tuple[Values, Values]:
-        """Probability on each side of the location."""
-        cdf, (scale_below, scale_above, share) = DISTRIBUTIONS[self.law][0], self._sides()
-        off, where = level - self.location, namespace(level).where
-        low = 2 * share * cdf(-abs(off) / scale_below)
-        high = 2 * (1 - share) * cdf(-abs(off) / scale_above)
-        return where(off < 0, low, 1 - high), where(off < 0, 1 - low, high)
+        """Return the probabilities of lambda below and above `level`, elementwise."""
+        cdf, _ = DISTRIBUTIONS[self.law]
+        scale_below, scale_above, share_below = self._sides()
+        distance = abs(level - self.location)
+        # probability beyond `level` on its side of the location, if that side is below or above; precise near 0
+        beyond_below = 2 * share_below * cdf(-distance / scale_below)
+        beyond_above = 2 * (1 - share_below) * cdf(-distance / scale_above)
+        is_below = level < self.location
+        where = namespace(level).where
+        below = where(is_below, beyond_below, 1 - beyond_above)
+        above = where(is_below, 1 - beyond_below, beyond_above)
+        return below, above
 
-    def level(self, p: Values) -> Values:
-        """Quantile on each side of the location."""
-        quantile, (scale_below, scale_above, share) = DISTRIBUTIONS[self.law][1], self._sides()
-        below = p < share
-        off = quantile(namespace(p).where(below, p / share, (1 - p) / (1 - share)) / 2)
-        return self.location + namespace(p).where(below, scale_below * off, -scale_above * off)
+    def log_snr_quantile(self, p: Values) -> Values:
+        """Return the p-quantile of lambda, elementwise."""
+        _, quantile = DISTRIBUTIONS[self.law]
+        scale_below, scale_above, share_below = self._sides()
+        where = namespace(p).where
+        is_below = p < share_below
+        # both sides use the lower half of the symmetric distribution, where the quantile is negative
+        unscaled = quantile(where(is_below, p / share_below, (1 - p) / (1 - share_below)) / 2)
+        return self.location + where(is_below, scale_below * unscaled, -scale_above * unscaled)
 
 
 @sampler("log_snr", "ln SNR by Laplace's distribution (Hang et al. 2025) or another")
@@ -147,8 +156,8 @@ class CosineInterpolated(LogSnrDensity):
     sigma_min: float = option(1e-3, "smallest noise level, over the data's standard deviation", gt=0)
     sigma_max: float = option(1e3, "largest noise level, over the data's standard deviation", gt=0)
 
-    def level(self, p: Values) -> Values:
-        """Quantile of lambda; p = 1 is the clean end, p = 0 the noisy one."""
+    def log_snr_quantile(self, p: Values) -> Values:
+        """Return the p-quantile of lambda; p = 1 is the clean end, p = 0 the noisy one."""
         u = 1 - p
 
         def cosine(side: float) -> Values:
@@ -160,6 +169,6 @@ class CosineInterpolated(LogSnrDensity):
         return clean + u * (noisy - clean)
 
     def tails(self, level: Values) -> tuple[Values, Values]:
-        """Inverse of `level` by bisection."""
-        below = bisect(self.level, level)
+        """Return the probabilities of lambda below and above `level`, by bisection of the quantile function."""
+        below = bisect(self.log_snr_quantile, level)
         return below, 1 - below

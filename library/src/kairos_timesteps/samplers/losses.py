@@ -41,23 +41,26 @@ class FollowsLosses(Learned, TableDensity):
             raise ValueError(
                 f"{type(self).__name__}: observe needs the step's losses; call strategy.loss(draw, errors) before"
             )
-        losses, initial = self.followed(observation).double(), isinstance(self._masses, np.ndarray)
+        losses = self.followed_losses(observation).double()
+        is_numpy_state = isinstance(self._masses, np.ndarray)  # before the first step after a start or a resume
         for name in self.kept:
-            if hasattr(value := getattr(self, name), "shape"):
+            value = getattr(self, name)
+            if hasattr(value, "shape"):
                 setattr(self, name, torch.as_tensor(value, device=losses.device))
-        if initial:  # compute the density on the device, where a resume computes it
+        if is_numpy_state:  # compute the density on the device, where a resume computes it
             self.restored()
-        stacked, coordinates = torch.stack([observation.fractions, losses], 1), observation.coordinates
-        joined = distributed.joined(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
+        coordinates = observation.coordinates
+        stacked = torch.stack([observation.fractions, losses], 1)
+        joined = distributed.join_ranks(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
         fractions, losses = joined.transpose(0, 1).flatten(1)
-        self.take(self.schedule.cells(fractions), losses)
+        self.add_losses(self.schedule.cells(fractions), losses)
 
-    def followed(self, observation: Observation) -> Any:
-        """Return the losses that the density follows, shape of the draws."""
+    def followed_losses(self, observation: Observation) -> Any:
+        """Return the values whose averages set the density, shape of the draws: here the losses."""
         return observation.losses
 
-    def take(self, cells: Tensor, losses: Tensor) -> None:
-        """Learn from losses (batch,) at timesteps `cells`, int64 (batch,)."""
+    def add_losses(self, cells: Tensor, losses: Tensor) -> None:
+        """Learn from the followed values (batch,) at timesteps `cells`, int64 (batch,)."""
         raise NotImplementedError
 
     def restored(self) -> None:
@@ -85,7 +88,7 @@ class LossSecondMoment(FollowsLosses):
         self._losses = torch.zeros(schedule.timesteps, self.history, dtype=torch.float64)
         self._counts = torch.zeros(schedule.timesteps, dtype=torch.int64)
 
-    def take(self, cells: Tensor, losses: Tensor) -> None:
+    def add_losses(self, cells: Tensor, losses: Tensor) -> None:
         """Replace the oldest losses of each timestep."""
         cells, order = cells.sort(stable=True)
         first, end = torch.searchsorted(cells, cells), torch.searchsorted(cells, cells, right=True)
@@ -126,22 +129,25 @@ class SmoothedLosses(FollowsLosses):
         offset = torch.arange(-reach, reach + 1, dtype=torch.float64) / (self.width * schedule.timesteps)
         self._kernel = torch.exp(-(offset**2) / 2)
 
-    def take(self, cells: Tensor, losses: Tensor) -> None:
-        """Decay the sums, add the losses of the step, and set the density every `frequency` steps."""
+    def add_losses(self, cells: Tensor, losses: Tensor) -> None:
+        """Decay the sums and add the step's losses. After `start` steps, set the density every `frequency` steps."""
         powers = torch.stack([losses**self.power, torch.ones_like(losses)])
         rows = torch.arange(2, device=cells.device)[:, None]
         self._sums = (self._sums * self.decay).index_put((rows, cells[None]), powers, accumulate=True)
         self._taken = self._taken + 1
         if self._taken >= self.start and self._taken % self.frequency == 0:
-            self.set_masses(self.relative(self.smoothed()))
+            self.set_masses(self.relative_masses(self.smoothed_means()))
             self.updates = self.updates + 1
 
-    def relative(self, mean: Tensor) -> Tensor:
-        """Relative probabilities from the mean near every timestep, (T,)."""
+    def relative_masses(self, mean: Tensor) -> Tensor:
+        """Return probabilities up to a factor, (T,): the root of the mean power near every timestep."""
         return mean ** (1 / self.power)
 
-    def smoothed(self) -> Tensor:
-        """Mean power of the loss near every timestep, (T,); without losses that of the nearest one below or above."""
+    def smoothed_means(self) -> Tensor:
+        """Return the mean of loss ** power near every timestep, (T,): decayed sums, smoothed by a Gaussian in t.
+
+        A timestep without losses nearby gets the mean of the nearest timestep below that has losses, or else above.
+        """
         self._kernel = on_device(self._kernel, self._sums.device)
         around = torch.nn.functional.conv1d(self._sums[:, None], self._kernel.view(1, 1, -1), padding="same")[:, 0]
         known = around[1] > 1e-12 * around[1].max()
@@ -193,24 +199,25 @@ class FollowsErrors(FollowsLosses):
 
     Attributes:
         stated_for: prediction whose squared errors are followed; errors of any other prediction are converted.
-        by_level: multiply errors by |d ln SNR/dt|, so that the density is one of ln SNR.
+        per_log_snr: multiply errors by |d ln SNR/dt|, so that the density is one of ln SNR.
     """
 
     importance: bool = option(
         False, "multiply losses by 1/(T p(t)), which keeps uniform's objective; false, as published: no such weights"
     )
     stated_for = "epsilon"
-    by_level = True
-    _factors: Tables | None = None  # from the error of what is predicted to the error that is followed, (T,)
+    per_log_snr = True
+    _factors: Tables | None = None  # (T,): the value that `followed_losses` returns, over the error of the prediction
 
-    def followed(self, observation: Observation) -> Any:
-        """Return the unweighted errors, converted to those that the density follows."""
+    def followed_losses(self, observation: Observation) -> Any:
+        """Return the unweighted errors, converted to errors of `stated_for`; with `per_log_snr`, per unit of ln SNR."""
         if self._factors is None:
             snr = self.schedule.snr
             ratio = error_ratio(snr, self.stated_for) / error_ratio(snr, observation.prediction)
-            self._factors = Tables(-np.gradient(np.log(snr)) * ratio if self.by_level else ratio)
+            self._factors = Tables(-np.gradient(np.log(snr)) * ratio if self.per_log_snr else ratio)
         errors: Any = observation.errors
-        return errors * self._factors.like(errors)[0][self.schedule.cells(observation.fractions)]
+        (factors,) = self._factors.like(errors)
+        return errors * factors[self.schedule.cells(observation.fractions)]
 
 
 @sampler("info_rate", "error of epsilon per ln SNR: the rate of conditional entropy, without InfoNoise's gate")
@@ -226,8 +233,8 @@ class InfoRate(FollowsErrors, SmoothedLosses):
 class ErrorOfEpsilon(FollowsErrors, SmoothedLosses):
     """Mean error of epsilon near every timestep, for components that use it."""
 
-    by_level = False
+    per_log_snr = False
 
     def mean(self) -> Array:
-        """Mean error near every timestep, float64 (T,)."""
-        return self.smoothed().cpu().numpy()
+        """Return the mean error near every timestep, float64 (T,)."""
+        return self.smoothed_means().cpu().numpy()

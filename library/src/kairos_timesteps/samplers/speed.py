@@ -54,12 +54,12 @@ class Speed(FixedDensity):
         check_convergence(options.tau, options.r, timesteps, schedule)
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Piecewise linear with a kink at tau."""
+        """Return the distribution function, piecewise linear with a kink at tau."""
         before: Values = u.clip(None, self._edge)
         return (self.k * before + (u - before)) / self._total
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Inverse of the piecewise linear function."""
+        """Return the inverse of the piecewise linear distribution function."""
         mass = p * self._total
         kink = self.k * self._edge
         return namespace(mass).where(mass < kink, mass / self.k, self._edge + (mass - kink))
@@ -90,18 +90,18 @@ class Reflected(TableDensity, FixedDensity):
         check_published_form(getattr(options, "tau", None), timesteps, schedule)
 
     def half_masses(self) -> Array:
-        """Relative probabilities of the half that is drawn, (T,)."""
+        """Return the relative probabilities of the half that is drawn, (T,)."""
         raise NotImplementedError
 
     def masses(self, x0: Tensor | None = None, **context: Any) -> Array:
-        """Probability of every timestep in both halves together, (T,)."""
+        """Return the probability of every timestep in both halves together, (T,)."""
         half = self._half.masses()
         reflected = np.bincount(self._reflection, weights=half, minlength=len(half))
         share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * half + (1 - share) * reflected
 
     def draw(self, coordinates: RandomCoordinates, x0: Tensor | None = None) -> Tensor:
-        """Draw and reflect; with a floor, that share of both halves is uniform instead."""
+        """Draw half of the batch and reflect it; with a floor, that share of both halves is uniform instead."""
         self.batch, timesteps = coordinates.batch_size, self.schedule.timesteps
         count, index = coordinates.batch_size // 2 + 1, coordinates.index_tensor()
         reflected = (index >= count).view(-1, *[1] * len(coordinates.times_shape))
@@ -118,7 +118,7 @@ class Reflected(TableDensity, FixedDensity):
         return draws.clamp(0.0, 1.0 - 2**-53)
 
     def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
-        """1/(T p(t)) of both halves together, float32; None without `importance`."""
+        """Return 1/(T p(t)) of both halves together, float32; None without `importance`."""
         if not self.importance:
             return None
         timesteps = self.schedule.timesteps
@@ -139,7 +139,7 @@ class SpeedOfficial(Reflected):
     tau: int | None = option(None, "first timestep of the convergence area; null: 0.7 T", ge=1)
 
     def half_masses(self) -> Array:
-        """k before tau, 1 from tau on."""
+        """Return k before tau, 1 from tau on, (T,)."""
         self.tau = start_of_convergence(self.options.tau, None, self.schedule)
         return np.where(np.arange(self.schedule.timesteps) < self.tau, self.k, 1.0)
 
@@ -152,7 +152,7 @@ class SpeedV1(Reflected):
     """
 
     def half_masses(self) -> Array:
-        """tanh(1e6 (slope - 1e-4)) + 1.5."""
+        """Return tanh(1e6 (slope - 1e-4)) + 1.5, (T,)."""
         return np.tanh(1e6 * (_slope(self.schedule) - _FLAT)) + 1.5
 
 
@@ -160,10 +160,10 @@ _FLAT = 1e-4  # slope from which the public code counts a timestep as meaningles
 
 
 def _slope(schedule: NoiseSchedule) -> Array:
-    """Change of sqrt(1 - alpha-bar) in a thousandth of the process, the public code's timestep, (T,)."""
+    """Return the change of sqrt(1 - alpha-bar) in a thousandth of the process, the public code's timestep, (T,)."""
     return np.asarray(np.gradient(np.sqrt(1 - schedule.alphas_cumprod))) * schedule.timesteps / 1000
 
 
 def meaningful_steps(schedule: NoiseSchedule) -> int:
-    """Timestep m at which the public code reflects; 1 if the slope never falls under 1e-4, as in that code."""
+    """Return the timestep m at which the public code reflects; 1 if the slope never falls under 1e-4."""
     return int(np.argmax(_slope(schedule) < _FLAT)) + 1

@@ -31,16 +31,17 @@ class ChangeAware(Weighting):
     lam: float = option(0.6, "largest weight; 1 - lambda is the smallest", ge=0.5, le=1, alias="lambda")
 
     def weights(self, step: Any = 0) -> Array:
-        """Rescaled change of every timestep, (T,)."""
+        """Return the derivative of the process' variance at every timestep, rescaled to 1 - lambda ... lambda, (T,)."""
         schedule, timesteps = self.schedule, self.schedule.timesteps
         if schedule.name == "linear":
-            slope, first = linear_coefficients(schedule)
+            delta_beta, beta_0 = linear_coefficients(schedule)
             t = np.arange(1, timesteps + 1)
-            change = 2 * (first + slope * t / timesteps) * np.exp(-(first + slope * t / (2 * timesteps)) * t)
+            alpha_bar = np.exp(-(beta_0 + delta_beta * t / (2 * timesteps)) * t)
+            derivative = 2 * (beta_0 + delta_beta * t / timesteps) * alpha_bar
         else:
-            change = np.gradient(1 - schedule.alphas_cumprod)
-        low, high = max(change.min(), 0.0), min(change.max(), 1.0)
-        share = np.clip((change - low) / (high - low), 0.0, 1.0)
+            derivative = np.gradient(1 - schedule.alphas_cumprod)
+        low, high = max(derivative.min(), 0.0), min(derivative.max(), 1.0)
+        share = np.clip((derivative - low) / (high - low), 0.0, 1.0)
         return np.asarray((1 - self.lam) + (2 * self.lam - 1) * share)
 
 
@@ -63,5 +64,5 @@ class ChangeAwareOfficial(ChangeAware):
         check_published_form(options.tau, timesteps, schedule)
 
     def weights(self, step: Any = 0) -> Array:
-        """Rescaled change before tau, 1 from tau on."""
+        """Return the weights of `ChangeAware` before tau, 1 from tau on, (T,)."""
         return np.where(np.arange(self.schedule.timesteps) < self.start, super().weights(step), 1.0)

@@ -41,7 +41,7 @@ class CoarseToFine(Learned, AutoWeighting):
         self._share = np.ones(schedule.timesteps)  # c of every timestep
 
     def formula(self, snr: Values) -> Values:
-        """Weight of ``auto`` times c."""
+        """Return the weight of ``auto`` times c."""
         return super().formula(snr) * interp(-namespace(snr).log(snr), -np.log(self.schedule.snr), self._share)
 
     def step(self, observation: Observation) -> None:

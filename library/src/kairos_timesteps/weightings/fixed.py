@@ -12,7 +12,7 @@ from kairos_timesteps.errors import demand
 from kairos_timesteps.lazy import Tensor
 from kairos_timesteps.numeric import Array, Values, interp, namespace, sigmoid
 from kairos_timesteps.options import option
-from kairos_timesteps.samplers.combined import tabled
+from kairos_timesteps.samplers.combined import evaluate_table
 
 
 @weighting("none", "every timestep alike")
@@ -52,7 +52,7 @@ class P2(Weighting):
     gamma: float = option(1.0, "exponent; 0 switches the weighting off", ge=0)
 
     def formula(self, snr: Values) -> Values:
-        """The formula."""
+        """Return the formula."""
         return (self.k + snr) ** -self.gamma
 
 
@@ -69,7 +69,7 @@ class MinSnr(Weighting):
     gamma: float = option(5.0, "cap of the SNR", gt=0)
 
     def formula(self, snr: Values) -> Values:
-        """min(SNR, gamma)/SNR without the division by 0."""
+        """Return min(SNR, gamma)/SNR, without the division by 0."""
         return self.gamma / snr.clip(self.gamma, None)
 
 
@@ -83,7 +83,7 @@ class SoftMinSnr(Weighting):
     gamma: float = option(5.0, "cap of the SNR", gt=0)
 
     def formula(self, snr: Values) -> Values:
-        """The formula."""
+        """Return the formula."""
         return self.gamma / (snr + self.gamma)
 
 
@@ -103,7 +103,7 @@ class Debiased(Weighting):
     stated_for = "x0"  # the form that is finite
 
     def formula(self, snr: Values) -> Values:
-        """SNR/sqrt(min(SNR, 1000))."""
+        """Return SNR/sqrt(min(SNR, 1000))."""
         square: Values = snr * snr.clip(1000.0, None) / 1000.0
         return square**0.5
 
@@ -139,11 +139,11 @@ class EdmWeighting(Weighting):
         return self.warmup is not None
 
     def formula(self, snr: Values) -> Values:
-        """The formula in SNR: 1/sigma_data² + SNR."""
+        """Return the formula in SNR, 1/sigma_data² + SNR."""
         return 1 / (self.sigma_data or 0.5) ** 2 + snr
 
     def __call__(self, snr: Values, step: Any = 0) -> Values:
-        """The formula and, in the warm-up, its cap; `step` is a number or a tensor that broadcasts with `snr`."""
+        """Return the formula, capped in the warm-up; `step` is a number or a tensor that broadcasts with `snr`."""
         weight, warmup = self.formula(snr), self.warmup
         if warmup is None or (isinstance(step, int) and step >= warmup):
             return self.converted(weight, snr)
@@ -166,7 +166,7 @@ class Sigmoid(Weighting):
     measure: bool = option(True, "times |d ln SNR/dt|, mean 1: on any process the integral over ln SNR, with uniform t")
 
     def formula(self, snr: Values) -> Values:
-        """The formula, times its measure."""
+        """Return the formula, times its measure if `measure` is set."""
         weight = sigmoid(self.bias - namespace(snr).log(snr))
         return weight * level_measure(snr, self.schedule.snr) if self.measure else weight
 
@@ -183,17 +183,22 @@ class AutoWeighting(Weighting):
     """
 
     def formula(self, snr: Values) -> Values:
-        """The formula between the schedule's ends."""
+        """Return the formula at SNRs clipped to the schedule's range."""
         inside = snr.clip(self.schedule.snr.min(), self.schedule.snr.max())
         return (1 + inside) ** -0.5 * level_measure(inside, self.schedule.snr)
 
     def converted(self, factor: Values, snr: Values) -> Values:
-        """Convert between the schedule's ends."""
+        """Convert the factor at SNRs clipped to the schedule's range."""
         return super().converted(factor, snr.clip(self.schedule.snr.min(), self.schedule.snr.max()))
 
 
 def level_measure(snr: Values, schedule: Array) -> Values:
-    """|d ln SNR/dt| of a schedule of ratios (T,), at any ratio, elementwise; its mean over the timesteps is 1."""
+    """Return |d ln SNR/dt| of a schedule at any SNR, elementwise, divided by its mean over the timesteps.
+
+    Args:
+        snr: where to evaluate.
+        schedule: SNR of every timestep, (T,).
+    """
     level = -np.log(schedule)
     slope = np.gradient(level, edge_order=2)
     return interp(-namespace(snr).log(snr), level, slope / slope.mean())
@@ -212,7 +217,7 @@ class Snr(Weighting):
     scale: float = option(1.0, "factor of the weight", gt=0)
 
     def formula(self, snr: Values) -> Values:
-        """The formula."""
+        """Return the formula."""
         return self.scale * snr.clip(self.low, self.high) ** self.power
 
 
@@ -222,11 +227,11 @@ class SigmaWeighting(Weighting):
     stated_for = "predicted"
 
     def formula(self, snr: Values) -> Values:
-        """The formula in sigma."""
+        """Return the formula in sigma, the noise share of a linear flow."""
         return self.sigma_formula(1 / (1 + snr**0.5))
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """Weight at sigma, elementwise."""
+        """Return the weight at sigma, elementwise."""
         raise NotImplementedError
 
 
@@ -247,7 +252,7 @@ class Linear(SigmaWeighting):
         demand(offset + slope >= 0, "slope", slope, f"at least -{offset}: no weight below 0")
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """The formula."""
+        """Return the formula."""
         return self.offset + self.slope * sigma
 
 
@@ -262,7 +267,7 @@ class Power(SigmaWeighting):
     least: float = option(0.0, "lower bound of sigma", ge=0, lt=1)
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """The formula."""
+        """Return the formula."""
         return sigma.clip(self.least, None) ** self.power
 
 
@@ -274,7 +279,7 @@ class CosMapWeighting(SigmaWeighting):
     """
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """The formula."""
+        """Return the formula."""
         return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
 
 
@@ -288,7 +293,7 @@ class Bell(SigmaWeighting):
     flat: bool = option(False, "flat at its largest from the middle to the image")
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """The formula; with `flat` constant from the middle to the image (ai-toolkit's second)."""
+        """Return the formula; with `flat`, constant from the middle to the image (ai-toolkit's second)."""
         sigma = sigma.clip(0.5, None) if self.flat else sigma
         mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - math.exp(-0.5)
         return (namespace(sigma).exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)) / mean
@@ -306,7 +311,7 @@ class VLikeLoss(Weighting):
     stated_for = "v"
 
     def formula(self, snr: Values) -> Values:
-        """The formula."""
+        """Return the formula."""
         return 1 + self.c * (snr + 1) / snr
 
 
@@ -327,7 +332,7 @@ class TableWeighting(Weighting):
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         super().__init__(options, schedule, prediction)
         middles = (np.arange(schedule.timesteps) + 0.5) / schedule.timesteps
-        self._weights = tabled(options, middles)
+        self._weights = evaluate_table(options, middles)
 
     def weights(self, step: Any = 0) -> Array:
         """Return the table at the middles of the timesteps, (T,)."""

@@ -58,21 +58,21 @@ class Uncertainty(Learned, Weighting):
                 state.update({name: state[name].to(device) for name in ("exp_avg", "exp_avg_sq")})
 
     def expected(self) -> Tensor:
-        """u of every timestep, (T,)."""
+        """Return u of every timestep, (T,)."""
         return self._features @ self.linear
 
     def weights(self, step: Any = 0) -> Array:
-        """w/exp(u) of every timestep, float64 (T,)."""
+        """Return w/exp(u) of every timestep, float64 (T,)."""
         uncertainty: Array = self.expected().detach().double().cpu().numpy()
         return self._base_weights * np.exp(-uncertainty)
 
     def uncertainty(self, fractions: Tensor) -> Tensor:
-        """u at fractions of the process, float32, shape and device of `fractions`."""
+        """Return u at fractions of the process, float32, shape and device of `fractions`."""
         self._move(fractions.device)
         return self._features[self.schedule.cells(fractions)] @ self.linear
 
     def at(self, process: "Process", t: Tensor, step: Any = 0) -> Tensor:
-        """w/exp(u) at times of a process, float32, for measurements; never cached, because u is trained."""
+        """Return w/exp(u) at times of a process, float32, for measurements; never cached, because u is trained."""
         uncertainty = self.uncertainty(process.fractions(t)).detach()
         return self.base_weighting.at(process, t, step) * torch.exp(-uncertainty)
 

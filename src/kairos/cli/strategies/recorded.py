@@ -52,7 +52,7 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
         allowed = "the folder of a training run or of a snapshot, or a checkpoint"
         raise KairosError(f"--checkpoint {path}: no checkpoint found; allowed: {allowed}")
     content = _read_checkpoint(file)
-    record_of_run = None
+    record_of_run = None  # record of any snapshot of the run: all contain the run's settings
     for record_file in _find_snapshots_of_run(file, content):
         record_of_run = read_json(record_file)
         if record_of_run["step"] == content["step"]:
