@@ -105,7 +105,10 @@ class Stream:
         return (1 / (1 + (log_gamma[:, 1] - log_gamma[:, 0]).exp())).view(-1, *shape)
 
     def permutation(self, count: int, epoch: int = 0) -> Tensor:
-        """Return a permutation of 0 ... count - 1, int64 (count,) on the CPU: the order of random 64-bit keys."""
+        """Return a permutation of 0 ... count - 1, int64 (count,) on the CPU: the order of random 64-bit keys.
+
+        The key of each number is drawn from the stream with the epoch as `step` and the number as `index`.
+        """
         keys = torch.empty(count, dtype=torch.int64)
         for start in range(0, count, _CHUNK):
             words = self.words(epoch, range(start, min(start + _CHUNK, count)), 2)

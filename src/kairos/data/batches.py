@@ -1,7 +1,12 @@
 """Training batches: x0 and conditions of every step, as a function of seed, step, batch size and training images.
 
-Each epoch is a random permutation of the training images, and steps cut the sequence of epochs into batches. No random
-state is stored: a resumed run draws the batches of the step in its checkpoint.
+Each epoch is a random permutation of the N training images, and steps cut the sequence of epochs into batches. Sample i
+of step k is at position q = k · size + i of the sequence. Its image in the data set is::
+
+    latents.train[Stream(seed, "order").permutation(N, epoch=q // N)[q % N]]
+
+So the order depends on seed and N, and not on method, batch size or number of ranks. No random state is stored: a
+resumed run draws the batches from the step in its checkpoint on.
 
 A thread reads the data of the next steps ahead of time, unless the CPU computes and all data are in memory. They are
 copied to the device asynchronously, and all random numbers that x0 depends on are drawn on the device.
@@ -36,8 +41,8 @@ class Batch:
         sample_indices: indices of the samples in the global batch.
         x0: images in model space, (n, c, h, w).
         conditions: conditions by name, each (n, ...).
-        visit: ``item``, the index of each sample among the training images; ``items``, the number of training images;
-            ``epoch``, the epoch of the visit; each (n,).
+        visit: ``item``, the position of each sample's image in `Latents.train`; ``items``, the number of training
+            images; ``epoch``, the epoch of the visit; each (n,).
     """
 
     step: int

@@ -49,7 +49,7 @@ class Latents:
 
     @property
     def train(self) -> np.ndarray:
-        """Indices of the training images, int64."""
+        """Indices of the training images among all images of the data set, increasing, int64."""
         return self.dataset.train
 
     @property

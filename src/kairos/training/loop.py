@@ -1,5 +1,7 @@
 """The training loop: what one step computes. Everything random in step k is a function of (seed, k).
 
+The images of step k also depend on batch size and number of training images, see `kairos.data.batches`.
+
 Several ranks share a step: each computes its slice of the global batch. The number of ranks and of micro-batches
 changes the order of sums. Without `training.microbatch`, the number of ranks also changes dropout masks, and some
 couplings act on the samples of a rank. A step that logs nothing does not synchronise with the device.
