@@ -200,9 +200,11 @@ def _network(
 ) -> Requirement:
     """Return the requirement of a network in a folder or on the hub.
 
+    A network on the hub can be downloaded. The user must provide a folder.
+
     Args:
         kind: kind of network, for messages.
-        path: the folder, or the hub id.
+        path: the folder, or the hub id; the check of the experiment file ensures that it is not None.
         field: field of the experiment file that contains the path.
         layout: `_DIFFUSERS` or `_TRANSFORMERS`.
         further_files: files to download, as far as they exist, such as those of a tokenizer.
@@ -222,7 +224,7 @@ def _network(
     def download() -> None:
         folder = download_files(path, files)
         if further_files and not (folder / weights_file).is_file():
-            download_files(path, [_FORMER_WEIGHTS])
+            download_files(path, [_FORMER_WEIGHTS])  # an older network has no weights file of the layout
 
     return Requirement(
         name=f"{kind} {path}",

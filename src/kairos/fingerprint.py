@@ -280,10 +280,10 @@ class _Summaries:
         if self._loaded is None:
             self._loaded = self._read()
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            imports, code = self._loaded[key]
+            imports, code = self._loaded[key]  # in the form that `add` writes; tuples have become lists in JSON
             imports = {name: list(sources) for name, sources in imports.items()}
             code = {name: (str(digest), list(targets)) for name, (digest, targets) in code.items()}
-            if "" in code:
+            if "" in code:  # the whole module, which every intact summary contains
                 return _Summary(imports, code)
         return None
 

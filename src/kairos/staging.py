@@ -77,7 +77,10 @@ def staged(latents: Path) -> Iterator[Path]:
 
 
 def _files_to_copy(latents: Path, manifest: dict[str, Any], dataset: Path, dataset_manifest: dict[str, Any]) -> Copied:
-    """Return the files that training reads, of the latents, the data set and the encoded captions.
+    """Return the files that training reads, by the folders ``latents``, ``dataset`` and ``text`` of the copy.
+
+    The images of the data set are left out unless the model is trained on pixels. The encoded captions in ``text`` are
+    only in the result if the latents have them.
 
     Args:
         latents: folder of the latents.

@@ -293,14 +293,17 @@ class TableDensity(Sampler):
     def set_masses(self, masses: Any, normalised: bool = False) -> None:
         """Set the density to be proportional to `masses`, (T,).
 
+        The masses are a numpy array, or a tensor on the device that the table should be on. They are not checked: the
+        caller passes no negative mass and a positive sum.
+
         `normalised` masses sum to 1 and are not divided again, so that a restored state is bit-identical.
         """
         self._masses = masses / (1 if normalised else masses.sum())
         if namespace(masses) is np or masses.device.type == "cpu":
-            below = self._masses.cumsum(0)
-        else:  # cumsum on a GPU adds in any order
+            below = self._masses.cumsum(0)  # mass below the upper edge of each cell
+        else:  # cumsum on a GPU adds in any order; here row i of a (T, T) matrix contains the masses 0 to i
             below = self._masses.expand(len(masses), -1).tril().sum(1)
-        below = below / below[-1]
+        below = below / below[-1]  # the last is exactly 1
         edges = namespace(masses).concatenate([0 * below[:1], below])
         self._tables = Tables(self._masses, edges)  # masses, and cumulative masses at the edges of the cells
 

@@ -18,7 +18,10 @@ _KINDS = ("even", "mlperf8", "middle8")
 
 @contextmanager
 def evaluating(network: Any, dropout: bool = False) -> Iterator[None]:
-    """Put a network in evaluation mode (unless `dropout`), and restore the mode of each module afterwards."""
+    """Put a network in evaluation mode, or in training mode if `dropout`; restore each module's mode afterwards.
+
+    A network that is no `torch.nn.Module` has no mode and is left as it is.
+    """
     if not isinstance(network, nn.Module):
         yield
         return

@@ -71,7 +71,10 @@ class AutoencoderCodec(Codec):
 
     @torch.no_grad()
     def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
-        """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w), or None, of the latents."""
+        """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w) of the latents z.
+
+        Both are on the codec's device. The log-variance is None if the encoder is deterministic.
+        """
         images = images.to(self.device)
         encoded = self.model.encode(images.expand(-1, 3, -1, -1) if self.grey else images)
         if hasattr(encoded, "latents"):  # AutoencoderTiny, VQModel

@@ -59,18 +59,21 @@ def run(arguments: argparse.Namespace) -> None:
       logs warnings about the numbers of images.
     """
     if arguments.command == "extractor":
-        _extractor(arguments)
+        _build_extractor(arguments)
         write_timing(arguments)
     elif arguments.command == "reference":
-        _reference(arguments)
+        _build_reference(arguments)
         write_timing(arguments)
     else:
         _evaluate(arguments)
         write_timing(arguments, files=len(arguments.samples))
 
 
-def _extractor(arguments: argparse.Namespace) -> None:
-    """Train the feature extractor on the CPU or copy a published one, and write its folder."""
+def _build_extractor(arguments: argparse.Namespace) -> None:
+    """Write the folder of the feature extractor that `evaluation.extractor` selects.
+
+    A classifier is trained on the data set, on the CPU; a published extractor is copied.
+    """
     from kairos.config import load
 
     experiment, _ = load(arguments.config).resolve()
@@ -81,13 +84,13 @@ def _extractor(arguments: argparse.Namespace) -> None:
     from kairos.evaluation import extractors
 
     dataset, extractor = open_dataset(arguments.dataset), experiment.evaluation.extractor
-    extractor.load()  # its imports count as start-up
+    extractor.load()  # imports the extractor's code now, so that the timing counts the imports as start-up
     set_up_device(experiment, "cpu")
     resource_usage.end_startup()
     extractors.build_extractor(extractor, dataset, arguments.out)
 
 
-def _reference(arguments: argparse.Namespace) -> None:
+def _build_reference(arguments: argparse.Namespace) -> None:
     """Write the statistics of real images and the reference rows, such as the distance of held-out images."""
     from kairos.config import load
 

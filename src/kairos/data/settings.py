@@ -66,7 +66,15 @@ class DatasetConfig(Section):
         self._check_captions()
 
     def _check_source(self) -> None:
-        """Check path, list of files, flips and held-out images against the kind of source."""
+        """Check path, list of files, flips and held-out images against the kind of source.
+
+        * All sources except digits need `path`.
+        * Digits are not flipped, and their `heldout` is a share of the images.
+        * Only a folder or a zip takes a list of `files`.
+
+        Raises:
+            ConfigError: a field does not fit the source.
+        """
         digits = self.source == "digits"
         if digits:
             demand(not self.flips, "dataset.flips", "true", "false for digits (a flipped digit is no digit)")

@@ -290,6 +290,9 @@ def _evaluation_protocol(
 ) -> dict[str, Any]:
     """Return all settings that decide the metrics; those that an external samples file lacks are null.
 
+    The settings are flat: options of the solver are keys next to ``steps`` and ``weights``, and ``n_samples`` is the
+    number of images in a set.
+
     Args:
         sampling: sampling protocol of the samples file.
         reference: record of the reference.
@@ -300,7 +303,7 @@ def _evaluation_protocol(
     return {
         **{name: sampling.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),  # null unless the solver has them
-        **but_name(scheduler),
+        **but_name(scheduler),  # options of the solver
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],

@@ -141,7 +141,10 @@ class MethodMeasurements:
         return is_higher_better(self.metric)
 
     def values_of(self, method: str, column: str) -> pd.DataFrame:
-        """Return a column of the table for one method, (seeds, steps of the method); missing values are NaN."""
+        """Return a column of the table for one method, (seeds, steps of the method); missing values are NaN.
+
+        All values are NaN if the table lacks the column. The result has no steps if the table lacks the method.
+        """
         rows = self._rows_by_method.get(method, self.table[:0])
         steps, step_indices = np.unique(rows["step"].to_numpy(int), return_inverse=True)
         seed_indices = pd.Index(self.seeds).get_indexer(pd.Index(rows["seed"]))  # -1: none of the seeds
@@ -587,12 +590,11 @@ def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -
 
     Args:
         path: the file.
-        command: command of kairos that creates the file.
-        reader: function that reads the file.
-
+        command: command of kairos that creates the file, without the word kairos.
+        reader: function that reads the file; `Path` only checks that the file exists.
 
     Raises:
-        KairosError: the file is missing or cannot be read.
+        KairosError: the file is missing, or the reader rejects its content with a ValueError or KairosError.
     """
     if not path.exists():
         remedy = f"`kairos {command}` creates it (`make run EXPERIMENT=...` runs all that is missing)"

@@ -174,7 +174,7 @@ def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None
 
 
 def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:
-    """Draw a dashed line for each reference row that has the primary metric, and return the labels."""
+    """Draw a dashed line for each reference row with a positive value of the primary metric, and return the labels."""
     labels = []
     for name, row in results.reference["rows"].items():
         value = row.get(results.primary_metric)

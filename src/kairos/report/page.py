@@ -121,7 +121,8 @@ def _solver_settings(protocol: Record) -> Record:
 def _validation_size(results: Results) -> tuple[int, int] | None:
     """Return the number of held-out images, and of strata between the end points, that validation losses use.
 
-    None if a run has no validation loss. Records of earlier versions do not contain the number of images.
+    None if a run has no validation loss. Both numbers are from the last snapshot of the first run. Records of earlier
+    versions do not contain the number of images, which then follows from the experiment and the data set.
     """
     if not results.has_validation_losses:
         return None

@@ -68,13 +68,13 @@ class ImageConditions:
         return {name: conditions[name] for name in self.descriptions}
 
     def values_to_store(self, name: str, indices: range) -> np.ndarray:
-        """Return the values of one condition to store with the images, (n, ...); of texts the captions, UTF-8 bytes."""
-        if self.latents is None:
+        """Return the values of one condition to store with the images, (n, ...): captions as UTF-8 bytes for texts."""
+        if self.latents is None:  # classes that are assigned in turn
             return self(indices)[name].numpy()
         sources, caption_choice = self._select_sources(self.latents, indices)
         captions = self.latents.dataset.captions
         if captions is None or self.descriptions[name]["kind"] != "text":
-            return self.latents.dataset.conditions[name][sources]
+            return self.latents.dataset.conditions[name][sources]  # of an array with a row per image of the data set
         texts = captions.texts(captions.caption_indices(sources, caption_choice))
         return np.array([text.encode() for text in texts], f"S{captions.longest_bytes}")
 

@@ -26,7 +26,10 @@ class TextEncoderConfig(Section):
     dtype: Literal["float32", "float16"] = field("float32", "of the states on disk")
 
     def resolve_auto(self, model_input: str | None) -> "TextEncoderConfig":
-        """Return the section with values in place of ``auto``.
+        """Return the section with values of `output` and `dropped` in place of ``auto``.
+
+        `output` becomes the model's input, or ``tokens`` if the model takes either. `dropped` becomes ``empty`` for
+        tokens and ``random`` for pooled states.
 
         Args:
             model_input: states that the model takes, ``tokens`` or ``pooled``; None: either.

@@ -154,8 +154,20 @@ def _join_results(training: TrainingState, draw: Draw, noise: Images, results: l
 def _forward_backward_micro_batch(
     training: TrainingState, micro_batch: MicroBatch, draw: Draw, noise: Images, conditions: dict[str, Tensor]
 ) -> StepResult:
-    """Run forward and backward pass of one micro-batch; `draw`, `noise` and `conditions` are of its samples alone."""
+    """Run forward and backward pass of one micro-batch, and return detached results.
+
+    The backward pass adds to the gradients of the parameters. The forward pass reseeds torch's global generators,
+    from which dropout masks are drawn; the seed depends on run, step and micro-batch.
+
+    Args:
+        training: model, losses and strategy.
+        micro_batch: number of the micro-batch, and its samples in the global batch.
+        draw: timesteps and weights of these samples alone.
+        noise: noise of these samples, (micro-batch, c, h, w).
+        conditions: conditions of these samples by name, each (micro-batch, ...).
+    """
     step = draw.step
+    # the first micro-batch uses the stream without a number, which is also that of a step in one pass
     dropout_stream = f"dropout {micro_batch.number}" if micro_batch.number else "dropout"
     seed_generators(derived_seed(training.seed, dropout_stream, step), training.device)
     samples = SampleCoordinates(training.seed, step, range(micro_batch.samples.start, micro_batch.samples.stop))
@@ -169,7 +181,8 @@ def _forward_backward_micro_batch(
     weighted_mean = training.strategy.loss(draw, _add(weighted_terms))
     means = [weighted_mean, *(term.mean() for term in unweighted_terms)]
 
-    # DistributedDataParallel averages gradients over the ranks; the factor makes the average a sum
+    # the factor len / batch_size makes the mean over these samples a part of the mean over the global batch; the factor
+    # ranks makes a sum of the average over ranks that DistributedDataParallel computes
     objective = _add(means)
     factor = len(draw.t) / training.settings.batch_size * distributed.ranks()
     if factor != 1:

@@ -17,6 +17,8 @@ from pathlib import Path
 def main(records_folder: str, *command: str) -> int:
     """Run a command and, if it succeeds, create the job's success file.
 
+    SIGTERM does not end this process: it is forwarded to all processes of its group, and the command's end is awaited.
+
     Args:
         records_folder: folder of the records of an experiment's jobs.
         command: program and arguments.

@@ -97,7 +97,7 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
 
 @contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """Print an error of kairos or a file as one message and exit; Snakemake would print a traceback."""
+    """Print a KairosError or OSError as one message and exit with status 2; Snakemake would print a traceback."""
     try:
         yield
     except (KairosError, OSError) as error:

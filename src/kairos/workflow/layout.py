@@ -205,13 +205,18 @@ class Layout:
         return [snapshot_table_path(self.results, analysis, method, seed, step) for method, seed, step in snapshots]
 
     def analysis_inputs(self, analysis: str) -> list[str]:
-        """Return the files that the table of an analysis is computed from."""
+        """Return the files that the table of an analysis is computed from.
+
+        These are its measurements at snapshots. An analysis that reads strategies or evaluations instead depends on
+        the records of all snapshots of all training runs.
+        """
         files = self.measurement_files(analysis)
-        records = {"strategies": "milestones/{}/milestone.json", "evaluations": "evaluation/{}.json"}
-        record = records.get(self.analyses[analysis].reads)
-        if record:
+        # for results that an analysis reads: path of a snapshot's record in the folder of a run
+        record_paths = {"strategies": "milestones/{}/milestone.json", "evaluations": "evaluation/{}.json"}
+        record_path = record_paths.get(self.analyses[analysis].reads)
+        if record_path is not None:
             for (method, seed), snapshot in product(self.trainings, self.snapshots):
-                files.append(f"{self.training_folder(method, seed)}/{record.format(snapshot)}")
+                files.append(f"{self.training_folder(method, seed)}/{record_path.format(snapshot)}")
         return files
 
     def training_end(self, wildcards: Any) -> list[str]:
