@@ -43,6 +43,9 @@ _ARRAY_NAMES = {measurement.layer: measurement.arrays for measurement in GAUSSIA
 class RealStatistics:
     """Statistics of the real images that metrics compare samples with.
 
+    Four functions handle the fields one by one: `save`, `load`, `statistics_to_store`, and
+    `reference.load_external_statistics`.
+
     Attributes:
         gaussians: mean (d,) and covariance (d, d) of each layer.
         features: features of at most `MAX_STORED` evenly spread images, float32 (n, d); empty if no metric needs them.

@@ -156,7 +156,7 @@ class MetricOptions(Component):
     Attributes:
         needs: measurements that the metric needs, names of `MEASUREMENTS`.
         extractor: the only extractor that the metric is defined for; empty: any.
-        higher_is_better: True if better samples have higher values.
+        higher_is_better: True if better samples have higher values; only read for a column named like the metric.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -312,7 +312,10 @@ FRECHET_METRICS = ("frechet", "fid", "fd_dinov2")  # metrics that methods are ra
 
 
 def is_higher_better(column: str) -> bool:
-    """Return True if the column is a metric whose higher values are better, such as ``precision``."""
+    """Return True if higher values of the column are better, such as ``precision``.
+
+    Only a column with the name of a metric is found. Other columns, such as ``clip_score``, return False.
+    """
     return column in METRICS and METRICS[column].higher_is_better
 
 
