@@ -1,6 +1,6 @@
 """Tests of the transformers: published sizes, formulas of the papers, initial weights, masks, texts, training.
 
-The reference implementations follow the papers (backbones.md, 2.1 and 3.4 to 3.8) and read weights by their published
+The reference implementations follow the papers cited in `kairos.models` and read weights by their published
 names. ``pytest -s`` prints the largest differences.
 """
 

@@ -36,7 +36,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps-per-second", type=float, metavar="R", help="speed of a training run, for the time limits"
     )
-    parser.add_argument("--all-options", action="store_true", help="also print options that have their default value")
+    all_options = "also print the default options of methods, forward process and feature extractor"
+    parser.add_argument("--all-options", action="store_true", help=all_options)
     parser.add_argument("--folder", action="store_true", help="print only the folder of results")
 
 

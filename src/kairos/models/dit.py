@@ -80,6 +80,9 @@ class DiT(Backbone):
 
     A text is one vector per image. An MLP embeds it, and the result is added to the time embedding (SpeeD's code).
 
+    `MDT` derives from this class, but its options are no `DiTOptions`. Only methods that `MDT` overrides, such as
+    `build_block`, may read an option that `MDTOptions` lacks.
+
     Raises:
         KairosError: patches do not divide the size, or the text is a sequence.
     """
