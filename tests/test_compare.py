@@ -14,6 +14,7 @@ from scipy import stats
 import results_tree
 from kairos.cli import main
 from kairos.config import load
+from kairos.evaluation.settings import is_higher_better
 from kairos.files import read_json, write_json
 from kairos.report import formatting, ranking
 from kairos.report.collect import collect
@@ -121,6 +122,11 @@ def test_methods_are_compared_by_any_measured_value(tree, compare, capsys):
     message = capsys.readouterr().err
     assert all(text in message for text in ("--metric", "kids", "kid", "val_loss", results_tree.METRIC))
     assert "_spread" not in message and "_sets" not in message
+
+
+def test_higher_values_are_better_in_these_columns():
+    columns = ["fid", "frechet_classifier64", "kid", "val_loss", "precision", "recall", "psnr", "isc", "clip_score"]
+    assert [column for column in columns if is_higher_better(column)] == columns[4:]
 
 
 def test_a_metric_may_be_better_if_it_is_higher(tmp_path, compare):

@@ -11,6 +11,7 @@ import yaml
 import results_tree
 from kairos.cli import main
 from kairos.config import load
+from kairos.evaluation import reference
 from kairos.files import read_json, write_json
 from kairos.report.collect import collect
 from kairos.status.render import render_page
@@ -115,6 +116,22 @@ def test_compare_excludes_results_of_the_earlier_autoencoder(
     assert "uniform seed 0" not in note
 
 
+def test_statistics_of_real_images_are_measured_again_by_changed_code(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count_cached() -> int:
+        make_shared("reference")
+        return len(list(Path(".kairos/cache").glob("statistics-*.npz")))
+
+    before = count_cached()
+    assert before > 0
+    monkeypatch.setattr(reference, "fingerprint", lambda roots: "0" * 16)
+    assert count_cached() == before + 1
+    monkeypatch.undo()
+    monkeypatch.chdir(experiment)
+    assert count_cached() == before + 1
+
+
 def test_a_changed_setting_is_reported_before_its_consequences(interrupted: Path) -> None:
     """A missing evaluation, or one with another extractor, does not hide the setting that has changed."""
     folder = Path(RESULTS, "adaptive/seed0/evaluation")
@@ -156,6 +173,32 @@ def test_a_setting_that_changes_results_excludes_them(tmp_path: Path, section: s
     for unfinished in (False, True):
         with pytest.raises(KairosError, match=re.escape(field)):
             collect(load(config), results, unfinished)
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "option", "field"),
+    [
+        ("model", {"name": "dit", "mlp_ratio": 2.0}, "mlp_ratio", "model.mlp_ratio: 4.0 → 2.0"),
+        ("methods", {"uniform": {"sampler": {"name": "uniform", "floor": 0.1}}}, "floor", "sampler.floor: 0.0 → 0.1"),
+    ],
+)
+def test_an_option_that_a_record_lacks_counts_as_its_default(
+    tmp_path: Path, section: str, setting: dict, option: str, field: str
+) -> None:
+    """Records of versions of kairos without an option do not contain it."""
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
+    for path in results.glob("uniform/seed0/milestones/*/milestone.json"):
+        record = read_json(path)
+        record["config"]["model"].pop(option, None)
+        for method in record["config"]["methods"].values():
+            method["sampler"].pop(option, None)
+        write_json(path, record)
+    assert collect(load(config), results, unfinished=True).outdated == ()
+    values = yaml.safe_load(config.read_text())
+    values[section] = {**values[section], **setting} if isinstance(values.get(section), dict) else setting
+    config.write_text(yaml.safe_dump(values))
+    with pytest.raises(KairosError, match=re.escape(field)):
+        collect(load(config), results, unfinished=True)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps-per-second", type=float, metavar="R", help="speed of a training run, for the time limits"
     )
-    all_options = "also print the default options of methods, forward process and feature extractor"
+    all_options = "also print the default options of methods, model, forward process and feature extractor"
     parser.add_argument("--all-options", action="store_true", help=all_options)
     parser.add_argument("--folder", action="store_true", help="print only the folder of results")
 
@@ -126,7 +126,7 @@ def _method_rows(experiment: "Experiment", all_options: bool) -> _Table:
 
 
 def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
-    """Return descriptions of forward process, seeds, snapshots and samples, by label.
+    """Return descriptions of model, forward process, seeds, snapshots and samples, by label.
 
     Args:
         layout: layout of the checked experiment.
@@ -141,6 +141,7 @@ def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
     steps = ", ".join(map(str, experiment.milestones))
     segments = f", in {len(layout.segments)} segments" if len(layout.segments) > 1 else ""
     return {
+        "model": _describe_component(experiment.model, all_options),
         "process": process,
         "seeds": ", ".join(map(str, experiment.seeds)),
         "milestones": f"{steps} (steps of {experiment.training.batch_size} images){segments}",

@@ -43,8 +43,7 @@ _ARRAY_NAMES = {measurement.layer: measurement.arrays for measurement in GAUSSIA
 class RealStatistics:
     """Statistics of the real images that metrics compare samples with.
 
-    Four functions handle the fields one by one: `save`, `load`, `statistics_to_store`, and
-    `reference.load_external_statistics`.
+    Three functions handle the fields one by one: `save`, `load` and `statistics_to_store`.
 
     Attributes:
         gaussians: mean (d,) and covariance (d, d) of each layer.
@@ -135,7 +134,7 @@ def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStat
     Two processes may compute one file at the same time. The later rename replaces the file as a whole.
 
     Args:
-        key: JSON value that identifies the statistics: hashes of images and extractor, and the measurements.
+        key: JSON value that identifies the statistics: hashes of images, extractor and code, and the measurements.
         compute: computes the statistics.
     """
     path = CACHE / f"statistics-{sha256_json(key)[:32]}.npz"

@@ -38,6 +38,7 @@ from kairos.evaluation.settings import (
     needs_of_real_images,
 )
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
+from kairos.fingerprint import fingerprint
 from kairos.progress import Progress, log
 from kairos.sampling.samples_file import open_samples
 from kairos_timesteps.errors import KairosError
@@ -241,13 +242,13 @@ def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) 
     statistics = _measure_cached(images, range(len(images)), extractor, missing, {"images": sha256_file(path)})
     # published moments may be of more images than the file has, so their number is unknown
     count = 0 if published_gaussians else statistics.count
-    return RealStatistics({**statistics.gaussians, **published_gaussians}, statistics.features, count)
+    return replace(statistics, gaussians={**statistics.gaussians, **published_gaussians}, count=count)
 
 
 def _measure_cached(
     images: Any, indices: Any, extractor: Extractor, needs: set[str], cache_key: dict[str, Any]
 ) -> RealStatistics:
-    """Return the statistics of the images `indices`, from the cache if it contains them.
+    """Return the statistics of the images `indices`, from the cache if the code that measures has computed them.
 
     Args:
         images: uint8 (N, height, width, channels).
@@ -256,7 +257,13 @@ def _measure_cached(
         needs: measurements, see `settings.MEASUREMENTS`.
         cache_key: JSON values that identify the images.
     """
-    cache_key = {**cache_key, "extractor": extractor.hash, "precision": extractor.precision, "needs": sorted(needs)}
+    cache_key = {
+        **cache_key,
+        "extractor": extractor.hash,
+        "precision": extractor.precision,
+        "needs": sorted(needs),
+        "code": fingerprint([measure.__module__, extractor.__module__]),
+    }
 
     def compute() -> RealStatistics:
         stored = metrics.indices_to_store(len(indices))

@@ -156,12 +156,12 @@ class MetricOptions(Component):
     Attributes:
         needs: measurements that the metric needs, names of `MEASUREMENTS`.
         extractor: the only extractor that the metric is defined for; empty: any.
-        higher_is_better: True if better samples have higher values; only read for a column named like the metric.
+        higher_is_better: columns of the metric whose values are higher for better samples.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     extractor: ClassVar[str] = ""
-    higher_is_better: ClassVar[bool] = False
+    higher_is_better: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **keywords: Any) -> None:
@@ -237,7 +237,7 @@ class IscOptions(MetricOptions):
     """Inception score (Salimans et al. 2016)."""
 
     code: ClassVar[str] = "kairos.evaluation.metrics:isc"
-    higher_is_better: ClassVar[bool] = True
+    higher_is_better: ClassVar[tuple[str, ...]] = ("isc",)
     needs: ClassVar[tuple[str, ...]] = ("logits",)
     extractor: ClassVar[str] = "inception"
 
@@ -249,7 +249,7 @@ class PrecisionOptions(MetricOptions):
     """Share of samples in the real manifold (Kynkäänniemi et al. 2019)."""
 
     code: ClassVar[str] = "kairos.evaluation.metrics:precision"
-    higher_is_better: ClassVar[bool] = True
+    higher_is_better: ClassVar[tuple[str, ...]] = ("precision",)
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
     name: str = "precision"
@@ -261,6 +261,7 @@ class RecallOptions(PrecisionOptions):
     """Share of real images in the samples' manifold."""
 
     code: ClassVar[str] = "kairos.evaluation.metrics:recall"
+    higher_is_better: ClassVar[tuple[str, ...]] = ("recall",)
 
     name: str = "recall"
 
@@ -270,7 +271,7 @@ class ClipOptions(MetricOptions):
     """100 x cosine of images and captions (Hessel et al. 2021)."""
 
     code: ClassVar[str] = "kairos.evaluation.clip:clip"
-    higher_is_better: ClassVar[bool] = True
+    higher_is_better: ClassVar[tuple[str, ...]] = ("clip_score",)
     needs: ClassVar[tuple[str, ...]] = ("captions",)
 
     name: str = "clip"
@@ -302,7 +303,7 @@ class PsnrOptions(MetricOptions):
     """PSNR in dB against the images that conditions come from."""
 
     code: ClassVar[str] = "kairos.evaluation.metrics:psnr"
-    higher_is_better: ClassVar[bool] = True
+    higher_is_better: ClassVar[tuple[str, ...]] = ("psnr",)
     needs: ClassVar[tuple[str, ...]] = ("pairs",)
 
     name: str = "psnr"
@@ -312,11 +313,8 @@ FRECHET_METRICS = ("frechet", "fid", "fd_dinov2")  # metrics that methods are ra
 
 
 def is_higher_better(column: str) -> bool:
-    """Return True if higher values of the column are better, such as ``precision``.
-
-    Only a column with the name of a metric is found. Other columns, such as ``clip_score``, return False.
-    """
-    return column in METRICS and METRICS[column].higher_is_better
+    """Return True if higher values of the column are better, such as ``precision``."""
+    return any(column in options.higher_is_better for options in METRICS.values())
 
 
 def needs_of(metrics: Iterable[MetricOptions]) -> set[str]:

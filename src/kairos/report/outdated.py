@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kairos.components import Component
 from kairos.config import Experiment
 from kairos.files import RecordReader, glance
+from kairos.library_components import LibraryComponent
 from kairos.sampling.settings import GUIDANCE, resolve_solver
 from kairos.training.identity import compute_identity, trajectory_settings
 from kairos_timesteps.diffusion.schedule import CELLS
@@ -216,8 +218,13 @@ class ExpectedSettings:
 
     def _find_all_changes(self, method: str, record: Record) -> list[Change]:
         """Find all settings that decide the results of a method and differ from a snapshot's record."""
-        recorded_method = record["config"]["methods"].get(record["method"], {})
-        recorded = record["config"] | {"methods": {method: recorded_method}}
+        recorded = dict(record["config"])
+        recorded_method = dict(recorded["methods"].get(record["method"], {}))
+        for part in ("sampler", "weighting", "coupling"):
+            component = getattr(self.experiment.methods[method], part)
+            recorded_method[part] = _add_defaults(recorded_method.get(part), component)
+        recorded["methods"] = {method: recorded_method}
+        recorded["model"] = _add_defaults(recorded["model"], self.experiment.model)
         return _compare_settings(self._settings_of(method), recorded)
 
     def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
@@ -279,7 +286,7 @@ def _select_used_fields(autoencoder: Record) -> Record:
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     """Compare nested settings and return the differences.
 
-    A field that one side lacks belongs to another version of kairos and does not count.
+    A field that one side lacks belongs to another version of kairos and does not count. `_add_defaults` adds options.
 
     Args:
         now: settings of the experiment, or a single value.
@@ -297,6 +304,23 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     for name in names:
         changes += _compare_settings(now[name], before[name], f"{field}.{name}" if field else name)
     return changes
+
+
+def _add_defaults(recorded: Any, component: Component | LibraryComponent) -> Any:
+    """Add to the recorded options of a component those that the component has had only since then.
+
+    Args:
+        recorded: name and options of a component in a record; other values are returned unchanged.
+        component: the component of the experiment. If it has another name, nothing is added.
+    """
+    if not isinstance(recorded, dict) or recorded.get("name") != component.name:
+        return recorded
+    if isinstance(component, LibraryComponent):
+        defaults = LibraryComponent.select(component.registry, {"name": component.name}).plain()
+    else:
+        defaults = type(component)().plain()
+    # None stands for a value that depends on other settings
+    return {name: value for name, value in defaults.items() if value is not None} | recorded
 
 
 def _select_fields(record: Record, fields: dict[str, str]) -> Record:
