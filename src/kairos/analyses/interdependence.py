@@ -86,7 +86,10 @@ def _prepare_training(
     latents: Latents,
     device: torch.device,
 ) -> TrainingState:
-    """Prepare a training that continues from a snapshot, with times uniform from cell `start` to cell `end`."""
+    """Prepare a training run that continues from a snapshot, with times uniform from cell `start` to cell `end`.
+
+    The weights are those of the snapshot. Without a state, the optimiser is new.
+    """
     record = snapshot.record
     sampler = {"name": "uniform", "start": start, "end": end}
     method = snapshot.config["methods"][record["method"]] | {"sampler": sampler}

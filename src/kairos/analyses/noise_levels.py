@@ -139,7 +139,8 @@ def measure_agreement(
 def load_optimizer_state(folder: Path, snapshot: Snapshot, device: torch.device) -> dict[str, Any] | None:
     """Load the optimiser's state at a snapshot, or return None if it is not available.
 
-    It is in the run's ``checkpoint.pt``, which belongs to the last step.
+    It is in the run's ``checkpoint.pt``, which belongs to the last step. It is not available at other steps, or if the
+    optimiser has taken no step.
 
     Args:
         folder: folder of the snapshot.
@@ -225,6 +226,8 @@ def _load_training_images(
 
 def _describe_level(level: Level, process: Process, probabilities: Array) -> TableRow:
     """Return the columns that describe a level: its fractions of the process, its middle time, and the density there.
+
+    The density is relative to the uniform density.
 
     Args:
         level: the level.

@@ -20,7 +20,8 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
     """Collect the density of timesteps and the trained density at every snapshot, relative to the uniform density.
 
     Column ``density`` is T p(t). Column ``trained`` is p(t) w(t) over its mean: loss weights count as probabilities
-    (Kim et al. 2025, figure 5).
+    (Kim et al. 2025, figure 5). A row contains means over a group of consecutive timesteps. There are `options.bins`
+    groups, or one for each timestep if there are fewer.
 
     Args:
         options: options of the analysis.
@@ -87,7 +88,10 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
 
 
 def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
-    """Return the baseline's mean time over seeds at the step at which its mean distance over seeds is lowest."""
+    """Return the baseline's mean time over seeds at the step at which its mean distance over seeds is lowest.
+
+    Step 0, the untrained network, does not count.
+    """
     distance_and_time = []  # means over seeds, by step
     for step in experiment.milestones[1:]:  # without the untrained network
         step_rows = [row for row in rows if row["method"] == experiment.baseline and row["step"] == step]

@@ -67,7 +67,8 @@ def _check_conditions(experiment: "Experiment") -> None:
 def _check_text(experiment: "Experiment") -> None:
     """Check that captions and text encoder are set if the model takes texts, and that nothing needs texts if not.
 
-    Captions may be set without such a model: they are then prepared, but not used.
+    Captions may be set without such a model: they are then prepared, but not used. Metric clip compares images with
+    captions, so that it needs such a model.
     """
     captions, encoder = experiment.dataset.captions, experiment.text_encoder
     if "text" in experiment.conditions:
@@ -96,7 +97,10 @@ def _check_low_resolution(experiment: "Experiment") -> None:
 
 
 def _check_shapes(experiment: "Experiment") -> None:
-    """Check that patches divide the network's input and that guided channels exist."""
+    """Check that patches divide the network's input and that guided channels exist.
+
+    Nothing is checked if the experiment file does not determine the shape of the input.
+    """
     if experiment.x0_size is None:  # known once the data are prepared
         return
     channels, side = experiment.x0_size
@@ -137,7 +141,8 @@ def _check_timesteps(experiment: "Experiment") -> None:
     """Check that model and strategies support the timesteps of the process.
 
     A learned table of timestep embeddings (`model.timesteps`) needs a row for each timestep of a discrete process.
-    Samplers must not need context.
+    Samplers must not need context. Options of samplers and weightings are checked against the timesteps and the noise
+    schedule.
     """
     process, table_rows = experiment.diffusion.process, getattr(experiment.model, "timesteps", None)
     if table_rows is not None:

@@ -95,7 +95,7 @@ def _merge(base: Any, values: Any) -> Any:
 
 
 def find_experiment_files(folder: Path) -> list[Path]:
-    """Return the experiment files below a folder, sorted by name, with table2 before table10.
+    """Return the experiment files below a folder, sorted by folder and name, with table2 before table10.
 
     Raises:
         ConfigError: there is none.
