@@ -130,6 +130,7 @@ def measure_agreement(
     metrics: dict[str, Metric] = {"training": None}
     if optimizer_state is not None:
         eps = optimizer_state["param_groups"][0]["eps"]
+        # sorted by key, the index of the parameter
         second_moments = [state["exp_avg_sq"] for _, state in sorted(optimizer_state["state"].items())]
         metrics["preconditioned"] = [1 / (moment.sqrt() + eps) for moment in second_moments]
     levels = log_snr_levels(snapshot.process, options.bins, options.least, options.most)
@@ -169,6 +170,9 @@ def _measure_levels(
 ) -> list[TableRow]:
     """Measure losses and gradients of a snapshot by level, and return a row per loss and level.
 
+    The densities and weights are read from ``strategy.csv`` in the folder of the snapshot. Levels have separate images,
+    `options.images` each.
+
     Args:
         options: options of the analysis.
         folder: folder of the snapshot.
@@ -203,7 +207,7 @@ def _measure_levels(
 def _load_training_images(
     options: SnapshotOptions, snapshot: Snapshot, latents: Latents, count: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Draw training images at random, and return them in model space with the conditions of the network.
+    """Return random training images in model space, drawn with replacement, and the conditions of the network.
 
     Args:
         options: options of the analysis, with the seed.
@@ -244,7 +248,11 @@ def _describe_level(level: Level, process: Process, probabilities: Array) -> Tab
 
 
 def _moments_of_level(moments: GradientMoments, level: int) -> TableRow:
-    """Return the columns that contain the moments of losses and gradients at a level."""
+    """Return the columns that contain the moments of losses and gradients at a level.
+
+    They are loss_mean, loss_variance, variance (tr Cov g), squared_mean (||E g||²), noise_scale, and a column cosine_0
+    and so on for each level.
+    """
     row = {
         "loss_mean": moments.losses[level].mean(),
         "loss_variance": moments.losses[level].var(ddof=1),

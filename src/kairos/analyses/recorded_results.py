@@ -123,7 +123,7 @@ def collect_subset_sizes(options: AnalysisOptions, experiment: Any, results: Pat
 def compute_increments(options: IncrementsOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Compute moments and areas of x_{t+1} - x_t of eight processes in 1000 steps, a row per process and time.
 
-    Source: `kairos.increments`.
+    Source: `kairos.increments`. The columns are ``process``, those of `Increments.columns`, and ``area``.
 
     Args:
         options: options of the analysis.

@@ -101,7 +101,7 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
             if seconds is None:
                 continue
             durations.setdefault(method, []).append(seconds)
-            record = folder / "training.json"
+            record = folder / "training.json"  # exists once the training run is complete
             if record.exists():
                 devices_used.add(read_json(record)["provenance"].get("device", "?"))
     if not durations:

@@ -234,6 +234,8 @@ def _compute_losses(
 def pair_with_captions(file: str, samples: SamplesFile, indices: range) -> Iterable[tuple[np.ndarray, list[str]]]:
     """Return batches of the images `indices` with the captions that they were generated from.
 
+    The batches can be iterated once.
+
     Raises:
         KairosError: the samples file contains no captions.
     """
@@ -250,6 +252,8 @@ def pair_with_real_images(
     samples: SamplesFile, indices: range, latents: Latents, conditions: dict[str, dict[str, Any]]
 ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Return generated images with the real images of their conditions, in batches of uint8 (n, h, w, channels).
+
+    The batches can be iterated once.
 
     Args:
         samples: the samples file.

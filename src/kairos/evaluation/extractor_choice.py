@@ -57,6 +57,7 @@ def choose_extractor(
         if evaluation.reference not in ("train", "all"):
             width = evaluation.extractor.feature_count
             needs = needs_of_real_images(metrics)
+            # only for its checks: the moments are not used here
             external_reference.read_moments(Path(evaluation.reference), width, needs, "evaluation.reference")
     except KairosError as error:
         problems.append(str(error))

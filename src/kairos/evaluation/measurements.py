@@ -141,7 +141,10 @@ def measure(
 
 
 def iterate_rows(images: Any, indices: NDArray[np.int64] | range, size: int = BATCH) -> Iterator[Any]:
-    """Yield rows of `images` (or another sequence) in the order of `indices`, in batches of at most `size`."""
+    """Yield rows of `images` (or another sequence) in the order of `indices`, in batches of at most `size`.
+
+    A range, whose step must be 1, is read by slices.
+    """
     for start in range(0, len(indices), size):
         batch = indices[start : start + size]
         if isinstance(batch, range):

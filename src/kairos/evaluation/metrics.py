@@ -285,7 +285,7 @@ def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
     """
     # distances to the nearest vectors, (m, neighbours + 1); the nearest one is the vector itself
     nearest_distances = torch.full((len(manifold), neighbours + 1), torch.inf)
-    for vectors, nearest in zip(_iterate_vectors(manifold), nearest_distances.split(ROWS)):
+    for vectors, nearest in zip(_iterate_vectors(manifold), nearest_distances.split(ROWS)):  # `nearest` is a view
         for others in _iterate_vectors(manifold):
             candidates = torch.cat([nearest, torch.cdist(vectors, others)], 1)
             nearest[:] = candidates.topk(neighbours + 1, largest=False).values
