@@ -146,14 +146,14 @@ class DatasetConfig(Section):
         if not isinstance(self.heldout, str):
             return None
         if self.source == "hub":
-            field = "split"
+            changed_field = "split"
         elif self.files:
-            field = "files"
+            changed_field = "files"
         else:
-            field = "path"
+            changed_field = "path"
         captions = self.heldout_captions or self.captions
         update = {"heldout": 0.0, "images": None, "captions": captions, "heldout_captions": None}
-        return self.model_copy(update={field: self.heldout, **update})
+        return self.model_copy(update={changed_field: self.heldout, **update})
 
     @property
     def sections(self) -> "tuple[DatasetConfig, ...]":
