@@ -146,7 +146,7 @@ def increments(
         r: magnitude above which a timestep counts as converged.
 
     Raises:
-        ConfigError: the process is unknown, or r is not above 1.
+        ConfigError: the process is unknown, process vp has no schedule, or r is not above 1.
     """
     if not 1 < r < np.inf:
         raise ConfigError(f"r: got {r:g}, allowed: number > 1, the magnitude where convergence begins")

@@ -97,8 +97,8 @@ class Latents:
     def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """Read the stored arrays that x0 and the low-resolution condition of some images are computed from.
 
-        Each row is read once. The result contains, by name, moments (n, c, h, w) in float32, or pixels (n, h, w, c) in
-        uint8.
+        Each row is read once. The result contains, by name and on the CPU, moments (n, c, h, w) in float32, or pixels
+        (n, h, w, c) in uint8.
 
         Args:
             indices: indices of the images, (n,).

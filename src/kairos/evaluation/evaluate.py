@@ -168,6 +168,8 @@ def evaluate(
 ) -> list[str]:
     """Evaluate one samples file, write its record, and return the warnings about its number of images.
 
+    A message reports the distance.
+
     Args:
         job: the samples and the record to write.
         reference: statistics of real images, metrics and fixed settings.

@@ -109,6 +109,9 @@ def measure(
 ) -> ImageStatistics:
     """Measure a set of images in one pass.
 
+    Features and logits are read from temporary files, whose space is freed with the result; another process cannot open
+    them.
+
     Args:
         extractor: an opened extractor.
         images: batches of uint8 (n, height, width, channels).
