@@ -159,6 +159,8 @@ class Selection:
     def _select(self, value: Any) -> Component | LibraryComponent:
         """Return the selected component with checked options.
 
+        A component is returned as it is. The value is a name, or a dictionary of name and options.
+
         Raises:
             ValueRejected: there is no such component, or the library rejects an option.
             ValidationError: pydantic rejects an option.

@@ -16,6 +16,9 @@ def setup(
 ) -> torch.device:
     """Set the number of threads and deterministic algorithms, select the device, and return the device.
 
+    Determinism sets ``CUBLAS_WORKSPACE_CONFIG`` unless it is set, and hides torch's warnings about it. All settings are
+    those of the whole process.
+
     Args:
         threads: number of CPU threads; results depend on it, so it is part of the identity of a training run.
         device: ``auto`` (a GPU if one is usable), ``cpu``, ``cuda`` or ``cuda:N``.

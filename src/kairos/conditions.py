@@ -51,7 +51,10 @@ def nulls(conditions: dict[str, Tensor], descriptions: Descriptions) -> dict[str
 
 
 def drop(conditions: dict[str, Tensor], descriptions: Descriptions, dropped: Tensor) -> dict[str, Tensor]:
-    """Replace all conditions of the samples in `dropped`, bool (batch,), by their null values."""
+    """Return conditions with null values for the samples in `dropped`, bool (batch,).
+
+    All conditions of such a sample are null. The arguments do not change.
+    """
     null_values = nulls(conditions, descriptions)
     result = {}
     for name, values in conditions.items():

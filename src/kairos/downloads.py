@@ -78,7 +78,10 @@ class Requirement:
 
 
 def list_requirements(experiment: Experiment) -> list[Requirement]:
-    """Return what the jobs of an experiment read from outside the results folder, in the order of reading."""
+    """Return what the jobs of an experiment read from outside the results folder, in the order of reading.
+
+    Digits, and networks that kairos trains, are no requirements.
+    """
     sections = [section for section in experiment.dataset.sections if section.source != "digits"]
     requirements = [_dataset(section) for section in sections]
     requirements += _networks_and_captions(experiment)
@@ -93,7 +96,7 @@ def list_requirements(experiment: Experiment) -> list[Requirement]:
 def warn_of_missing(experiment: Experiment) -> list[str]:
     """Return a warning for each missing network or file that `Experiment.resolve` does not check.
 
-    Networks are not read, since they may have gigabytes.
+    Networks are not read, since they may have gigabytes. Held-out images on the hub are not checked.
     """
     heldout = [section for section in experiment.dataset.sections[1:] if section.source not in ("digits", "hub")]
     requirements = [_dataset(section) for section in heldout] + _networks_and_captions(experiment)
@@ -239,7 +242,7 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
     """Return the folder of a network if its configuration and weights are complete; None if a file is missing.
 
     Files in the hub's cache are named by their hashes. A file whose hash differs is deleted, since the hub's client
-    would consider it complete.
+    would consider it complete. Weights in torch's older format are not verified.
 
     Raises:
         KairosError: a file is damaged or belongs to another kind of network.
@@ -269,7 +272,10 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
 
 
 def _inception(configured: str | None) -> Requirement:
-    """Return the requirement of the Inception weights; only those at the default path are downloaded."""
+    """Return the requirement of the Inception weights; only those at the default path are downloaded.
+
+    A file with another hash than the one in its name counts as missing.
+    """
     path = Path(configured) if configured else inception_weights.default_path()
     advice = f"put the file from {inception_weights.URL} there: {path}"
 

@@ -87,7 +87,10 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def write_weights(path: Path | str, weights: dict[str, Any]) -> None:
-    """Write tensors as safetensors, as diffusers and transformers do but atomically."""
+    """Write tensors as safetensors, as diffusers and transformers do but atomically.
+
+    The tensors may be on any device.
+    """
     from safetensors.torch import save
 
     content = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
@@ -137,9 +140,11 @@ class RecordReader:
             is_object = start >= len(self._key) and text.startswith("{", start)
             if not is_object:  # the file does not have the field, or a value that is no object
                 return _create_record(json.loads(text), path)
+            # `_text` is a complete object, so that a value that begins with it is equal to it
             if not self._text or not text.startswith(self._text, start):
                 self._value, end = json.JSONDecoder().raw_decode(text, start)
                 self._text = text[start:end]
+            # the other fields, with null as the value of the field
             fields = json.loads(f"{text[:start]}null{text[start + len(self._text) :]}")
             if fields.get(self._field, self) is not None or text.count(self._key) > 1:  # the key of a nested object
                 return _create_record(json.loads(text), path)
@@ -185,6 +190,7 @@ def open_record(folder: Path | str, command: str, name: str = "manifest.json") -
 
     Raises:
         KairosError: the record is missing; the message contains the command.
+        DamagedError: the record is damaged; access to a missing field also raises it.
     """
     path = Path(folder) / name
     if not path.is_file():
@@ -322,7 +328,10 @@ def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the complete lines of a text file, without a last line that lacks its newline and is being written."""
+    """Return the complete lines of a text file, without a last line that lacks its newline and is being written.
+
+    The list is empty without a file.
+    """
     if not path.exists():
         return []
     return path.read_text(encoding="utf-8").split("\n")[:-1]

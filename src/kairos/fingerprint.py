@@ -122,7 +122,12 @@ def modules(roots: Iterable[str]) -> list[str]:
 
 
 def reached(roots: Iterable[str]) -> dict[str, str]:
-    """Return the hash of every module and definition that `roots` reach, by ``"module"`` or ``"module:Name"``."""
+    """Return the hash of every module and definition that `roots` reach, by ``"module"`` or ``"module:Name"``.
+
+    Raises:
+        ModuleNotFoundError: the module of a root has no source.
+        ImportError: a name is imported lazily, see `_resolve`.
+    """
     waiting = list(roots)
     for root in waiting:
         _summary(root.partition(":")[0])  # raises an error if the module does not exist
@@ -292,7 +297,7 @@ class _Summaries:
         self._new[key] = [summary.imports, summary.code]
 
     def save(self) -> None:
-        """Write new summaries to the file; an unwritable folder is no error."""
+        """Write new summaries to the file, which keeps at most 1,000; an unwritable folder is no error."""
         if not self._new:
             return
         from kairos.files import atomic

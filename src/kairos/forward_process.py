@@ -24,11 +24,13 @@ def select_prediction(process: LibraryComponent, prediction: str | None) -> str 
 
 
 def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> LibraryComponent:
-    """Set option `sigma_data` of a process to the measured value if the option exists and is unset.
+    """Return a process with the measured `sigma_data`, if it has this option and the option is unset.
+
+    Otherwise the process is returned as it is.
 
     Args:
         process: name and options of a process.
-        sigma_data: standard deviation of the data.
+        sigma_data: standard deviation of the data; None: the process is returned as it is.
     """
     options = process.plain_options()
     if sigma_data is None or options.get("sigma_data", sigma_data) is not None:

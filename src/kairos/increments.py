@@ -119,7 +119,11 @@ class Increments:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
     def area(self) -> NDArray[np.str_]:
-        """Return the area of every increment, a name in `AREAS`, (T,)."""
+        """Return the area of every increment, a name in `AREAS`, (T,).
+
+        The area is ``steady`` before convergence if the variance grows at a constant rate. Without a peak, it is
+        ``acceleration`` up to convergence.
+        """
         if np.ptp(self.change) == 0:
             before = np.full(len(self.t), "steady")
         else:
@@ -142,7 +146,7 @@ def increments(
         r: magnitude above which a timestep counts as converged.
 
     Raises:
-        ConfigError: the process is unknown, or r is not above 1.
+        ConfigError: the process is unknown, process vp has no schedule, or r is not above 1.
     """
     if not 1 < r < np.inf:
         raise ConfigError(f"r: got {r:g}, allowed: number > 1, the magnitude where convergence begins")

@@ -52,7 +52,8 @@ _COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE of mkl.h
 def machine() -> dict[str, str]:
     """Return CPU model, instruction set and versions of libraries, on which the bits of results depend.
 
-    Records whose hashes should agree between machines must not contain them.
+    Records whose hashes should agree between machines must not contain them. The instruction set is ``any`` if torch is
+    not imported.
     """
     cpu_info = Path("/proc/cpuinfo")
     text = cpu_info.read_text() if cpu_info.exists() else ""
@@ -100,7 +101,10 @@ def is_requested(arguments: "argparse.Namespace") -> bool:
 
 
 def set_variables() -> None:
-    """Set the environment variables `VARIABLES`, before torch and numpy are imported; other values are overwritten."""
+    """Set the environment variables `VARIABLES`, before torch and numpy are imported; other values are overwritten.
+
+    A message reports each value that is overwritten.
+    """
     for name, value in VARIABLES.items():
         if os.environ.get(name, value) != value:
             log(f"training.deterministic: portable sets {name}={value}, in place of {os.environ[name]}")
@@ -138,6 +142,8 @@ def check() -> None:
 @functools.cache
 def replace_kernels() -> Any:
     """Replace the CPU kernels that no environment variable makes portable.
+
+    The first call replaces them, and further calls do nothing.
 
     Returns:
         The library of operators, whose deletion would restore the old kernels.

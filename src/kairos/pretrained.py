@@ -36,6 +36,8 @@ def download_files(path: str, files: Iterable[str], cached: bool = False) -> Pat
 def find_network_folder(path: str, field: str, files: Iterable[str], needed: str) -> Path:
     """Return the folder of a network, after a download from the hub if necessary.
 
+    The content of a folder is not checked.
+
     Args:
         path: a folder, or a hub id.
         field: field of the experiment file that contains the path, for error messages.

@@ -31,7 +31,11 @@ class Progress:
             self._bar = tqdm(total=total, desc=label, unit=unit, initial=start, file=sys.stderr, dynamic_ncols=True)
 
     def advance(self, count: int = 1, facts: str = "") -> None:
-        """Add `count` finished units; `facts` is a short text to show, such as the loss."""
+        """Add `count` finished units; `facts` is a short text to show, such as the loss.
+
+        A terminal shows each call in a bar. A log file gets a line at most every 10 seconds, and none when all units
+        are done: `close` prints the last line.
+        """
         self.done += count
         now = time.monotonic()
         if self._bar is not None:
@@ -66,7 +70,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in seconds as text, such as 9 s, 3:05 or 2:03:04."""
+    """Return a time in seconds as text, such as 9 s, 3:05 or 2:03:04; ``unknown time`` for infinity."""
     if seconds == float("inf"):
         return "unknown time"
     whole_seconds = round(seconds)

@@ -56,6 +56,9 @@ def end_startup() -> None:
 def write_record(path: Path | str, stage: str, **facts: Any) -> None:
     """Write the resource usage of this process so far to a JSON file, in seconds and bytes.
 
+    All time counts as start-up if `end_startup` was not called. The peak memory is that of this process alone, without
+    children.
+
     Args:
         path: the file.
         stage: name of the job's stage.

@@ -47,7 +47,7 @@ class Job:
         state: SLURM's state of the job, such as RUNNING.
         reason: SLURM's reason for the state.
         begun: Unix time of the last start, in whole seconds; None for a pending job.
-        stage: the Snakemake rule of the job.
+        stage: first word of the job's Snakemake rule, such as ``sample`` for rule sample_parts.
         trainings: training runs that the job works on.
     """
 
@@ -67,7 +67,7 @@ class Job:
 def list_jobs(results: Path) -> tuple[list[Job], str]:
     """Return the jobs of an experiment, and SLURM's error message, which is usually empty.
 
-    Without SLURM there are no jobs.
+    Without SLURM there are no jobs and no error.
 
     Args:
         results: folder of the experiment's results.
@@ -103,7 +103,13 @@ def plain_environment() -> dict[str, str]:
 
 
 def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
-    """Run a SLURM command for at most `timeout` seconds; return True and its output, or False and the error."""
+    """Run a SLURM command for at most `timeout` seconds; return True and its output, or False and the error.
+
+    The environment is that of `plain_environment`.
+
+    Raises:
+        FileNotFoundError: there is no such command.
+    """
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, check=False, env=plain_environment()

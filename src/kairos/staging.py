@@ -127,7 +127,10 @@ def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
 
 
 def mount(path: Path) -> tuple[str, list[str]]:
-    """Return the type of the file system of a folder, such as ext4, and its mount options."""
+    """Return the type of the file system of a folder, such as ext4, and its mount options.
+
+    Both are empty if the folder is in no mounted file system.
+    """
     lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
     mounts = {}
     for line in lines:
@@ -143,7 +146,8 @@ def mount(path: Path) -> tuple[str, list[str]]:
 def _remove_unused(user_folder: Path, current: Path) -> None:
     """Delete the copies that no process reads: the current one of this job, and copies of killed jobs.
 
-    Another process may hold the lock of the current copy for a moment, so this process waits for it.
+    Another process may hold the lock of the current copy for a moment, so this process waits for it. Files that cannot
+    be deleted are left, without an error.
     """
     for home in user_folder.iterdir():
         with suppress(OSError), open(home / "lock", "w") as lock, open(home / "used", "w") as used:

@@ -63,6 +63,7 @@ def measure_interdependence(
 
     def compute_losses(network: Backbone) -> list[Tensor]:
         """Compute the loss of each image on every part, (images,) each."""
+        # the number of the part selects its noise, which is equal before and after the training
         return [fixed_loss.errors(network, part, u, "prediction") for part, u in enumerate(image_fractions)]
 
     losses_before = compute_losses(snapshot.model)
@@ -86,7 +87,10 @@ def _prepare_training(
     latents: Latents,
     device: torch.device,
 ) -> TrainingState:
-    """Prepare a training that continues from a snapshot, with times uniform from cell `start` to cell `end`."""
+    """Prepare a training run that continues from a snapshot, with times uniform from cell `start` to cell `end`.
+
+    The weights are those of the snapshot. Without a state, the optimiser is new.
+    """
     record = snapshot.record
     sampler = {"name": "uniform", "start": start, "end": end}
     method = snapshot.config["methods"][record["method"]] | {"sampler": sampler}

@@ -130,6 +130,7 @@ def measure_agreement(
     metrics: dict[str, Metric] = {"training": None}
     if optimizer_state is not None:
         eps = optimizer_state["param_groups"][0]["eps"]
+        # sorted by key, the index of the parameter
         second_moments = [state["exp_avg_sq"] for _, state in sorted(optimizer_state["state"].items())]
         metrics["preconditioned"] = [1 / (moment.sqrt() + eps) for moment in second_moments]
     levels = log_snr_levels(snapshot.process, options.bins, options.least, options.most)
@@ -139,7 +140,8 @@ def measure_agreement(
 def load_optimizer_state(folder: Path, snapshot: Snapshot, device: torch.device) -> dict[str, Any] | None:
     """Load the optimiser's state at a snapshot, or return None if it is not available.
 
-    It is in the run's ``checkpoint.pt``, which belongs to the last step.
+    It is in the run's ``checkpoint.pt``, which belongs to the last step. It is not available at other steps, or if the
+    optimiser has taken no step.
 
     Args:
         folder: folder of the snapshot.
@@ -167,6 +169,9 @@ def _measure_levels(
     metrics: dict[str, Metric],
 ) -> list[TableRow]:
     """Measure losses and gradients of a snapshot by level, and return a row per loss and level.
+
+    The densities and weights are read from ``strategy.csv`` in the folder of the snapshot. Levels have separate images,
+    `options.images` each.
 
     Args:
         options: options of the analysis.
@@ -202,7 +207,7 @@ def _measure_levels(
 def _load_training_images(
     options: SnapshotOptions, snapshot: Snapshot, latents: Latents, count: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Draw training images at random, and return them in model space with the conditions of the network.
+    """Return random training images in model space, drawn with replacement, and the conditions of the network.
 
     Args:
         options: options of the analysis, with the seed.
@@ -226,6 +231,8 @@ def _load_training_images(
 def _describe_level(level: Level, process: Process, probabilities: Array) -> TableRow:
     """Return the columns that describe a level: its fractions of the process, its middle time, and the density there.
 
+    The density is relative to the uniform density.
+
     Args:
         level: the level.
         process: forward process.
@@ -241,7 +248,11 @@ def _describe_level(level: Level, process: Process, probabilities: Array) -> Tab
 
 
 def _moments_of_level(moments: GradientMoments, level: int) -> TableRow:
-    """Return the columns that contain the moments of losses and gradients at a level."""
+    """Return the columns that contain the moments of losses and gradients at a level.
+
+    They are loss_mean, loss_variance, variance (tr Cov g), squared_mean (||E g||²), noise_scale, and a column cosine_0
+    and so on for each level.
+    """
     row = {
         "loss_mean": moments.losses[level].mean(),
         "loss_variance": moments.losses[level].var(ddof=1),

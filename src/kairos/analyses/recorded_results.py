@@ -20,7 +20,8 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
     """Collect the density of timesteps and the trained density at every snapshot, relative to the uniform density.
 
     Column ``density`` is T p(t). Column ``trained`` is p(t) w(t) over its mean: loss weights count as probabilities
-    (Kim et al. 2025, figure 5).
+    (Kim et al. 2025, figure 5). A row contains means over a group of consecutive timesteps. There are `options.bins`
+    groups, or one for each timestep if there are fewer.
 
     Args:
         options: options of the analysis.
@@ -87,7 +88,10 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
 
 
 def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
-    """Return the baseline's mean time over seeds at the step at which its mean distance over seeds is lowest."""
+    """Return the baseline's mean time over seeds at the step at which its mean distance over seeds is lowest.
+
+    Step 0, the untrained network, does not count.
+    """
     distance_and_time = []  # means over seeds, by step
     for step in experiment.milestones[1:]:  # without the untrained network
         step_rows = [row for row in rows if row["method"] == experiment.baseline and row["step"] == step]
@@ -119,7 +123,7 @@ def collect_subset_sizes(options: AnalysisOptions, experiment: Any, results: Pat
 def compute_increments(options: IncrementsOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Compute moments and areas of x_{t+1} - x_t of eight processes in 1000 steps, a row per process and time.
 
-    Source: `kairos.increments`.
+    Source: `kairos.increments`. The columns are ``process``, those of `Increments.columns`, and ``area``.
 
     Args:
         options: options of the analysis.

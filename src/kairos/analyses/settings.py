@@ -157,6 +157,11 @@ def snapshot_table_path(results: Path | str, name: str, method: str, seed: int, 
 def check_analyses(experiment: Any) -> None:
     """Check that an experiment contains the methods, snapshots and images that its analyses need.
 
+    * relative_time and subset_size need a baseline, see `Experiment.baseline`.
+    * subset_size needs adaptive methods with several subset sizes.
+    * interdependence needs held-out images.
+    * Analyses of snapshots need methods and steps that the experiment contains.
+
     Raises:
         ConfigError: an analysis is listed twice, or needs something that the experiment does not contain.
     """

@@ -121,6 +121,8 @@ def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str)
 def load_model(folder: Path | str) -> Any:
     """Load an autoencoder of diffusers from a folder, in float32; its config.json contains the class.
 
+    Warnings of diffusers are switched off for this process.
+
     Raises:
         ConfigError: the folder contains another kind of network.
         KairosError: the autoencoder cannot be loaded.

@@ -39,6 +39,9 @@ def encode(
 ) -> dict[str, Any]:
     """Encode a data set, write the folder and return its manifest.
 
+    With a shard, the folder and the manifest are those of a shard, which only a later call with `parts` reads. Without
+    an autoencoder no array is written, since training reads the pixels of the data set.
+
     Args:
         dataset: the prepared data set.
         codec: the autoencoder.
@@ -52,9 +55,9 @@ def encode(
         dtype: data type of the latents on disk, ``float32`` or ``float16``.
 
     Raises:
-        ConfigError: the factor does not divide the sides of the images.
-        KairosError: the autoencoder is for images of another shape, or the folder of a shard cannot be used; or a
-            latent is too large for `dtype`.
+        ConfigError: the factor does not divide the sides of the images, or a shard is given without an autoencoder.
+        KairosError: the autoencoder is for images of another shape, the folder of a shard or of stage text cannot be
+            used, or a latent is too large for `dtype`.
     """
     _check_shapes(dataset, codec, factor)
     identity = {
@@ -161,6 +164,9 @@ def _encode_shard(
     """Encode one shard of the images, write its folder atomically, and return its manifest.
 
     An interrupted job resumes from the hidden folder ``.<name of out>`` next to `out`.
+
+    Raises:
+        ConfigError: there is no autoencoder, so nothing is encoded.
     """
     if codec.manifest["kind"] == "none":
         raise ConfigError("--shard: got one with autoencoder.kind none, allowed: none, since pixels are not encoded")
@@ -185,6 +191,10 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
         identity: settings that the shards must have been encoded with.
         partial: private folder to write.
         rows: indices of all images.
+
+    Raises:
+        KairosError: a shard is missing, or belongs to another job.
+        DamagedError: a file of a shard is missing or has changed.
     """
     records = [open_record(part, "encode --shard KofN") for part in parts]
     batch_size = identity["batch_size"]
@@ -214,7 +224,11 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
 def _encode_moments(
     dataset: PreparedDataset, codec: Codec, partial: Path, identity: dict[str, Any], rows: range
 ) -> dict[str, str]:
-    """Encode the images with indices `rows` into arrays in a private folder, and return the hash of each file."""
+    """Encode the images with indices `rows` into arrays in a private folder, and return the hash of each file.
+
+    The arrays are those of `_moments` by name, with suffix ``_flipped`` for flipped images. An interrupted computation
+    resumes.
+    """
     factor = identity["low_resolution"]
     dtype = np.dtype(identity.get("dtype", "float32"))
     suffixes = ("", "_flipped") if identity["flips"] else ("",)
@@ -234,7 +248,10 @@ def _encode_moments(
 
 
 def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Convert latents to the data type on disk; raise KairosError if one is too large for it."""
+    """Convert latents to the data type on disk; raise KairosError if one is too large for it.
+
+    Infinite values and NaN are kept.
+    """
     largest = np.finfo(dtype).max
     too_large = np.isfinite(values) & (np.abs(values) > largest)
     if too_large.any():

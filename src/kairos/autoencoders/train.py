@@ -30,6 +30,8 @@ _MAX_GRADIENT_NORM = 1.0
 def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> AutoencoderKL:
     """Return an untrained autoencoder for images of `shape` (channels, height, width).
 
+    The initial weights depend on the configured seed. The state of torch's global generator does not change.
+
     Raises:
         ConfigError: the sides of the images cannot be halved at every level.
     """
@@ -61,7 +63,8 @@ def train(
     """Train an autoencoder on the training images.
 
     The loss is the mean squared error per pixel and, weighted, the KL divergence from a standard normal per latent
-    dimension. The learning rate has a short linear warm-up and a cosine decay to zero.
+    dimension. The learning rate has a short linear warm-up and a cosine decay to zero. A checkpoint is written every
+    200 steps and at the end. The returned autoencoder is on the device, in evaluation mode.
 
     Args:
         config: section `autoencoder`.
@@ -109,7 +112,10 @@ def train(
 
 
 def _load_batch(config: AutoencoderConfig, dataset: PreparedDataset, step: int, flips: bool) -> torch.Tensor:
-    """Load the random training images of a step, (batch, C, H, W) in [-1, 1], flipped at random if `flips`."""
+    """Load the random training images of a step, (batch, C, H, W) in [-1, 1], flipped at random if `flips`.
+
+    The images are drawn with replacement, and are on the CPU.
+    """
     sample_indices = range(config.batch_size)
     items = Stream(config.seed, "autoencoder/order").integers(step, len(dataset.train), sample_indices)
     images = dataset.load_tensor(dataset.train[items.numpy()])

@@ -33,8 +33,8 @@ def make_autoencoder(
     """Train or load the autoencoder, write its folder and return its manifest; with kind ``none`` it stands for pixels.
 
     The manifest contains kind, class, scaling and shift factor, and image_shape and latent_shape (channels, height,
-    width). It also contains the hash of weights and configuration, and the PSNR in dB with the indices of the measured
-    images.
+    width). It also contains the hash of weights and configuration, and the PSNR in dB, with the kind of the measured
+    images in ``psnr_of``. With kind ``none`` the class and the PSNR are None and the hash is ``pixels``.
 
     Args:
         config: section `autoencoder`.
@@ -45,6 +45,7 @@ def make_autoencoder(
 
     Raises:
         ConfigError: the autoencoder does not fit the images, or its path cannot be used.
+        KairosError: a pretrained autoencoder cannot be downloaded or loaded.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
@@ -76,7 +77,10 @@ def make_autoencoder(
 
 
 def _train(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool) -> Any:
-    """Train an autoencoder on the data set, and set its shift and scaling factor by the statistics of its latents."""
+    """Train an autoencoder on the data set, and set its shift and scaling factor by the statistics of its latents.
+
+    An interrupted training run resumes from its checkpoint in `out`.
+    """
     from kairos.autoencoders.train import latent_statistics, train
 
     resource_usage.end_startup()
@@ -89,8 +93,12 @@ def _train(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, devic
 def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
     """Load a pretrained autoencoder from a folder or the hub, and set its configured scaling factor.
 
+    Without a configured factor, a VQModel that has diffusers' default gets factor 1, and others keep theirs. An
+    autoencoder on the hub is downloaded if necessary.
+
     Raises:
         ConfigError: files are missing, or the autoencoder does not accept the size or the channels of the images.
+        KairosError: the autoencoder cannot be downloaded or loaded.
     """
     field = "autoencoder.path"
     folder = find_network_folder(str(config.path), field, FILES, needed=" and ".join(FILES))
@@ -115,6 +123,8 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
 
 def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
     """Measure the reconstruction error, save the autoencoder and a picture, and return their fields of the manifest.
+
+    At most 512 images are measured. The fields are latent_shape, sha256, psnr, psnr_of and files.
 
     Args:
         codec: the autoencoder.

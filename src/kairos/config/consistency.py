@@ -27,7 +27,8 @@ def check_consistency(experiment: "Experiment") -> None:
     _check_shapes(experiment)
     _check_augmentation(experiment)
     _check_losses(experiment)
-    _check_timesteps(experiment)
+    _check_timestep_table(experiment)
+    _check_strategies(experiment)
     for published in experiment.published:
         published.check_methods(experiment.methods)
     if experiment.claim is not None:
@@ -67,7 +68,8 @@ def _check_conditions(experiment: "Experiment") -> None:
 def _check_text(experiment: "Experiment") -> None:
     """Check that captions and text encoder are set if the model takes texts, and that nothing needs texts if not.
 
-    Captions may be set without such a model: they are then prepared, but not used.
+    Captions may be set without such a model: they are then prepared, but not used. Metric clip compares images with
+    captions, so that it needs such a model.
     """
     captions, encoder = experiment.dataset.captions, experiment.text_encoder
     if "text" in experiment.conditions:
@@ -96,7 +98,10 @@ def _check_low_resolution(experiment: "Experiment") -> None:
 
 
 def _check_shapes(experiment: "Experiment") -> None:
-    """Check that patches divide the network's input and that guided channels exist."""
+    """Check that patches divide the network's input and that guided channels exist.
+
+    Nothing is checked if the experiment file does not determine the shape of the input.
+    """
     if experiment.x0_size is None:  # known once the data are prepared
         return
     channels, side = experiment.x0_size
@@ -133,23 +138,30 @@ def _check_losses(experiment: "Experiment") -> None:
         demand(model.masks, "diffusion.losses", value, allowed)
 
 
-def _check_timesteps(experiment: "Experiment") -> None:
-    """Check that model and strategies support the timesteps of the process.
+def _check_timestep_table(experiment: "Experiment") -> None:
+    """Check that a learned table of timestep embeddings (`model.timesteps`) has a row for each timestep.
 
-    A learned table of timestep embeddings (`model.timesteps`) needs a row for each timestep of a discrete process.
-    Samplers must not need context.
+    The process must be discrete then. A model without such a table passes the check.
     """
-    process, table_rows = experiment.diffusion.process, getattr(experiment.model, "timesteps", None)
-    if table_rows is not None:
-        if process.get("timesteps") is not None:
-            count = process.get("timesteps") + process.get("first_index", 0)  # timesteps begin at first_index
-            demand(
-                table_rows >= count, "model.timesteps", table_rows, f"at least {count}, the timesteps of the process"
-            )
-        else:
-            allowed = f"a model without this option, since process {process.name} is continuous"
-            raise rejection("model.timesteps", table_rows, allowed)
-    timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process.name)
+    table_rows = getattr(experiment.model, "timesteps", None)
+    if table_rows is None:
+        return
+    process = experiment.diffusion.process
+    if process.get("timesteps") is None:
+        allowed = f"a model without this option, since process {process.name} is continuous"
+        raise rejection("model.timesteps", table_rows, allowed)
+    count = process.get("timesteps") + process.get("first_index", 0)  # timesteps begin at first_index
+    demand(table_rows >= count, "model.timesteps", table_rows, f"at least {count}, the timesteps of the process")
+
+
+def _check_strategies(experiment: "Experiment") -> None:
+    """Check that samplers need no context, and that samplers and weightings fit the timesteps and the noise schedule.
+
+    A continuous process is divided into `CELLS` timesteps.
+    """
+    process = experiment.diffusion.process
+    timesteps = process.get("timesteps", CELLS)
+    schedule = process.get("schedule", process.name)
     for method_name, method in experiment.methods.items():
         required = method.sampler.load().required_context(method.sampler.options)
         value = f"{method.sampler.name}, which requires {', '.join(sorted(required))}"

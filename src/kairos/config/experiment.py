@@ -132,7 +132,10 @@ class Experiment(Section):
 
     @model_validator(mode="after")
     def _check_and_resolve(self) -> Self:
-        """Check that the sections are consistent, and replace ``auto`` in `dataset.store` and `text_encoder`."""
+        """Check that the sections are consistent, and replace ``auto`` in `dataset.store` and `text_encoder`.
+
+        A ConfigError reports the first contradiction between sections.
+        """
         dataset = self._resolve_store()
         check_listed(self.plugins, self.methods)
         check_consistency(self)
@@ -167,9 +170,9 @@ class Experiment(Section):
 
     @property
     def baseline(self) -> str | None:
-        """The method that factors refer to: uniform timesteps, independent noise, no weights; None without one.
+        """Name of the first method with uniform timesteps, independent noise and no weights, to which factors refer.
 
-        With EDM, the weights of its process, lambda, count as no weights.
+        None without such a method. With EDM, the weights of its process, lambda, count as no weights.
         """
         neutral_weightings = ("none", self.diffusion.process.name)
         for name, method in self.methods.items():
@@ -185,7 +188,11 @@ class Experiment(Section):
 
     @property
     def x0_size(self) -> tuple[int, int] | None:
-        """Channels and side of the network's input; None if the file does not determine them."""
+        """Channels and side of the network's input; None if the file does not determine them.
+
+        The file does not determine them for a pretrained autoencoder, or for images without a resolution. None also if
+        a trained autoencoder cannot halve the side at each level.
+        """
         dataset, autoencoder = self.dataset, self.autoencoder
         side = dataset.resolution or (8 if dataset.source == "digits" else None)
         if not side or autoencoder.kind == "pretrained":
@@ -271,7 +278,7 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     """Write the resolved configuration for jobs to read, so that later edits change no running job; return its path.
 
     The name of the file contains the hash of the configuration and of the plugins' code. A second file contains the
-    fingerprint of each component of a plugin, see `plugins.check_unedited`.
+    fingerprint of each component of a plugin, see `plugins.check_unedited`. A file that exists is not written again.
 
     Args:
         experiment: the checked experiment.

@@ -193,6 +193,8 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
 def source_files(paths: list[str]) -> list[str]:
     """Return the files whose code counts for plugins: the plugin files and those that they import from their folder.
 
+    The paths of imported files are relative to the working directory. Files of kairos are left out.
+
     Args:
         paths: paths of the plugin files; repeated paths count once.
     """

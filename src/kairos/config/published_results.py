@@ -78,7 +78,7 @@ class PublishedConfig(Section):
             demand(method in methods or row in self.missing, "published.rows", row, allowed)
 
     def numbers(self) -> Iterator[PublishedNumber]:
-        """Yield all published numbers, row by row, in the paper's unit."""
+        """Yield all published numbers, row by row, in the paper's unit; nulls are left out."""
         for row, values in self.rows.items():
             method = None if row in self.missing else self.methods.get(row, row)
             for step, printed, value in zip(self.steps, self.printed or self.steps, values):

@@ -54,6 +54,8 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
 def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> Any:
     """Merge the values of an experiment file into those of the file that it extends; without one, return them.
 
+    The result has no field ``extends``.
+
     Args:
         values: content of the experiment file.
         path: path of the experiment file.
@@ -95,7 +97,7 @@ def _merge(base: Any, values: Any) -> Any:
 
 
 def find_experiment_files(folder: Path) -> list[Path]:
-    """Return the experiment files below a folder, sorted by name, with table2 before table10.
+    """Return the experiment files below a folder, sorted by folder and name, with table2 before table10.
 
     Raises:
         ConfigError: there is none.

@@ -204,12 +204,15 @@ def _image_shape(dataset: DatasetConfig) -> Shape | None:
 
 
 def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple[Shape | None, int]:
-    """Return the shape of an image's latents, None if not known, and the number of arrays that store the latents."""
+    """Return the shape of an image's latents, None if not known, and the number of arrays that store the latents.
+
+    The shape of a pretrained autoencoder follows from its config.json, see `_pretrained_config`.
+    """
     level_channels: Sequence[int] | None = config.channels
     latent_channels, arrays = config.latent_channels, 2  # mean and log-variance
     if config.kind == "pretrained":
         pretrained = _pretrained_config(str(config.path))
-        latent_channels = pretrained.get("vq_embed_dim") or pretrained.get("latent_channels", 0)
+        latent_channels = pretrained.get("vq_embed_dim") or pretrained.get("latent_channels", 0)  # the first: VQModel
         level_channels = pretrained.get("block_out_channels") or pretrained.get("encoder_block_out_channels")
         arrays = 1 if pretrained.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
     if not image_shape or not level_channels:

@@ -86,6 +86,9 @@ class Facts:
 def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> tuple[str, str]:
     """Return the text of an experiment file for the images of a folder, and a summary for the user.
 
+    At most 20,000 images are decoded, and a short run of the experiment is timed, which takes minutes. Messages report
+    the progress.
+
     Args:
         folder: folder of images, flat or with a folder per class.
         name: name of the experiment.
@@ -172,7 +175,8 @@ def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
 def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
     """Time a short run of an experiment; return the steps that the wanted minutes allow and the predicted seconds.
 
-    The prediction is the time of the short run, plus the time of omitted images and steps in proportion.
+    The prediction is the time of the short run, plus the time of omitted images and steps in proportion. The number of
+    steps is a multiple of 100 between 500 and 200,000, so that the predicted time may exceed the wanted minutes.
 
     Args:
         experiment: the proposed experiment, with any number of steps.

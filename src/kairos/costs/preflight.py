@@ -56,7 +56,7 @@ def find_warnings(
 
 
 def _find_gpu_memory() -> float | None:
-    """Return the memory of this machine's GPU in GiB; None without a GPU."""
+    """Return the memory of this machine's first GPU in GiB; None without a GPU."""
     if not Path("/dev/nvidiactl").exists():  # saves the seconds that importing torch takes
         return None
     import torch
@@ -87,6 +87,13 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
 
 def _check_images(dataset: DatasetConfig) -> Iterator[str]:
     """Check that stage prepare accepts the images, and yield a note on the images that it crops or pads.
+
+    * Unreadable images need ``broken: skip``.
+    * ``crop: none`` needs square images.
+    * Without a resolution, all images have one size after cropping or padding.
+    * ``crop: pad`` needs a resolution of at least the longest side.
+
+    A missing or empty folder yields nothing, since `count_images` reports it.
 
     Raises:
         ConfigError: stage prepare would reject the images.

@@ -101,7 +101,8 @@ def _storage_table(estimate: CostEstimate) -> str:
 def _method_table(estimate: CostEstimate) -> str:
     """Return the table of methods: forward passes, operations, relative cost and, with a rate, times.
 
-    The column of passes counts forward passes of a batch per step. A backward pass counts as two.
+    The column of passes counts forward passes of a batch per step. A backward pass counts as two. A question mark
+    follows the passes of a sampler that does not report its cost.
     """
     lowest_flops = min(method.flops_per_step for method in estimate.methods.values())
     time_columns: dict[str, str] = {}  # attribute of `MethodCost`: header

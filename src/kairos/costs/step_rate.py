@@ -52,6 +52,8 @@ def rate_from_options(
 ) -> StepRate | None:
     """Return the speed that options of the command line state; None if they state none.
 
+    With `tflops` the unit is GPU, whatever `unit` is.
+
     Args:
         flops: floating-point operations of a step, by method.
         devices: devices of a training run.
@@ -82,7 +84,8 @@ def rate_from_options(
 def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: str = "GPU") -> StepRate | None:
     """Return the speed of the experiment's earlier training runs; None if no training run recorded its time.
 
-    The duration of a step of a method without a training run is in proportion to the method's operations.
+    The duration of a step of a method without a training run is in proportion to the method's operations. Other
+    durations are medians over the runs of a method.
 
     Args:
         results: folder of results of the experiment.
@@ -98,7 +101,7 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
             if seconds is None:
                 continue
             durations.setdefault(method, []).append(seconds)
-            record = folder / "training.json"
+            record = folder / "training.json"  # exists once the training run is complete
             if record.exists():
                 devices_used.add(read_json(record)["provenance"].get("device", "?"))
     if not durations:

@@ -47,7 +47,8 @@ def estimate_storage(
 ) -> dict[str, int | None]:
     """Return the bytes that an experiment leaves on disk, by kind of file; None if not known yet.
 
-    The kinds are dataset, latents, text (with captions), checkpoints, milestones, samples and metrics.
+    The kinds are dataset, latents, text (with captions), checkpoints, milestones, samples and metrics. Kind text is
+    left out if no captions are encoded. Images that are not copied, and latents in pixel space, have 0 bytes.
 
     Args:
         experiment: the checked experiment.
@@ -75,6 +76,8 @@ def estimate_storage(
 
 def _estimate_data_storage(experiment: Experiment, data: DatasetSize) -> dict[str, int | None]:
     """Return the bytes of prepared images, latents and encoded texts; None if not known yet.
+
+    A kind is 0 or left out as in `estimate_storage`.
 
     Args:
         experiment: the checked experiment.

@@ -54,7 +54,12 @@ class ZipArchive:
         return names, ([labels[name] for name in names] if labels else [])
 
     def _read_labels(self, image_names: list[str]) -> dict[str, int]:
-        """Return the class of each image by name, from dataset.json; empty if the file is missing or has no labels."""
+        """Return the class of each image by name, from dataset.json; empty if the file is missing or has no labels.
+
+        Raises:
+            ConfigError: the file has another form, a class is not an integer from 0, or its names are not those of the
+                images.
+        """
         where = f"dataset.path: {_LABELS} in {self._path!r}"
         try:
             content = json.loads(self.read(_LABELS)) if _LABELS in self._names else {}
@@ -97,7 +102,7 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
     """Return the names and labels of the files that `dataset.files` lists, in the order of the list.
 
     Without a list, all files are returned. The suffix of a name counts only where two files differ in nothing else:
-    taming's lists of CelebA-HQ contain names of arrays (.npy).
+    taming's lists of CelebA-HQ contain names of arrays (.npy). A name that the list repeats counts once.
 
     Args:
         config: section `dataset`.
@@ -142,6 +147,7 @@ def _read_list(path: str, value: str) -> list[str]:
     """Return the names in a list of files, one per line.
 
     With a value, the lines are ``name value``, and names of lines with other values are left out (CelebA's partition).
+    Blank lines are skipped.
 
     Raises:
         ConfigError: the list cannot be read, or selects nothing.

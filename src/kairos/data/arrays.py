@@ -91,7 +91,11 @@ class ArrayFile:
         os.fsync(self._file)
 
     def _transfer(self, operation: Callable[[int, list[Any], int], int], content: np.ndarray, first_row: int) -> None:
-        """Read into or write from `content`, uint8 (bytes,), with `os.preadv` or `os.pwritev`, from a row on."""
+        """Read into or write from `content`, uint8 (bytes,), with `os.preadv` or `os.pwritev`, from a row on.
+
+        Raises:
+            DamagedError: the file ends early.
+        """
         offset = self._first_byte + first_row * self._row_size
         while content.size:  # one call may transfer less
             transferred = operation(self._file, [content.data], offset)  # bytes
@@ -133,10 +137,11 @@ def iterate_blocks(arrays: Iterable[ArrayFile], size: int) -> Iterator[np.ndarra
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> ArrayFile:
     """Create a .npy file of zeros and open it for writing.
 
-    Its space on the disk is allocated at once, so that a full disk is noticed before the computation.
+    An existing file is overwritten. The space on the disk is allocated at once, so that a full disk is noticed before
+    the computation.
 
     Raises:
-        OSError: the disk has too little space (ENOSPC); the message contains the path.
+        OSError: the disk has too little space (ENOSPC); the message contains the path, and no file remains.
     """
     with open(path, "wb") as file:
         write_npy_header(file, shape, np.dtype(dtype))

@@ -100,8 +100,8 @@ class Batches:
     def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Read the stored rows, conditions and visits of a step into (pinned) memory of the CPU.
 
-        This may run in the reader's thread. It calls no arithmetic of torch, whose thread pool belongs to the main
-        thread.
+        Each image is flipped with probability 1/2 if the latents have flipped images. This may run in the reader's
+        thread. It calls no arithmetic of torch, whose thread pool belongs to the main thread.
         """
         visit_arrays = self._visit(step)
         image_indices = self.latents.train[visit_arrays["item"]]
@@ -143,7 +143,11 @@ class Batches:
     def _to_device(
         self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor], visit: dict[str, Tensor]
     ) -> Batch:
-        """Copy the data of a step to the device, and compute x0 and the conditions of the batch there."""
+        """Copy the data of a step to the device, and compute x0 and the conditions of the batch there.
+
+        A sample loses all its conditions with probability `dropout`. Augmentation comes last and adds condition
+        ``augment``.
+        """
         rows = self._copy_to_device(rows)
         conditions = self._copy_to_device(conditions)
         visit = self._copy_to_device(visit)

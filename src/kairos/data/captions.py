@@ -76,7 +76,10 @@ def open_captions(folder: Path, command: str) -> Captions:
 
 
 def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
-    """Convert the captions of each image to the three arrays that store them, by name."""
+    """Convert the captions of each image to the three arrays that store them, by name.
+
+    A lone surrogate becomes a question mark.
+    """
     # "replace": lone surrogates, which a JSON file may contain, have no UTF-8 bytes
     texts = [text.encode("utf-8", "replace") for image_captions in captions for text in image_captions]
     content = np.frombuffer(b"".join(texts), np.uint8)
@@ -88,7 +91,8 @@ def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
 def add_captions(source: "Source", config: "DatasetConfig") -> "Source":
     """Return a source with the captions that `dataset.captions` selects: a JSON file of COCO, or a text file per image.
 
-    Sources that are tables already have their captions.
+    The source is returned unchanged if no captions are configured, or if it is a table, which has its captions already.
+    Text files within a zip are not read.
 
     Raises:
         ConfigError: a file of captions cannot be read, or has another format.
@@ -108,7 +112,13 @@ def clean_texts(texts: list[Any]) -> list[str]:
 
 
 def _read_sidecar(image: Path) -> list[str]:
-    """Return the captions of an image: the lines of the .txt file with the image's name, if there is one."""
+    """Return the captions of an image: the lines of the .txt file with the image's name, if there is one.
+
+    The list is empty without such a file. Blank lines are left out.
+
+    Raises:
+        ConfigError: the file is not UTF-8.
+    """
     file = image.with_suffix(".txt")
     try:
         return clean_texts(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else []
@@ -124,7 +134,7 @@ def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], Un
         names: paths of the images; the file may contain them without folders.
 
     Returns:
-        The captions of each image, and the captions that belong to no image.
+        The captions of each image, an empty list for an image without any; and the captions that belong to no image.
 
     Raises:
         ConfigError: the file is missing or has another format, or a name in it matches several images.
@@ -147,7 +157,11 @@ def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], Un
 
 
 def _parse_coco(path: str) -> list[tuple[str, Any]]:
-    """Return file name and caption of each annotation; the name is empty if the annotation's image is not listed."""
+    """Return file name and caption of each annotation; the name is empty if the annotation's image is not listed.
+
+    Raises:
+        ConfigError: the file is missing or has another format.
+    """
     try:
         content = json.loads(Path(path).read_bytes())
         names = {item["id"]: str(item["file_name"]) for item in content["images"]}
@@ -159,6 +173,8 @@ def _parse_coco(path: str) -> list[tuple[str, Any]]:
 
 def captions_from_column(name: str, cells: list[Any]) -> list[list[str]]:
     """Return the captions of each row of a table.
+
+    A null cell has no captions; blank texts and nulls in lists are left out.
 
     Args:
         name: name of the column, for the error message.
@@ -177,8 +193,11 @@ def captions_from_column(name: str, cells: list[Any]) -> list[list[str]]:
 def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dict[str, int]]:
     """Select the images that have a caption; all images if the data set has no captions.
 
+    A message reports images and captions that do not match.
+
     Returns:
-        Indices of the selected images, and the numbers of images without captions and of captions without images.
+        Indices of the selected images, and the numbers ``images_without`` (captions) and ``captions_without`` (images);
+        no numbers if the data set has no captions.
 
     Raises:
         KairosError: no image has a caption; or some have none, or captions have no image, and `dataset.unmatched` is

@@ -81,8 +81,11 @@ def to_uint8(images: "torch.Tensor") -> np.ndarray:
 def open_dataset(folder: Path | str) -> PreparedDataset:
     """Open the folder that stage prepare wrote.
 
+    Hashes of files are not compared. Pixels are read only when `images` is indexed.
+
     Raises:
         KairosError: the folder is missing or not complete.
+        DamagedError: an array file ends early.
     """
     folder = Path(folder)
     command = f"prepare --config F --out {folder}"

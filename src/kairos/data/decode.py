@@ -43,6 +43,8 @@ def to_pixels(
     * ``adm``: the cropping of ADM, DiT, U-ViT and SpeeD. Halve the image by averaging while its short side is at least
       twice the resolution, resize it, then cut out the centre.
 
+    Images with more than 8 bits or with transparency are converted by `_to_eight_bit`.
+
     Args:
         image: the decoded image.
         color: ``grey`` (1 channel) or ``rgb`` (3 channels).

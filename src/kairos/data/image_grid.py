@@ -20,10 +20,10 @@ def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int
     Args:
         images: (n, height, width, channels).
         columns: images per row; None: the square root of n, rounded up.
-        side: each image is enlarged, by an integer factor, until its longer side has this many pixels.
+        side: each image is enlarged, by an integer factor, until its longer side has at least this many pixels.
 
     Returns:
-        The picture, uint8 (height, width, channels).
+        The picture, uint8 (height, width, channels); cells of the last row without an image are white.
     """
     count, height, width, channels = images.shape
     factor = max(1, math.ceil(side / max(height, width)))

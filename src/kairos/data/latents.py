@@ -85,7 +85,10 @@ class Latents:
         return self.text is None and all(isinstance(array, np.ndarray) for array in arrays)
 
     def with_small_arrays_in_memory(self) -> "Latents":
-        """Return these latents with each array of at most 16 MiB in memory: reading a row of a file takes longer."""
+        """Return these latents with each array of at most 16 MiB in memory: reading a row of a file takes longer.
+
+        Images of the data set are loaded only if x0 is pixels.
+        """
         moments = {name: _read_if_small(array) for name, array in self.moments.items()}
         conditions = {name: _read_if_small(array) for name, array in self.dataset.conditions.items()}
         images = self.dataset.images if self.moments else _read_if_small(self.dataset.images)
@@ -94,8 +97,8 @@ class Latents:
     def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """Read the stored arrays that x0 and the low-resolution condition of some images are computed from.
 
-        Each row is read once. The result contains, by name, moments (n, c, h, w) in float32, or pixels (n, h, w, c) in
-        uint8.
+        Each row is read once. The result contains, by name and on the CPU, moments (n, c, h, w) in float32, or pixels
+        (n, h, w, c) in uint8.
 
         Args:
             indices: indices of the images, (n,).
@@ -160,6 +163,8 @@ class Latents:
     ) -> dict[str, Tensor]:
         """Load all conditions of some images by name, each with a row per image.
 
+        All tensors are on the CPU. Encoded captions are float32 (n, *shape) under ``text``.
+
         Args:
             indices: indices of the images, (n,).
             flips: True for each image to flip, with its conditions that are images, bool (n,); None: none.
@@ -175,7 +180,7 @@ class Latents:
     ) -> dict[str, Tensor]:
         """Load the conditions that are stored in files, as opposed to those that are computed from the images.
 
-        The arguments are those of `load_conditions`.
+        Conditions of kind image are flipped with the images. The arguments and tensors are those of `load_conditions`.
         """
         indices = np.asarray(indices)
         conditions = {}
@@ -192,7 +197,8 @@ class Latents:
     def measure_sigma_data(self) -> float:
         """Measure the standard deviation of x0 over the training images, to four significant digits.
 
-        At most 2,000 training images are read, evenly spaced.
+        At most 2,000 training images are read, evenly spaced. The variance of stochastic latents is included. Flipped
+        images are not measured.
         """
         count = min(len(self.train), _MOST_MEASURED)
         selected = self.train[np.linspace(0, len(self.train) - 1, count).astype(np.int64)]

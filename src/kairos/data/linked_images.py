@@ -38,6 +38,8 @@ def checksum(pixels: np.ndarray) -> np.ndarray:
 def create_temporary_copy(folder: Path, shape: tuple[int, ...]) -> ArrayFile | None:
     """Create the file of a temporary copy of decoded images; return None if it is large or its disk has little space.
 
+    None is also returned if the file cannot be created.
+
     Args:
         folder: folder of the prepared data set.
         shape: (count, height, width, channels) of the images.
@@ -107,7 +109,10 @@ class LinkedImages:
         return copy if copy.shape == self.shape and copy.dtype == np.uint8 else None
 
     def _read(self, row: int) -> np.ndarray:
-        """Read and verify one image, uint8 (height, width, channels)."""
+        """Read and verify one image, uint8 (height, width, channels).
+
+        A temporary copy that is damaged is ignored: the image is then decoded. The errors are those of `__getitem__`.
+        """
         if self._copy is not None:
             with suppress(DamagedError, OSError):  # the copy has become shorter, or its disk fails
                 pixels = self._copy[row]
@@ -116,7 +121,12 @@ class LinkedImages:
         return self._decode(row)
 
     def _decode(self, row: int) -> np.ndarray:
-        """Decode and verify one image of the source, uint8 (height, width, channels)."""
+        """Decode and verify one image of the source, uint8 (height, width, channels).
+
+        Raises:
+            KairosError: the source cannot be opened on this machine.
+            DamagedError: the image is missing or differs from the one that stage prepare read.
+        """
         index = int(self._indices[row])  # of the image in the source
         config = self._config
         name = f"{self._folder}: refers to {self._source.name(index)}, which"  # start of an error message
@@ -145,7 +155,12 @@ class LinkedImages:
             return self._opened_source
 
     def _open_source(self) -> Source:
-        """Open the source of the images, and check that all their names are unchanged."""
+        """Open the source of the images, and check that all their names are unchanged.
+
+        Raises:
+            KairosError: the source cannot be opened on this machine.
+            DamagedError: an image of the data set has another name, or is missing.
+        """
         try:
             source = open_source(self._config)
         except KairosError as error:

@@ -108,6 +108,8 @@ class _ImageWriter:
 def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
     """Write the folder of a data set, and return its manifest.
 
+    An earlier data set in `out` is deleted once the source is open. Messages report the progress.
+
     Raises:
         ConfigError: the source cannot be used as configured.
         KairosError: an image is broken and `dataset.broken` is ``refuse``, or images differ in size and no resolution
@@ -170,6 +172,8 @@ def _delete_old_files(out: Path) -> None:
 def _write_arrays(out: Path, arrays: dict[str, np.ndarray], images_hash: str | None) -> dict[str, str]:
     """Write arrays durably, give the temporary file of the images its name, and return the hash of each file.
 
+    The keys of the result are paths in the folder, such as ``conditions/class.npy``.
+
     Args:
         out: folder of the data set.
         arrays: arrays by file name without suffix.
@@ -204,8 +208,11 @@ def _pixel_statistics(decoded: _DecodedImages, train: np.ndarray) -> tuple[np.nd
 def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], dict[str, int]]:
     """Select the images to decode: those with captions, if there are captions, and at most `dataset.limit` of them.
 
+    The limit does not count held-out images of another path.
+
     Returns:
-        Indices of the images in the source, and numbers of images and captions that do not match.
+        Indices of the images in the source, increasing, and numbers of images and captions that do not match, see
+        `captions.select_captioned`.
 
     Raises:
         KairosError: no image, or no held-out image of another path, has a caption.
@@ -256,7 +263,8 @@ def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[
 def _random_subset(indices: Sequence[int], count: int, seed: int, stream: str) -> list[int]:
     """Return a random subset of `count` indices, in their order.
 
-    The indices with the lowest hashes are selected, so that further images change few of the selected ones.
+    The indices with the lowest hashes are selected, so that further images change few of the selected ones. All indices
+    are returned if there are at most `count`.
     """
     if count >= len(indices):
         return list(indices)
@@ -267,7 +275,8 @@ def _random_subset(indices: Sequence[int], count: int, seed: int, stream: str) -
 def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImages) -> dict[str, np.ndarray]:
     """Return the conditions and captions of the images by name of the array.
 
-    With ``store: refer`` the images stay in their source. Then numbers, checksums and names of the images are added.
+    With ``store: refer`` the images stay in their source. Then numbers, checksums and names (as bytes) of the images
+    are added.
     """
     indices = decoded.indices.tolist()
     arrays: dict[str, np.ndarray] = {}
@@ -283,6 +292,8 @@ def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImag
 
 def _decode_images(config: DatasetConfig, source: Source, selected: list[int], out: Path) -> _DecodedImages:
     """Decode the selected images, and copy the usable ones into a temporary array file unless they are linked.
+
+    Linked images are copied into a temporary copy if there is space, see `create_temporary_copy`.
 
     Raises:
         KairosError: no image is usable, or one is broken and `dataset.broken` is ``refuse``.
@@ -356,6 +367,8 @@ def _skip_broken(config: DatasetConfig, name: str, damage: str) -> None:
 
 def _decode_image(config: DatasetConfig, source: Source, index: int) -> _DecodedImage:
     """Read an image, convert it and sum its pixels; several threads call this function at a time.
+
+    The result for a broken image contains the reason and no pixels.
 
     Raises:
         KairosError: the size of the image does not fit `dataset.crop`.

@@ -24,6 +24,8 @@ _SAVE_SECONDS = 2.0  # least time between two records of the progress
 def prepare_folder(out: Path, names: Iterable[str]) -> Path:
     """Delete old results of a stage, and return its private folder, which may contain arrays of a killed job.
 
+    The private folder may not exist yet. It is deleted too if a manifest shows that the stage was complete.
+
     Args:
         out: folder of the stage.
         names: files that the stage may write there.
@@ -38,7 +40,10 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
 
 
 def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
-    """Move the files of a manifest, which are complete, out of the private folder, and write the manifest last."""
+    """Move the files of a manifest, which are complete, out of the private folder, and write the manifest last.
+
+    The private folder is deleted with its other files.
+    """
     for name in manifest["files"]:
         os.replace(out / PARTIAL / name, out / name)
     sync_folder(out)
@@ -58,13 +63,15 @@ def fill_arrays(
 ) -> dict[str, str]:
     """Compute arrays in batches, write them into a private folder, and return the hash of each file by name.
 
+    The file of an array is ``<name>.npy`` in the private folder. Its first row has the first index of `rows`.
+
     Args:
         partial: the private folder; an interrupted computation with equal identity and rows resumes there.
         identity: settings that, together with the rows, determine the content of the arrays.
         arrays: shape of a row, and dtype, of each array by name.
         rows: indices of the rows to compute.
         batch_size: rows per call of `compute`.
-        compute: function that returns the arrays' rows for some indices (n,), by name.
+        compute: function that returns the arrays' rows for some indices of `rows`, int64 (n,), by name of the array.
         label: name of the job in progress messages.
         unit: name of a row in progress messages, such as ``image``.
     """

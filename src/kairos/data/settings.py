@@ -90,7 +90,13 @@ class DatasetConfig(Section):
             demand(not self.files, "dataset.files", repr(self.files), f"null with source {self.source}")
 
     def _check_sizes(self) -> None:
-        """Check that crop ``adm`` has a resolution, and that the low-resolution factor divides the images' side."""
+        """Check that crop ``adm`` has a resolution, and that the low-resolution factor divides the images' side.
+
+        Digits have a side of 8. The factor is not checked if the side is not known yet.
+
+        Raises:
+            ConfigError: the resolution is missing, or the factor does not divide the side.
+        """
         if self.crop == "adm":
             allowed = "a number with crop adm, which resizes before it cuts"
             demand(self.resolution is not None, "dataset.resolution", "null", allowed)
@@ -103,7 +109,16 @@ class DatasetConfig(Section):
             demand(is_divisor, "dataset.low_resolution", self.low_resolution, allowed)
 
     def _check_captions(self) -> None:
-        """Check that the captions have the form that the source has: a column of a table, or files."""
+        """Check that the captions have the form that the source has: a column of a table, or files.
+
+        * Digits have no captions.
+        * Sources parquet and hub take the name of a column.
+        * A folder or a zip takes a path ``*.json``, or ``sidecar``.
+        * Captions of held-out images need `captions`, and `heldout` that is not a share.
+
+        Raises:
+            ConfigError: captions have another form.
+        """
         for name in ("captions", "heldout_captions"):
             value = getattr(self, name)
             if value is None:
@@ -123,18 +138,22 @@ class DatasetConfig(Section):
 
     @property
     def heldout_section(self) -> "DatasetConfig | None":
-        """The section that describes the held-out images alone, if they come from another path, split or list."""
+        """The section that describes the held-out images alone, if they come from another path, split or list.
+
+        None if `heldout` is a share. In the returned section, `heldout` is 0, any number of images is allowed, and the
+        captions are `heldout_captions` or else `captions`.
+        """
         if not isinstance(self.heldout, str):
             return None
         if self.source == "hub":
-            field = "split"
+            changed_field = "split"
         elif self.files:
-            field = "files"
+            changed_field = "files"
         else:
-            field = "path"
+            changed_field = "path"
         captions = self.heldout_captions or self.captions
         update = {"heldout": 0.0, "images": None, "captions": captions, "heldout_captions": None}
-        return self.model_copy(update={field: self.heldout, **update})
+        return self.model_copy(update={changed_field: self.heldout, **update})
 
     @property
     def sections(self) -> "tuple[DatasetConfig, ...]":

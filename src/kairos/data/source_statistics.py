@@ -87,7 +87,13 @@ def _count_parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
 
 
 def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Count images and classes in the hub's cache, which contains each split as Arrow files of `datasets`."""
+    """Count images and classes in the hub's cache, which contains each split as Arrow files of `datasets`.
+
+    Nothing is downloaded. If the cache has several versions of the data set, the first folder counts.
+
+    Raises:
+        ConfigError: the split is not in the cache.
+    """
     import pyarrow as pa
 
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
@@ -133,7 +139,10 @@ class ImageProperties:
 
     @property
     def cropping(self) -> tuple[int, float]:
-        """Number of images that are not square, and the fraction of their area that a centre crop removes."""
+        """Number of images that are not square, and the fraction of their area that a centre crop removes.
+
+        Both are 0 if all images are square.
+        """
         not_square = {(width, height): count for (width, height), count in self.sizes.items() if width != height}
         area = sum(width * height * count for (width, height), count in not_square.items())
         kept_area = sum(min(size) ** 2 * count for size, count in not_square.items())
@@ -143,6 +152,8 @@ class ImageProperties:
 
 def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperties:
     """Determine sizes and colours of a folder's images; of more than 20,000, evenly spaced ones are read.
+
+    Images that cannot be read are in the result, without an error.
 
     Args:
         config: section `dataset`, of source ``folder``.
@@ -183,7 +194,10 @@ def _is_grey(image: Any) -> bool:
 
 
 def _size_in_header(path: Path) -> tuple[int, int]:
-    """Return width and height of an image file, after the rotation that its EXIF orientation requires."""
+    """Return width and height of an image file, after the rotation that its EXIF orientation requires.
+
+    The orientation of a PNG file is ignored.
+    """
     from PIL import Image
 
     with Image.open(path) as image:

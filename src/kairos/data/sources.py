@@ -67,6 +67,8 @@ class Source:
 def open_source(config: DatasetConfig) -> Source:
     """Open the images of section `dataset`, with their captions and the held-out images.
 
+    Held-out images of another path, split or list are the last images of the source.
+
     Raises:
         ConfigError: the folder, file, data set or column does not exist, or contains no image. Also if the number of
             images is not `dataset.images`, or if held-out images have classes or files that do not fit the others.
@@ -103,6 +105,8 @@ def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> No
 
 def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> Source:
     """Return a source with the training images followed by the held-out images.
+
+    Captions are dropped unless both sources have them. Conditions other than the class are dropped.
 
     Args:
         train: the training images.
@@ -181,7 +185,14 @@ def _open_digits(config: DatasetConfig) -> Source:
 
 
 def _open_folder(config: DatasetConfig) -> Source:
-    """Open all images below a folder; if all are in two or more subfolders, the subfolders are the classes."""
+    """Open all images below a folder; if all are in two or more subfolders, the subfolders are the classes.
+
+    Without such subfolders there are no classes. Hidden files are skipped. With `dataset.files`, only the listed images
+    and their classes remain.
+
+    Raises:
+        ConfigError: the folder does not exist or contains no image, or the list of files cannot be used.
+    """
     root = Path(str(config.path))
     if not root.is_dir():
         raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
@@ -207,7 +218,10 @@ def _open_folder(config: DatasetConfig) -> Source:
 
 
 def _open_zip(config: DatasetConfig) -> Source:
-    """Open the images in a zip, which is not unpacked; their classes are in its dataset.json."""
+    """Open the images in a zip, which is not unpacked; their classes are in its dataset.json.
+
+    The classes are named 0 to the largest label. Without labels there are no classes.
+    """
     archive = ZipArchive(config)
     names, class_numbers = select_listed_files(config, *archive.list_images())
     labels, classes = None, None
@@ -232,6 +246,8 @@ def _number_classes(names: list[str]) -> tuple[np.ndarray, list[str]]:
 def parquet_files(config: DatasetConfig) -> list[str]:
     """Return the parquet files of `dataset.path`, which is a file, a glob pattern or a folder.
 
+    A folder is searched with its subfolders. The files are sorted.
+
     Raises:
         ConfigError: there are no such files.
     """
@@ -248,7 +264,12 @@ def parquet_files(config: DatasetConfig) -> list[str]:
 
 
 def _open_parquet(config: DatasetConfig) -> Source:
-    """Open the images in the rows of parquet files."""
+    """Open the images in the rows of parquet files.
+
+    Raises:
+        ConfigError: a file is missing or is not parquet, or the table cannot be used, see `_open_table`.
+        KairosError: `datasets` cannot read the files.
+    """
     from datasets.exceptions import DatasetGenerationError
 
     path = str(config.path)
@@ -278,7 +299,14 @@ def _count_rows(file: str) -> int:
 
 
 def _open_hub(config: DatasetConfig) -> Source:
-    """Open the images of a data set on the Hugging Face hub, or in its cache on this machine."""
+    """Open the images of a data set on the Hugging Face hub, or in its cache on this machine.
+
+    A data set that the cache lacks is downloaded.
+
+    Raises:
+        ConfigError: the table cannot be used, see `_open_table`.
+        KairosError: the data set cannot be loaded.
+    """
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -397,6 +425,9 @@ def _read_column(table: Any, name: str, field: str) -> list[Any]:
 
 def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
     """Return the class of each row, int64 (rows,), and the names of the classes; None, None without a label column.
+
+    Classes given as texts are numbered in sorted order. Classes given as integers have the names that the table
+    declares, or else their numbers.
 
     Raises:
         ConfigError: the column contains a value that is no class.

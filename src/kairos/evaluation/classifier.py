@@ -107,6 +107,9 @@ def train_on_task(
 ) -> dict[str, Any]:
     """Train the network on a classification task, write its weights into `folder` and return its manifest fields.
 
+    Training runs on the CPU and does not change torch's global generator. Without held-out images the accuracy is None;
+    otherwise a message reports it.
+
     Args:
         kind: name of the extractor without its width; also names the random streams.
         options: size and training of the network.
@@ -167,7 +170,7 @@ def _heldout_accuracy(model: Classifier, dataset: PreparedDataset, task: Task) -
     batches = np.split(heldout, range(BATCH, len(heldout), BATCH))
     with torch.inference_mode():
         for batch_number, indices in enumerate(batches):
-            images, labels = task(indices, batch_number)
+            images, labels = task(indices, batch_number)  # the number stands for the step that rotations are drawn from
             _, logits = model(images)
             correct += int((logits.argmax(1) == labels).sum())
     return correct / len(heldout)

@@ -36,6 +36,8 @@ def clip(options: ClipOptions, statistics: ImageStatistics, comparison: Any) -> 
 def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> Tensor:
     """Return the cosine of each image's embedding with that of its text, float32 (n,).
 
+    Texts that are too long are truncated. The result is on the CPU.
+
     Args:
         network: CLIP, its tokenizer and its image processor.
         images: uint8 (n, height, width, 1 or 3).
@@ -54,6 +56,8 @@ def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> T
 @functools.lru_cache(maxsize=1)
 def _load_network(path: str, device: torch.device) -> Network:
     """Load CLIP, its tokenizer and its image processor from a folder or hub id.
+
+    The network that was loaded last stays in memory for further calls.
 
     Raises:
         ConfigError: the network is not a CLIP, or the preprocessor's file is missing.

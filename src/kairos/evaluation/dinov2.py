@@ -28,6 +28,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's RGB va
 def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Put the network into `folder` and return the extractor's manifest fields.
 
+    A network on the hub is downloaded if necessary. An earlier network in the folder is replaced.
+
     Raises:
         KairosError: the network is missing or is not a DINOv2; the message contains the expected files.
     """

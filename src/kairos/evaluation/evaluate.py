@@ -51,6 +51,9 @@ def run(
 ) -> None:
     """Evaluate every job, write its record, and print the warnings about numbers of images once.
 
+    Threads and determinism of this process are those of the first snapshot's training run; without a snapshot one
+    thread computes, deterministically.
+
     Args:
         jobs: samples to evaluate.
         reference: folder or reference.json of stage reference, or an npz file of real images.
@@ -92,6 +95,8 @@ def run(
 
 def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[str]) -> Path:
     """Return the folder of the extractor; a published extractor given by its name is built in the cache.
+
+    An existing folder takes precedence over a published extractor of its name.
 
     Args:
         reference: folder or reference.json of stage reference, or an npz file.
@@ -145,7 +150,8 @@ def _print_warnings(files_by_warning: dict[str, list[str]], printed: list[str]) 
 def cache_published_extractor(name: str) -> Path:
     """Return the folder of a published extractor in `metrics.CACHE`, after building it if it is missing or damaged.
 
-    The folder is replaced as a whole, because other evaluations may read it at the same time.
+    The folder is replaced as a whole, because other evaluations may read it at the same time. Building may download
+    weights.
     """
     folder = metrics.CACHE / name
     try:
@@ -161,6 +167,8 @@ def evaluate(
     job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int, latents: Path | None
 ) -> list[str]:
     """Evaluate one samples file, write its record, and return the warnings about its number of images.
+
+    A message reports the distance.
 
     Args:
         job: the samples and the record to write.
@@ -207,7 +215,10 @@ def evaluate(
 def _compute_losses(
     job: EvaluationJob, protocol: dict[str, Any], reference: Reference, latents: Latents, extractor: Extractor
 ) -> dict[str, Any]:
-    """Return the results of all metrics that evaluate the snapshot's network on held-out images."""
+    """Return the results of all metrics that evaluate the snapshot's network on held-out images.
+
+    The dictionary is flat: it contains the fields of all these metrics, such as ``loss`` and ``mlperf8``.
+    """
     from kairos.milestones import open_milestone
 
     assert job.milestone is not None
@@ -225,6 +236,8 @@ def _compute_losses(
 def pair_with_captions(file: str, samples: SamplesFile, indices: range) -> Iterable[tuple[np.ndarray, list[str]]]:
     """Return batches of the images `indices` with the captions that they were generated from.
 
+    The batches can be iterated once.
+
     Raises:
         KairosError: the samples file contains no captions.
     """
@@ -241,6 +254,8 @@ def pair_with_real_images(
     samples: SamplesFile, indices: range, latents: Latents, conditions: dict[str, dict[str, Any]]
 ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Return generated images with the real images of their conditions, in batches of uint8 (n, h, w, channels).
+
+    The batches can be iterated once.
 
     Args:
         samples: the samples file.

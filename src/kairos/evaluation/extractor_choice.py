@@ -57,6 +57,7 @@ def choose_extractor(
         if evaluation.reference not in ("train", "all"):
             width = evaluation.extractor.feature_count
             needs = needs_of_real_images(metrics)
+            # only for its checks: the moments are not used here
             external_reference.read_moments(Path(evaluation.reference), width, needs, "evaluation.reference")
     except KairosError as error:
         problems.append(str(error))
@@ -69,7 +70,8 @@ def _resolve_auto(evaluation: EvaluationConfig, counts: ImageCounts) -> tuple[st
     """Return the extractor that ``auto`` selects, and the reason.
 
     Inception is selected if its weights are present and every set of images is large enough for it. Otherwise a
-    classifier is trained if the images have labels, and a self-supervised network if not.
+    classifier is trained if the images are known to have labels, `MIN_IMAGES_PER_CLASS` or more of each class. If not,
+    a self-supervised network is trained.
     """
     path = inception_weights.default_path()
     smallest_set = evaluation.num_samples
@@ -127,7 +129,10 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
 
 
 def _too_few_images(evaluation: EvaluationConfig, counts: ImageCounts) -> list[str]:
-    """Return an error message for each number of images that is too small for a feature covariance of full rank."""
+    """Return an error message for each number of images that is too small for a feature covariance of full rank.
+
+    The list is empty if all numbers are large enough, or if the number of features is not known yet.
+    """
     name = evaluation.extractor.name
     width = evaluation.extractor.feature_count or 0
     image_counts = [("evaluation.num_samples", evaluation.num_samples, "images a set")]  # field, number and unit

@@ -29,7 +29,7 @@ def default_path() -> Path:
 def find_weights(configured: str | None) -> tuple[Path, bool]:
     """Return the path of the weights, and True if the file exists; if not, they are downloaded to this path.
 
-    `configured` replaces the default path.
+    `configured` replaces the default path; a missing file there is an error, as it is never downloaded.
 
     Raises:
         KairosError: the file is missing and cannot be downloaded; the message contains URL and path.
@@ -98,6 +98,7 @@ def download(url: str, path: Path) -> None:
 
     Raises:
         KairosError: the server does not answer or has no such file, or the file is incomplete or has another hash.
+        OSError: the file cannot be written.
     """
     name = url.rsplit("/", 1)[1]
     try:

@@ -109,6 +109,9 @@ def measure(
 ) -> ImageStatistics:
     """Measure a set of images in one pass.
 
+    Features and logits are read from temporary files, whose space is freed with the result; another process cannot open
+    them.
+
     Args:
         extractor: an opened extractor.
         images: batches of uint8 (n, height, width, channels).
@@ -141,7 +144,10 @@ def measure(
 
 
 def iterate_rows(images: Any, indices: NDArray[np.int64] | range, size: int = BATCH) -> Iterator[Any]:
-    """Yield rows of `images` (or another sequence) in the order of `indices`, in batches of at most `size`."""
+    """Yield rows of `images` (or another sequence) in the order of `indices`, in batches of at most `size`.
+
+    A range, whose step must be 1, is read by slices.
+    """
     for start in range(0, len(indices), size):
         batch = indices[start : start + size]
         if isinstance(batch, range):

@@ -115,7 +115,10 @@ class Comparison:
 
 
 def statistics_to_store(statistics: ImageStatistics) -> RealStatistics:
-    """Return the statistics to store, given the measurements of real images."""
+    """Return the statistics to store, given the measurements of real images.
+
+    Features that were not measured become an array (0, 0).
+    """
     if statistics.features is None:
         features = np.zeros((0, 0), np.float32)
     else:
@@ -131,7 +134,8 @@ def indices_to_store(count: int) -> NDArray[np.int64]:
 def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStatistics:
     """Return statistics from the cache `.kairos/cache`, after computing and storing them if the cache lacks them.
 
-    Two processes may compute one file at the same time. The later rename replaces the file as a whole.
+    Two processes may compute one file at the same time. The later rename replaces the file as a whole. A damaged file
+    is computed again, with a message.
 
     Args:
         key: JSON value that identifies the statistics: hashes of images, extractor and code, and the measurements.
@@ -217,7 +221,7 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
 
     The kernel is (gamma x·y + 1)³. For Inception, gamma is the published 1/d. Features of an extractor that kairos
     trains have an arbitrary scale. For them gamma is 1 / mean |x|² of the real features, which makes the distance
-    independent of the scale.
+    independent of the scale. There is no column if a subset would have fewer than two images.
     """
     assert statistics.features is not None
     from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric  # its import takes a second
@@ -238,7 +242,10 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
 
 
 def isc(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
-    """Compute the Inception score (Salimans et al. 2016), mean over splits of at most `SPLIT` images."""
+    """Compute the Inception score (Salimans et al. 2016), mean over splits of at most `SPLIT` images.
+
+    The splits are consecutive images; the last split may be smaller.
+    """
     assert statistics.logits is not None
     from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric  # its import takes a second
 
@@ -280,7 +287,7 @@ def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
     """
     # distances to the nearest vectors, (m, neighbours + 1); the nearest one is the vector itself
     nearest_distances = torch.full((len(manifold), neighbours + 1), torch.inf)
-    for vectors, nearest in zip(_iterate_vectors(manifold), nearest_distances.split(ROWS)):
+    for vectors, nearest in zip(_iterate_vectors(manifold), nearest_distances.split(ROWS)):  # `nearest` is a view
         for others in _iterate_vectors(manifold):
             candidates = torch.cat([nearest, torch.cdist(vectors, others)], 1)
             nearest[:] = candidates.topk(neighbours + 1, largest=False).values

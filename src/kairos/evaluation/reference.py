@@ -77,6 +77,9 @@ def build_reference(
 ) -> dict[str, Any]:
     """Write the folder of stage `reference` and return its record.
 
+    The files are statistics.npz and reference.json. The statistics of the real images are also stored in the cache, see
+    `metrics.load_or_compute`. The temporary copy of the data set's images is deleted.
+
     Args:
         evaluation: section `evaluation`.
         device: device of the extractor and the autoencoder.
@@ -172,6 +175,9 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
 def open_external_reference(path: Path, extractor: Extractor, metric_names: list[str] | None) -> Reference:
     """Open an npz file of real images or published moments as reference; the statistics are cached by its content.
 
+    The record contains default settings, and None as number of images per set: the samples are split into a given
+    number of sets.
+
     Args:
         path: the npz file.
         extractor: the feature extractor.
@@ -220,7 +226,7 @@ def _real_statistics(
 def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) -> RealStatistics:
     """Return the statistics of an npz file: published moments if it contains them, the rest measured on its images.
 
-    Measurements are cached by the content of the file.
+    Measurements are cached by the content of the file. The number of images is 0 if a published moment is used.
 
     Args:
         path: the npz file.
@@ -249,6 +255,8 @@ def _measure_cached(
     images: Any, indices: Any, extractor: Extractor, needs: set[str], cache_key: dict[str, Any]
 ) -> RealStatistics:
     """Return the statistics of the images `indices`, from the cache if the code that measures has computed them.
+
+    Features are stored for at most `metrics.MAX_STORED` images. Only measurements in `needs` are taken.
 
     Args:
         images: uint8 (N, height, width, channels).
@@ -282,6 +290,8 @@ def _compute_rows(
     comparison: Comparison,
 ) -> dict[str, dict[str, Any]]:
     """Return the reference rows by name, each with its number of images per set and the columns of the metrics.
+
+    The standard deviation of the distance is a bootstrap's for held-out images; for their other columns it is None.
 
     Args:
         evaluation: section `evaluation`.

@@ -54,7 +54,8 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
 def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
     """Return a warning if the distance is unlikely to rank methods, else None.
 
-    The warning is based on existing reference rows, or on the number of images if there are none.
+    The warning is based on existing reference rows, or on the number of images if there are none. None if methods are
+    ranked by the validation loss.
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.

@@ -331,7 +331,11 @@ def needs_of_real_images(metrics: Iterable[MetricOptions]) -> set[str]:
 
 
 def default_metrics(extractor: str, heldout: bool) -> list[str]:
-    """Return the metrics of an experiment that lists none; `heldout` is True if images are held out."""
+    """Return the metrics of an experiment that lists none; `heldout` is True if images are held out.
+
+    They are the Fréchet distance and KID, with Inception also the Inception score, and with held-out images also the
+    validation loss.
+    """
     by_extractor = {"inception": ["fid", "kid", "isc"], "dinov2": ["fd_dinov2", "kid"]}
     names = by_extractor.get(extractor, ["frechet", "kid"])
     if heldout:

@@ -58,7 +58,7 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
         u = spread_over((start, end), count)
         with compute.precision(settings.precision, torch.device(device)):
             loss = fixed_loss.errors(milestone.model, number, u, "epsilon")  # (images,)
-        vlb = c[(u * len(c)).long()] * loss
+        vlb = c[(u * len(c)).long()] * loss  # c at the cell of each fraction
         centre = process.times(torch.tensor((start + end) / 2, dtype=torch.float64)).item()
         rows.append({"u": [start, end], "t": centre, "loss": float(loss.mean()), "vlb": float(vlb.mean())})
         sizes.append(end - start)

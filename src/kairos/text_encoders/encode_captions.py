@@ -28,6 +28,8 @@ def encode_captions(
 ) -> dict[str, Any]:
     """Encode the captions of a data set, write the folder and return its manifest.
 
+    The manifest contains the description of the condition, and the numbers of tokens and of truncated captions.
+
     Args:
         config: section `text_encoder`, without ``auto``.
         dataset: a prepared data set with captions.
@@ -91,6 +93,8 @@ def encode_captions(
 
 def _check_lengths(captions: Captions, encoder: TextEncoder, too_long: str) -> tuple[int, int]:
     """Return the tokens of the longest caption, and the number of captions that the encoder truncates.
+
+    A message reports captions that will be truncated. The longest caption is counted before truncation.
 
     Raises:
         KairosError: captions would be truncated, and `too_long` is ``refuse``.

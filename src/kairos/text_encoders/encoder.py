@@ -57,6 +57,8 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
 def load_pretrained(path: Any, cls: Any, field: str, weights: bool = False) -> Any:
     """Load a model or tokenizer of transformers from a folder.
 
+    A model is returned in evaluation mode, on the CPU. Progress bars of transformers are switched off for this process.
+
     Args:
         path: the folder.
         cls: class of transformers with a method `from_pretrained`.
@@ -123,6 +125,8 @@ class TextEncoder:
 
 def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder:
     """Load the text encoder of a section without ``auto``.
+
+    A network on the hub is downloaded if necessary.
 
     Raises:
         ConfigError: the path has no text encoder with a tokenizer, or the encoder does not accept the length.
