@@ -581,7 +581,8 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
         segment = int(path.name.partition(".")[0])
         if path.parent.name in run_names and segment <= len(experiment.segments):
             expected_run_paths.append(path)
-    records = [_read(path, "--timing") for path in [*shared_paths, *expected_run_paths, *encode_paths]]
+    paths = [*shared_paths, *expected_run_paths, *encode_paths]
+    records = [_read(path, f"STAGE --timing {path}") for path in paths]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
 
 
