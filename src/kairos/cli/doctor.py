@@ -96,7 +96,11 @@ def _check_software() -> list[Finding]:
 
 
 def _check_devices() -> tuple[list[Finding], int]:
-    """Return findings about CPUs, GPUs and free disk space, and the number of GPUs; less than 1 GiB is not usable."""
+    """Return findings about CPUs, GPUs and free disk space, and the number of GPUs.
+
+    A machine without a GPU is usable, a disk with at most 1 GiB of free space is not. If torch cannot be imported, this
+    error is the only finding, and the number of GPUs is 0.
+    """
     try:
         import torch
     except ImportError as error:
