@@ -151,6 +151,8 @@ def _loss_settings(results: Results, column: str) -> dict[str, str]:
 def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
     """Build a table with `COLUMNS` and a row per method, the best value first; unknown values are NaN.
 
+    The values are of the last common snapshot. If the measurements have no baseline, the first method is used.
+
     Raises:
         KairosError: no snapshot, or no seed at the last common snapshot, is evaluated for all methods; or the metric
             is not positive for any seed.
@@ -302,7 +304,7 @@ def _experiment_labels(selection: Selection) -> list[str]:
 
 
 def _format_cell(value: object) -> str:
-    """Format a cell of the table; an unknown number becomes an empty text."""
+    """Format a cell of the table; a float has four significant digits, and an unknown number becomes an empty text."""
     if isinstance(value, float):
         return formatting.format_number(value, 4) if math.isfinite(value) else ""
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -75,7 +75,10 @@ def _smooth_mean(losses: "list[pd.Series[float]]") -> "pd.Series[float]":
 
 
 def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw the validation loss per timestep at the last snapshot: linear, logarithmic, and relative to the baseline."""
+    """Draw the validation loss per timestep at the last snapshot: linear, logarithmic, and relative to the baseline.
+
+    Without a baseline the third panel is left out.
+    """
     baseline = results.baseline
     rows = 1 if baseline is None else 2
     height = grid_height(rows, panel_height=2.75, row_space=0.95)
@@ -104,7 +107,10 @@ def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
 
 
 def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> Figure:
-    """Draw the distance of every method against optimiser steps, or against training time if `over_time`."""
+    """Draw the distance of every method against optimiser steps, or against training time if `over_time`.
+
+    Methods without a look are a grey band. Reference rows are dashed lines.
+    """
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
     curves = {method: build_curve(results.measurements, method) for method in results.methods}
@@ -219,7 +225,9 @@ def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str,
 def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the final distance against each option of a sweep, a panel per option.
 
-    The x axis is numeric if all values of the option are numbers; otherwise the values are evenly spaced in order.
+    A line connects the methods that differ in this option alone. Of more than 12 lines in a panel, five are labelled
+    and the others are grey. A baseline outside of the sweep is a dashed line. The x axis is numeric if all values of
+    the option are numbers; otherwise the values are evenly spaced in order.
     """
     panels, baseline = group_swept_methods(results.methods), results.baseline
     height = grid_height(len(panels), panel_height=2.6, row_space=0.8)
@@ -389,7 +397,10 @@ def _is_fixed(runs: list[RunResults], column: str) -> bool:
 
 
 def _movement_note(runs: list[RunResults]) -> str:
-    """Describe how far the learned sampler of a method has moved from its start."""
+    """Describe how far the learned sampler of a method has moved from its start: the largest distance over seeds.
+
+    The text is ``fixed`` if the sampler does not learn.
+    """
     distances = [distance for distance in map(distance_from_start, runs) if distance is not None]
     if not distances:
         return "fixed"

@@ -31,7 +31,7 @@ FIGURES: dict[str, DrawFunction] = {
 
 
 def available_figures(results: Results) -> dict[str, DrawFunction]:
-    """Return the figures whose results exist."""
+    """Return the figures whose results exist, in the order of `FIGURES`."""
     conditions = set(results.experiment.conditions)
     grid_files = [snapshot.grid_file for _, snapshot in results.run_snapshots]
     is_available = {

@@ -164,7 +164,8 @@ def _find_evaluation_warnings(results: Results) -> Iterator[str]:
 def _find_distance_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:
     """Yield warnings about a method whose distance ends no lower than a Gaussian's or rises during training.
 
-    A rise is reported if two neighbouring snapshots differ by more than the sum of their standard deviations.
+    A rise is reported if two neighbouring snapshots differ by more than the sum of their standard deviations. If one of
+    these is unknown, nothing is reported.
 
     Args:
         method: name of the method.

@@ -82,7 +82,10 @@ def published_csv(results: Results) -> str:
 
 
 def compute_accelerations(results: Results) -> Iterator[Acceleration]:
-    """Compute SpeeD's acceleration of every method over the baseline, or over the first method without a baseline."""
+    """Compute SpeeD's acceleration of every other method over the baseline, up to the last common snapshot.
+
+    If the experiment has no baseline, the first method replaces it.
+    """
     common = results.measurements.common_measurements
     baseline = results.baseline or results.methods[0]
     for method in results.methods:
