@@ -57,7 +57,11 @@ class _Handler(SimpleHTTPRequestHandler):
     extensions_map = _TYPES
 
     def send_head(self) -> Any:
-        """Send status and headers of a response, and return its content as a file; None for an error."""
+        """Send status and headers of a response, and return its content as a file; None for an error.
+
+        The path ``/`` is the status page, every other path a file in the results. If only this machine can connect,
+        requests for any other host name get status 403.
+        """
         server = self.server
         if server.loopback and not _THIS_MACHINE.fullmatch(self.headers.get("Host", "")):
             # a foreign name that resolves to this machine (DNS rebinding) must not read results
