@@ -68,6 +68,9 @@ def write_wandb(results: Results, out: Path) -> None:
 def write_hub_folder(snapshot: Path, out: Path) -> None:
     """Copy a snapshot with its decoder and its sample grid, and write a model card.
 
+    Decoder, sample grid, evaluation and facts of the data set are left out if they are missing or do not belong to the
+    snapshot. In pixel space the folder of the decoder contains no network.
+
     Args:
         snapshot: folder of the snapshot, within a folder of results.
         out: the new folder.

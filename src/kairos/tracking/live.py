@@ -36,7 +36,10 @@ _ACCESS_DENIED = (401, 403)
 
 @contextmanager
 def reporting(experiment: "Experiment", method: str, seed: int, out: Path) -> Iterator[None]:
-    """Report the training run inside the block to an MLflow server, if there is one; raises and delays nothing.
+    """Report the training run inside the block to an MLflow server, if there is one; raises nothing.
+
+    The end of the block waits for the last report, at most ``tracking.flush_seconds``. Inside the block, environment
+    variables limit MLflow's requests.
 
     Args:
         experiment: the experiment; its section `tracking` contains the server and the time limit for the last report.
@@ -89,7 +92,10 @@ class Reporter(threading.Thread):
             self._warn(f"no answer within {seconds:g} s")
 
     def run(self) -> None:
-        """Report until the training run has ended; log an error once and try again later."""
+        """Report until the training run has ended; log an error once and try again later.
+
+        A server that denies access (HTTP 401 or 403) ends the thread.
+        """
         pause = _POLL_SECONDS
         is_last_report = False
         while True:
