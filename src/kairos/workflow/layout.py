@@ -140,9 +140,9 @@ class Layout:
     def training_group(self, segment: Segment) -> Callable[[Any], str] | None:
         """Return a function from wildcards to the group of training runs that a scheduler runs as one job.
 
-        Every run of the workflow has equal groups. A training run that has diverged is a group by itself, because it
-        would stop the other training runs at each attempt. None: the experiment has no groups, because each training
-        run has a GPU of its own.
+        The runs of a group follow each other in `trainings`, so that every run of the workflow has equal groups. A
+        training run that has diverged is a group by itself, because it would stop the other training runs at each
+        attempt. None: the experiment has no groups, because each training run has a GPU of its own.
         """
         trainings_per_gpu = self.experiment.training.trainings_per_gpu
         if trainings_per_gpu == 1:
