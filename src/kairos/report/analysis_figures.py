@@ -106,7 +106,7 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
         labels = []
         for area, values in last_means.iterrows():
             process_share = 100 * (values["u_high"] - values["u_low"])
-            draw_share = process_share * values["density"]
+            draw_share = process_share * values["density"]  # density is relative to uniform: T p(t)
             text = f"{area}: {process_share:.0f} % of the process, {draw_share:.0f} % of the draws"
             labels.append(Label(values["variance"], text, _AREA_COLORS[str(area)]))
         label_lines(panels[1], labels)
@@ -249,7 +249,7 @@ def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
         rows = rows.iloc[1:]  # a log axis has no t = 0
         _draw_increment_moments(axes, rows)
         for area, shade in SHADES.items():
-            is_in_area = (rows["area"] == area).to_numpy()[:-1]
+            is_in_area = (rows["area"] == area).to_numpy()[:-1]  # a stair lies between two times
             look: dict[str, Any] = {"fill": True, "alpha": 0.6, "linewidth": 0, "zorder": 0}
             axes.stairs(is_in_area, rows["t"].to_numpy(), color=shade, transform=axes.get_xaxis_transform(), **look)
         scale = "log" if name in ("ve", "edm") else "linear"

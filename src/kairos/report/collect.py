@@ -179,7 +179,7 @@ class MethodMeasurements:
         if seed_sets.empty:
             raise KairosError(f"{', '.join(self.methods)}: no snapshot after step 0 is evaluated for all of them")
         last_common_step = seed_sets.index[-1]
-        common_seeds = set.intersection(*seed_sets.loc[last_common_step])
+        common_seeds = set.intersection(*seed_sets.loc[last_common_step])  # one set per method
         table = self.table[self.table["step"] <= last_common_step]
         if not common_seeds:
             return replace(self, table=table)

@@ -59,7 +59,7 @@ def join_experiments(
         new_names = {method: f"{label}/{method}" if len(selection) > 1 else method for method in methods}
         rows = results.table[results.table["method"].isin(methods)]
         column = metric or results.primary_metric
-        rows = rows.assign(metric=column, **_loss_settings(results, column))
+        rows = rows.assign(metric=column, **_loss_settings(results, column))  # for the comparison of protocols below
         tables.append(rows.assign(experiment=label, method=rows["method"].map(new_names)))
         names += new_names.values()
     table = pd.concat(tables)

@@ -249,7 +249,7 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
             look = next((looks[method] for method in methods if method in looks), _SWEEP_LOOK)
             axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
             labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
-        if len(selected) < len(lines):
+        if len(selected) < len(lines):  # the label is at the end of the line that was drawn last
             labels.append(Label(y[-1], f"{len(lines) - len(selected)} other lines", MUTED))
         if baseline is not None and not parse_sweep_name(baseline):  # a baseline outside of the sweep
             final_value = float(build_curve(results.measurements, baseline).mean[-1])

@@ -158,6 +158,7 @@ class ExpectedSettings:
         validation = evaluation.get("validation") or {}
         if image_count := validation.get("images"):
             before["evaluation"]["loss_images"] = image_count
+            # the data set may have fewer held-out images than requested
             heldout_count = self._read_manifest("dataset").get("heldout_count", image_count)
             now["loss_images"] = min(settings.loss_images, heldout_count)
         if losses_by_time := validation.get("per_timestep"):

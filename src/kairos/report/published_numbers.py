@@ -144,7 +144,7 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
     values = values.drop(columns=0, errors="ignore")  # papers have no untrained network
     if block.best_so_far:
         values = values.cummin(axis=1)
-    measured = values.get(step, pd.Series(dtype=float)) / block.scale
+    measured = values.get(step, pd.Series(dtype=float)) / block.scale  # no column for step 0
     if measured.isna().all():
         return replace(not_measured, obstacle=f"{column} is not measured")
     protocol = snapshots.iloc[0]

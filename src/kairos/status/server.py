@@ -84,6 +84,7 @@ class _Handler(SimpleHTTPRequestHandler):
             target_parts = file.relative_to(self.server.results.resolve()).parts
         except (OSError, ValueError, RuntimeError):  # no such file, outside of the results, invalid name, or link cycle
             return ""
+        # a quoted slash (%2F) is part of no name
         is_hidden = any(part.startswith(".") or "/" in part for part in (*parts, *target_parts))
         return str(file) if file.is_file() and not is_hidden else ""
 

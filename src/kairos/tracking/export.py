@@ -57,6 +57,7 @@ def write_wandb(results: Results, out: Path) -> None:
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
             reinit="finish_previous",
         ) as wandb_run:
+            # Weights & Biases accepts steps in ascending order only
             points = sorted(run_content.collect_points(run), key=attrgetter("step"))
             for step, points_of_step in groupby(points, attrgetter("step")):
                 values: dict[str, Any] = {point.key: point.value for point in points_of_step}

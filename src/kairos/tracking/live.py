@@ -211,6 +211,7 @@ class Reporter(threading.Thread):
                     break
                 if self._stride == 0:
                     steps_between_lines = json.loads(line)["step"]  # the step of the first line
+                    # lines of the complete run, so that the stride never changes and the import finds equal points
                     line_count = self._experiment.milestones[-1] // steps_between_lines
                     self._stride = run_content.choose_stride(line_count)
                 is_last_of_stride = (self._lines_read + 1) % self._stride == 0

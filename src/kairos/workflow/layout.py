@@ -287,6 +287,7 @@ class Layout:
         def collect(method: str | None) -> dict[str, Any]:
             return dependencies.collect_params(stage, self.experiment, method)
 
+        # a lambda in the comprehension below would see only the last name
         def build_function(name: str) -> Callable[[Any], Any]:
             return lambda wildcards: collect(wildcards.method if depends_on_method else None)[name]
 
