@@ -282,7 +282,10 @@ class Executor(plugin.Executor):
     # SLURM's queue
 
     def _cancel_unrecorded(self, comment: str = "") -> None:
-        """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`."""
+        """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`.
+
+        The method returns when the jobs have left the queue.
+        """
         if not self._find_unrecorded(comment):
             return
         # another thread may be submitting a job: by the second query it has a record
@@ -292,7 +295,10 @@ class Executor(plugin.Executor):
             self._cancel_job(job_id)
 
     def _find_unrecorded(self, comment: str) -> dict[str, str]:
-        """Return the comments, by job id, of jobs in the queue that have no record and a comment with this start."""
+        """Return the comments, by job id, of jobs in the queue that have no record and a comment with this start.
+
+        The dictionary is empty if the queue does not answer.
+        """
         comments = self._query_queue("%i %k") or {}
         recorded = {path.stem for path in job_records_folder(self._results).glob("*.json")}
         return {

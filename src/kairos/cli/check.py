@@ -233,7 +233,7 @@ def _describe_options(
 
 
 def _render_table(rows: _Table) -> str:
-    """Return a table with a rule below its header; cells of a table wider than `_WIDTH` are wrapped."""
+    """Return a table with a rule below its header, at most `_WIDTH` wide; cells of the widest columns are wrapped."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     while sum(widths) + _GAP * (len(widths) - 1) > _WIDTH:
         widest = widths.index(max(widths))

@@ -83,7 +83,7 @@ def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figu
 
 
 def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
-    """Shade the area below a density as the background of the axes, on a second y axis at the right."""
+    """Shade the area below a density, a series by time, as background, on a second y axis at the right."""
     background = axes.twinx()
     background.fill_between(density.index, density, color=_SHADE, linewidth=0)
     background.set(ylim=(0, 1.3 * max(1.6, density.max())))
@@ -94,7 +94,10 @@ def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
 
 
 def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area."""
+    """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area.
+
+    A row of panels shows one loss of one method. The shares are those of the last snapshot.
+    """
     groups = list(table.groupby(["method", "loss"], sort=False))
     height = grid_height(len(groups), panel_height=1.8, row_space=0.7)
     figure, grid = create_figure(7.4, height, len(groups), 2, column_space=0.9, row_space=0.7)

@@ -106,7 +106,10 @@ def _method_name(name: str) -> str:
 
 
 def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
-    """Describe each column whose value is not equal in all rows, with an experiment for each value."""
+    """Describe each column whose value is not equal in all rows, with an experiment for each value.
+
+    Values are compared as texts, and shown with at most 12 characters. The list is empty if all columns are equal.
+    """
     differences = []
     for column in columns:
         rows = table.assign(value=table[column].astype(str)).drop_duplicates("value")
@@ -117,7 +120,10 @@ def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
 
 
 def _columns_measured_everywhere(selection: Selection) -> list[str]:
-    """Return the names of the numbers that every evaluated snapshot of the selected methods has."""
+    """Return the names of the numbers that every evaluated snapshot of the selected methods has.
+
+    Standard deviations over sample sets are left out.
+    """
     columns: list[str] | None = None
     for results, methods in selection:
         for run, snapshot in results.run_snapshots:

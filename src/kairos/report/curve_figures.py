@@ -151,7 +151,10 @@ def _choose_time_unit(longest: float) -> tuple[str, int]:
 
 
 def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, look: Look) -> Label:
-    """Draw a distance curve with bars and a band of one standard deviation, and return the label of its end."""
+    """Draw a distance curve with bars and a band of one standard deviation, and return the label of its end.
+
+    Points with an unknown value or `x` are left out; at least one point is known.
+    """
     # values of an unfinished experiment may be missing, and times if there is no clock
     is_known = np.isfinite(curve.mean + x)
     x, mean = x[is_known], curve.mean[is_known]

@@ -259,7 +259,7 @@ class ExpectedSettings:
         return [change for change in changes if _section(change) != section or change.field in _READ_BY_ENCODE]
 
     def _find_latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
-        """Find a change of the latents that no setting explains; it is known once the run has ended."""
+        """Find a change of the latents that no setting explains; until the run has ended, no change is found."""
         run_record = glance(self.results / method / f"seed{seed}" / "training.json")
         if run_record.get("identity") != record["identity"]:
             return []

@@ -23,7 +23,9 @@ _ROWS_SHOWN = 30  # of a table that has more rows
 
 
 def render_page(results: Results, figures: Path) -> str:
-    """Render the report as one HTML document.
+    """Render the report as one HTML document that contains its images.
+
+    Figures of analyses are read from the results folder.
 
     Args:
         results: results of the experiment.

@@ -55,7 +55,10 @@ class Label:
 
 
 def assign_looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
-    """Assign a look to each shown method by its position in the configuration; the baseline is black."""
+    """Assign a look to each shown method by its position in the configuration; the baseline is black.
+
+    The looks of other methods repeat after 28 methods. A baseline that is not among the methods has a look too.
+    """
     others = [method for method in methods if method != baseline]
     # a colour has one marker, and the dash changes after all colours; () repeats the cycle without end
     all_looks = (_DASHES * (_COLORS + _MARKERS))()

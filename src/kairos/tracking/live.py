@@ -128,6 +128,8 @@ class Reporter(threading.Thread):
     def _report(self, is_last_report: bool) -> None:
         """Send what the run has written since the previous report.
 
+        Nothing is sent before the run's first step, or while another process writes the progress file.
+
         Args:
             is_last_report: the training run has ended: also report how.
         """
@@ -155,7 +157,10 @@ class Reporter(threading.Thread):
         return progress if is_of_this_process else None
 
     def _send(self, client: mlflow_store.Client, identity: str) -> str:
-        """Send the unsent points to the MLflow run of this training run, and return the run's id."""
+        """Send the unsent points to the MLflow run of this training run, and return the run's id.
+
+        The first call, and a call after an error, find or create the MLflow run and log everything that it lacks.
+        """
         run_id = self._run_id
         if run_id is None:
             run_id = self._find_or_create_run(client, identity)

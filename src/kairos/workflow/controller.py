@@ -304,7 +304,10 @@ def _end_on_signals(scheduler: Any) -> None:
 
 
 def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
-    """Wait for a signal; then stop the scheduler, and terminate and later kill the jobs' processes."""
+    """Wait for a signal; then stop the scheduler, and terminate and later kill the jobs' processes.
+
+    The function does not return: its thread ends with this process.
+    """
     received.get()
     _interruption_times.append(time.time())
     logging.disable()  # Snakemake would report each of its jobs as failed

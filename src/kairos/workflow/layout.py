@@ -159,7 +159,10 @@ class Layout:
         return name_group
 
     def count_jobs(self) -> dict[str, int]:
-        """Return the number of jobs of each rule; the segments of a rule count together."""
+        """Return the number of jobs of each rule; the segments of a rule count together.
+
+        A rule ``STAGE_parts`` computes shards of a stage. Rules without jobs are left out.
+        """
         training_job_count = len(self.trainings) * len(self.segments)
         counts: dict[str, int] = {}
         for stage in (*self.shared_stages, *dependencies.TRAINING_STAGES):
@@ -235,7 +238,10 @@ class Layout:
         return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
     def report_inputs(self) -> list[str]:
-        """Return all records that the report and the import into MLflow read."""
+        """Return all records that the report and the import into MLflow read.
+
+        Checksums of the jobs of training runs, and tables and figures of analyses, are included.
+        """
         shared_records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
         snapshot_files = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
         training_files = ["training.json", "metrics.jsonl"]
