@@ -122,7 +122,7 @@ class Executor(plugin.Executor):
     def run_job(self, job: Any) -> None:
         """Take over the earlier SLURM job that does a job's work, or submit the job; report every exception.
 
-        Snakemake calls this method in threads, where an exception would be lost.
+        A job that raises one is not retried. Snakemake calls this method in threads, where an exception would be lost.
         """
         try:
             if not self._take_over(job):
@@ -250,7 +250,9 @@ class Executor(plugin.Executor):
 
     @property
     def _earlier(self) -> dict[Path, dict[str, Any]]:
-        """Records of the jobs that earlier controllers have submitted, read before the first submission.
+        """Records, by file, of the jobs that earlier controllers have submitted; read before the first submission.
+
+        The first access also cancels the experiment's jobs in the queue that have no record.
 
         The plugin submits jobs in two threads. Without the lock both would read the records (`cached_property` has no
         lock from Python 3.12 on), and the slower thread would miss a record that the faster one has removed.
@@ -280,7 +282,10 @@ class Executor(plugin.Executor):
     # SLURM's queue
 
     def _cancel_unrecorded(self, comment: str = "") -> None:
-        """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`."""
+        """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`.
+
+        The method returns when the jobs have left the queue.
+        """
         if not self._find_unrecorded(comment):
             return
         # another thread may be submitting a job: by the second query it has a record
@@ -290,7 +295,10 @@ class Executor(plugin.Executor):
             self._cancel_job(job_id)
 
     def _find_unrecorded(self, comment: str) -> dict[str, str]:
-        """Return the comments, by job id, of jobs in the queue that have no record and a comment with this start."""
+        """Return the comments, by job id, of jobs in the queue that have no record and a comment with this start.
+
+        The dictionary is empty if the queue does not answer.
+        """
         comments = self._query_queue("%i %k") or {}
         recorded = {path.stem for path in job_records_folder(self._results).glob("*.json")}
         return {
@@ -306,9 +314,10 @@ class Executor(plugin.Executor):
             self._pause(_QUERY_INTERVAL)
 
     def _in_queue(self, job_id: str) -> bool:
-        """Return True if a SLURM job waits or runs; wait for a job that is ending.
+        """Return True if a SLURM job waits or runs; wait for a job that is ending, and while the queue does not answer.
 
-        The wait has a limit, because a job on a broken machine may not end for hours.
+        A job that is still ending after five minutes counts as ended, because a job on a broken machine may not end for
+        hours.
         """
         deadline = time.monotonic() + _COMPLETING_LIMIT
         while True:

@@ -56,6 +56,9 @@ _OS_ERROR_MESSAGES = {
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand and return its exit status; an error becomes a message on standard error.
 
+    The status is 2 for wrong usage and a ConfigError. It is 1 for any other KairosError, for an OSError, for a closed
+    pipe and after Ctrl-C. Other exceptions are programming errors and are raised.
+
     Args:
         argv: arguments without the name of the program; None: those of the process.
     """
@@ -91,7 +94,8 @@ def _run_subcommand(argv: list[str]) -> int:
     """Parse a command line, run its subcommand, and return the exit status.
 
     The subcommand runs in a fork of the controller's fork server if there is one, else in this process. If the
-    experiment is portable, environment variables that limit CPU instructions are set first.
+    experiment is portable, environment variables that limit CPU instructions are set first. An unknown command prints
+    a message and returns 2.
 
     Raises:
         SystemExit: argparse has printed the help or an error.

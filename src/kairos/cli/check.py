@@ -126,7 +126,7 @@ def _method_rows(experiment: "Experiment", all_options: bool) -> _Table:
 
 
 def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
-    """Return descriptions of model, forward process, seeds, snapshots and samples, by label.
+    """Return descriptions by label: ``model``, ``process``, ``seeds``, ``milestones`` (steps, segments), ``samples``.
 
     Args:
         layout: layout of the checked experiment.
@@ -150,10 +150,10 @@ def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check all experiment files below a folder and print a line for each.
+    """Check all experiment files below a folder and print a line for each valid file.
 
     Raises:
-        ConfigError: some files are not valid; the message contains the errors of all.
+        ConfigError: the folder contains no file, or some files are not valid; the message contains the errors of all.
     """
     from kairos.config import find_experiment_files, load
     from kairos.workflow.layout import Layout
@@ -193,7 +193,8 @@ def _describe_component(component: Component | LibraryComponent, all_options: bo
 def _describe_value(value: Any, registry: Registry | None, all_options: bool) -> str:
     """Return the value of an option as text.
 
-    Options of a sampler may be samplers, such as the parts of a mixture.
+    Options of a sampler may be samplers, such as the components of a mixture. The items of a list are joined by commas,
+    and None is ``null``.
 
     Args:
         value: the value; a mapping with a name is a component of the registry.
@@ -213,6 +214,9 @@ def _describe_options(
 ) -> str:
     """Return the name of a component with its options in parentheses.
 
+    Options that have their default value are left out. With `all_options`, only those without a value (None or an empty
+    list) are left out.
+
     Args:
         name: name of the component.
         options: values of its options.
@@ -231,7 +235,7 @@ def _describe_options(
 
 
 def _render_table(rows: _Table) -> str:
-    """Return a table with a rule below its header; cells of a table wider than `_WIDTH` are wrapped."""
+    """Return a table with a rule below its header, at most `_WIDTH` wide; cells of the widest columns are wrapped."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     while sum(widths) + _GAP * (len(widths) - 1) > _WIDTH:
         widest = widths.index(max(widths))

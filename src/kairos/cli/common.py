@@ -59,6 +59,7 @@ def listen(host: str, port: int) -> socket.socket:
         port: number of the port.
 
     Raises:
+        ConfigError: the number is not from 1 to 65535.
         KairosError: the port is in use or needs privileges, or this machine does not have the address.
     """
     demand(0 < port < 65536, "port", port, "1 to 65535")
@@ -76,7 +77,8 @@ def listen(host: str, port: int) -> socket.socket:
 def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
     """Return a type for argparse that parses a value as JSON or YAML.
 
-    JSON is tried first: the workflow writes it, and YAML reads 1e-05 as text.
+    JSON is tried first: the workflow writes it, and YAML reads 1e-05 as text. The returned function raises ConfigError
+    for a text that is neither.
 
     Args:
         option: name of the option without dashes.
@@ -122,6 +124,8 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
 def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
     """Declare ``--shard KofN``, one shard of a job's images, and ``--part``, the shards that a job merges.
 
+    The two options exclude each other. Without them, `shard` is None and `part` an empty list.
+
     Args:
         parser: parser of the subcommand.
         metavar: placeholder of a shard's path in the help.
@@ -135,8 +139,12 @@ def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
 def load_experiment_at(path: Path) -> tuple["Experiment", Path]:
     """Return the experiment of an experiment file or of a folder of results, and its folder of results.
 
+    For a folder, the experiment is the newest file that the pipeline has kept for the folder. Without such a file it is
+    the experiment in the record of the newest snapshot.
+
     Raises:
-        KairosError: the path is neither.
+        KairosError: the path is neither, or a folder without a kept file has no snapshot.
+        ConfigError: the file is not a valid experiment.
     """
     from kairos.report.collect import load_recorded_experiment
     from kairos.status.run_progress import load_outline

@@ -40,10 +40,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _write_index(arguments: argparse.Namespace) -> None:
-    """Write a page that lists all experiments in a folder, with their rankings or errors.
+    """Write a page that lists all experiments in a folder, with their rankings or errors, and print its path.
+
+    Experiments may lack results. The page is ``--out``, or index.html in the folder.
 
     Raises:
-        ConfigError: the path is not a folder of results.
+        ConfigError: the paths are not a single folder that contains folders of results.
     """
     from kairos.files import write_text
     from kairos.report.collect import collect
@@ -96,11 +98,15 @@ def _compare(arguments: argparse.Namespace) -> None:
 def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]:
     """Collect the results of experiments, each with the names of its methods to compare, in the order of the paths.
 
+    Experiments may lack results. An experiment that several paths refer to is collected once, and its methods are
+    joined.
+
     Args:
         paths: folders of results, experiment files, or folders of methods; a method's folder selects that method.
 
     Raises:
         ConfigError: a folder names a method that its experiment does not have.
+        KairosError: a path is no experiment, or none of its runs has a valid result.
     """
     from kairos.report.collect import collect
 

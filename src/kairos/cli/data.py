@@ -84,7 +84,10 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
 
 
 def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
-    """Prepare the images and captions of the data set, write them to `out`, and describe them."""
+    """Prepare the images and captions of the data set, write them to `out`, and describe them.
+
+    Earlier files of the data set in `out` are deleted first.
+    """
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
 
@@ -101,7 +104,10 @@ def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
 def _make_autoencoder(
     experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device"
 ) -> Outcome:
-    """Train the autoencoder or copy a pretrained one, write it to `out`, and describe it."""
+    """Train the autoencoder or copy a pretrained one, write it to `out`, and describe it.
+
+    In pixel space only the record of an autoencoder without a network is written.
+    """
     from kairos.autoencoders.train_or_load import make_autoencoder
 
     manifest = make_autoencoder(experiment.autoencoder, dataset, out, device, flips=experiment.dataset.flips)
@@ -139,6 +145,7 @@ def _encode_images(
     """Encode the images of the data set or one shard of them, or merge shards; write them to `out`, and describe them.
 
     The latents for a model that is conditioned on text refer to the folder of the captions, encoded by `kairos text`.
+    For a shard, the timing record has no number of images.
     """
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode

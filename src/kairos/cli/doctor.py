@@ -85,7 +85,10 @@ def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Findi
 
 
 def _check_software() -> list[Finding]:
-    """Return a finding for Python, which has to be 3.11 or later, and each package that kairos needs."""
+    """Return a finding for Python, which has to be 3.11 or later, and each package that kairos needs.
+
+    A package that is not installed is not usable; versions of packages are not checked.
+    """
     findings = [(sys.version_info >= (3, 11), "python", platform.python_version())]
     for package in (*_PACKAGES, *_TOOLS):
         try:
@@ -96,7 +99,11 @@ def _check_software() -> list[Finding]:
 
 
 def _check_devices() -> tuple[list[Finding], int]:
-    """Return findings about CPUs, GPUs and free disk space, and the number of GPUs; less than 1 GiB is not usable."""
+    """Return findings about CPUs, GPUs and free disk space, and the number of GPUs.
+
+    A machine without a GPU is usable, a disk with at most 1 GiB of free space is not. If torch cannot be imported, this
+    error is the only finding, and the number of GPUs is 0.
+    """
     try:
         import torch
     except ImportError as error:
@@ -139,7 +146,7 @@ def _check_weights() -> Finding:
 
 
 def _check_experiment(path: Path, experiment: "Experiment") -> list[Finding]:
-    """Return a finding about an experiment file and about each file that its jobs read."""
+    """Return a finding about an experiment file and each file that its jobs read; a missing file is not usable."""
     from kairos import downloads
 
     size = f"{len(experiment.methods)} methods, {len(experiment.seeds)} seeds"

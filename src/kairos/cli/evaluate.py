@@ -110,7 +110,11 @@ def _build_reference(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    """Compare each file of samples with the reference, and write its record."""
+    """Compare each file of samples with the reference, and write its record.
+
+    Raises:
+        ConfigError: options that are repeated together have different numbers of values, or ``--sets`` is below 1.
+    """
     outputs = pair_options(arguments, "samples", "out", "milestone")
     demand(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
 

@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> None:
     The environment variable ``HF_HUB_OFFLINE``, which would forbid downloads, is removed from this process.
 
     Raises:
-        KairosError: a file is missing and cannot be downloaded.
+        KairosError: some files are missing and cannot be downloaded; all other files are downloaded before.
     """
     from kairos import downloads
     from kairos.config import load

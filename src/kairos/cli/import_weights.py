@@ -92,12 +92,14 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _describe_experiment(arguments: argparse.Namespace) -> "Experiment":
-    """Return the experiment of the weights, from ``--config`` and ``--model``.
+    """Return the experiment of the weights, from ``--config`` and ``--model``; the model is that of ``--model`` if set.
 
-    Without ``--config``, the process and the prediction target are those of the model's published weights.
+    Without ``--config``, the process and the prediction target are those of the model's published weights, and the only
+    method is ``imported``. A conditional model with a null class then has a condition dropout of 0.1.
 
     Raises:
-        ConfigError: both are missing, or the model needs an experiment file.
+        ConfigError: both are missing, or the model is conditioned on text or low-resolution images and ``--config`` is
+            missing.
     """
     from kairos.config import load, validate
     from kairos.training.import_weights import published_diffusion

@@ -29,6 +29,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     Files read: the experiment file, and prepared data and timings of earlier training runs if there are any. No file
     is written.
+
+    Raises:
+        ConfigError: an option is not allowed, or a shape is not known yet and no option sets it.
     """
     from kairos.config import load
 

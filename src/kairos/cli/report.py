@@ -24,6 +24,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     `report` writes tables, figures and the page into the folder of results, and prints the path of the page. `track`
     writes runs into MLflow's store and a record of the import to ``--out``.
+
+    Raises:
+        KairosError: results are missing. `report` with PATH accepts that, unless no training run has results.
     """
     from kairos import resource_usage
 

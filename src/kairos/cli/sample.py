@@ -64,7 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
     as PNG too. Files read: snapshots, and the autoencoder and latents that they were trained on.
 
     Raises:
-        ConfigError: options that are repeated together have different numbers of values.
+        ConfigError: options that are repeated together have different numbers of values, or the number of ``--part``
+            is no multiple of the number of ``--out``.
     """
     outputs = pair_options(arguments, "milestone", "out", "grid")
     shard_files = arguments.part

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the stages of an experiment and a line per training run; ``--watch`` repeats it, ``--serve`` serves a page.
 
     Results and the controller's records are read. With ``--remove-unclaimed``, training states of earlier settings are
-    deleted.
+    deleted; ``--serve`` ignores that option.
 
     Raises:
         ConfigError: ``--watch`` is not a number of seconds up to a day.

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
     """Check the arguments, and train in this process, or launch the processes of a distributed run.
 
-    A launched process runs this command again, as one rank of the run.
+    A launched process runs this command again, as one rank of the run; only rank 0 writes the file of ``--timing``.
 
     Args:
         arguments: arguments of the command.

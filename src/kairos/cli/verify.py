@@ -39,7 +39,10 @@ def run(arguments: argparse.Namespace) -> None:
 def _verify_training_run(folder: Path) -> None:
     """Check the final checkpoint, the metrics and all snapshots of a training run against their records.
 
+    The hashes of the present files are printed before they are compared.
+
     Raises:
+        KairosError: the training run is not complete.
         DamagedError: a file is missing or damaged.
     """
     from kairos.files import open_record, sha256_file

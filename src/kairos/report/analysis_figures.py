@@ -66,7 +66,7 @@ def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: P
 def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw variance of the gradient and loss over time, a line per snapshot and a row of panels per method.
 
-    The background is the density at the last snapshot.
+    Two panels of a row show the training loss, two the VLB loss. The background is the density at the last snapshot.
     """
     methods, colors = list(table.groupby("method", sort=False)), _snapshot_colors(table)
     height = grid_height(len(methods), panel_height=2.2, row_space=0.8)
@@ -83,7 +83,7 @@ def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figu
 
 
 def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
-    """Shade the area below a density as the background of the axes, on a second y axis at the right."""
+    """Shade the area below a density, a series by time, as background, on a second y axis at the right."""
     background = axes.twinx()
     background.fill_between(density.index, density, color=_SHADE, linewidth=0)
     background.set(ylim=(0, 1.3 * max(1.6, density.max())))
@@ -94,7 +94,10 @@ def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
 
 
 def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area."""
+    """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area.
+
+    A row of panels shows one loss of one method. The shares are those of the last snapshot.
+    """
     groups = list(table.groupby(["method", "loss"], sort=False))
     height = grid_height(len(groups), panel_height=1.8, row_space=0.7)
     figure, grid = create_figure(7.4, height, len(groups), 2, column_space=0.9, row_space=0.7)
@@ -106,7 +109,7 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
         labels = []
         for area, values in last_means.iterrows():
             process_share = 100 * (values["u_high"] - values["u_low"])
-            draw_share = process_share * values["density"]
+            draw_share = process_share * values["density"]  # density is relative to uniform: T p(t)
             text = f"{area}: {process_share:.0f} % of the process, {draw_share:.0f} % of the draws"
             labels.append(Label(values["variance"], text, _AREA_COLORS[str(area)]))
         label_lines(panels[1], labels)
@@ -115,7 +118,7 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
 
 
 def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw cosines between gradients at levels of ln SNR, at up to four snapshots.
+    """Draw cosines between gradients at levels of ln SNR, at the last four snapshots.
 
     Panels below show size and noise of the gradient by level. The last of them is in Adam's metric, and is drawn if
     the table has rows of loss ``preconditioned``.
@@ -170,7 +173,8 @@ def _draw_cosines(
 def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw a matrix per snapshot: how training on one interval of the process changes the loss on every interval, in %.
 
-    A row is an interval that was trained on, a column an interval that the loss was measured on.
+    A row is an interval that was trained on, a column an interval that the loss was measured on. The last row is
+    of training on the whole process.
     """
     figure, panels = _create_panels(table, ["method", "step"], columns=3, width=3.6, height=3.6, row_space=0.95)
     for axes, (method, step), rows in panels:
@@ -218,7 +222,7 @@ def _draw_relative_time(table: pd.DataFrame, experiment: Experiment) -> Figure:
 def _draw_subset_size(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw the distance against relative time by |S|, and time per step and last distance against |S|.
 
-    Dashed lines in the panels against |S| show the baseline.
+    Dashed lines in the panels against |S| show the baseline, whose rows have no |S| (NaN in column ``selected``).
     """
     figure, grid = create_figure(12.6, 3.2, 1, 3, column_space=2.1)
     _draw_distance_over_time(grid[0, 0], table, experiment)
@@ -238,7 +242,7 @@ def _draw_subset_size(table: pd.DataFrame, experiment: Experiment) -> Figure:
 
 
 def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw variance and mean of the increments with their bounds, a panel per process.
+    """Draw variance and mean of the increments with their bounds, a panel per process; t = 0 is left out.
 
     The background shows SpeeD's areas, whose shares are in the title.
     """
@@ -248,7 +252,7 @@ def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
         rows = rows.iloc[1:]  # a log axis has no t = 0
         _draw_increment_moments(axes, rows)
         for area, shade in SHADES.items():
-            is_in_area = (rows["area"] == area).to_numpy()[:-1]
+            is_in_area = (rows["area"] == area).to_numpy()[:-1]  # a stair lies between two times
             look: dict[str, Any] = {"fill": True, "alpha": 0.6, "linewidth": 0, "zorder": 0}
             axes.stairs(is_in_area, rows["t"].to_numpy(), color=shade, transform=axes.get_xaxis_transform(), **look)
         scale = "log" if name in ("ve", "edm") else "linear"
@@ -300,7 +304,7 @@ def _create_panels(
         row_space: space between rows of panels in inches.
 
     Returns:
-        The figure; axes, key and rows of each group.
+        The figure; and an iterator over axes, key (a tuple with a value per column) and rows of each group.
     """
     groups = list(table.groupby(by, sort=False))
     columns = min(columns, len(groups))
@@ -325,7 +329,10 @@ def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:
 
 
 def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, colors: dict[Any, Any]) -> None:
-    """Draw column `y` against column `x` on a log axis, a line per group of column `by`."""
+    """Draw column `y` against column `x` on a log axis, a line per group of column `by`.
+
+    Rows of a group with equal `x`, such as those of several seeds, are averaged. `colors` has a colour for each group.
+    """
     for key, rows in table.groupby(by, sort=False):
         mean = rows.groupby(x)[y].mean()
         marker = "o" if len(mean) < 40 else ""  # many markers would hide the line
@@ -352,7 +359,10 @@ def _draw_matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: lis
 
 
 def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Experiment) -> None:
-    """Draw the distance of each method against relative time, with a band of one standard deviation over seeds."""
+    """Draw the distance of each method against relative time, with a band of one standard deviation over seeds.
+
+    The snapshot before training (step 0) is left out.
+    """
     labels: list[Label] = []
     for method, look in assign_looks(list(table["method"].unique()), experiment.baseline).items():
         groups = table[(table["method"] == method) & (table["step"] > 0)].groupby("step")

@@ -22,6 +22,9 @@ _OPTIONAL_PROTOCOL = ("sets", "spacing", "clip", "sample_seed", *GUIDANCE)
 def build_report(experiment: Experiment, folder: Path, unfinished: bool = False) -> Path:
     """Read the results of an experiment, write its report, and return the path of the page.
 
+    A complete report consists of figures/, summary.csv, report.html and, with published numbers, published.csv. An
+    earlier report_unfinished.html is then deleted.
+
     Args:
         experiment: the experiment.
         folder: its results folder, which the report is written into.
@@ -66,7 +69,10 @@ def summary_csv(results: Results) -> str:
 
 
 def _reference_rows(results: Results) -> list[Record]:
-    """Return the available reference rows with the protocol that they share; ``method`` is the row's name."""
+    """Return the available reference rows with the protocol that they share; ``method`` is the row's name.
+
+    Fields of the protocol that the reference does not contain are None.
+    """
     reference = results.reference
     rows = []
     for name in REFERENCE_ROWS:

@@ -57,7 +57,7 @@ class SnapshotResults:
 
     @property
     def measured_values(self) -> Record:
-        """Measured values by column name.
+        """Measured values by column name, as a flat dictionary.
 
         Metrics come with their standard deviation and the values of single sample sets. Names of validation losses
         begin with ``val_``.
@@ -92,6 +92,8 @@ class RunResults:
     @cached_property
     def metrics(self) -> pd.DataFrame:
         """Content of metrics.jsonl, a row per line; read at the first access, and empty without a file.
+
+        Keys of nested objects are joined by dots.
 
         Raises:
             KairosError: the file is damaged.
@@ -164,7 +166,8 @@ class MethodMeasurements:
     def common_measurements(self) -> "MethodMeasurements":
         """Measurements up to the last snapshot that all methods have, of the seeds that all methods have there.
 
-        All seeds are kept if no seed is evaluated for all methods at that snapshot.
+        All seeds and the lines in `missing` are kept if no seed is evaluated for all methods at that snapshot.
+        Otherwise `missing` is empty.
 
         Raises:
             KairosError: no snapshot after step 0 is evaluated for all methods.
@@ -176,7 +179,7 @@ class MethodMeasurements:
         if seed_sets.empty:
             raise KairosError(f"{', '.join(self.methods)}: no snapshot after step 0 is evaluated for all of them")
         last_common_step = seed_sets.index[-1]
-        common_seeds = set.intersection(*seed_sets.loc[last_common_step])
+        common_seeds = set.intersection(*seed_sets.loc[last_common_step])  # one set per method
         table = self.table[self.table["step"] <= last_common_step]
         if not common_seeds:
             return replace(self, table=table)
@@ -240,7 +243,10 @@ class Results:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Table with a row per evaluated snapshot: experiment, method, seed, step, measured values and protocol."""
+        """Table with a row per evaluated snapshot: experiment, method, seed, step, measured values and protocol.
+
+        `train_seconds` is 0 at step 0, and None without a clock. All columns have dtype object.
+        """
         rows = []
         for run, snapshot in self.run_snapshots:
             row = {
@@ -293,7 +299,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
         experiment: the experiment.
         folder: its results folder.
         unfinished: True accepts missing results. A snapshot counts if all its files exist and belong to one run and
-            one reference.
+            one reference. Runs without a snapshot after step 0, and methods and seeds without runs, are left out.
 
     Raises:
         KairosError: a result is missing, damaged or outdated, or it was evaluated with another extractor or reference.
@@ -413,7 +419,11 @@ def _read_run(
     """Read the valid snapshots of a run, and collect an error for each result that is missing or outdated.
 
     Snapshots of an unfinished experiment may belong to several runs, of which only the newest counts. Until the newest
-    run has ended, training.json and metrics.jsonl are missing or belong to an earlier run.
+    run has ended, training.json and metrics.jsonl are missing or belong to an earlier run. Then the record of the
+    result is that of the newest snapshot, in the form of training.json; it is empty if there is no snapshot either.
+
+    Raises:
+        KairosError: timing.jsonl is damaged.
     """
     folder = expected.results / method / f"seed{seed}"
     errors: list[KairosError] = []
@@ -426,6 +436,7 @@ def _read_run(
     with _collect_error(errors):
         run_record = _read(folder / "training.json", "train")
         published_metrics = _read(folder / "metrics.jsonl", "train", Path)
+        # an unfinished run may have the two files of an earlier run, which do not count
         if not unfinished or run_record["identity"] == record.get("identity"):
             if unfinished:
                 _read(published_metrics, "train", _read_json_lines)  # raises an error if the file is damaged
@@ -485,10 +496,10 @@ def _select_run(snapshots: list[SnapshotResults], identity: str, errors: list[Ka
 def _without_other_protocols(
     runs_with_errors: list[_RunWithErrors], expected: ExpectedSettings
 ) -> list[_RunWithErrors]:
-    """Remove evaluations whose sampling or evaluation settings differ from the experiment's.
+    """Remove evaluations whose sampling or evaluation settings differ from the experiment's, and add an error for each.
 
-    If every evaluation differs, all are kept, because they can be compared with each other. This can happen if the
-    experiment comes from a snapshot's record, which may be older than the evaluations.
+    If every evaluation differs, all are kept without errors, because they can be compared with each other. This can
+    happen if the experiment comes from a snapshot's record, which may be older than the evaluations.
     """
     kept: list[_RunWithErrors] = []
     for run, errors in runs_with_errors:
@@ -505,7 +516,10 @@ def _without_other_protocols(
 
 
 def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) -> tuple[str, ...]:
-    """Describe what differs in runs that count: sampling, evaluation, code, or settings that change rounding."""
+    """Describe what differs in runs that count: sampling, evaluation, code, or settings that change rounding.
+
+    The last snapshot of each run is compared. Each reason has one sentence, with the runs that it concerns.
+    """
     runs_by_reason = defaultdict[str, list[str]](list)
     for run in runs:
         name = f"{run.method} seed {run.seed}"
@@ -581,7 +595,8 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
         segment = int(path.name.partition(".")[0])
         if path.parent.name in run_names and segment <= len(experiment.segments):
             expected_run_paths.append(path)
-    records = [_read(path, "--timing") for path in [*shared_paths, *expected_run_paths, *encode_paths]]
+    paths = [*shared_paths, *expected_run_paths, *encode_paths]
+    records = [_read(path, f"STAGE --timing {path}") for path in paths]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
 
 

@@ -59,7 +59,7 @@ def join_experiments(
         new_names = {method: f"{label}/{method}" if len(selection) > 1 else method for method in methods}
         rows = results.table[results.table["method"].isin(methods)]
         column = metric or results.primary_metric
-        rows = rows.assign(metric=column, **_loss_settings(results, column))
+        rows = rows.assign(metric=column, **_loss_settings(results, column))  # for the comparison of protocols below
         tables.append(rows.assign(experiment=label, method=rows["method"].map(new_names)))
         names += new_names.values()
     table = pd.concat(tables)
@@ -106,7 +106,10 @@ def _method_name(name: str) -> str:
 
 
 def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
-    """Describe each column whose value is not equal in all rows, with an experiment for each value."""
+    """Describe each column whose value is not equal in all rows, with an experiment for each value.
+
+    Values are compared as texts, and shown with at most 12 characters. The list is empty if all columns are equal.
+    """
     differences = []
     for column in columns:
         rows = table.assign(value=table[column].astype(str)).drop_duplicates("value")
@@ -117,7 +120,10 @@ def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
 
 
 def _columns_measured_everywhere(selection: Selection) -> list[str]:
-    """Return the names of the numbers that every evaluated snapshot of the selected methods has."""
+    """Return the names of the numbers that every evaluated snapshot of the selected methods has.
+
+    Standard deviations over sample sets are left out.
+    """
     columns: list[str] | None = None
     for results, methods in selection:
         for run, snapshot in results.run_snapshots:
@@ -150,6 +156,8 @@ def _loss_settings(results: Results, column: str) -> dict[str, str]:
 
 def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
     """Build a table with `COLUMNS` and a row per method, the best value first; unknown values are NaN.
+
+    The values are of the last common snapshot. If the measurements have no baseline, the first method is used.
 
     Raises:
         KairosError: no snapshot, or no seed at the last common snapshot, is evaluated for all methods; or the metric
@@ -302,7 +310,7 @@ def _experiment_labels(selection: Selection) -> list[str]:
 
 
 def _format_cell(value: object) -> str:
-    """Format a cell of the table; an unknown number becomes an empty text."""
+    """Format a cell of the table; a float has four significant digits, and an unknown number becomes an empty text."""
     if isinstance(value, float):
         return formatting.format_number(value, 4) if math.isfinite(value) else ""
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -75,7 +75,10 @@ def _smooth_mean(losses: "list[pd.Series[float]]") -> "pd.Series[float]":
 
 
 def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw the validation loss per timestep at the last snapshot: linear, logarithmic, and relative to the baseline."""
+    """Draw the validation loss per timestep at the last snapshot: linear, logarithmic, and relative to the baseline.
+
+    Without a baseline the third panel is left out.
+    """
     baseline = results.baseline
     rows = 1 if baseline is None else 2
     height = grid_height(rows, panel_height=2.75, row_space=0.95)
@@ -104,7 +107,10 @@ def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
 
 
 def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> Figure:
-    """Draw the distance of every method against optimiser steps, or against training time if `over_time`."""
+    """Draw the distance of every method against optimiser steps, or against training time if `over_time`.
+
+    Methods without a look are a grey band. Reference rows are dashed lines.
+    """
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
     curves = {method: build_curve(results.measurements, method) for method in results.methods}
@@ -145,7 +151,10 @@ def _choose_time_unit(longest: float) -> tuple[str, int]:
 
 
 def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, look: Look) -> Label:
-    """Draw a distance curve with bars and a band of one standard deviation, and return the label of its end."""
+    """Draw a distance curve with bars and a band of one standard deviation, and return the label of its end.
+
+    Points with an unknown value or `x` are left out; at least one point is known.
+    """
     # values of an unfinished experiment may be missing, and times if there is no clock
     is_known = np.isfinite(curve.mean + x)
     x, mean = x[is_known], curve.mean[is_known]
@@ -219,7 +228,9 @@ def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str,
 def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the final distance against each option of a sweep, a panel per option.
 
-    The x axis is numeric if all values of the option are numbers; otherwise the values are evenly spaced in order.
+    A line connects the methods that differ in this option alone. Of more than 12 lines in a panel, five are labelled
+    and the others are grey. A baseline outside of the sweep is a dashed line. The x axis is numeric if all values of
+    the option are numbers; otherwise the values are evenly spaced in order.
     """
     panels, baseline = group_swept_methods(results.methods), results.baseline
     height = grid_height(len(panels), panel_height=2.6, row_space=0.8)
@@ -241,7 +252,7 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
             look = next((looks[method] for method in methods if method in looks), _SWEEP_LOOK)
             axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
             labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
-        if len(selected) < len(lines):
+        if len(selected) < len(lines):  # the label is at the end of the line that was drawn last
             labels.append(Label(y[-1], f"{len(lines) - len(selected)} other lines", MUTED))
         if baseline is not None and not parse_sweep_name(baseline):  # a baseline outside of the sweep
             final_value = float(build_curve(results.measurements, baseline).mean[-1])
@@ -389,7 +400,10 @@ def _is_fixed(runs: list[RunResults], column: str) -> bool:
 
 
 def _movement_note(runs: list[RunResults]) -> str:
-    """Describe how far the learned sampler of a method has moved from its start."""
+    """Describe how far the learned sampler of a method has moved from its start: the largest distance over seeds.
+
+    The text is ``fixed`` if the sampler does not learn.
+    """
     distances = [distance for distance in map(distance_from_start, runs) if distance is not None]
     if not distances:
         return "fixed"

@@ -31,7 +31,7 @@ FIGURES: dict[str, DrawFunction] = {
 
 
 def available_figures(results: Results) -> dict[str, DrawFunction]:
-    """Return the figures whose results exist."""
+    """Return the figures whose results exist, in the order of `FIGURES`."""
     conditions = set(results.experiment.conditions)
     grid_files = [snapshot.grid_file for _, snapshot in results.run_snapshots]
     is_available = {
@@ -45,7 +45,7 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
 
 
 def draw_figures(results: Results, folder: Path) -> None:
-    """Draw every available figure into `folder`, as PNG and SVG."""
+    """Draw every available figure into `folder`, as NAME.png and NAME.svg."""
     looks = plot_style.assign_looks(select_shown_methods(results), results.baseline)
     for name, draw in available_figures(results).items():
         with matplotlib.rc_context(plot_style.STYLE):

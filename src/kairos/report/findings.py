@@ -52,7 +52,10 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
 
 
 def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> list[str]:
-    """Summarise which methods may be the best ones; `measure` is the name of the primary metric."""
+    """Summarise which methods may be the best ones; `measure` is the name of the primary metric.
+
+    With fewer than five seeds that all methods have, the sentences only report the range of final values.
+    """
     final_values = {}
     for comparison in comparisons:
         final_values[comparison.method] = format_plus_minus(comparison.curve.mean[-1], comparison.curve.std[-1])
@@ -110,7 +113,14 @@ def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
 
 
 def find_warnings(results: Results) -> Iterator[str]:
-    """Yield a sentence for everything that limits what the numbers may be used for."""
+    """Yield a sentence for everything that limits what the numbers may be used for.
+
+    - Learned samplers have not moved from their start.
+    - The primary metric rises during training, or ends no lower than a Gaussian's.
+    - The distance cannot rank methods. If it is the primary metric, `summarise_outcome` reports that instead.
+    - An evaluation has a warning, or a run is not bit-exact.
+    - There is only one seed, or training times are missing.
+    """
     unmoved = []
     for run in results.runs:
         if has_not_moved(run):
@@ -164,7 +174,8 @@ def _find_evaluation_warnings(results: Results) -> Iterator[str]:
 def _find_distance_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:
     """Yield warnings about a method whose distance ends no lower than a Gaussian's or rises during training.
 
-    A rise is reported if two neighbouring snapshots differ by more than the sum of their standard deviations.
+    A rise is reported if two neighbouring snapshots differ by more than the sum of their standard deviations. If one of
+    these is unknown, nothing is reported.
 
     Args:
         method: name of the method.

@@ -42,7 +42,7 @@ def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -
     """Format a value with its standard deviation, such as ``21.3 ± 0.9``.
 
     The standard deviation has two significant digits, and the value has the decimals of the standard deviation. A value
-    without standard deviation has `digits` significant digits.
+    without standard deviation has `digits` significant digits. A missing value is a dash.
     """
     if value is None or not math.isfinite(value):
         return NONE
@@ -57,7 +57,7 @@ def format_factor(factor: "Ratio | None") -> tuple[str, str]:
     """Format a cost factor and its interval over seeds, such as ``1.52×`` and ``1.31–1.77``.
 
     If a seed does not reach the baseline's final value, the texts are ``not reached`` and ``in 2 of 5 seeds``. The
-    second text is empty with one seed.
+    second text is empty with one seed. Without a factor, the texts are a dash and an empty text.
     """
     if factor is None:
         return NONE, ""
@@ -71,7 +71,8 @@ def format_factor(factor: "Ratio | None") -> tuple[str, str]:
 def format_change(ratio: "Ratio | None") -> tuple[str, str]:
     """Format a ratio as a difference in per cent, and the interval of that difference.
 
-    The texts are, for example, ``−12.5 %`` and ``−15.1 to −9.8 %``; the second one is empty with one seed.
+    The texts are, for example, ``−12.5 %`` and ``−15.1 to −9.8 %``; the second one is empty with one seed. Without a
+    ratio, the texts are a dash and an empty text.
     """
     if ratio is None or not math.isfinite(ratio.value):
         return NONE, ""
@@ -120,7 +121,7 @@ def describe_sample_sets(evaluation: Any) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format a duration, such as ``0.4 s``, ``75 s``, ``12.5 min`` or ``3.2 h``."""
+    """Format a duration, such as ``0.4 s``, ``75 s``, ``12.5 min`` or ``3.2 h``; a dash if it is unknown."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
     for unit, unit_seconds in (("h", 3600), ("min", 60)):

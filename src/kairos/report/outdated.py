@@ -137,13 +137,20 @@ class ExpectedSettings:
         return [change for change in self._find_all_changes(method, record) if change.field in _ROUNDING]
 
     def find_sampling_changes(self, protocol: Record) -> list[Change]:
-        """Find the settings of sampling that differ from the protocol in a file of samples."""
+        """Find the settings of sampling that differ from the protocol in a file of samples.
+
+        Settings that the protocol lacks do not count.
+        """
         evaluation = self.experiment.evaluation
         now = {"sampling": self._sampling_settings, "number of samples": evaluation.num_samples * evaluation.sets}
         return _compare_settings(now, {"sampling": protocol, **_select_fields(protocol, {"number of samples": "num"})})
 
     def find_evaluation_changes(self, evaluation: Record) -> list[Change]:
-        """Find the settings of sampling and evaluation that differ from the protocol in an evaluation record."""
+        """Find the settings of sampling and evaluation that differ from the protocol in an evaluation record.
+
+        Settings that the record lacks do not count. The numbers of images and strata of validation losses are compared
+        with the numbers that the data set and the process allow.
+        """
         before = {
             "sampling": self._recorded_sampling_settings(evaluation["protocol"]),
             "evaluation": _select_fields(evaluation["protocol"], _EVALUATION_FIELDS),
@@ -153,6 +160,7 @@ class ExpectedSettings:
         validation = evaluation.get("validation") or {}
         if image_count := validation.get("images"):
             before["evaluation"]["loss_images"] = image_count
+            # the data set may have fewer held-out images than requested
             heldout_count = self._read_manifest("dataset").get("heldout_count", image_count)
             now["loss_images"] = min(settings.loss_images, heldout_count)
         if losses_by_time := validation.get("per_timestep"):
@@ -172,7 +180,10 @@ class ExpectedSettings:
         return {"scheduler": solver, **_select_fields(protocol, other_fields)}
 
     def _compute_identities(self, method: str, seed: int) -> list[str]:
-        """Compute the present identities of a run, one per kind of device; none before the latents exist."""
+        """Compute the present identities of a run, one per kind of device.
+
+        The list is empty before the latents exist, and if the weights of ``training.start_from`` are missing.
+        """
         latents = self._read_manifest("latents")
         if not latents:
             return []
@@ -205,9 +216,10 @@ class ExpectedSettings:
         return {"scheduler": scheduler, **{name: getattr(sampling, name) for name in names}}
 
     def _read_snapshot_record(self, path: Path) -> Record:
-        """Read the record of a snapshot without the other methods of its experiment; it is empty if there is no file.
+        """Read the record of a snapshot without the other methods of its experiment.
 
-        Only settings of the snapshot's own method decide whether the snapshot is outdated.
+        The record is empty if the file is missing or damaged. Only settings of the snapshot's own method decide whether
+        the snapshot is outdated.
         """
         record = self.records.glance(path)
         if not record:
@@ -254,7 +266,7 @@ class ExpectedSettings:
         return [change for change in changes if _section(change) != section or change.field in _READ_BY_ENCODE]
 
     def _find_latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
-        """Find a change of the latents that no setting explains; it is known once the run has ended."""
+        """Find a change of the latents that no setting explains; until the run has ended, no change is found."""
         run_record = glance(self.results / method / f"seed{seed}" / "training.json")
         if run_record.get("identity") != record["identity"]:
             return []
@@ -265,7 +277,7 @@ class ExpectedSettings:
         return [Change("latents (SHA-256)", before[:12], now[:12])]
 
     def _read_manifest(self, stage: str) -> Record:
-        """Read the manifest of a stage once; it is empty if there is none."""
+        """Read the manifest of a stage once; it is empty if it is missing or damaged."""
         if stage not in self._manifests:
             self._manifests[stage] = glance(self.results / stage / "manifest.json")
         return self._manifests[stage]
@@ -334,7 +346,7 @@ def _section(change: Change) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Format a value as in an experiment file, shortened; a component is represented by its name."""
+    """Format a value as in an experiment file, cut to 60 characters; a component is represented by its name."""
     if isinstance(value, dict) and "name" in value:
         return str(value["name"])
     text = value if isinstance(value, str) else json.dumps(value)
@@ -347,7 +359,11 @@ def _is_newer(file: Path, other: Path) -> bool:
 
 
 def read_samples_protocol(path: Path) -> Record:
-    """Read the protocol in a file of samples, without its images; it is empty if it cannot be read."""
+    """Read the protocol in a file of samples, without its images; it is empty if the file is damaged.
+
+    Raises:
+        FileNotFoundError: there is no file.
+    """
     stat = path.stat()
     return _read_protocol(path, stat.st_mtime_ns, stat.st_size)
 

@@ -23,7 +23,9 @@ _ROWS_SHOWN = 30  # of a table that has more rows
 
 
 def render_page(results: Results, figures: Path) -> str:
-    """Render the report as one HTML document.
+    """Render the report as one HTML document that contains its images.
+
+    Figures of analyses are read from the results folder.
 
     Args:
         results: results of the experiment.
@@ -90,7 +92,10 @@ def _list_learned_snapshots(results: Results, looks: dict[str, Look]) -> list[tu
 
 
 def _split_provenance(results: Results) -> tuple["pd.Series[str]", pd.DataFrame]:
-    """Return the provenance that all runs share without empty fields, and a row per run with the varying fields."""
+    """Return the provenance that all runs share without empty fields, and a row per run with the varying fields.
+
+    All values are texts; a field that a run lacks is a dash.
+    """
     rows = []
     for run in results.runs:
         provenance = run.record["provenance"]
@@ -110,7 +115,7 @@ def _compute_accelerations(results: Results) -> list[published_numbers.Accelerat
 
 
 def _solver_settings(protocol: Record) -> Record:
-    """Return name and options of the solver in the protocol of an evaluation."""
+    """Return name and options of the solver in the protocol of an evaluation; options that it lacks are left out."""
     solver = protocol["scheduler"]
     if solver not in SOLVERS:  # not registered here: its options are unknown
         return {"name": solver}
@@ -140,7 +145,11 @@ def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
 
 
 def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
-    """Sum CPU and wall time of the jobs by stage, and over all stages in the last row."""
+    """Sum CPU and wall time of the jobs by stage, and over all stages in the last row.
+
+    A row is a dictionary of stage, number of jobs, largest peak memory in bytes and times in seconds. Stages are in the
+    order of the pipeline. There are no rows without jobs.
+    """
     if not jobs:
         return []
     table = pd.DataFrame(list(jobs))

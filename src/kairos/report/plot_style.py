@@ -55,7 +55,10 @@ class Label:
 
 
 def assign_looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
-    """Assign a look to each shown method by its position in the configuration; the baseline is black."""
+    """Assign a look to each shown method by its position in the configuration; the baseline is black.
+
+    The looks of other methods repeat after 28 methods. A baseline that is not among the methods has a look too.
+    """
     others = [method for method in methods if method != baseline]
     # a colour has one marker, and the dash changes after all colours; () repeats the cycle without end
     all_looks = (_DASHES * (_COLORS + _MARKERS))()
@@ -104,6 +107,8 @@ def tight_bounding_box(figure: Figure) -> Bbox:
 
 def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     """Write labels right of the axes at the heights of their lines; labels that would overlap are moved apart.
+
+    Scales and limits of the axes must be final. A dotted line leads from the end of a line with `x` to the right edge.
 
     Args:
         axes: axes that contain the lines.
@@ -172,6 +177,8 @@ def draw_method_lines(
 ) -> None:
     """Draw one line per method with the method's name at its end, and a grey band for the methods without a look.
 
+    Methods with a look but without a line are left out.
+
     Args:
         axes: axes to draw into.
         looks: look of each method that gets a line.
@@ -200,6 +207,8 @@ def draw_method_lines(
 def draw_band(axes: Axes, x: np.ndarray, values: np.ndarray) -> Label:
     """Draw the range of many methods as a grey band with the median as a line, and return the label of the band.
 
+    Points without a known value are left out; at least one point has a value.
+
     Args:
         axes: axes to draw into.
         x: x coordinates, (points,).
@@ -214,7 +223,10 @@ def draw_band(axes: Axes, x: np.ndarray, values: np.ndarray) -> Label:
 
 
 def time_axis_settings(process: str) -> dict[str, Any]:
-    """Return label and scale of an x axis that shows the time of the process with this name."""
+    """Return label and scale of an x axis that shows the time of a process, as arguments of ``axes.set``.
+
+    The scale is ``log`` for processes whose time is a noise level, else ``linear``.
+    """
     symbol = PROCESSES.entry(process).load().time_symbol
     if symbol != "t":  # a noise level, such as sigma
         return {"xlabel": f"{symbol} (small: almost clean)", "xscale": "log"}

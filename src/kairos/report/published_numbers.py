@@ -82,7 +82,10 @@ def published_csv(results: Results) -> str:
 
 
 def compute_accelerations(results: Results) -> Iterator[Acceleration]:
-    """Compute SpeeD's acceleration of every method over the baseline, or over the first method without a baseline."""
+    """Compute SpeeD's acceleration of every other method over the baseline, up to the last common snapshot.
+
+    If the experiment has no baseline, the first method replaces it.
+    """
     common = results.measurements.common_measurements
     baseline = results.baseline or results.methods[0]
     for method in results.methods:
@@ -111,7 +114,10 @@ def judge_claim(results: Results) -> str:
 
 
 def _judge_factor(factor: Ratio | None, claimed: float) -> str:
-    """Describe the outcome of a claim by the measured cost factor and its interval over seeds."""
+    """Describe the outcome of a claim by the measured cost factor and its interval over seeds.
+
+    The outcome is ``confirmed``, ``refuted`` or ``left open``. Without an interval, the text is the reason.
+    """
     _, remark = formatting.format_factor(factor)
     if factor is None or factor.missed_seed_count:
         return remark or "in no seed"
@@ -127,7 +133,10 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
 
 
 def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
-    """Compare a published number with the measured one at its step, or at the last step if that is no snapshot."""
+    """Compare a published number with the measured one at its step, or at the last step if that is no snapshot.
+
+    If nothing is measured, the numbers of the result are NaN and the obstacle is the reason.
+    """
     not_measured = NumberComparison(block, row, measured=np.nan, std=np.nan, obstacle="not measured yet")
     if row.method is None:
         return replace(not_measured, obstacle=block.missing[row.row])
@@ -141,7 +150,7 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
     values = values.drop(columns=0, errors="ignore")  # papers have no untrained network
     if block.best_so_far:
         values = values.cummin(axis=1)
-    measured = values.get(step, pd.Series(dtype=float)) / block.scale
+    measured = values.get(step, pd.Series(dtype=float)) / block.scale  # no column for step 0
     if measured.isna().all():
         return replace(not_measured, obstacle=f"{column} is not measured")
     protocol = snapshots.iloc[0]
@@ -162,7 +171,10 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
 
 
 def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline: str) -> float | None:
-    """Compute the acceleration by the first published table that contains curves of both methods; None without one."""
+    """Compute the acceleration by the first published table that contains curves of both methods; None without one.
+
+    Curves are values of FID at several steps. Steps that lack a value of one of the two methods are left out.
+    """
     for block in blocks:
         values_by_method = {block.methods.get(row, row): values for row, values in block.rows.items()}
         has_curves = block.column == "fid" and len(block.steps) > 1

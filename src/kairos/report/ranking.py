@@ -122,7 +122,10 @@ class MethodComparison:
 
 
 def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
-    """Build the curve of a method's metric; the means of an unfinished experiment are over the available seeds."""
+    """Build the curve of a method's metric; the means of an unfinished experiment are over the available seeds.
+
+    Otherwise a mean is NaN where the value of a seed is missing.
+    """
     values = measurements.values_of(method, measurements.metric)
     seconds = measurements.values_of(method, "train_seconds")
     set_stds = measurements.values_of(method, f"{measurements.metric}_spread")
@@ -143,6 +146,9 @@ def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
 
 def compare_methods(results: Results | MethodMeasurements) -> list[MethodComparison]:
     """Compare all methods at their last common snapshot; the method with the best value of the metric comes first.
+
+    Ratios, tests and ranks are over the seeds for which every method has a positive value. With fewer than five such
+    seeds, nothing is tested, and every method may have every rank.
 
     Raises:
         KairosError: no snapshot after step 0 is evaluated for all methods.
@@ -250,6 +256,8 @@ def crossing_cost_just_below(costs: np.ndarray, values: np.ndarray, target: floa
 def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, reached: np.ndarray) -> float:
     """Interpolate the cost of `target` between the first snapshot that reaches it and the snapshot before.
 
+    The result is NaN if no snapshot reaches it, and the cost of the first snapshot if that one does.
+
     Args:
         costs: steps or seconds at the snapshots, (snapshots,).
         values: values at the snapshots, (snapshots,), of which lower ones are better.
@@ -309,7 +317,8 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
         cost: attribute of `Curve` that contains the costs, ``steps`` or ``seconds_by_seed``.
 
     Returns:
-        The factor; None without a clock, or if the baseline never improved on its start.
+        The factor; None without a clock, if the baseline never improved on its start, or if a seed of the method starts
+            at that value or below. The factor is NaN if a seed of the method does not reach the value.
     """
     targets = baseline.values_by_seed[:, -1]
     baseline_costs = _costs_of_targets(baseline, cost, targets)

@@ -21,7 +21,7 @@ _CONDITIONED_IMAGES = 8  # captions or low-resolution images that are shown
 
 
 def draw_samples_over_training(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw the sample grids of the first seed, a row per method and a column per snapshot."""
+    """Draw the sample grids of the first seed, a row per method and a column per snapshot; missing ones are blank."""
     methods, steps = _select_methods(results, looks), results.experiment.milestones
     side = min(1.9, 9.0 / len(steps))
     width, height = side * len(steps) + 0.05, side * len(methods)
@@ -57,7 +57,7 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
 
 
 def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw the first images one by one, each in a panel with a row per method and a column per snapshot.
+    """Draw the first four images one by one, each in a panel with a row per method and a column per snapshot.
 
     Images are those of the first seed that has the snapshot; a snapshot without images is white.
     """
@@ -94,7 +94,7 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
 def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the first conditions (captions or low-resolution images), their real images, and each method's last samples.
 
-    A row shows one condition. Samples are of the first seed.
+    A row shows one condition, of at most eight. Samples are of the first seed.
     """
     from kairos.sampling.conditions import select_condition_sources  # imports torch, which other figures do not need
 

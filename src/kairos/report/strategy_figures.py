@@ -211,7 +211,10 @@ def _draw_filled_curve(
 
 
 def _set_value_limits(axes: Axes, values: np.ndarray, logarithmic: bool) -> float:
-    """Set the limits of the y axis with room around the values, and return the height that areas are filled from."""
+    """Set the limits of the y axis with room around the values, and return the height that areas are filled from.
+
+    The axis is linear if no value is positive. Values may be NaN.
+    """
     positive = values[values > 0]
     if logarithmic and len(positive):
         axes.set_yscale("log")
@@ -331,7 +334,7 @@ def _shade_areas(axes: Axes, increments: Increments) -> None:
 
 
 def _mark_boundaries(axes: Axes, increments: Increments) -> None:
-    """Label the boundaries of the areas with their times, above the curve."""
+    """Label the boundaries of the areas with their times, above the curve; the y axis is extended for the labels."""
     # the labels need 28 % of the height of the curve
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":

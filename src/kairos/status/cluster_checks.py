@@ -32,6 +32,8 @@ with open(sys.argv[1], "r+b") as file:
 def slurm(profile: Path = PROFILE) -> list[Finding]:
     """Check that SLURM answers, list its partitions, and check partition and account of the profile.
 
+    A machine without SLURM's commands or without a configured cluster is usable and gives a single finding.
+
     Args:
         profile: folder of the profile that jobs will be submitted with.
     """
@@ -89,7 +91,7 @@ def profile_file(profile: Path) -> Path | None:
 
 
 def _default_resources(profile: Path) -> dict[str, str]:
-    """Return the default resources of a profile, without empty values.
+    """Return the default resources of a profile, without empty values; empty if the profile does not exist.
 
     Raises:
         KairosError: the profile is not the YAML that Snakemake reads.
@@ -143,6 +145,8 @@ def _count_assigned_gpus(variables: dict[str, str]) -> int | None:
 def disk(results: Path) -> Finding:
     """Check the folder for temporary files, to which jobs copy latents if it is on another file system.
 
+    Only a folder that cannot be written is not usable.
+
     Args:
         results: folder of the results.
     """
@@ -162,7 +166,8 @@ def disk(results: Path) -> Finding:
 def locks(results: Path) -> list[Finding]:
     """Check that a file lock in the results excludes other processes, and that its release admits them.
 
-    Training runs and the controller use flock; databases (MLflow's, Snakemake's) use POSIX locks.
+    Training runs and the controller use flock; databases (MLflow's, Snakemake's) use POSIX locks. There is a finding
+    for each kind. The check writes a temporary file into the results, or into their nearest existing parent folder.
 
     Args:
         results: folder of the results.

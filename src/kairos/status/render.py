@@ -46,7 +46,7 @@ def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
 
     Args:
         experiment: the experiment's file, or its folder of results.
-        remove_unclaimed: delete states of earlier settings first.
+        remove_unclaimed: delete states of earlier settings first; otherwise the text reports them.
 
     Raises:
         KairosError: there is no such experiment.
@@ -187,6 +187,8 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
 
 def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
     """Return steps and losses of some lines of metrics.jsonl, (lines, 2): those in blocks spread over the file.
+
+    Lines are in the order of the file. The array is empty if no line has a loss.
 
     Args:
         metrics_file: path of the file.

@@ -174,6 +174,9 @@ def _assess_run(
 ) -> RunProgress:
     """Derive the state of a training run from its record, its progress file, its job and its logs.
 
+    The settings of a run that is not active are compared with the experiment's: ``outdated`` replaces any other state.
+    A run that only has a log is ``starting`` if the log is new and empty, else ``failed``.
+
     Args:
         outline: the experiment.
         method, seed: the training run.
@@ -318,7 +321,10 @@ def list_names(folder: Path) -> list[str]:
 
 
 def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str, ...]) -> str:
-    """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add."""
+    """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add.
+
+    A running run gets a note only if its last update is older than five minutes or SLURM's state is another one.
+    """
     if state == "queued" and job is not None:
         return job.reason if job.reason != "None" else ""
     if state == "dead":
@@ -339,7 +345,7 @@ def format_age(unix_time: float) -> str:
 
 
 def _find_location(state: str, progress: Progress, job: Job | None) -> str:
-    """Return host and job of a run as text."""
+    """Return host and job of a run as text, such as ``node1 job 17``, as far as known; empty: neither is known."""
     # a run that waits has no host yet, and the host of a complete run does not matter
     host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
     job_number = None
@@ -355,7 +361,9 @@ def _find_location(state: str, progress: Progress, job: Job | None) -> str:
 def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
     """Return True if the process that wrote a progress file as running is still alive.
 
-    If locks end at the machine, the queue or a recent progress file replaces the lock.
+    If locks end at the machine, the queue or a recent progress file replaces the lock. While SLURM
+    has the job that wrote the file as pending or running, the queue alone decides. Without a lock, a progress file of
+    another machine counts for 30 s.
     """
     is_of_job = job is not None and job.number == str(progress.get("job"))
     if job is not None and is_of_job and (job.pending or job.state == "RUNNING"):

@@ -57,7 +57,11 @@ class _Handler(SimpleHTTPRequestHandler):
     extensions_map = _TYPES
 
     def send_head(self) -> Any:
-        """Send status and headers of a response, and return its content as a file; None for an error."""
+        """Send status and headers of a response, and return its content as a file; None for an error.
+
+        The path ``/`` is the status page, every other path a file in the results. If only this machine can connect,
+        requests for any other host name get status 403.
+        """
         server = self.server
         if server.loopback and not _THIS_MACHINE.fullmatch(self.headers.get("Host", "")):
             # a foreign name that resolves to this machine (DNS rebinding) must not read results
@@ -80,6 +84,7 @@ class _Handler(SimpleHTTPRequestHandler):
             target_parts = file.relative_to(self.server.results.resolve()).parts
         except (OSError, ValueError, RuntimeError):  # no such file, outside of the results, invalid name, or link cycle
             return ""
+        # a quoted slash (%2F) is part of no name
         is_hidden = any(part.startswith(".") or "/" in part for part in (*parts, *target_parts))
         return str(file) if file.is_file() and not is_hidden else ""
 

@@ -39,7 +39,9 @@ _QUIET = {
 
 
 def mlflow(configured: str | None) -> list[Finding]:
-    """Check that MLflow's store can be written.
+    """Check that MLflow's store can be written; the check creates no database.
+
+    A database that does not exist is usable if a file can be created at its place.
 
     Args:
         configured: setting `tracking.uri` of an experiment; None: the default store.
@@ -61,7 +63,10 @@ def mlflow(configured: str | None) -> list[Finding]:
 
 
 def dvc() -> list[Finding]:
-    """Check that this folder is a DVC repository whose cache can be written, and report its remote."""
+    """Check that this folder is a DVC repository whose cache can be written, and report its remote.
+
+    A repository without a remote or without dvc.yaml is usable.
+    """
     succeeded, answer = _run_python(_ASK_DVC)
     if not succeeded:
         advice = "git init and dvc init create one, a clone of kairos is one"

@@ -15,8 +15,8 @@ _DEVICE_TYPES = {"auto": ("cpu", "cuda")}  # device types that a setting may sel
 def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Path]:
     """Return the folders of states whose settings or code differ from the experiment's.
 
-    States of runs that are active are left out, because such a run may have earlier settings. Without latents no state
-    is found.
+    States of runs that are active are left out, because such a run may have earlier settings. No state is found without
+    latents, or if only a folder of results is known.
 
     Args:
         outline: the experiment.

@@ -57,6 +57,7 @@ def write_wandb(results: Results, out: Path) -> None:
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
             reinit="finish_previous",
         ) as wandb_run:
+            # Weights & Biases accepts steps in ascending order only
             points = sorted(run_content.collect_points(run), key=attrgetter("step"))
             for step, points_of_step in groupby(points, attrgetter("step")):
                 values: dict[str, Any] = {point.key: point.value for point in points_of_step}
@@ -67,6 +68,9 @@ def write_wandb(results: Results, out: Path) -> None:
 
 def write_hub_folder(snapshot: Path, out: Path) -> None:
     """Copy a snapshot with its decoder and its sample grid, and write a model card.
+
+    Decoder, sample grid, evaluation and facts of the data set are left out if they are missing or do not belong to the
+    snapshot. In pixel space the folder of the decoder contains no network.
 
     Args:
         snapshot: folder of the snapshot, within a folder of results.

@@ -36,7 +36,10 @@ _ACCESS_DENIED = (401, 403)
 
 @contextmanager
 def reporting(experiment: "Experiment", method: str, seed: int, out: Path) -> Iterator[None]:
-    """Report the training run inside the block to an MLflow server, if there is one; raises and delays nothing.
+    """Report the training run inside the block to an MLflow server, if there is one; raises nothing.
+
+    The end of the block waits for the last report, at most ``tracking.flush_seconds``. Inside the block, environment
+    variables limit MLflow's requests.
 
     Args:
         experiment: the experiment; its section `tracking` contains the server and the time limit for the last report.
@@ -89,7 +92,10 @@ class Reporter(threading.Thread):
             self._warn(f"no answer within {seconds:g} s")
 
     def run(self) -> None:
-        """Report until the training run has ended; log an error once and try again later."""
+        """Report until the training run has ended; log an error once and try again later.
+
+        A server that denies access (HTTP 401 or 403) ends the thread.
+        """
         pause = _POLL_SECONDS
         is_last_report = False
         while True:
@@ -122,6 +128,8 @@ class Reporter(threading.Thread):
     def _report(self, is_last_report: bool) -> None:
         """Send what the run has written since the previous report.
 
+        Nothing is sent before the run's first step, or while another process writes the progress file.
+
         Args:
             is_last_report: the training run has ended: also report how.
         """
@@ -149,7 +157,10 @@ class Reporter(threading.Thread):
         return progress if is_of_this_process else None
 
     def _send(self, client: mlflow_store.Client, identity: str) -> str:
-        """Send the unsent points to the MLflow run of this training run, and return the run's id."""
+        """Send the unsent points to the MLflow run of this training run, and return the run's id.
+
+        The first call, and a call after an error, find or create the MLflow run and log everything that it lacks.
+        """
         run_id = self._run_id
         if run_id is None:
             run_id = self._find_or_create_run(client, identity)
@@ -205,6 +216,7 @@ class Reporter(threading.Thread):
                     break
                 if self._stride == 0:
                     steps_between_lines = json.loads(line)["step"]  # the step of the first line
+                    # lines of the complete run, so that the stride never changes and the import finds equal points
                     line_count = self._experiment.milestones[-1] // steps_between_lines
                     self._stride = run_content.choose_stride(line_count)
                 is_last_of_stride = (self._lines_read + 1) % self._stride == 0

@@ -118,7 +118,7 @@ def limit_requests(seconds: int, retries: int) -> Iterator[None]:
 def lock_database(uri: str) -> Iterator[None]:
     """Lock an SQLite database for this process; without a lock, processes that create its tables at once crash.
 
-    Does nothing for a server.
+    The lock is a file next to the database; the folder is created if it does not exist. Does nothing for another store.
 
     Raises:
         KairosError: another process holds the lock for more than two minutes.
@@ -149,6 +149,8 @@ def connect(uri: str) -> Client:
 
 def find_or_create_experiment(client: Client, name: str) -> str:
     """Return the id of the MLflow experiment with a name; it is created if it does not exist.
+
+    Unless the store is a server, a new experiment keeps its artifacts in ``mlartifacts`` in the working directory.
 
     Raises:
         KairosError: the MLflow experiment was deleted.
@@ -182,7 +184,7 @@ def find_or_create_run(client: Client, experiment: str, content: RunContent, sta
     Args:
         client: client of the store.
         experiment: id of the MLflow experiment.
-        content: content of the run.
+        content: content of the run, of which a new run gets only the name and the identifying tags.
         start: start of a new run, in milliseconds since 1970.
         settling: seconds to wait for runs that other processes create at the same time.
     """
@@ -249,6 +251,7 @@ def log_missing(client: Client, run: Run, content: RunContent) -> None:
     """Log the content that a run does not have; a second call logs nothing.
 
     A value that differs from the recorded value of its step is logged with a later timestamp, so that MLflow shows it.
+    Tags are overwritten, except the commit. Parameters that the run has are kept, since MLflow cannot change them.
 
     Args:
         client: client of the store.

@@ -118,7 +118,8 @@ def build_training_run(
 def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
     """Return the settings that decide a training run, under dotted names: sampler and weighting first.
 
-    Settings that an extension of the run may change are left out.
+    Settings that an extension of the run may change, and settings that are None, are left out. Values are texts, cut to
+    6000 characters.
 
     Args:
         experiment: the experiment.
@@ -151,6 +152,8 @@ def choose_stride(line_count: int) -> int:
 def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) -> Callable[[int], int]:
     """Return a function from a step to the recorded time of its end, in milliseconds since 1970.
 
+    Steps after the last recorded step have its time.
+
     Args:
         started: first start of the training run.
         seconds_by_step: training seconds by step, from timing.jsonl; times between them are interpolated. If it is
@@ -169,7 +172,10 @@ def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) ->
 
 
 def collect_points(run: "RunResults") -> list[Point]:
-    """Return all curves of a training run: metrics.jsonl, thinned, and the evaluations of all snapshots."""
+    """Return all curves of a training run: metrics.jsonl, thinned, and the evaluations of all snapshots.
+
+    If its training time is known, the last snapshot also has a point ``seconds_per_step``.
+    """
     time_of_step = build_step_clock(run.started or _UNKNOWN_START, run.seconds_by_step)
     stride = choose_stride(len(run.metrics))
     points: list[Point] = []

@@ -99,7 +99,7 @@ def _find_present_runs(client: mlflow_store.Client, experiment_id: str, name: st
 
 
 def _import_parent_run(client: mlflow_store.Client, experiment_id: str, results: Results, present: _PresentRuns) -> str:
-    """Import the parent run of an experiment with its report and figures, and return its id."""
+    """Import the parent run of an experiment with its report and figures, as far as they exist, and return its id."""
     content = run_content.build_experiment_run(results)
     run_id = _write_run(client, experiment_id, content, present)
     _finish_run(client, run_id, content, present)

@@ -63,7 +63,8 @@ Request = tuple[str, tuple[int, ...]]  # folder of a training run, and the miles
 def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
     """Return the layout of the experiment that Snakemake was called for, checked and frozen.
 
-    An invalid experiment ends the process with one message.
+    The controller writes the frozen experiment, whose path it sets as an environment variable. Unless it is a dry run,
+    it removes outdated records of an earlier run. An invalid experiment ends the process with one message.
     """
     with _exit_on_error():
         if FROZEN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
@@ -108,10 +109,11 @@ def _exit_on_error() -> Iterator[None]:
 def _lock_results(results: Path) -> IO[str]:
     """Lock an experiment's results until the returned file is closed.
 
-    Snakemake's own locks cannot serve here, because they outlive its process.
+    The lock is ``.kairos/<experiment>.lock``, which contains the process and its machine. Snakemake's own locks cannot
+    serve here, because they outlive its process.
 
     Raises:
-        KairosError: another run of the workflow holds the lock.
+        KairosError: another run of the workflow holds the lock, or the file system has no locks.
     """
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
@@ -149,7 +151,10 @@ def _remove_leftovers(layout: Layout) -> None:
 
 
 def list_data_files(layout: Layout) -> list[str]:
-    """Return the existing files of a data set other than single images; `kairos prepare` reports missing files."""
+    """Return the existing files of a data set other than single images; `kairos prepare` reports missing files.
+
+    These are lists of images and captions, and the archives of sources ``parquet`` and ``zip``.
+    """
     dataset = layout.experiment.dataset
     # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
     lists = [re.sub(r":\d+$", "", section.files) for section in dataset.sections if section.files]
@@ -202,7 +207,9 @@ def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[
 def starts(workflow: Any, layout: Layout) -> None:
     """Prepare a run before its first job: lock the results, mark training runs that start over, start the fork server.
 
-    The process ends with a message if another run works on the results, or for ``--executor slurm``.
+    The process ends with a message if another run works on the results, or for ``--executor slurm``. With ``--touch``
+    no training run is marked. Signals are handled here, and the fork server started, only if this process runs the jobs
+    itself.
     """
     with _exit_on_error():
         if workflow.executor_plugin.name == "slurm":
@@ -297,7 +304,10 @@ def _end_on_signals(scheduler: Any) -> None:
 
 
 def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
-    """Wait for a signal; then stop the scheduler, and terminate and later kill the jobs' processes."""
+    """Wait for a signal; then stop the scheduler, and terminate and later kill the jobs' processes.
+
+    The function does not return: its thread ends with this process.
+    """
     received.get()
     _interruption_times.append(time.time())
     logging.disable()  # Snakemake would report each of its jobs as failed
@@ -337,7 +347,10 @@ def succeeded(workflow: Any, layout: Layout) -> None:
 
 
 def failed(workflow: Any, layout: Layout) -> None:
-    """Finish a failed run by printing the failed jobs' logs, or an interrupted one by printing what it has saved."""
+    """Finish a failed run by printing the failed jobs' logs, or an interrupted one by printing what it has saved.
+
+    Snakemake's metadata of the failed jobs are deleted.
+    """
     for job in workflow.scheduler.failed:
         # Snakemake's metadata contain outputs that it has deleted itself, as if the user had deleted them
         workflow.persistence.cleanup(job)
@@ -359,7 +372,7 @@ def _report_interruption(layout: Layout) -> None:
 
 
 def _report_failed_jobs(workflow: Any) -> None:
-    """Print the log file and its last line of each job that has failed in this run."""
+    """Print the log file and its last line of each job that has written a log in this run and has not finished."""
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():
         if workflow.dag.finished(job) or not job.log:

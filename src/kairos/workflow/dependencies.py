@@ -53,7 +53,7 @@ def find_dependencies(stage: str, experiment: Experiment, method: str | None = N
     """Return the fields and modules that a stage's results depend on.
 
     Args:
-        stage: name of the stage.
+        stage: name of the stage, or ``measure_NAME`` or ``analyse_NAME`` of an analysis.
         experiment: the resolved experiment.
         method: name of the method, for a stage of `TRAINING_STAGES`.
     """

@@ -95,6 +95,8 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
 def _update_methods(methods: list[str]) -> None:
     """Write the names of the methods into dvc.yaml if params.yaml has a grid of methods, which DVC cannot expand.
 
+    Without a grid the names become ``${methods}``, which DVC expands.
+
     Raises:
         KairosError: dvc.yaml has changed.
     """
@@ -131,11 +133,16 @@ def _update_plugin_files(plugins: list[str]) -> None:
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
     """Replace this process by a Snakemake that runs the jobs of one stage; the stages in dvc.yaml call this.
 
+    The function does not return.
+
     Args:
         config: the experiment file.
         stage: name of the stage.
         method: name of the method, for a stage of training runs.
         seed: seed of the training run, for a stage of training runs.
+
+    Raises:
+        ConfigError: see `select_jobs`.
     """
     rules, targets = select_jobs(create_layout(load(config)), stage, method, seed)
     command = [*_PYTHON, "snakemake", "--configfile", str(config), "--allowed-rules", *rules, "--", *targets]
@@ -177,6 +184,8 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
 
 def record() -> None:
     """Record in DVC the results that Snakemake has computed: fill DVC's cache and write dvc.lock.
+
+    The machines that computed the results are written to dvc.machines.json. Nothing is committed to git.
 
     Raises:
         KairosError: the working tree has uncommitted changes, results are stale, or DVC fails.
@@ -272,7 +281,11 @@ def _check_up_to_date(problem: str) -> None:
 
 
 def _changed_files(*paths: str) -> list[str]:
-    """Return the lines of ``git status --porcelain`` for some paths, one for each changed file."""
+    """Return the lines of ``git status --porcelain`` for some paths, or for all without `paths`: one per changed file.
+
+    Raises:
+        KairosError: git fails.
+    """
     process = subprocess.run(["git", "status", "--porcelain", "--", *paths], capture_output=True, text=True)
     if process.returncode:
         raise KairosError(f"git status: {process.stderr.strip()}")
@@ -280,7 +293,10 @@ def _changed_files(*paths: str) -> list[str]:
 
 
 def _run_tool(tool: str, *arguments: str, captured: bool = True) -> "subprocess.CompletedProcess[str]":
-    """Run a command line tool of this Python environment."""
+    """Run a command line tool of this Python environment; a failure is only in the return code of the result.
+
+    With `captured`, the output is in the result; otherwise it goes to the terminal.
+    """
     return subprocess.run([*_PYTHON, tool, *arguments], env=_environment(), capture_output=captured, text=True)
 
 
@@ -333,7 +349,8 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
 def hash_path(path: Path) -> str:
     """Return DVC's hash of a file or folder, or an empty text if the path does not exist.
 
-    DVC's hash of a folder is the MD5 of a JSON list of its files with their hashes, followed by ``.dir``.
+    DVC's hash of a folder is the MD5 of a JSON list of its files with their hashes, followed by ``.dir``. Temporary
+    files, which .dvcignore excludes, are left out.
     """
     if not path.exists():
         return ""
@@ -374,7 +391,10 @@ def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
 
 
 def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
-    """Return the names of a stage's fields that now have another value than in the lock file."""
+    """Return the names of a stage's fields that now have another value than in the lock file.
+
+    Files that do not exist are skipped.
+    """
     changed: list[str] = []
     for file, recorded in stage.get("params", {}).items():
         path = lock.parent / file

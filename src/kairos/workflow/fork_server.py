@@ -70,6 +70,9 @@ Request = dict[str, Any]  # a client's command line and the state of its process
 def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
     """Start the fork server of a run, unless the machine has a GPU or fewer than two jobs would use the server.
 
+    An environment variable contains the path of the server's socket. The function does not wait for the server's
+    imports. If the server cannot start, jobs run in processes of their own.
+
     Args:
         config: file of the frozen experiment.
         threads: number of threads of a job.
@@ -108,6 +111,9 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
 
 def run_on_server(argv: list[str]) -> int | None:
     """Run a command line in a fork of the server, and forward this process's signals to it.
+
+    The environment variable with the socket's path is deleted. If the server accepts the command, signal handlers are
+    set.
 
     Args:
         argv: arguments of ``kairos``.

@@ -140,9 +140,9 @@ class Layout:
     def training_group(self, segment: Segment) -> Callable[[Any], str] | None:
         """Return a function from wildcards to the group of training runs that a scheduler runs as one job.
 
-        Every run of the workflow has equal groups. A training run that has diverged is a group by itself, because it
-        would stop the other training runs at each attempt. None: the experiment has no groups, because each training
-        run has a GPU of its own.
+        The runs of a group follow each other in `trainings`, so that every run of the workflow has equal groups. A
+        training run that has diverged is a group by itself, because it would stop the other training runs at each
+        attempt. None: the experiment has no groups, because each training run has a GPU of its own.
         """
         trainings_per_gpu = self.experiment.training.trainings_per_gpu
         if trainings_per_gpu == 1:
@@ -159,7 +159,10 @@ class Layout:
         return name_group
 
     def count_jobs(self) -> dict[str, int]:
-        """Return the number of jobs of each rule; the segments of a rule count together."""
+        """Return the number of jobs of each rule; the segments of a rule count together.
+
+        A rule ``STAGE_parts`` computes shards of a stage. Rules without jobs are left out.
+        """
         training_job_count = len(self.trainings) * len(self.segments)
         counts: dict[str, int] = {}
         for stage in (*self.shared_stages, *dependencies.TRAINING_STAGES):
@@ -235,7 +238,10 @@ class Layout:
         return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
     def report_inputs(self) -> list[str]:
-        """Return all records that the report and the import into MLflow read."""
+        """Return all records that the report and the import into MLflow read.
+
+        Checksums of the jobs of training runs, and tables and figures of analyses, are included.
+        """
         shared_records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
         snapshot_files = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
         training_files = ["training.json", "metrics.jsonl"]
@@ -287,6 +293,7 @@ class Layout:
         def collect(method: str | None) -> dict[str, Any]:
             return dependencies.collect_params(stage, self.experiment, method)
 
+        # a lambda in the comprehension below would see only the last name
         def build_function(name: str) -> Callable[[Any], Any]:
             return lambda wildcards: collect(wildcards.method if depends_on_method else None)[name]
 

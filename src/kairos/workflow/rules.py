@@ -20,7 +20,10 @@ _TRAINING_MINUTES = 1440  # a day
 
 
 def paths_of(name: str) -> PathsFunction:
-    """Return a ``params:`` function that lists the paths of the output, else of the input, with a name in the rule."""
+    """Return a ``params:`` function that lists the paths of the output, else of the input, with a name in the rule.
+
+    The list is empty if the rule has neither.
+    """
 
     def list_paths(wildcards: Any, input: Any, output: Any) -> list[str]:
         paths = output.get(name) or input.get(name) or []

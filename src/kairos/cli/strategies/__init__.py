@@ -59,7 +59,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Import the plugins of ``--plugin``, and run `list`, `show` or `increments`.
 
-    All of them print a table; `show` and `increments` write a CSV or a figure to ``--out`` instead.
+    All of them print a table. With ``--format`` or ``--out``, `show` and `increments` print or write a CSV, or write a
+    figure.
     """
     plugins = getattr(arguments, "plugin", [])  # `increments` has no plugins
     if plugins:

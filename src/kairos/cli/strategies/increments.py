@@ -20,7 +20,7 @@ _TABLE_COLUMNS = {  # header by attribute of `Increments`
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compute the increments of a process, and show them as table, CSV or figure, in the terminal or in ``--out``.
+    """Compute the increments of a process, and show them as table, CSV or figure, see `output.write_output`.
 
     No file is read. A warning is logged if ``--schedule`` has no effect.
     """
@@ -69,7 +69,10 @@ def _render_table(result: Increments, title: str) -> str:
 
 
 def _describe_areas(result: Increments, title: str) -> dict[str, str]:
-    """Return lines about the process, by label: where its areas begin, and the share of increments in each area."""
+    """Return lines about the process, by label: where its areas begin, and the share of increments in each area.
+
+    Areas without increments are left out.
+    """
     areas = result.area()
     growth = "evenly" if "steady" in areas else "ever faster"
     convergence = _format_time(result.convergence, "not reached")

@@ -20,7 +20,8 @@ def write_output(
 ) -> None:
     """Write the output in the requested format to a file or the terminal.
 
-    The format is ``--format``, or else the one of the suffix of ``--out``, or else a table.
+    The format is ``--format``, or else the one of the suffix of ``--out``, or else a table. A figure without ``--out``
+    is written into the working directory, and its path is logged.
 
     Args:
         arguments: arguments with `format` and `out`.
@@ -54,7 +55,7 @@ def warn(text: str) -> None:
 
 
 def timestep_ranges(count: int, most: int = 20) -> list[slice]:
-    """Split `count` timesteps into at most `most` ranges whose sizes differ by at most one."""
+    """Split `count` timesteps, at least one, into at most `most` consecutive ranges; sizes differ by at most one."""
     range_count = min(count, most)
     ends = [count * index // range_count for index in range(range_count + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]

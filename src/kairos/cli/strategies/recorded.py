@@ -135,6 +135,8 @@ def _view_of_checkpoint(
 ) -> View:
     """Return the view of the strategy whose state is in a checkpoint.
 
+    The plugins that the record lists are imported first.
+
     Args:
         file: path of the checkpoint.
         content: content of the checkpoint.

@@ -156,7 +156,8 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
     """Return the view of the strategy or preset that the arguments name, and the view of the one in ``--compare``.
 
     Raises:
-        ConfigError: the arguments contradict one another, or the two do not have the same time.
+        ConfigError: the arguments contradict one another, the two do not have the same time, or ``--context`` contains
+            a property that neither depends on.
     """
     if arguments.checkpoint is not None:
         for option in ("progress", "compare"):
@@ -194,7 +195,11 @@ def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _parse_context(settings: list[str]) -> dict[str, Any]:
-    """Parse settings ``name=value`` of a sample's properties, such as its tokens."""
+    """Parse settings ``name=value`` of a sample's properties, such as its tokens; the last of equal names counts.
+
+    Raises:
+        ConfigError: a setting has no ``=``, or its value is not YAML.
+    """
     context = {}
     for setting in settings:
         name, equals, text = map(str.strip, setting.partition("="))
@@ -232,7 +237,11 @@ def _join_columns(views: list[View]) -> dict[str, Array]:
 
 
 def find_faults(columns: dict[str, Array]) -> list[str]:
-    """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn."""
+    """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn.
+
+    Each kind of fault has one sentence, with the number of timesteps and the first and last time. A table without
+    faults gives an empty list.
+    """
     faults = []
     is_affected_by = {  # mask of the affected timesteps, (T,), by fault
         "weight is negative": columns["w"] < 0,
@@ -249,6 +258,9 @@ def find_faults(columns: dict[str, Array]) -> list[str]:
 
 def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
     """Return sampler, weighting and forward process, with their options, from the arguments of the command.
+
+    Sampler and weighting contain only the options of ``--set``; other options have their defaults. The process is
+    ``discrete`` by default, and its option `sigma_data`, if it has one, is 0.5 by default.
 
     Raises:
         ConfigError: the name is missing or unknown, or an option is unknown or ambiguous.
@@ -281,6 +293,9 @@ def build_process_with_warnings(component: LibraryComponent, prediction: str | N
 
 def parse_settings(settings: list[str], names: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Parse settings such as ``sampler.k=5``; return the values of options by part and option: sampler, k.
+
+    Every part of `names` is in the result, with an empty dictionary if no option of it is set. Values are parsed but
+    not checked.
 
     The part may be omitted, as in ``k=5``, if only one of sampler, weighting and process has the option.
 
@@ -456,7 +471,10 @@ def _describe_ranges(t: Array, ranges: list[slice]) -> list[str]:
 
 
 def _effective_shares(view: View, ranges: list[slice]) -> list[float]:
-    """Return the share of the sum of p w in each range of timesteps."""
+    """Return the share of the sum of p w in each range of timesteps; NaN if the range has an infinite weight.
+
+    All shares are NaN if every p w is 0.
+    """
     effective = view.columns["effective"]
     with np.errstate(invalid="ignore", over="ignore"):
         return [float(effective[timesteps].sum() / effective.sum()) for timesteps in ranges]

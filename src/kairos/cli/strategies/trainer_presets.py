@@ -72,7 +72,11 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
 
 
 def _build_preset(arguments: argparse.Namespace) -> Any:
-    """Return the preset that the arguments name, with the options of the trainer in ``--set``."""
+    """Return the preset that the arguments name, with the options of the trainer in ``--set``.
+
+    Raises:
+        ConfigError: the preset or an option is unknown, or the value of an option is not allowed or set twice.
+    """
     options = {}
     for setting in arguments.set:
         key, equals, text = map(str.strip, setting.partition("="))
