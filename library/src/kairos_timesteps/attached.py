@@ -175,11 +175,17 @@ class Attached:
         In evaluation mode t covers the process evenly, and begins anew after each training draw: every validation that
         follows a training draw has the same times.
 
+        A training draw first finishes the optimizer's last step.
+
         Args:
             x0: latents or images, (batch, ...), of any floating-point type.
             conditions: conditions of the samples, each (batch, ...), for strategies that measure the network.
             arguments: arguments of `Strategy.draw`: ``times``, ``same``, ``index``, ``total``, or context of the
                 sampler, such as ``tokens``.
+
+        Raises:
+            ConfigError: this object is a copy, another optimizer takes the steps, or `Strategy.draw` rejects the
+                arguments.
         """
         self._evaluating = not self._is_training()
         if self._evaluating:
@@ -201,7 +207,7 @@ class Attached:
         `weights` change the gradient and never the statistics, `mask` the statistics and never the gradient. So
         regularisation images train with ``mask=is_regular``. Padding has weight 0 and mask False; multiply the other
         weights by n / (n - padding) for a mean over real samples. In evaluation mode the result is the mean of
-        `weights` x error, which is comparable between strategies.
+        `weights` x error, which is comparable between strategies. A loss of errors without a gradient counts nowhere.
 
         Args:
             errors: unweighted squared errors of the samples, (batch,) or shape of t; further dimensions are averaged.
@@ -268,9 +274,11 @@ class Attached:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned, on the device of the optimizer's parameters.
 
+        The draws of the current step are dropped.
+
         Raises:
-            ConfigError: the state is from another strategy, seed, convention of time, or other options, or values of
-                it are missing.
+            ConfigError: the state is from another strategy, seed, convention of time, or other options, or values of it
+                are missing.
         """
         for key, present in self._identity().items():
             demand(state.get(key) == present, f"state: {key}", repr(state.get(key)), repr(present))
@@ -311,7 +319,11 @@ class Attached:
             )
 
     def _check_other_optimizer(self) -> None:
-        """Raise ConfigError or log a warning if another optimizer takes the steps in place of the attached one."""
+        """Raise ConfigError or log a warning if another optimizer takes the steps in place of the attached one.
+
+        Each training draw calls it. The error follows 3 draws, if the other optimizer has attached parameters.
+        Otherwise the warning follows 200 draws during which the attached parameters have no gradients.
+        """
         other, self._other = self._other, None
         if other is None:
             return
@@ -333,7 +345,10 @@ class Attached:
                 )  # fmt: skip
 
     def _after_step_of(self, other: torch.optim.Optimizer) -> None:
-        """Record a step of another optimizer after a training draw, unless the attached one also took a step."""
+        """Record a step of another optimizer after a training draw, unless the attached one also took a step.
+
+        Steps of other parameters count only while the attached parameters have no gradients.
+        """
         if other is self.optimizer or self._draw is None or self._step_pending:
             return
         parameters = {id(parameter) for parameter in self._parameters()}
@@ -344,8 +359,13 @@ class Attached:
             self._other = _OtherOptimizer(type(other).__name__, shared)
 
     def _count_micro_batch(self, draw: Draw, conditions: Mapping[str, Tensor] | None, _: Tensor) -> None:
-        """Count a micro-batch at the beginning of its backward pass, and drop those whose gradients were dropped."""
+        """Count a micro-batch at the beginning of its backward pass, and drop those whose gradients were dropped.
+
+        Raises:
+            ConfigError: the gradients of 200 successive steps were dropped, and the optimizer was not called.
+        """
         current = torch._C._current_graph_task_id()  # equal for all losses of one backward pass
+        # a new backward pass without accumulated gradients: those of earlier passes were dropped
         if current != self._pass and self._without_gradients():
             self._vanished_steps += bool(self._micro_batches)
             if self._vanished_steps > _MAX_VANISHED_STEPS:
@@ -369,7 +389,11 @@ class Attached:
         self.strategy.weighting.zero_grad()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, by_name: Any) -> Any:
-        """Begin the measurement of the step; if there is a closure, after the backward pass in the closure."""
+        """Begin the measurement of the step; if there is a closure, after the backward pass in the closure.
+
+        Returns:
+            None, or the arguments of the optimizer's step with a closure that also begins the measurement.
+        """
         self._initializing = _optimizer_state_is_created()
         if self._initializing:
             return None
@@ -389,7 +413,10 @@ class Attached:
         return arguments[:1], {**by_name, "closure": with_measurement}
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin the measurement of the step after its last backward pass."""
+        """Begin the measurement of the step after its last backward pass; do nothing without a training draw.
+
+        `found_inf` of a fused optimizer is kept for `_finish_step`, which also begins steps that are not measured.
+        """
         if self._draw is None:
             return
         overflow = getattr(optimizer, "found_inf", None)  # set by GradScaler for the call of a fused optimizer
@@ -399,7 +426,11 @@ class Attached:
             self._measurement.__enter__()
 
     def _after_step(self, *_: Any) -> None:
-        """Finish the step; under GradScaler the next draw finishes a fused optimizer's, which waits for no kernel."""
+        """Finish the step; under GradScaler the next draw finishes a fused optimizer's, which waits for no kernel.
+
+        Raises:
+            ConfigError: all draws before the step are of a validation.
+        """
         if self._initializing:
             return
         self._other = None
@@ -413,7 +444,10 @@ class Attached:
             self._finish_step()
 
     def _finish_step(self) -> None:
-        """Finish the optimizer's last step; if it was skipped, drop its micro-batches."""
+        """Finish the optimizer's last step, unless it is finished; if it was skipped, drop its micro-batches.
+
+        The next training draw of a skipped step is a further draw of that step.
+        """
         if not self._step_pending:
             return
         self._step_pending = False
@@ -430,7 +464,11 @@ class Attached:
         self._other = None  # the strategy may have optimizers too
 
     def _observed(self) -> AbstractContextManager[None]:
-        """Return the strategy's context around the step, for the micro-batches whose gradients are applied."""
+        """Return the strategy's context around the step, for the micro-batches whose gradients are applied.
+
+        Raises:
+            ConfigError: the strategy learns, and no loss of the step had a backward pass.
+        """
         allowed = "the backward pass of timesteps.loss(errors), from which the strategy learns"
         learnable = self._micro_batches or not self._learns
         demand(learnable, f"strategy {self.strategy.name}: losses of a step", "none", allowed)
@@ -451,7 +489,10 @@ class Attached:
         total: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return times of the process that cover it evenly, continued over the batches of a validation."""
+        """Return times of the process that cover it evenly, continued over the batches of a validation.
+
+        The times are (batch, *times). Context of the sampler is ignored.
+        """
         here = RandomCoordinates(self.strategy.seed, 0, 0, self._evaluated, index, total or 1, times)
         here = here.for_batch(x0, self.strategy.group)
         self._evaluated += here.batch_size
@@ -490,7 +531,12 @@ def _watch_all_optimizers() -> None:
 
 
 def _inner_optimizer(optimizer: Any, network: Any, accelerator: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside wrappers; raises ConfigError if its hooks do not see every step."""
+    """Return the optimizer inside wrappers of accelerate or Lightning.
+
+    Raises:
+        ConfigError: it is not one `torch.optim.Optimizer`, or hooks do not see its steps: with DeepSpeed, or with steps
+            within the backward pass.
+    """
     inner = getattr(optimizer, "optimizer", optimizer)  # wrapped by accelerate or Lightning
     deepspeed = type(network).__module__.startswith("deepspeed") or type(inner).__module__.startswith("deepspeed")
     deepspeed = deepspeed or str(getattr(accelerator, "distributed_type", "")).endswith("DEEPSPEED")
@@ -507,7 +553,10 @@ def _inner_optimizer(optimizer: Any, network: Any, accelerator: Any) -> torch.op
 
 
 def _process_with_predict(predict: Callable[..., Tensor] | None, time: TimeConvention) -> Any:
-    """Return a copy of the process whose `predict` is the trainer's, called at the trainer's t."""
+    """Return a copy of the process whose `predict` is the trainer's, called at the trainer's t.
+
+    The result is the process itself if `predict` is None. With ``data_is_one`` the sign of a velocity is changed.
+    """
     if predict is None:
         return time.process
     process: Any = copy.copy(time.process)  # its method is replaced

@@ -88,14 +88,24 @@ class Stateful(Component):
         self.schedule = schedule
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resume needs; arrays become tensors."""
+        """Return everything that a resume needs, by names without leading underscores; empty without state.
+
+        Arrays become tensors. Tensors are copies, on their device.
+        """
         state = {name.lstrip("_"): getattr(self, name) for name in self.kept}
         return {
             name: torch.as_tensor(value).clone() if hasattr(value, "shape") else value for name, value in state.items()
         }
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
-        """Restore a state that `state_dict` returned, with its tensors on `device`."""
+        """Restore a state that `state_dict` returned, with its tensors on `device`, and call `restored`.
+
+        Attributes that are numpy arrays now stay numpy arrays.
+
+        Raises:
+            ValueError: the component has no state, and `state` is not empty.
+            KeyError: `state` lacks a value.
+        """
         if state and not self.kept:
             raise ValueError(f"{type(self).__name__} has no state, got {sorted(state)}")
         for name in self.kept:
@@ -181,7 +191,10 @@ class Sampler(Stateful):
         return difference
 
     def nodes(self, other: Values) -> tuple[Values, ...]:
-        """Return `cdf` at 64 fractions per timestep, and these fractions, of the kind and on the device of `other`."""
+        """Return `cdf` at 64 fractions per timestep, and these fractions, of the kind and on the device of `other`.
+
+        Both are (64 T + 1,). They are computed once, without context.
+        """
         if self._nodes is None:
             edges = np.arange(64 * self.schedule.timesteps + 1) / (64 * self.schedule.timesteps)
             self._nodes = Tables(np.asarray(self.cdf(edges)), edges)
@@ -246,7 +259,10 @@ class Sampler(Stateful):
         return points(self.points, coordinates)
 
     def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
-        """Return 1/(T p(t)) of each draw, float32, which restores uniform's objective; None without `importance`."""
+        """Return 1/(T p(t)) of each draw, which restores uniform's objective; None without `importance`.
+
+        p(t) includes the floor. The weights are float32, in the shape of `fractions`.
+        """
         if not self.importance:
             return None
         mass = self.mass(fractions, **coordinates.arguments(self.context_names))
@@ -368,7 +384,10 @@ class Weighting(Stateful):
         return self.converted(self.formula(snr), snr)
 
     def converted(self, factor: Values, snr: Values) -> Values:
-        """Convert a factor on the error that the formula is stated for to one on the prediction's error."""
+        """Convert a factor on the error that the formula is stated for to one on the prediction's error.
+
+        The factor is unchanged if the formula is stated for the prediction, or for whatever is predicted.
+        """
         if self.stated_for in ("predicted", self.prediction):
             return factor
         with without_warnings(snr):  # infinite weights at SNR = 0
@@ -383,7 +402,10 @@ class Weighting(Stateful):
         self._table = None
 
     def at(self, process: "Process", t: Tensor, step: Any = 0) -> Tensor:
-        """Return the factors at times of a process, float32, on the device of the times."""
+        """Return the factors at times of a process, float32, on the device of the times.
+
+        Factors of a discrete process are kept in a table until `restored` is called, unless they depend on the step.
+        """
         if t.is_floating_point() or self.depends_on_step:
             return self(process.snr(t).double(), step).float()
         if self._table is None:  # of a discrete process
@@ -391,7 +413,7 @@ class Weighting(Stateful):
         return self._table.like(t)[0][t]
 
     def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
-        """Return weighted losses, with the terms of a learned weighting, shape of `losses`.
+        """Return weights x importance x losses; learned weightings override it to add their terms.
 
         Args:
             losses: unweighted losses, (batch,), or (batch, *times).

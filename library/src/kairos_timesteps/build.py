@@ -49,7 +49,8 @@ def density(name: str, process: Any = "flow", *, help: str = "", **options: Any)
         options: options of the sampler.
 
     Raises:
-        ConfigError: an unknown option, a value that is not allowed, a sampler that learns, or a name that is taken.
+        ConfigError: an unknown option, a value that is not allowed, a sampler that learns, or a name that is taken. Or
+            options are given with a new name.
     """
     demand(isinstance(name, str), "density", repr(name), 'a name: @density("mine")')
     decorator = _Decorator(SAMPLERS, name, help, _FunctionDensity, {})
@@ -173,6 +174,10 @@ class _Decorator:
 
 def _declaration(name: str, function: Callable[..., Any], base: type) -> dict[str, Any]:
     """Return the attributes of a component class that the signature of a function declares.
+
+    * The function has at least one parameter. The others are options with a default, or context of a density.
+    * Context is keyword-only, without a default.
+    * No parameter has * or **, or the name of an attribute of `base`.
 
     Raises:
         ConfigError: a parameter cannot be an option or context.

@@ -111,6 +111,14 @@ class RandomCoordinates:
         return {**values, "step": self.float_step} if "step" in names else values
 
     def _broadcast(self, name: str) -> Any:
+        """Return a context value, ready to broadcast with times of samples.
+
+        A number or text is returned as it is. Other values become tensors on the device, with axes of size 1 for the
+        times.
+
+        Raises:
+            ConfigError: the value is neither a number nor one for each sample.
+        """
         value = self.context[name]
         if isinstance(value, (int, float, str)):
             return value
@@ -144,6 +152,9 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
     sequence (van der Corput, base 2), continued from batch to batch and shifted by a number that depends on the seed.
     ``epochs``: evenly spread over the samples of each epoch, and over the epochs of each sample. The context then
     contains ``item`` (index of the sample in the data set), ``items`` (size of the data set) and ``epoch``.
+
+    Raises:
+        ConfigError: context of ``epochs`` is missing.
     """
     if kind == "random":
         return coordinates.uniform("timesteps")
@@ -163,6 +174,7 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
         return (van_der_corput(coordinates.earlier_samples + order) + shift) % 1.0
     if kind == "systematic":
         return (order + coordinates.uniform("timesteps", sample_indices=range(1))) / size
+    # the number within a cell belongs to the cell, not to the sample
     return (order + whole.uniform("timesteps").gather(axis, order)) / size
 
 

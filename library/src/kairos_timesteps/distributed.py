@@ -63,7 +63,10 @@ def gather(values: Tensor, group: Group = None) -> Tensor:
 
 
 def join_ranks(values: Tensor, index: Any, total: int, group: Group = None) -> Tensor:
-    """Join all ranks' values (n, ...), which are rows `index` of `total`, on their device without synchronisation."""
+    """Join all ranks' values (n, ...), which are rows `index` of `total`, on their device without synchronisation.
+
+    With one rank the values are returned as they are. Otherwise the result has no gradient.
+    """
     if ranks(group) == 1:
         return values
     rows = slice(index.start, index.stop) if isinstance(index, range) else index
@@ -74,7 +77,7 @@ def join_ranks(values: Tensor, index: Any, total: int, group: Group = None) -> T
 
 
 def gather_objects(value: T, group: Group = None) -> list[T]:
-    """Gather one value of each rank, on all ranks."""
+    """Gather one value of each rank, on all ranks, in the order of the ranks."""
     if ranks(group) == 1:
         return [value]
     values = [value] * ranks(group)
@@ -83,7 +86,10 @@ def gather_objects(value: T, group: Group = None) -> list[T]:
 
 
 def sum_tensors(tensors: Iterable[Tensor], group: Group = None) -> None:
-    """Sum tensors over all ranks, in place; many small tensors take few collectives."""
+    """Sum tensors over all ranks, in place; many small tensors take few collectives.
+
+    All ranks pass tensors of equal shapes, in equal order. With one rank nothing happens.
+    """
     if ranks(group) == 1:
         return
     for bucket in _buckets(tensors):

@@ -31,7 +31,7 @@ def optional_module(module: str, extra: str, user: str) -> Any:
     """Import a module of a package that an extra of kairos-timesteps installs.
 
     Raises:
-        ConfigError: it is not installed; the message gives the command that installs it.
+        ConfigError: it is not installed; the message contains `user`, the package and the extra.
     """
     try:
         return import_module(module)

@@ -10,9 +10,10 @@ _log_gamma = np.vectorize(math.lgamma, otypes=[float])
 
 
 def beta_cdf(x: Array, a: Array, b: Array) -> Array:
-    """Return the regularised incomplete beta function I_x(a, b), elementwise with broadcasting.
+    """Return the regularised incomplete beta function I_x(a, b), elementwise with broadcasting, float64.
 
     The continued fraction of Lentz (Numerical Recipes, section 6.4), on the side of the mean where it converges fast.
+    The fraction x is in [0, 1], and a and b are above 0.
     """
     x, a, b = (np.asarray(value, dtype=np.float64) for value in np.broadcast_arrays(x, a, b))
     mirrored = x > (a + 1) / (a + b + 2)
@@ -26,7 +27,7 @@ def beta_cdf(x: Array, a: Array, b: Array) -> Array:
 
 def _fraction(x: Array, a: Array, b: Array) -> Array:
     """Return the denominator of the continued fraction, to relative accuracy 1e-15."""
-    tiny = 1e-300
+    tiny = 1e-300  # in place of a denominator of 0 (Lentz)
     c, d = np.ones_like(x), 1 - (a + b) * x / (a + 1)
     d = 1 / np.where(np.abs(d) < tiny, tiny, d)
     h = d

@@ -28,6 +28,7 @@ def parse_name(name: str) -> tuple[str, str]:
     first, plus, second = (part.strip() for part in name.partition("+"))
     if not plus:
         second = first if first in WEIGHTINGS else "none"
+        # a name of a weighting alone has sampler uniform
         first = "uniform" if second == first not in SAMPLERS else first
     if not plus and first not in SAMPLERS and first not in SAMPLERS.unavailable:
         samplers, weightings = (", ".join(sorted(registry)) for registry in (SAMPLERS, WEIGHTINGS))
@@ -68,8 +69,8 @@ def build_pair(
 def table(sampler: Sampler, weighting: Weighting, x0: Any = None, step: int = 0, **context: Any) -> dict[str, Array]:
     """Return what a strategy trains on at a step, each column (T,).
 
-    ``t`` is the process' own time, ``p`` the probability of its timestep, ``w`` the weight with importance weights,
-    and ``effective`` is p w.
+    ``t`` is the process' own time. ``p`` is the probability of its timestep, floor included. ``w`` is the weight with
+    importance weights, without factors that depend on a sample's loss. ``effective`` is p w.
     """
     p, w = sampler.probabilities(x0, step=step, **context), weighting.weights(step)
     if sampler.importance:

@@ -54,6 +54,8 @@ class Meter:
     def errors(self, index: Tensor, fractions: Tensor, noise: str, dropout: bool = False) -> Tensor:
         """Measure the squared error of epsilon per sample, float64 (n,) on the CPU, without gradients.
 
+        All ranks must call it.
+
         Args:
             index: samples, int64 (n,), not decreasing, on the CPU.
             fractions: of the process, float64 (n,).
@@ -77,7 +79,8 @@ class Meter:
     def gradient(self, index: Tensor, fractions: Tensor, noise: str, factors: Tensor) -> list[Tensor]:
         """Measure the gradient of the sum over samples of factor * weight * squared error of the prediction.
 
-        The network is in evaluation mode. The ``grad`` of the parameters is unchanged. Returns a tensor per parameter.
+        The network is in evaluation mode. The ``grad`` of the parameters is unchanged. Returns a tensor for each of
+        `parameters`, zeros for parameters that the losses do not depend on. All ranks must call it.
 
         Args:
             index: samples, int64 (n,), in any order, on the CPU.
@@ -137,7 +140,8 @@ class Meter:
             dropout: keep the network in training mode.
 
         Returns:
-            x0, noise, times, x_t and the prediction of the m samples.
+            x0, noise, times, x_t and the prediction of the m samples. The prediction is float32, without the
+            channels of a learned variance.
         """
         x0 = self.x0[rows]
         epsilon = self.noise(noise, positions)
@@ -168,7 +172,10 @@ class Meter:
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def metric(self) -> list[Tensor]:
-        """Return the optimiser's preconditioner per parameter: Adam's 1/(sqrt(v) + eps), or 1 without moments."""
+        """Return the optimiser's preconditioner per parameter: Adam's 1/(sqrt(v) + eps), or 1 without moments.
+
+        The preconditioner has the parameter's shape, or shape () without moments.
+        """
         state, groups = ({}, []) if self.optimizer is None else (self.optimizer.state, self.optimizer.param_groups)
         eps = {parameter: group.get("eps", 0.0) for group in groups for parameter in group["params"]}
         metric = []

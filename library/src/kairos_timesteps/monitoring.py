@@ -55,7 +55,8 @@ class LossByLevel:
     def table(self) -> dict[str, Array]:
         """Return ``low`` and ``high`` in ln SNR, ``count``, ``mean`` and its standard ``error``, each (bins,).
 
-        ``mean`` and ``error`` are nan in bins without losses. Call it on all ranks or on none.
+        The values are those of all ranks. ``mean`` is nan in bins without losses, ``error`` also in bins with one loss.
+        Call it on all ranks or on none.
         """
         distributed.sum_tensors([sums := self._sums.clone()], self.group)
         count, total, squares = sums.cpu().numpy()
@@ -67,6 +68,8 @@ class LossByLevel:
 
     def picture(self, path: str | Path) -> None:
         """Write a picture of the table, in the format of the file's name.
+
+        Call it on all ranks or on none. Each of them writes the file.
 
         Raises:
             ConfigError: matplotlib is not installed.
@@ -107,7 +110,7 @@ def preview(
     Args:
         strategy: a `Strategy`.
         path: file of a picture of the histogram, in the format of the file's name.
-        draws: number of draws, in batches of `batch`; in one batch if the density depends on the step.
+        draws: number of draws, rounded up to batches of `batch`; in one batch if the density depends on the step.
         bins: number of bins of equal width in u.
         batch: size of the global batch.
         context: properties that samplers require, as in `Strategy.draw`.
@@ -144,7 +147,11 @@ def preview(
 
 @contextmanager
 def _picture(path: str | Path) -> Iterator[Any]:
-    """Yield the axes of a figure and write it to a file."""
+    """Yield the axes of a figure and write it to a file; after an error in the block no file is written.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     figure = optional_module("matplotlib.figure", "pictures", "picture").Figure((6, 4), layout="constrained")
     yield figure.subplots()
     figure.savefig(path)

@@ -126,7 +126,11 @@ def interp(x: Values, positions: Array | Tensor, values: Array | Tensor) -> Valu
 
 
 def bisect(function: Callable[[Values], Values], values: Values, low: float = 0.0, high: float = 1.0) -> Values:
-    """Invert a non-decreasing function on [low, high] by bisection, to the last bit, elementwise."""
+    """Invert a non-decreasing function on [low, high] by bisection, to the last bit, elementwise.
+
+    Values beyond the function's range give an end of the interval, up to rounding. Where the function is constant, the
+    result is the upper end of that part.
+    """
     lows, highs = 0.0 * values + low, 0.0 * values + high
     for _ in range(56):
         middle = (lows + highs) / 2
@@ -136,11 +140,15 @@ def bisect(function: Callable[[Values], Values], values: Values, low: float = 0.
 
 
 def spline(positions: Array, knots: Array) -> Array:
-    """Evaluate a monotone cubic at positions in [0, 1] (Fritsch and Carlson 1980); its knots are evenly spread."""
+    """Evaluate a monotone cubic at positions in [0, 1] (Fritsch and Carlson 1980); its knots are evenly spread.
+
+    There are two knots or more. The result has the shape of `positions`.
+    """
     step = 1 / (len(knots) - 1)
     slope = np.diff(knots) / step
     before, after = slope[:-1], slope[1:]
     with np.errstate(divide="ignore", invalid="ignore"):
+        # tangents at inner knots: the harmonic mean of both slopes, or 0 at an extremum
         mean = np.where(before * after > 0, 2 * before * after / (before + after), 0.0)
     ends = slope if len(slope) == 1 else [_end(slope[0], slope[1]), _end(slope[-1], slope[-2])]
     tangent = step * np.concatenate([ends[:1], mean, ends[-1:]])

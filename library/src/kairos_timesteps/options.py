@@ -163,6 +163,8 @@ def unknown_key(key: str, allowed: Collection[str], where: str) -> ConfigError:
 def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Build an options class from values; messages begin with `where`.
 
+    Keys are the public names of options. Options without a key have their defaults.
+
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or is not allowed.
     """
@@ -182,6 +184,7 @@ def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 def meant_number(value: Any) -> str:
     """Return a hint on a text that means a number, such as ``1e-3``, which YAML reads as text; else an empty text."""
+    # YAML 1.1 reads a number with an exponent as text unless it has a decimal point and a sign of the exponent
     match = re.fullmatch(r"([-+]?\d+)(\.\d*)?(?:[eE]([-+]?)(\d+))?", value) if isinstance(value, str) else None
     if match is None:
         return ""
@@ -199,6 +202,11 @@ def dump(options: Any) -> dict[str, Any]:
 
 
 def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    """Return the value of an option converted to its type; if `component` is a function, return its result.
+
+    Raises:
+        ConfigError: the value has another type, is out of bounds, or is none of the choices.
+    """
     if callable(metadata.get("component")):
         return metadata["component"](value, where)
     choices = metadata.get("choices", ())
@@ -219,6 +227,11 @@ _INVALID = object()
 
 
 def _converted(value: Any, hint: Any) -> Any:
+    """Return a value as type `hint`, or `_INVALID` if it has another type.
+
+    An integer is a valid float, a list a valid tuple, and a tuple a valid list. A bool is no number. Numbers that are
+    not finite are invalid.
+    """
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         tried = (_converted(value, member) for member in typing.get_args(hint))
@@ -236,6 +249,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _describe(hint: Any, metadata: Mapping[str, Any]) -> str:
+    """Return what an option allows, for messages: ``one of a, b``, or type, bounds and help: ``number > 0 (rate)``."""
     if metadata.get("choices"):
         return "one of " + ", ".join(str(choice) for choice in metadata["choices"])
     names = {float: "number", int: "integer", str: "text", bool: "true or false", type(None): "null"}

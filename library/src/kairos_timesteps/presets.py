@@ -135,6 +135,7 @@ class Preset:
         low, high = -700.0, 40.0  # of probabilities from 1e-304 to 1
         below = np.nextafter(np.asarray(t, np.float64), -np.inf)
         logits = bisect(lambda logit: self.quantile(sigmoid(logit), **context), below, low, high)
+        # where the bisection ends at its lower end, no draw is below t
         return np.where(logits > low + 1e-6, sigmoid(logits), 0.0)
 
     def _quantile(self, p: Tensor, coordinates: RandomCoordinates) -> Tensor:

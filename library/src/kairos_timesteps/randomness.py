@@ -170,7 +170,10 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
 
 
 def _fused_words(stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor | None:
-    """Return the words, computed by one kernel of Triton; None if Triton cannot be used."""
+    """Return the words, computed by one kernel of Triton; None if Triton cannot be used.
+
+    An error of Triton is reported by one warning. Triton is then not used again in this process.
+    """
     if not device.startswith("cuda") or isinstance(step, torch.Tensor) or torch.compiler.is_compiling():
         return None
     if _FAILED or not torch.cuda.is_initialized():  # a simulated device does not initialise CUDA
@@ -215,7 +218,10 @@ def _load_kernel(device: str) -> WriteWords | None:
 def _numbers(
     stream: Stream, kind: Kind, step: Any, index: Index, count: int, device: Device, dtype: torch.dtype
 ) -> Tensor:
-    """Convert `count` words of each sample to numbers by `kind`, (n, numbers)."""
+    """Convert `count` words of each sample to numbers by `kind`, (n, numbers).
+
+    Small draws are computed and cached for 16 steps at a time, see `_ahead`; the result is a copy.
+    """
     if isinstance(step, int) and isinstance(index, range) and len(index) * count <= _SMALL:
         return _ahead(stream, kind, step // _AHEAD, index, count, str(device), dtype)[step % _AHEAD].clone()
     return kind(stream.words(step, index, count, device)).to(dtype)

@@ -85,6 +85,7 @@ class Registry(UserDict[str, Entry]):
 
     def _import_modules(self) -> None:
         """Import the modules that register components, and sort the entries by module."""
+        # none remain for a module that reads this registry while it is imported here
         modules, self._modules = self._modules, ()
         for module in modules:
             importlib.import_module(module)
@@ -111,7 +112,7 @@ class Registry(UserDict[str, Entry]):
         """Register a `Component` class: a decorator.
 
         Raises:
-            ConfigError: another component has the name.
+            ConfigError: the name is no word of letters, digits and underscores, or another component has it.
         """
         valid = isinstance(name, str) and re.fullmatch(r"\w+", name)
         demand(valid, f"{self.kind}: name", repr(name), "a text of letters, digits and underscores")

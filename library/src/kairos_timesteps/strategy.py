@@ -171,9 +171,11 @@ class Strategy:
             x0: the batch.
             times: shape of the timesteps of one sample, such as ``(frames,)`` for diffusion forcing; (): one timestep.
             same: one time for the whole batch; not with samplers that give each image its own density.
-            step: training step as a tensor on the device, for graphs that are replayed; None: `self.step`.
-            index: indices of the samples in the global batch, if the ranks' slices are not alike.
-            total: size of the global batch, with `index`.
+            step: training step as a tensor on the device, for graphs that are replayed; None: `self.step`. With a
+                tensor, draws of one step are equal: pass `index` for micro-batches.
+            index: indices of the samples in the global batch of the step, all micro-batches included; None: the slices
+                of the ranks in order, after earlier micro-batches.
+            total: size of the global batch; None: the length of `x0` times the number of ranks.
             context: properties that samplers require, each a number or a tensor (batch,). ``tokens`` and ``frames``
                 are sizes of a sample. ``group`` is its group of the data set. ``progress`` is the fraction of the
                 training run. ``item`` is its index in the data set, ``items`` the size of it. ``epoch`` counts from 0.
@@ -213,19 +215,27 @@ class Strategy:
         return fixed
 
     def _depends_on_step_alone(self, coordinates: RandomCoordinates) -> bool:
-        """Return True if the draws of a step are a function of its number, so that they can be made ahead."""
+        """Return True if the draws of a step are a function of its number, so that they can be made ahead.
+
+        This excludes steps as tensors, torch.compile, points ``epochs``, samplers and weightings that learn, context by
+        sample, micro-batches, and batches of changing size.
+        """
         if isinstance(coordinates.step, Tensor) or torch.compiler.is_compiling():
             return False
         if self.sampler.points == "epochs":
             return False
         size, indices = coordinates.batch_size, coordinates.sample_indices
+        # a block assumes that every step before it drew `size` samples, in one micro-batch
         regular = not coordinates.offset and coordinates.samples_before == coordinates.step * size
         constant = all(isinstance(value, (int, str)) for value in coordinates.context.values())
         fixed = isinstance(self.sampler, FixedDensity) and not isinstance(self._fixed_weighting, Learned)
         return regular and isinstance(indices, range) and constant and fixed
 
     def _prefetched_draws(self, coordinates: RandomCoordinates) -> list[Tensor]:
-        """Return the draws of a step from the prefetch block of 16 steps that contains it."""
+        """Return the result of `_draw` for a step, from the prefetch block of 16 steps that contains it.
+
+        Each slice of the batch keeps its last block.
+        """
         block, row = divmod(coordinates.step, _BLOCK_STEPS)
         key = (
             coordinates.sample_indices,
@@ -234,6 +244,7 @@ class Strategy:
             str(coordinates.device),
             tuple(coordinates.context.items()),
         )
+        # the slice has no block yet, or that of earlier steps
         if self._blocks.get(key, (None,))[0] != block:
             if len(self._blocks) >= _CACHED_BLOCKS:
                 self._blocks.clear()
@@ -242,7 +253,10 @@ class Strategy:
         return [values[row] for values in self._blocks[key][1]]
 
     def _draw(self, x0: Any, coordinates: RandomCoordinates) -> list[Tensor]:
-        """Return fractions, times, weights and importance weights of the samples."""
+        """Return fractions, times, weights and importance weights of the samples.
+
+        Importance weights are 1 if the sampler has none.
+        """
         fractions = self.sampler.draw(coordinates, x0)
         t = self.process.times(fractions)
         fixed = self._fixed_weighting.at(self.process, t, coordinates.float_step)
@@ -271,7 +285,8 @@ class Strategy:
         """Return weighted losses, with the terms of a learned weighting, shape of ``draw.t``.
 
         The weights and importance weights are those of `draw`. If the sampler or the weighting learns, the errors are
-        also kept until `observe`, unless gradients are disabled (``torch.no_grad``).
+        also kept until `observe`, unless gradients are disabled (``torch.no_grad``). A second call for a draw replaces
+        its errors.
 
         Args:
             draw: draw of this batch.
@@ -308,7 +323,8 @@ class Strategy:
         """Surround the optimiser step, so that samplers that learn can measure the network before and after it.
 
         The sampler learns from all draws since the last `observe` for which `loss` was called: the micro-batches of the
-        step.
+        step. The weighting learns after the block. The losses of the step are then dropped, and `step` is counted up.
+        After an error in the block nothing of this happens.
 
         Args:
             draw: last draw of this step; or a list of the draws whose gradients the optimiser applies. A list drops
@@ -355,7 +371,13 @@ class Strategy:
         self.step, self._samples = self.step + 1, [0, sum(self._samples)]
 
     def _observation(self, last: Draw) -> Observation:
-        """Join the draws of the current step whose errors are known; without any, return the draw `last` alone."""
+        """Join the draws of the current step whose errors are known; without any, return the draw `last` alone.
+
+        Losses and errors are None if no errors are known. `x0` is None if the images have several shapes.
+
+        Raises:
+            ConfigError: the images have several shapes, and the sampler measures the network.
+        """
         micro_batches = self._micro_batches
         draws = [micro_batch.draw for micro_batch in micro_batches] or [last]
 
@@ -381,7 +403,10 @@ class Strategy:
         )
 
     def _rows_to_learn_from(self) -> Tensor:
-        """Return the rows of the step's samples whose mask is True, int64 (n,)."""
+        """Return the rows of the step's samples whose mask is True, int64 (n,), on the device of the draws.
+
+        Rows count through the micro-batches. A micro-batch without a mask counts in full.
+        """
         masks = [
             torch.ones(len(each.draw.t), dtype=torch.bool) if each.mask is None else each.mask
             for each in self._micro_batches
@@ -398,7 +423,10 @@ class Strategy:
     preview = preview
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resume needs."""
+        """Return everything that a resume needs.
+
+        Losses of the current step are not included.
+        """
         return {
             "step": self.step,
             "drawn": list(self._samples),
@@ -407,7 +435,10 @@ class Strategy:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Restore a state that `state_dict` returned, with its tensors on `device`."""
+        """Restore a state that `state_dict` returned, with its tensors on `device`.
+
+        Losses of the current step are dropped.
+        """
         self.step, self._samples = state["step"], list(state["drawn"])
         self._micro_batches = []
         self.sampler.load_state_dict(state["sampler"], device)
@@ -415,7 +446,10 @@ class Strategy:
 
 
 def _select_rows(observation: Observation, rows: Tensor, group: distributed.Group) -> Observation:
-    """Restrict an observation to some rows of this rank, int64 (n,), numbered over the ranks without gaps."""
+    """Restrict an observation to some rows of this rank, int64 (n,), numbered over the ranks without gaps.
+
+    All ranks must call it. Losses and errors are None if no rank selects a row.
+    """
     counts = distributed.gather_objects(len(rows), group)
     total = sum(counts)
     first = sum(counts[: distributed.rank(group)])
@@ -438,6 +472,7 @@ def _join_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoord
     """Join random coordinates of a step's draws into those of one batch, with samples numbered without gaps.
 
     Draws with different offsets are different micro-batches of all ranks; draws with equal offsets are slices of one.
+    Everything but the samples is that of the last draw.
     """
     last = parts[-1]
     if ranks == 1:

@@ -39,7 +39,10 @@ class TimeConvention:
 
     @staticmethod
     def allowed(process: Process) -> tuple[str, ...]:
-        """Return the conventions that a process can have."""
+        """Return the conventions that a process can have.
+
+        A flow has ``index`` only with a `time_scale` above 1, as from a scheduler of diffusers.
+        """
         if isinstance(process, Discrete):
             return ("index",)
         if isinstance(process, Edm):
@@ -56,7 +59,7 @@ class TimeConvention:
         return (self.count - 1 - (self.process.fractions(t) * self.count).long()).clamp(0, self.count - 1)
 
     def of_process(self, t: Tensor) -> Tensor:
-        """Convert the trainer's times to times of the process."""
+        """Convert the trainer's times to times of the process: float64, or int64 timesteps of a discrete process."""
         if self.name != "index":
             return 1 - t.double() if self.name == "data_is_one" else t.double()
         if isinstance(self.process, Discrete):
@@ -92,7 +95,8 @@ class TimeConvention:
             tolerance: largest difference of angles, in radians; data and noise differ by pi/2.
 
         Raises:
-            ConfigError: an angle differs by more, x_t is no combination of x0 and noise, or t is out of range.
+            ConfigError: an angle differs by more, x_t is no combination of x0 and noise, or t is out of range
+                or not (batch,).
         """
         demand(
             t.ndim == 1, "check: t", f"shape {tuple(t.shape)}", "(batch,): frames with times of their own one by one"

@@ -111,6 +111,8 @@ class ValidationLoss:
             level = np.bincount(at, losses, strata) / size
             off = losses - level[at]  # within a level, because differences between levels are not noise
             level_error = np.sqrt(np.bincount(at, off**2, strata) / (size * (size - 1)))
+            # losses of one image belong together; the factor of the next line corrects for `off`, which sums to 0 over
+            # all images (even) or in each level
             by_chance = ((np.bincount(image, off) / len(off)) ** 2).sum()
             error = np.sqrt(by_chance * count / max(count - (1 if even else strata), 0))
         by_image = np.bincount(image, losses) / np.bincount(image)
@@ -118,7 +120,10 @@ class ValidationLoss:
         return {"loss": float(losses.mean()), "error": float(error), "by_image": by_image, **levels}
 
     def errors(self, network: Any, number: int, u: Tensor, of: str) -> Tensor:
-        """Return the squared error by image at fractions u (n,), with noise `number`, float64 (n,) on the CPU."""
+        """Return the squared error by image at fractions u (n,), with noise `number`, float64 (n,) on the CPU.
+
+        The network is in evaluation mode, without gradients. `of` is ``prediction`` or ``epsilon``.
+        """
         noise = Stream(self.seed, "validation noise").normal(number, range(len(u)), tuple(self.images.shape[1:]))
         errors, process = [], self.process
         with evaluating(network), torch.inference_mode():

@@ -66,7 +66,7 @@ class Prediction:
         """Prediction of a second forward pass with equal x0 and t, fresh noise and masked tokens.
 
         Source: MDT (Gao et al. 2023, section 3.3). Condition ``mask`` is uniform on [0, 1), float32 (batch, height,
-        width); a model hides the tokens with the largest values. All terms share this pass.
+        width); a model hides the tokens with the largest values. All terms share this pass, which needs `predict`.
         """
         assert self.predict is not None
         x0 = self.x0

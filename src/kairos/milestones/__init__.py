@@ -44,7 +44,7 @@ def write_milestone(
     columns: Mapping[str, NDArray[np.float64]],
     scheduler: dict[str, Any] | None,
 ) -> None:
-    """Write the folder of a snapshot atomically.
+    """Write the folder of a snapshot atomically, in place of an existing one.
 
     The folder contains the average weights in ``ema/``, the raw weights in ``raw/``, the strategy's table
     ``strategy.csv``, and the record ``milestone.json``, which has the hashes of all other files. If diffusers has a
@@ -82,7 +82,7 @@ def check_milestone(folder: Path) -> dict[str, Any]:
 
 
 def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """Load the averaged weights of a snapshot, from which another training run starts.
+    """Load the averaged weights of a snapshot, from which another training run starts, on the CPU.
 
     Args:
         folder: folder of the snapshot.
@@ -160,7 +160,8 @@ def open_milestone(folder: Path, weights: str = "ema", device: "torch.device | s
         device: device for the network.
 
     Raises:
-        KairosError: the snapshot is missing or damaged.
+        KairosError: the snapshot is missing or damaged, or there are no such weights.
+        ConfigError: section `diffusion` or `model` of its experiment is not valid in this version of kairos.
     """
     from kairos import models
     from kairos.models.settings import BACKBONES

@@ -20,7 +20,9 @@ def build(
     conditions: dict[str, dict[str, Any]],
     outputs: int | None = None,
 ) -> Any:
-    """Build the backbone of a `model` section.
+    """Build the backbone of a `model` section, with random weights from torch's global generator.
+
+    The backbone is in training mode, on the CPU. Conditions that the section does not list are left out.
 
     Args:
         model: the backbone with its options.
@@ -77,7 +79,7 @@ def load(
     conditions: dict[str, dict[str, Any]],
     outputs: int | None = None,
 ) -> Any:
-    """Load a backbone from a folder, in evaluation mode.
+    """Load a backbone from a folder, in evaluation mode, on the CPU.
 
     Args:
         folder: folder that `save` wrote.
@@ -88,6 +90,7 @@ def load(
 
     Raises:
         KairosError: the folder contains no weights.
+        RuntimeError: the weights have other names or shapes than the backbone.
     """
     from safetensors.torch import load_file
 

@@ -114,7 +114,7 @@ class Backbone(nn.Module):
         self.load_weights(loaded)
 
     def with_image_conditions(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return x with the image conditions as further channels, (batch, inputs, height, width)."""
+        """Return x with the image conditions as further channels, (batch, inputs, height, width), in the type of x."""
         if not self._image_conditions:
             return x
         images = [conditions[name].to(x.dtype) for name in self._image_conditions]
@@ -165,6 +165,8 @@ def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> 
 
 def apply_padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
     """Apply a network that needs sides divisible by `factor` to images of any size: pad by zeros, then crop the output.
+
+    The padding is even on all sides, up to one row or column more below and to the right.
 
     Args:
         network: function of images (batch, channels, height, width).

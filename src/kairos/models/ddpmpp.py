@@ -172,7 +172,10 @@ class DDPMpp(Backbone):
         return apply_padded(lambda padded: self._apply_unet(padded, embedding), inputs, self._factor)
 
     def _embed(self, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the embedding of times, classes and augmentation labels, (batch, 4 channels)."""
+        """Return the embedding of times, classes and augmentation labels, (batch, 4 channels).
+
+        Without labels the images count as not augmented. The number of classes is the index of no class.
+        """
         width = self.options.channels
         embedding = embed_time(t, width, shift=1).roll(width // 2, 1)  # sines first
         if self.map_label is not None:

@@ -129,7 +129,11 @@ class DiT(Backbone):
         return renamed
 
     def embed(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return tokens of x, (batch, tokens, width), and the embedding of t and conditions, (batch, width)."""
+        """Return tokens of x, (batch, tokens, width), and the embedding of t and conditions, (batch, width).
+
+        Classes are indices; the number of classes is the index of no class. NaN in a text is replaced by the null
+        value.
+        """
         patches = self.x_embedder(self.with_image_conditions(x, conditions))  # (batch, width, rows, columns)
         tokens = patches.flatten(2).transpose(1, 2) + self.pos_embed
         c = self.t_embedder["mlp"](embed_time(t, _FREQUENCIES))

@@ -79,7 +79,7 @@ class MDT(DiT):
         return {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width); ``conditions["mask"]`` hides patches, see `MDT`."""
         tokens, c = self.embed(x, t, conditions)
         blocks = list(self.blocks)
         encoder_depth = len(blocks) - self.options.decoder_depth

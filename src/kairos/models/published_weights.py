@@ -13,6 +13,8 @@ Weights = dict[str, Tensor]
 def read_published(path: Path) -> tuple[Weights, Weights]:
     """Return the averaged and the raw weights of a file by their published names; equal if the file has one of them.
 
+    The weights are on the CPU. Entries that are no tensors are left out.
+
     A file is a pickle of torch or safetensors, in one of these layouts: a state dict (DiT, U-ViT, MDT, ADM);
     ``{model, ema, ...}`` (DiT, SpeeD); ``{model, ema: {shadow}}`` (ddpm-torch); ``{state_dict}`` with ``model_ema``
     (LDM).
@@ -22,11 +24,11 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
     """
     content = _open_weights(path)
     raw, average = content.get("model"), content.get("ema")
-    if isinstance(content.get("state_dict"), dict):
+    if isinstance(content.get("state_dict"), dict):  # latent diffusion
         raw, average = _split_latent_diffusion(content["state_dict"])
-    elif isinstance(average, dict) and isinstance(average.get("shadow"), dict):
+    elif isinstance(average, dict) and isinstance(average.get("shadow"), dict):  # ddpm-torch
         average = average["shadow"]
-    elif not isinstance(raw, dict) and not isinstance(average, dict):
+    elif not isinstance(raw, dict) and not isinstance(average, dict):  # the file is a state dict itself
         raw = content
     state_dicts = [_select_tensors(state_dict) for state_dict in (average, raw) if state_dict]
     if not state_dicts or not all(state_dicts):
@@ -83,7 +85,8 @@ def _open_weights(path: Path) -> dict[str, Any]:
 def _split_latent_diffusion(state: Weights) -> tuple[Weights, Weights | None]:
     """Return LDM's raw weights, ``model.diffusion_model``, and their averages, or None if the file has no averages.
 
-    LDM stores the average of a weight under ``model_ema`` and the weight's name without dots.
+    LDM stores the average of a weight under ``model_ema`` and the weight's name without dots. A weight without an
+    average is its own average.
     """
     prefix = "model.diffusion_model."
     raw = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -135,7 +135,10 @@ class UNetOptions(SizedOptions):
     conditions: list[str] = field([], "conditions the model takes: of class, low_resolution")
 
     def model_post_init(self, context: Any) -> None:
-        """Check that each level has channels, which groups and heads share evenly."""
+        """Check that each level has channels, whose number is divisible by `norm_groups` and `head_channels`.
+
+        A `head_channels` of 0 fits any width.
+        """
         check_multipliers(self.widths)
         for name in ("norm_groups", "head_channels"):
             divisor = getattr(self, name)
@@ -308,7 +311,10 @@ class ViTOptions(TransformerOptions):
 
 
 def omit_overridden_size(model: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values of a backbone without its published `size` if another option overrides one of the size's."""
+    """Return plain values of a backbone without its published `size` if another option overrides one of the size's.
+
+    Otherwise, or without a size, the result is `model` itself.
+    """
     if "size" not in model:
         return model
     backbone = BACKBONES.find(model["name"])

@@ -96,7 +96,7 @@ class _Layout:
 def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
     """Return published weights by diffusers' names, in the shapes of a model where possible.
 
-    Unknown weights keep their names.
+    Unknown weights keep their names. Weights by diffusers' names are returned as they are.
 
     Args:
         model: weights of the model, by diffusers' names.

@@ -100,7 +100,7 @@ def load_conditions(
 
     For labels ``balanced`` and a class as the only condition, image i has class i mod K, so that every set of images
     contains all classes equally often. Otherwise image i takes all its conditions from one image of the data set, see
-    `select_condition_sources`.
+    `select_condition_sources`. Without names there are no conditions.
 
     Args:
         names: names of the conditions that the model takes.

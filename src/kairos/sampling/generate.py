@@ -69,7 +69,10 @@ class Guidance:
     interval: list[float] | None = None
 
     def scales(self, process: Any, t: Times) -> PerSample:
-        """Return the guidance scale at the times t (batch,), float64 (batch,)."""
+        """Return the guidance scale at the times t (batch,), float64 (batch,).
+
+        The scale is 1 outside of the interval.
+        """
         scale = torch.full(t.shape, self.scale, dtype=torch.float64, device=t.device)
         if self.power is not None:
             if t.is_floating_point():
@@ -89,7 +92,8 @@ def build_guided_predictor(
 ) -> Predictor:
     """Return the prediction function of a batch with classifier-free guidance (Ho and Salimans 2022).
 
-    Channels of a learned variance are not guided.
+    Channels of a learned variance are not guided; they are those of the conditional network. A guided prediction is one
+    forward pass of twice the batch.
 
     Args:
         process: the forward process.
@@ -145,7 +149,10 @@ class DataPrediction:
         return self.with_variance_channels(x, point)[0]
 
     def with_variance_channels(self, x: Images, point: GridPoint) -> tuple[Images, Output]:
-        """Return x0 predicted at `point`, and the output's further channels, those of a learned variance (maybe 0)."""
+        """Return x0 predicted at `point`, and the output's further channels, those of a learned variance (maybe 0).
+
+        Both are in the dtype of x, which is in the coordinates of the grid.
+        """
         x_t = point.scale * x  # (batch, channels, height, width)
         time = torch.as_tensor(point.t)
         # filled with a number: copying the tensor `time` to a GPU would synchronise

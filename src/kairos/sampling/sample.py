@@ -75,6 +75,7 @@ def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
 
     Raises:
         KairosError: a snapshot or autoencoder is missing or damaged, or the two do not belong together.
+        ConfigError: the number of images is below 1, or a setting does not fit a snapshot.
     """
     if request.num < 1:
         raise ConfigError(f"--num: got {request.num}, allowed: 1 or more")
@@ -87,7 +88,7 @@ def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingC
 
     Raises:
         KairosError: the snapshot is missing.
-        ConfigError: a replaced field has an invalid value.
+        ConfigError: a replaced field has an invalid value, or the section does not fit the snapshot.
     """
     record = open_record(milestone, "train --config F --method M --seed N --out D", "milestone.json")
     config, source = record["config"], f"{milestone}/milestone.json"
@@ -137,7 +138,10 @@ class _SnapshotSampler:
     label: str
 
     def generate(self) -> Iterator[np.ndarray]:
-        """Yield the images in batches, uint8 (n, height, width, channels); the network is loaded at the first."""
+        """Yield the images in batches, uint8 (n, height, width, channels); the network is loaded at the first.
+
+        Threads and determinism of this process are set as in the training run.
+        """
         from kairos.milestones import open_milestone
 
         device = set_up_device(self.record)
@@ -234,7 +238,11 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
 
 
 def _sampling_protocol(record: dict[str, Any], options: SamplingConfig, seed: int, num: int) -> dict[str, Any]:
-    """Return everything that decides the images, as JSON values to store with them."""
+    """Return everything that decides the images, as JSON values to store with them.
+
+    Fields of section `sampling` are keys next to those of the snapshot. ``labels`` is null without conditions.
+    ``model_files`` contains the hashes of the sampled weights by file.
+    """
     has_conditions = bool(_condition_names(record))
     of_snapshot = {name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")}
     of_sampling = {name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", *GUIDANCE)}
@@ -283,7 +291,8 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
         device: device for the autoencoder.
 
     Raises:
-        KairosError: the autoencoder is missing, or is another one.
+        KairosError: the autoencoder is missing, or is another one: its hash differs, or for imported weights the
+            shape of its latents.
     """
     from kairos.autoencoders.codec import load_codec
 

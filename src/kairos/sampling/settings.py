@@ -190,6 +190,10 @@ class SamplingConfig(Section):
     def check_fits(self, diffusion: DiffusionConfig, conditions: list[str], dropout: float) -> None:
         """Check the section against other sections of the experiment.
 
+        * Guidance fits the model and its training, see `_check_guidance`.
+        * A discrete process has at least `steps` timesteps, and more with an `offset`.
+        * The process allows the options of the solver. Noise levels of karras fall on different timesteps.
+
         Args:
             diffusion: section `diffusion`.
             conditions: names of the model's conditions.
@@ -216,6 +220,10 @@ class SamplingConfig(Section):
 
     def _check_guidance(self, conditions: list[str], dropout: float) -> None:
         """Check the fields of guidance against each other and the model's conditions.
+
+        * A scale other than 1 needs conditions, and training that drops them.
+        * With scale 1 the other fields are null.
+        * The interval ascends from 0 or more.
 
         Raises:
             ConfigError: a field does not fit.

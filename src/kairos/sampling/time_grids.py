@@ -42,7 +42,8 @@ IMAGE_POINT = GridPoint(t=None, signal=1.0, noise=0.0, scale=1.0)
 def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> list[GridPoint]:
     """Return the points at which the `steps` intervals from noise to the image begin, and the end of the last interval.
 
-    That end is the image, or the first timestep of the process if the solver has an option `end` of ``first``.
+    The list has `steps` + 1 points. The last one is the image, or the first timestep of the process if the solver has
+    an option `end` of ``first``.
 
     Args:
         process: the forward process.
@@ -63,7 +64,11 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
 
 
 def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
-    """Return the times at which the intervals begin, (steps,), descending."""
+    """Return the times at which the intervals begin, (steps,), descending; timesteps for a discrete process.
+
+    Raises:
+        ConfigError: two noise levels of spacing karras fall on one timestep.
+    """
     spacing = scheduler.spacing
     if spacing == "uniform":
         return np.asarray(process.times(np.arange(steps, 0, -1) / steps))
@@ -89,9 +94,10 @@ def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
 
 
 def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int64]:
-    """Return the distinct timesteps at which `steps` intervals begin, descending (Lin et al. 2024, table 2).
+    """Return the distinct timesteps at which `steps` intervals begin, (steps,), descending (Lin et al. 2024, table 2).
 
-    Spacing ``trailing`` includes t = T - 1, ``leading`` includes t = 0, ``linspace`` includes both.
+    Spacing ``trailing`` includes t = T - 1, ``leading`` includes t = 0, ``linspace`` includes both. There are at most
+    `timesteps` steps.
     """
     ascending: Array
     if spacing == "leading":
@@ -108,7 +114,8 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int
 def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
     """Return EDM's noise levels (noise over signal), (steps,), descending (Karras et al. 2022, eq. 5).
 
-    The last level is the smallest one above 0; the image follows it.
+    The last level is the smallest one above 0; the image follows it. Options `sigma_min` and `sigma_max` can only
+    narrow the range of the process.
     """
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
     low, high = noise / signal  # levels of the process at fractions 0 and 1

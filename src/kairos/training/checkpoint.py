@@ -59,6 +59,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
 
     Raises:
         DamagedError: the file is no checkpoint, ends early, or its content does not match its checksum.
+        OSError: the file is missing or cannot be read.
     """
     with open(path, "rb") as file:
         header = file.readline(_LONGEST_HEADER).decode("ascii", errors="replace").split()
@@ -95,7 +96,7 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
-            digest.update(f"{{{key}:".encode())
+            digest.update(f"{{{key}:".encode())  # the brackets here and below keep different nestings apart
             _feed(digest, value[key])
     elif isinstance(value, (list, tuple)):
         digest.update(f"[{len(value)}".encode())

@@ -72,6 +72,9 @@ def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -
         run: settings of the training run; the content of the method counts, not its name.
         latents: manifest of the training data.
         device: type of the computing device.
+
+    Raises:
+        ConfigError: `training.start_from` is no snapshot of this backbone.
     """
     parts = {
         "data": latents["content_sha256"],

@@ -45,7 +45,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def published_diffusion(model: Any) -> dict[str, Any]:
     """Return section `diffusion` that published weights of a `model` section were trained with.
 
-    Empty if kairos has no such weights on record; the section's defaults then apply.
+    Empty if kairos has no such weights on record; the section's defaults then apply. The result is shared and must not
+    be changed.
 
     Args:
         model: section `model` of an experiment, unchecked.

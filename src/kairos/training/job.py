@@ -68,7 +68,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: object) -> None:
-        """Record the first signal as the reason to stop; raise if there is nothing to save or SIGINT is repeated."""
+        """Record the first signal as the reason to stop.
+
+        Raises:
+            StoppedEarly: there is nothing to save yet.
+            KeyboardInterrupt: SIGINT is repeated.
+        """
         name = signal.Signals(number).name
         is_first_request = not self.reason
         if name == "SIGINT" and self.reason == "SIGINT":
@@ -125,6 +130,8 @@ class CollectiveStop:
     def after_step(self, longest_save: float) -> bool:
         """Return True if any rank was asked to stop; every rank must call this after each of its steps.
 
+        The result is equal on all ranks, and False between two exchanges.
+
         Args:
             longest_save: seconds that the longest save of checkpoint and snapshot took.
         """
@@ -146,7 +153,7 @@ class CollectiveStop:
 
 
 def end_of_slurm_job() -> float:
-    """Return the end of this SLURM job's time limit, Unix time; 0 outside of SLURM or without a limit.
+    """Return the end of this SLURM job's time limit, Unix time; 0 outside of SLURM, or if no limit is known.
 
     Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called once.
     """
@@ -224,7 +231,9 @@ class ProgressFile:
         self._last_write: tuple[float, int] | None = None  # monotonic time and step
 
     def update(self, step: int, seconds: float) -> None:
-        """Record the completed steps and the training time; write the file if the last write is 5 s old.
+        """Record the completed steps and the training time, and write the file.
+
+        The file is not written if the last write is less than 5 s old, or if this process does not report.
 
         Args:
             step: number of completed steps.

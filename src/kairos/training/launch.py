@@ -77,7 +77,7 @@ def is_first_failure(error: BaseException) -> bool:
     """Return True if this process is the one to report why the training run failed.
 
     A single process always reports. Of several ranks the first to fail reports, unless its error is one of
-    communication, which another rank has caused.
+    communication, which another rank has caused. A rank that fails first writes its number to the launcher's folder.
     """
     folder = os.environ.get(_FOLDER)
     if local_rank() is None or folder is None:
@@ -107,7 +107,8 @@ def _is_communication_error(error: BaseException) -> bool:
 def report_first_failure() -> Iterator[None]:
     """Raise the error of a rank's work inside the block if this rank failed first; otherwise end the rank silently.
 
-    A process without other ranks raises every error.
+    A process without other ranks raises every error, and all processes raise `StoppedEarly`. A rank that raises exits
+    with status 1 without waiting for the other ranks.
     """
     try:
         yield
@@ -149,6 +150,9 @@ def _launch_ranks(training: "TrainingConfig") -> None:
 
     The process ends after its ranks. So it keeps the environment variables that are set for the ranks, and logging
     stays switched off.
+
+    Raises:
+        StoppedEarly, SystemExit, KairosError: a rank has stopped, failed or was killed, as in `launch`.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -231,6 +235,8 @@ def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None
 def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Iterator[list[str]]:
     """Forward requests to stop inside the block; a second SIGINT ends everything at once.
 
+    The previous handlers are restored after the block.
+
     Args:
         forward: asks the ranks to stop.
         end: ends the ranks at once.
@@ -268,7 +274,7 @@ def _launch_machines(nodes: int) -> None:
     """Run this command, a launcher, on every machine of the SLURM job by srun, and wait for the launchers.
 
     Raises:
-        KairosError: the SLURM job has fewer machines than `nodes`.
+        KairosError: there is no SLURM job, or it has fewer machines than `nodes`.
         StoppedEarly: a stop was requested, and the ranks have stopped.
         SystemExit: a launcher has failed and reported its error.
     """

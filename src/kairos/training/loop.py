@@ -101,7 +101,10 @@ class StepResult:
 
 
 def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Draw, Images]:
-    """Draw timesteps with their weights, and the noise that the strategy couples with the images of a batch."""
+    """Draw timesteps with their weights, and the noise that the strategy couples with the images of a batch.
+
+    The noise is (batch, c, h, w), in the type of the run's precision.
+    """
     strategy, step = training.strategy, batch.step
     # only samplers that count visits of images take epoch and position of an image as context
     visit: dict[str, Any] = batch.visit if strategy.sampler.points == "epochs" else {}
@@ -115,6 +118,8 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
 
 def _forward_backward(training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, Tensor]) -> StepResult:
     """Run the forward and backward passes of this rank's micro-batches; gradients add up over passes and ranks.
+
+    The result is detached and contains all samples of this rank.
 
     Args:
         training: model, losses and strategy.
@@ -143,7 +148,10 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Images, condit
 
 
 def _join_results(training: TrainingState, draw: Draw, noise: Images, results: list[StepResult]) -> StepResult:
-    """Join the results of micro-batches to the result of this rank's slice of the batch."""
+    """Join the results of micro-batches to the result of this rank's slice of the batch.
+
+    The prediction of the result cannot evaluate the network again.
+    """
     terms = {name: torch.cat([result.terms[name] for result in results]) for name in results[0].terms}
     x_t = torch.cat([result.prediction.x_t for result in results])
     output = torch.cat([result.prediction.output for result in results])
@@ -208,7 +216,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
 def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Tensor:
     """Scale the gradients down to a norm, as `torch.nn.utils.clip_grad_norm_`, and return their norm before that.
 
-    A factor of 1 is not applied if that is known without synchronisation: on the CPU, or without a largest norm.
+    A factor of 1 is not applied if that is known without synchronisation: on the CPU, or without a largest norm. The
+    norm is a scalar on the device.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
@@ -280,7 +289,8 @@ def _add(values: list[Tensor]) -> Tensor:
 def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step, averaged over the global batch; calls probes on every rank.
 
-    A loss that is not finite clears `training.all_finite`.
+    A loss that is not finite clears `training.all_finite`. The line is flat: ``step`` and ``images`` (completed ones),
+    ``loss``, each loss term, ``grad_norm`` and each probe. `train_steps` adds ``lr`` and ``sampler``.
     """
     batch_size, step = training.settings.batch_size, draw.step
     probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}

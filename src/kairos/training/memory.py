@@ -55,7 +55,8 @@ def _describe_device(device: torch.device) -> str:
 def find_fitting_batch(training: TrainingState, largest: int) -> int:
     """Return the number of images of a forward and backward pass that fits into memory, by trying.
 
-    Tries `largest` and then the powers of two below it. Returns 0 if a single image does not fit.
+    Tries `largest` and then the powers of two below it. Returns 0 if a single image does not fit. The passes replace
+    the gradients of the parameters; weights and optimiser are unchanged.
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()

@@ -33,6 +33,8 @@ def build_provenance(
 ) -> dict[str, Any]:
     """Return the provenance of a result: versions, device and processes, and whether the result is exact, with reasons.
 
+    The keys ``exact`` and ``inexact_because`` contain a bool, and reasons as text. Versions that are unknown are None.
+
     The provenance contains nothing that differs between machines with equal packages: the CPU is recorded with the
     times.
 

@@ -55,6 +55,8 @@ def train(
 ) -> dict[str, Any]:
     """Train until every one of `milestones` is reached, and publish their snapshots in `out`.
 
+    Unless `milestones_only` is set, the record, the last checkpoint, metrics and times are published too.
+
     Args:
         run: settings of the training run.
         out: folder of the training run.
@@ -136,7 +138,8 @@ def _set_up_process(
 ) -> Iterator[tuple[torch.device, ProgressFile]]:
     """Hold the run's lock, set up the device, join the other ranks, and record how the block ended.
 
-    The record is in the progress file. Rank 0 writes it, or after an error the rank that failed first.
+    The record is in the progress file. Rank 0 writes it, or after an error the rank that failed first. Rank 0 alone
+    holds the lock.
 
     Args:
         settings: section `training` of the experiment.
@@ -218,6 +221,8 @@ class TrainingJob:
 
         Raises:
             StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
+            DivergedError: a loss or gradient is not finite.
+            KairosError: other library versions computed the checkpoint, or device memory is too small.
         """
         training = self.training
         self._resume(missing[0])
@@ -246,6 +251,8 @@ class TrainingJob:
 
         Raises:
             StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
+            DivergedError: a loss or gradient is not finite.
+            KairosError: a step does not fit into the device's memory.
         """
         training, last = self.training, milestones[-1]
         checkpoint_interval = training.settings.checkpoint_every
@@ -280,7 +287,13 @@ class TrainingJob:
             progress_bar.close(latest_loss)
 
     def _resume(self, latest_step: int) -> None:
-        """Load the newest usable checkpoint up to `latest_step`; all ranks load the one that rank 0 selects."""
+        """Load the newest usable checkpoint up to `latest_step`; all ranks load the one that rank 0 selects.
+
+        Without a checkpoint the run starts from step 0. Attribute `seconds` is read from timing.jsonl.
+
+        Raises:
+            KairosError: other library versions computed the checkpoint, and `accept_versions` is False.
+        """
         training, run_folder = self.training, self.run_folder
         checkpoint = None
         if self.is_first:
@@ -295,7 +308,9 @@ class TrainingJob:
         self.seconds = max((entry["seconds"] for entry in read_timing(run_folder.timing)), default=0.0)
 
     def _save(self, with_snapshot: bool) -> None:
-        """Save a checkpoint, and before it a snapshot if requested.
+        """Save a checkpoint, and before it a snapshot if requested; rank 0 writes, and all ranks wait for it.
+
+        A line with the times is added to timing.jsonl.
 
         Raises:
             DivergedError: a loss or gradient was not finite; the earlier checkpoints are kept.
@@ -326,7 +341,10 @@ class TrainingJob:
         raise StoppedEarly(f"{reason}: stopped after step {self.training.step} of {last}, which is saved")
 
     def _write_snapshot(self) -> None:
-        """Write the weights, the strategy's density and their record at this step; every rank must call this."""
+        """Write the weights, the strategy's density and their record at this step; every rank must call this.
+
+        Rank 0 writes the folder of the snapshot in the private state of the run.
+        """
         training, sampler = self.training, self.training.strategy.sampler
         statistics = sampler.statistics()  # a collective of samplers that learn
         if not self.is_first:

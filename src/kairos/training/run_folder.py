@@ -125,9 +125,9 @@ class RunFolder:
     def prepare(self, milestones: list[int], milestones_only: bool = False) -> list[int]:
         """Prepare the state for a request, and return the milestones up to which steps have to be computed.
 
-        A request that was completed and is marked ``start_over`` begins at step 0 again. The returned milestones are
-        those without a snapshot. If every snapshot exists but the last checkpoint does not, the last milestone is
-        returned, unless `milestones_only` is set.
+        A request that was completed and is marked ``start_over`` begins at step 0 again. Temporary files of killed jobs
+        are deleted. The returned milestones are those without an intact snapshot. If every snapshot exists but the last
+        checkpoint does not, the last milestone is returned, unless `milestones_only` is set.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
@@ -250,6 +250,8 @@ class RunFolder:
     def resume(self, latest_step: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
         """Return the newest intact checkpoint, and cut metrics and timing back to it; None: start from step 0.
 
+        Later checkpoints are deleted. A start from step 0 also deletes the snapshots.
+
         Args:
             latest_step: ignore later checkpoints.
             device: device of its tensors.
@@ -302,6 +304,8 @@ class RunFolder:
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
         """Mark a request as completed, and link its outputs into the run's folder; the record is written last.
 
+        With a record, the outputs include the checkpoint, and metrics and times up to its step.
+
         Args:
             milestones: steps whose snapshots are requested.
             record: content of training.json; None: publish snapshots only.
@@ -326,7 +330,7 @@ def _list_versions(versions: dict[str, str | None]) -> str:
 
 
 def _is_published(snapshot: Path, target: Path) -> bool:
-    """Return True if `target` is an intact copy of a snapshot, with an equal record."""
+    """Return True if `target` is an intact copy of a snapshot, with an equal record; log any damage."""
     record = target / "milestone.json"
     if not record.exists() or record.read_bytes() != (snapshot / "milestone.json").read_bytes():
         return False

@@ -26,7 +26,7 @@ class OptimizerOptions(Component):
     grad_clip: float | None = field(1.0, "largest gradient norm; null: no clipping", gt=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Check the decay rates."""
+        """Check that there are two decay rates, each in [0, 1)."""
         valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         demand(valid, "betas", self.betas, "two numbers, each in [0, 1)")
 
@@ -205,7 +205,15 @@ class TrainingConfig(Section):
     probes: list[_Probe] = field([], "measurements taken during training")
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the processes can share the batch, and that the device supports the settings."""
+        """Check that the processes can share the batch, and that the device supports the settings.
+
+        * `processes` is a multiple of `nodes`, and at most `batch_size`.
+        * Several processes share no GPU with other runs, and `device` has no number.
+        * ``deterministic: portable`` needs a CPU and no compilation.
+
+        Raises:
+            ConfigError: a field does not fit the others.
+        """
         processes, batch_size = self.processes, self.batch_size
         demand(processes % self.nodes == 0, "training.processes", processes, f"a multiple of nodes = {self.nodes}")
         demand(processes <= batch_size, "training.processes", processes, f"at most batch_size = {batch_size}")
@@ -238,7 +246,11 @@ class TrainingConfig(Section):
             )
 
     def _check_microbatch(self) -> None:
-        """Check that every process has at least one micro-batch of the batch."""
+        """Check that every process has at least one micro-batch of the batch.
+
+        Raises:
+            ConfigError: `microbatch` is too large.
+        """
         microbatch, batch_size, processes = self.microbatch or 1, self.batch_size, self.processes
         demand(microbatch <= batch_size, "training.microbatch", microbatch, f"at most batch_size = {batch_size}")
         if processes > 1:

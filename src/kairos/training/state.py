@@ -127,7 +127,14 @@ class TrainingState:
         )
 
     def _build_model(self) -> Any:
-        """Build the model on the device, with weights drawn from the run's seed or read from a snapshot."""
+        """Build the model on the device, with weights drawn from the run's seed or read from a snapshot.
+
+        The state of torch's generators is unchanged. With precision fp64, inputs of linear layers are converted to
+        float64.
+
+        Raises:
+            KairosError: the snapshot is missing or damaged, or its weights do not fit.
+        """
         latents = self.latents
         with torch.random.fork_rng(devices=[]):  # restores torch's CPU generator afterwards
             torch.default_generator.manual_seed(derived_seed(self.seed, "weights"))
@@ -187,7 +194,10 @@ class TrainingState:
         return self.latents.load_x0(self.latents.train[:256]).to(self.device, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training changes; data and configuration are not included."""
+        """Return everything that training changes; data and configuration are not included.
+
+        Weights and moments are the tensors that training updates, not copies.
+        """
         return {
             "model": self.model.state_dict(),
             "ema": self.average.weights,

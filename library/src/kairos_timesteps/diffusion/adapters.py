@@ -27,7 +27,7 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
         prediction: ``epsilon``, ``x0`` or ``v``, where `process` leaves it open.
 
     Raises:
-        ConfigError: `process` is none of these.
+        ConfigError: `process` or `prediction` is none of these.
     """
     if prediction not in PREDICTIONS:
         raise ConfigError(f"prediction: got {prediction!r}, allowed: {', '.join(PREDICTIONS)}")
@@ -69,7 +69,10 @@ def _numbers(values: Any) -> Array:
 
 
 def _of_scheduler(scheduler: Any) -> NoiseSchedule:
-    """Build a schedule from the scheduler's betas; its float32 alpha-bar is off by a thousandth at small t."""
+    """Build a schedule from the scheduler's betas; its float32 alpha-bar is off by a thousandth at small t.
+
+    A last alpha-bar of 0 is replaced by half of the one before.
+    """
     alphas_cumprod = _numbers(scheduler.alphas_cumprod)
     if len(alphas_cumprod) > 1 and alphas_cumprod[-1] == 0:
         # Zero terminal signal-to-noise ratio: half of what is before it stands for 0, whose weights are not all finite.

@@ -132,6 +132,8 @@ def make_schedule(
     1000/T for other T, as in improved DDPM; without it the process of T = 100 does not reach noise. Cosine: Nichol and
     Dhariwal 2021, eq. 17.
 
+    Betas are capped at 0.999. End points do not change cosine.
+
     Raises:
         ConfigError: an unknown schedule.
     """
@@ -167,7 +169,7 @@ def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:
 
 
 def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
-    """Return the timestep from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (theorem 1).
+    """Return the timestep, a real number, from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (theorem 1).
 
     Raises:
         ValueError: the schedule is not linear; the closed form holds for linear schedules alone.
@@ -182,8 +184,10 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
 def start_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedule) -> int:
     """Return the first timestep of SpeeD's convergence area: tau, or derived from the magnitude r, or 0.7 T.
 
+    The magnitude r has priority over tau.
+
     Raises:
-        ValueError: the timestep is not in 1 ... T - 1.
+        ValueError: the timestep is not in 1 ... T - 1, or r is given and the schedule is not linear.
     """
     timesteps = schedule.timesteps
     if r is not None:

@@ -31,7 +31,11 @@ class StrategyCallback(Callback):
         self._restored: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach the strategy to the optimizer; raises ConfigError if there are several."""
+        """Attach the strategy to the optimizer, and restore the state of a checkpoint or of an earlier fit.
+
+        Raises:
+            ConfigError: there are several optimizers.
+        """
         optimizers = trainer.optimizers
         optimizer = optimizers[0] if len(optimizers) == 1 else optimizers
         if self.strategy is not None:  # a second fit has a new optimizer

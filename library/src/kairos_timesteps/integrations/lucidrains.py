@@ -29,7 +29,11 @@ class _WithStrategy(nn.Module):
         return self.strategy.state_dict() if self.strategy else None
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore the state of the strategy."""
+        """Restore the state of the strategy; None changes nothing.
+
+        Raises:
+            ConfigError: no strategy is attached.
+        """
         if state is not None:
             if self.strategy is None:
                 raise rejection("load: strategy", "none", "a strategy, attached before the checkpoint is loaded")
@@ -40,7 +44,10 @@ class StrategyDiffusion(_WithStrategy):
     """Mixin of denoising-diffusion-pytorch's GaussianDiffusion: ``class D(StrategyDiffusion, GaussianDiffusion)``."""
 
     def attach(self: Any, name: str, optimizer: Any, **options: Any) -> Attached:
-        """Attach a strategy, whose weights replace ``loss_weight``. Options are those of `kairos_timesteps.attach`."""
+        """Attach a strategy, whose weights replace ``loss_weight``. Options are those of `kairos_timesteps.attach`.
+
+        Attribute ``strategy`` is then the strategy that the method returns.
+        """
         self.loss_weight.fill_(1.0)
         self.strategy = strategy = attach(
             name, self.alphas_cumprod, optimizer, self, prediction=_PREDICTIONS[self.objective],
@@ -73,7 +80,13 @@ class StrategyFlow(_WithStrategy):
     """Mixin of rectified-flow-pytorch's RectifiedFlow: ``class F(StrategyFlow, RectifiedFlow)``."""
 
     def attach(self: Any, name: str, optimizer: Any, **options: Any) -> Attached:
-        """Attach a strategy, whose loss replaces ``loss_fn``. Options are those of `kairos_timesteps.attach`."""
+        """Attach a strategy, whose loss replaces ``loss_fn``. Options are those of `kairos_timesteps.attach`.
+
+        Attribute ``strategy`` is then the strategy that the method returns.
+
+        Raises:
+            ConfigError: RectifiedFlow does not predict the flow.
+        """
         demand(self.predict == "flow", "attach: RectifiedFlow.predict", repr(self.predict), "'flow'")
         self.strategy = strategy = attach(
             name, "flow", optimizer, self, time="data_is_one",

@@ -103,7 +103,11 @@ class Adaptive(MeasuresNetwork, Sampler):
         demand(options.selected <= count, "selected", options.selected, allowed)
 
     def _build(self, channels: int, device: "torch.device", dtype: "torch.dtype") -> Any:
-        """Build the policy at first use, when the number of channels is known."""
+        """Return the policy; build it with its optimiser at first use, when the number of channels is known.
+
+        Its weights depend on the seed alone, and torch's generators are unchanged. The policy is float64 for float64
+        images, otherwise float32. Later calls ignore the arguments.
+        """
         from kairos_timesteps.optimizers import Adam
         from kairos_timesteps.samplers.policy import Policy
 
@@ -121,6 +125,8 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     def draw(self, coordinates: RandomCoordinates, x0: Tensor | None = None) -> Tensor:
         """Draw from each image's Beta distribution, float64 (batch, *times_shape), on the device of the images.
+
+        The first draw builds the policy. `statistics` reports a and b of the last draw.
 
         Raises:
             ConfigError: `x0` is not a batch of images.
@@ -167,7 +173,10 @@ class Adaptive(MeasuresNetwork, Sampler):
         return np.asarray(by_image.mean(0))
 
     def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
-        """Return 1 over the density of each draw given its image, relative to uniform, float32 as `fractions`."""
+        """Return 1 over the density of each draw given its image, relative to uniform; None without `importance`.
+
+        The density includes the floor. The weights are float32, in the shape of `fractions`.
+        """
         if not self.importance:
             return None
         with torch.no_grad():
@@ -186,7 +195,10 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Measure the losses around the optimiser step and, every f_S steps, learn from their change."""
+        """Measure the losses around the optimiser step and, every f_S steps, learn from their change.
+
+        Step 0 is measured. The policy learns after S is first selected. Each measurement selects S for the next one.
+        """
         if observation.step % self.frequency:
             yield
             return
@@ -204,7 +216,10 @@ class Adaptive(MeasuresNetwork, Sampler):
         return select_timesteps(changes, self.selected)
 
     def _measure(self, observation: Observation, noise: str) -> tuple[Tensor, Tensor | None]:
-        """Measure c_t-weighted losses, float64: the feature vector (count,), and those at S (global batch, |S|)."""
+        """Measure c_t-weighted losses, float64 on the CPU: the feature vector (count,), and those at S.
+
+        Losses at S are (global batch, |S|), or None before S is selected.
+        """
         coordinates, count = observation.coordinates, len(self.features)
         size = coordinates.batch_size
         if self.feature_images == "one":
@@ -238,6 +253,8 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     def _learn(self, observation: Observation, change: Tensor) -> None:
         """Take one REINFORCE step (Kim et al. 2025, eq. 13).
+
+        Gradients are summed over the ranks, which must all call it.
 
         Args:
             observation: the step.

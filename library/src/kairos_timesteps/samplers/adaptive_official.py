@@ -49,9 +49,10 @@ class AdaptiveOfficial(Adaptive):
         return (fractions * self.schedule.timesteps - 0.5) / (self.schedule.timesteps - 1)
 
     def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
-        """Return 1 over the density of each draw given its image, float32 (batch, *times_shape).
+        """Return 1 over the density of each draw given its image; None without `importance`.
 
-        Timesteps 0 and T - 1 are drawn from half a cell, so their weights are doubled.
+        The weights are float32 (batch, *times_shape). Without a floor, timesteps 0 and T - 1 are drawn from half a
+        cell, so their weights are doubled.
         """
         weights = super().importance_weights(x0, fractions, coordinates)
         if weights is None or self.floor:

@@ -19,10 +19,20 @@ from kairos_timesteps.registry import split
 
 
 def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
-    """Check and complete a fixed sampler given by its name, or by name and options; `extra` keys are kept as they are.
+    """Check and complete a fixed sampler given by its name, or by name and options.
+
+    Options of the whole sampler alone are `importance`, `points` and `in_turn`.
+
+    Args:
+        value: a name, or a mapping with ``name`` and options.
+        where: beginning of messages.
+        extra: further keys, which are required and kept as they are.
+
+    Returns:
+        ``name``, all options with their values, and the keys `extra`.
 
     Raises:
-        ConfigError: the sampler is unknown, learns, or has options that only the whole sampler can have.
+        ConfigError: the sampler is unknown, learns, lacks a key, or has options that only the whole sampler can have.
     """
     component = {"name": value} if isinstance(value, str) else value
     if not isinstance(component, Mapping) or not isinstance(component.get("name"), str):
@@ -48,7 +58,18 @@ def density_option() -> Any:
 
 
 def components_option(key: str, kind: type, first: Any, meaning: str) -> Any:
-    """Declare an option whose value is a list of fixed samplers, each with a number or name under `key`."""
+    """Declare an option whose value is a list of fixed samplers, each with a number or name under `key`.
+
+    * The list is not empty. Numbers are 0 or more.
+    * Values of ``share`` have a sum above 0. Those of other keys differ from each other.
+    * Values of ``start`` rise.
+
+    Args:
+        key: ``share``, ``group`` or ``start``.
+        kind: `float` if the values must be numbers.
+        first: value of the default, a list of one uniform sampler.
+        meaning: rule of the values, for help and messages.
+    """
 
     def check(value: Any, where: str) -> list[dict[str, Any]]:
         demand(isinstance(value, (list, tuple)) and value, where, repr(value), "a list of samplers, one or more")
@@ -209,7 +230,10 @@ class Shift(Transformed):
 
     @staticmethod
     def check(options: Any) -> None:
-        """Reject lines that are undefined, or whose alpha is not positive."""
+        """Reject lines that are undefined, or whose alpha is not positive.
+
+        Lines are those of exponential and linear. The line of linear must also not fall.
+        """
         first, last, low, high = options.first, options.last, options.low, options.high
         if options.law in ("exponential", "linear"):
             demand(first != last, "first and last", f"{first:g} and {last:g}", "different numbers")
@@ -225,7 +249,9 @@ class Shift(Transformed):
         return super().required_context(options) | (set() if options.law == "constant" else {"tokens"})
 
     def shift(self, tokens: Any = None, frames: Any = None, **context: Any) -> Any:
-        """Return alpha for images of `tokens` tokens and `frames` frames.
+        """Return alpha for images of `tokens` tokens and `frames` frames: a number, or a tensor if `tokens` is one.
+
+        Frames change law linear alone; None: 1.
 
         Raises:
             ConfigError: the number of tokens is needed and missing, or not positive.
@@ -302,6 +328,7 @@ class Combined(FixedDensity):
         choice, below = coordinates.uniform("part", sample_indices=range(1)), 0.0
         for share in self.shares(**coordinates.arguments(self.context_names)):
             selected = (choice >= below) & (choice < below + share)
+            # into the share of the selected component, so that `map_uniform` picks that component
             uniform = namespace(uniform).where(selected, below + share * uniform.clip(0, 1), uniform)
             below += share
         return uniform
@@ -349,7 +376,13 @@ class ByGroup(Combined):
         return super().required_context(options) | ({"group"} if len(options.parts) > 1 else set())
 
     def shares(self, *, group: Any = None, **context: Any) -> list[Any]:
-        """Return the share of each component: 1 for the component of the sample's group, 0 for the others."""
+        """Return the share of each component: 1 for the component of the sample's group, 0 for the others.
+
+        The share is 1 for any group if there is one component.
+
+        Raises:
+            ConfigError: the group is missing, or there is no component of its name.
+        """
         if len(self.components) == 1:
             return [1.0]
         group = required("group", group, "by_group")
@@ -383,7 +416,11 @@ class Schedule(Combined):
         return super().required_context(options) | ({"progress"} if options.of == "progress" else set())
 
     def shares(self, *, step: Any = 0, progress: Any = None, **context: Any) -> list[Any]:
-        """Return the shares of the ramps at a step, or at a fraction of the training run."""
+        """Return the shares of the ramps at a step, or at a fraction of the training run.
+
+        Raises:
+            ConfigError: starts are fractions, and `progress` is missing.
+        """
         now = step if self.of == "steps" else required("progress", progress, "schedule")
         begun = [1.0]
         for start in self.values[1:]:
@@ -428,7 +465,7 @@ def evaluate_table(options: Any, positions: Array) -> Array:
     """Evaluate the numbers of a table or weighting by table at positions in [0, 1], elementwise.
 
     The numbers are `options.values`, or those in `options.file`. `options.between` selects how they are read: as values
-    of equal cells, or as evenly spread knots of straight lines or of a spline.
+    of equal cells, or as evenly spread knots of straight lines or of a spline. A file has priority over the values.
 
     Raises:
         ValueError: there are too few numbers, none is above 0, or some are below 0 or not finite.
@@ -473,7 +510,10 @@ class Listed(FixedDensity):
         demand(not (options.in_turn and options.floor), "floor", options.floor, allowed)
 
     def uniforms(self, coordinates: RandomCoordinates) -> Any:
-        """Return uniform numbers; with ``in_turn`` each of them selects the next time of the list."""
+        """Return uniform numbers; with ``in_turn`` each of them selects the next time of the list.
+
+        The list continues over the times of a sample, the samples and the steps.
+        """
         if not self.in_turn:
             return super().uniforms(coordinates)
         shape, before = coordinates.times_shape, coordinates.earlier_samples

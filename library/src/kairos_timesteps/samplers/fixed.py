@@ -49,7 +49,10 @@ class Uniform(FixedDensity):
 
     @staticmethod
     def check(options: Any) -> None:
-        """Reject an empty range, and importance weights that cannot reach timesteps outside of the range."""
+        """Reject an empty range, and importance weights that cannot reach timesteps outside of the range.
+
+        With a floor above 0, importance weights reach all timesteps.
+        """
         start, end = options.start, options.end
         demand(end is None or start < end, "start and end", f"{start} and {end}", "start < end")
         if options.importance and not options.floor and (start or end is not None):
@@ -285,6 +288,7 @@ class Clts(FixedDensity):
     def map_uniform(self, uniform: Values, *, step: Any = 0, **context: Any) -> Values:
         """Map uniform numbers to draws: a share 1 - l of them stays uniform, the rest follow the normal density."""
         share = 1 - self.progress(step)
+        # 1e-300 avoids 0/0 at both ends of the curriculum
         even, rest = uniform / (share + 1e-300), (uniform - share).clip(0.0, None) / (1 - share + 1e-300)
         normal = self.mu + self.s * normal_quantile(self._low + rest * (self._high - self._low))
         return namespace(uniform).where(uniform < share, even, normal.clip(0.0, 1.0))

@@ -50,7 +50,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Measure before the optimiser step, every `frequency` steps."""
+        """Measure before the optimiser step, every `frequency` steps from step 0 on, and update the density."""
         if observation.step % self.frequency == 0:
             new = self.measure(observation)
             decay = self.decay if self.updates else 0.0
@@ -68,7 +68,10 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         return np.maximum(values, 0.0)
 
     def restored(self) -> None:
-        """Set the density that follows from the values of the bins, once there are enough measurements."""
+        """Set the density that follows from the values of the bins, once there are enough measurements.
+
+        The density is the prior if no mass is above 0.
+        """
         if self.updates < self.start:
             return
         edged = np.concatenate([self._values[:1], self._values, self._values[-1:]])
@@ -79,7 +82,10 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         self.set_masses(masses if masses.sum() > 0 else self.prior.masses())
 
     def measured_samples(self, observation: Observation, per_bin: int) -> tuple[Tensor, Tensor]:
-        """Return indices of images in the global batch, and fractions of the process, each (bins, per_bin)."""
+        """Return indices of images in the global batch, and fractions of the process, each (bins, per_bin), on the CPU.
+
+        Images repeat if the batch has fewer. Fractions are random quantiles of the prior within their bin.
+        """
         coordinates, count = observation.coordinates, self.bins * per_bin
         size = coordinates.batch_size
         start = coordinates.stream("measured images").integers(coordinates.step, size, range(1))
@@ -217,7 +223,7 @@ class FirstOrder(FollowsGradients):
         return 2 * max(1, super().per_bin(batch) // 2)
 
     def measure(self, observation: Observation) -> Array:
-        """Measure the inner product of every bin."""
+        """Measure the inner product of every bin, the sum over both halves of the samples."""
         half = self.per_bin(observation.coordinates.batch_size) // 2
         index, fractions = self.measured_samples(observation, 2 * half)
         metric = observation.meter.metric()

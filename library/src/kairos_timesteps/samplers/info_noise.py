@@ -112,7 +112,10 @@ class InfoNoise(FollowsErrors):
             self.refresh(self.weights_of_x0(observation) if self.divide else None)
 
     def add_losses(self, cells: Tensor, losses: Tensor) -> None:
-        """Add errors of v (batch,) at timesteps `cells` to the sums of their bins."""
+        """Add errors of v (batch,) at timesteps `cells` to the sums of their bins.
+
+        Errors that are not finite are left out.
+        """
         grid, finite = self.grid_on(losses.device), losses.isfinite()
         values = torch.stack([torch.where(finite, losses, 0.0), finite.to(losses.dtype)])
         rows = torch.arange(2, device=losses.device)[:, None]
@@ -135,6 +138,8 @@ class InfoNoise(FollowsErrors):
 
     def refresh(self, weights: Tensor | None = None) -> None:
         """Update the means of the bins, then set the density.
+
+        The density and the pivot stay as they are if no bin has a mean, or the masses have no positive finite sum.
 
         Args:
             weights: weight that is divided out at every timestep, (T,); None: 1.
@@ -166,6 +171,7 @@ class InfoNoise(FollowsErrors):
         if self.pivot is None:
             pivot = onset(errors / (1 + sigma_of_bins**2) / sigma_of_bins, sigma_of_bins, self.onset)
         below = grid["below"]
+        # m/sigma² is the error of v over 1 + sigma²
         rate = torch.lerp(errors[below], errors[below + 1], grid["share"]) / (1 + sigma**2)
         return rate / (1 + (pivot / sigma) ** self.exponent), pivot
 
@@ -176,7 +182,10 @@ class InfoNoise(FollowsErrors):
 
 
 def interpolated(values: Tensor, measured: Tensor) -> Tensor:
-    """Fill the entries that are not measured: linear between neighbours, constant beyond the outermost ones."""
+    """Fill the entries that are not measured: linear between neighbours, constant beyond the outermost ones.
+
+    The result has no meaning if no entry is measured.
+    """
     count = len(values)
     below, above = neighbours(measured)
     low = torch.where(below >= 0, below, above).clamp(max=count - 1)

@@ -36,7 +36,13 @@ class FollowsLosses(Learned, TableDensity):
         self.learn(observation)
 
     def learn(self, observation: Observation) -> None:
-        """Learn from the losses of all micro-batches of the step, of all ranks."""
+        """Learn from the losses of all micro-batches of the step, of all ranks; all ranks must call it.
+
+        The state moves to the device of the losses.
+
+        Raises:
+            ValueError: `Strategy.loss` was not called in the step.
+        """
         if observation.losses is None:
             raise ValueError(
                 f"{type(self).__name__}: observe needs the step's losses; call strategy.loss(draw, errors) before"
@@ -89,13 +95,18 @@ class LossSecondMoment(FollowsLosses):
         self._counts = torch.zeros(schedule.timesteps, dtype=torch.int64)
 
     def add_losses(self, cells: Tensor, losses: Tensor) -> None:
-        """Replace the oldest losses of each timestep."""
+        """Replace the oldest losses of each timestep.
+
+        Then set the density, which is uniform until each timestep has enough losses.
+        """
         cells, order = cells.sort(stable=True)
         first, end = torch.searchsorted(cells, cells), torch.searchsorted(cells, cells, right=True)
         number = torch.arange(len(cells), device=cells.device)
+        # new losses of a timestep replace its oldest ones; number - first counts those of this step
         slot = (self._counts[cells] + number - first) % self.history
         kept = end - number <= self.history  # if a timestep has more new losses, its last ones: each has its own slot
         target = torch.where(kept, cells * self.history + slot, self._losses.numel())
+        # a further entry at the end takes the losses that are not kept
         extended = torch.cat([self._losses.flatten(), losses[:1]]).scatter(0, target, losses[order])
         self._losses = extended[:-1].view_as(self._losses)
         self._counts = self._counts.index_put((cells,), torch.ones_like(cells), accumulate=True)

@@ -25,7 +25,7 @@ class Policy(nn.Module):
         nn.init.constant_(self.last.bias, 0.5)
 
     def forward(self, x0: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a and b of each image."""
+        """Return a and b of each image, each (batch,), in the type of the policy's weights."""
         x = x0.to(self.last.weight.dtype)
         for convolution in self.convolutions:
             x = torch.relu(convolution(x))

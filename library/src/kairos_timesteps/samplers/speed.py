@@ -101,10 +101,14 @@ class Reflected(TableDensity, FixedDensity):
         return share * half + (1 - share) * reflected
 
     def draw(self, coordinates: RandomCoordinates, x0: Tensor | None = None) -> Tensor:
-        """Draw half of the batch and reflect it; with a floor, that share of both halves is uniform instead."""
+        """Draw half of the batch and reflect it; with a floor, that share of both halves is uniform instead.
+
+        `masses` and `probabilities` are then those of this batch size.
+        """
         self.batch, timesteps = coordinates.batch_size, self.schedule.timesteps
         count, index = coordinates.batch_size // 2 + 1, coordinates.index_tensor()
         reflected = (index >= count).view(-1, *[1] * len(coordinates.times_shape))
+        # draw count + i is the reflection of draw i
         of_half = coordinates.replace(
             sample_indices=torch.where(index >= count, index - count, index), batch_size=count
         )

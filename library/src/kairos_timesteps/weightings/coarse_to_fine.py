@@ -45,7 +45,10 @@ class CoarseToFine(Learned, AutoWeighting):
         return super().formula(snr) * interp(-namespace(snr).log(snr), -np.log(self.schedule.snr), self._share)
 
     def step(self, observation: Observation) -> None:
-        """Learn from the errors of the step, and every 50 steps update c."""
+        """Learn from the errors of the step, and every 50 steps update c; do nothing if the errors are not known.
+
+        c is unchanged if no error is below that of the best guess.
+        """
         if observation.errors is None:
             return
         self._errors.group = self.group

@@ -77,12 +77,18 @@ class Uncertainty(Learned, Weighting):
         return self.base_weighting.at(process, t, step) * torch.exp(-uncertainty)
 
     def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
-        """Return the formula times the importance weights; `weights` contain w, without exp(u)."""
+        """Return the formula times the importance weights; `weights` contain w, without exp(u).
+
+        The gradient of the result also reaches u.
+        """
         u = self.uncertainty(fractions)
         return importance * (weights * losses * (-u).exp() + u)
 
     def step(self, observation: Observation) -> None:
-        """Take an optimiser step on u with the gradient of the backward pass."""
+        """Take an optimiser step on u with the gradient of the backward pass, averaged over ranks, and clear it.
+
+        Without a gradient nothing changes.
+        """
         if self.linear.grad is None:
             return
         distributed.sum_tensors([self.linear.grad], self.group)
