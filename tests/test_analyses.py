@@ -111,13 +111,13 @@ def test_estimates_of_gradient_moments_are_unbiased():
         values = np.array(values).reshape(150, -1)
         error = values.std(0) / 150**0.5
         assert (abs(values.mean(0) - truth) < 4 * error).all() and (error < 0.3).all()
-    many = compute_gradient_moments(Constant(theta), as_process("linear"), torch.zeros(3000, 4, 1, 1), [(0.0, 1.0)])
-    assert many.noise_scale[0] == pytest.approx(4 / norm, rel=0.25)  # tr Sigma / ||G||²
+    many = compute_gradient_moments(Constant(theta), as_process("linear"), torch.zeros(1000, 4, 1, 1), [(0.0, 1.0)])
+    assert many.noise_scale[0] == pytest.approx(4 / norm, rel=0.45)  # tr Sigma / ||G||²; standard error 15 %
     assert many.cosines[0, 0] == 1
     opposite = compute_gradient_moments(
         Constant(theta),
         as_process("linear"),
-        torch.zeros(4000, 4, 1, 1),
+        torch.zeros(400, 4, 1, 1),
         [(0.0, 0.5), (0.5, 1.0)],
         loss=lambda batch: (batch.output[:, 0, 0, 0] - 9.0 * (1 - 2 * (batch.t >= 500))).square(),
     )
