@@ -1,7 +1,6 @@
 """kairos new writes an experiment file for an unknown folder of images and estimates its time."""
 
 import re
-import time
 from pathlib import Path
 
 import jsonschema
@@ -40,6 +39,12 @@ def write_for(tmp_path, monkeypatch, capsys):
         return values, text
 
     return call
+
+
+def estimated_seconds(printed: str) -> int:
+    """Return the time that `kairos new` printed: "54 s" below a minute, otherwise such as "1:05"."""
+    minutes, seconds = re.search(r"about (?:(\d+):)?(\d+)(?: s)? on this machine", printed).groups(default="0")
+    return 60 * int(minutes) + int(seconds)
 
 
 def test_classes_and_image_sizes_determine_the_experiment(write_for, tmp_path):
@@ -153,20 +158,15 @@ def test_images_and_files_that_cannot_be_used_are_rejected_and_nothing_is_writte
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_the_estimated_time_is_close_to_the_measured_time(tmp_path):
-    """The tolerance is wide because other processes may slow the estimate or the run several times."""
+@pytest.mark.timeout(900)
+def test_every_stage_is_measured_by_real_jobs(tmp_path):
+    """test_own_images.py compares the estimated time with that of the run."""
     copy = Copy(tmp_path / "copy")
     images = write_digits(tmp_path / "x", [(8, 8)] * 20)
     ended = copy.run("kairos", "new", "mine.yaml", "--data", str(images), "--minutes", "0.1")
     assert ended.returncode == 0, ended.stderr
     for stage in ("prepare", "extractor", "train", "evaluate"):
         assert re.search(rf"measures {stage}; \d+ of \d+ jobs", ended.stderr), ended.stderr
-    # below a minute the time is written as "54 s", otherwise as "1:05"
-    minutes, seconds = re.search(r"about (?:(\d+):)?(\d+)(?: s)? on this machine", ended.stdout).groups(default="0")
-    begun = time.monotonic()
-    ended = copy.snakemake(config="mine.yaml")
-    took = time.monotonic() - begun
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert (copy.folder / "results/mine/report.html").exists()
-    assert 0.2 < took / (60 * int(minutes) + int(seconds)) < 5
+    assert estimated_seconds(ended.stdout) > 0
+    assert "--minutes: got 0.1" in ended.stdout + ended.stderr  # the smallest experiment takes longer
+    assert copy.to_do(config="mine.yaml")["train"] == len(load(copy.folder / "mine.yaml").methods)
