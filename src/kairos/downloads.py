@@ -203,13 +203,15 @@ def _network(
 ) -> Requirement:
     """Return the requirement of a network in a folder or on the hub.
 
-    A network on the hub can be downloaded. The user must provide a folder.
+    A network on the hub can be downloaded. The user must provide a folder. Nothing is read before the functions of the
+    requirement are called: `find` verifies the files, `exists` looks only for the configuration.
 
     Args:
         kind: kind of network, for messages.
         path: the folder, or the hub id; the check of the experiment file ensures that it is not None.
         field: field of the experiment file that contains the path.
-        layout: `_DIFFUSERS` or `_TRANSFORMERS`.
+        layout: file of the weights and field of config.json, `_DIFFUSERS` or `_TRANSFORMERS`. Weights in the older file
+            `_FORMER_WEIGHTS` are accepted too.
         further_files: files to download, as far as they exist, such as those of a tokenizer.
     """
     path = str(path)

@@ -65,12 +65,15 @@ def presets() -> list[str]:
 def preset(name: str, **options: Any) -> "Preset":
     """Return timesteps and weights of a trainer, by the name of the preset and the trainer's options.
 
+    Omitted options have the trainer's defaults.
+
     Raises:
         ConfigError: a name or option is unknown, or a value is not allowed; the message lists the allowed ones.
     """
     if name not in _ROWS:
         raise ConfigError(f"unknown preset {name!r}{instead(str(name), _ROWS)}")
     row = _ROWS[name]
+    # an options class with a field for each option of the row; `parse` checks names, types and bounds by such a class
     hints = {key: list[float] if isinstance(value, list) else float for key, value in row.options.items()}
     fields = {key: option(value, row.help, **BOUNDS.get(key, {"gt": 0})) for key, value in row.options.items()}
     declared = type("PresetOptions", (Options,), {"__annotations__": hints, "__module__": __name__, **fields})

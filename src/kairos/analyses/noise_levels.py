@@ -271,14 +271,17 @@ def _vlb_loss(prediction: Prediction) -> Tensor:
 def _build_training_loss(snapshot: Snapshot, weights: Array) -> Loss:
     """Return a function that computes each sample's contribution to the training objective, (batch,).
 
+    The contribution is the sum of the loss terms times their scales. `weights` multiply only terms with ``weighted``.
+
     Args:
         snapshot: snapshot whose configuration contains the losses.
-        weights: loss weights by cell of the process, (T,).
+        weights: loss weights, (T,), one for each of T equal intervals of the process's fractions in [0, 1].
     """
     terms = [(options, options.load()) for options in snapshot.diffusion.losses]
 
     def loss(prediction: Prediction) -> Tensor:
         """Return the sum of the loss terms, each with its scale and, if it is weighted, the weight at time t."""
+        # index of the weight at time t: `fractions` maps times to [0, 1]
         cell = (snapshot.process.fractions(prediction.t) * len(weights)).long().clamp(0, len(weights) - 1)
         weight = torch.from_numpy(weights).to(cell.device, torch.float32)[cell]
         contributions = []

@@ -145,7 +145,17 @@ def _relative_path(folder: Path, start: Path) -> str:
 
 
 def _check_shapes(dataset: PreparedDataset, codec: Codec, factor: int | None) -> None:
-    """Check that the autoencoder accepts the images, and that the factor divides their sides; see `encode`."""
+    """Check that the autoencoder accepts the images, and that the factor divides their sides.
+
+    Args:
+        dataset: the prepared data set.
+        codec: the autoencoder.
+        factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
+
+    Raises:
+        ConfigError: the factor does not divide the height or the width of the images.
+        KairosError: the autoencoder is for images of another shape.
+    """
     if list(dataset.shape) != codec.manifest["image_shape"]:
         raise KairosError(
             f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "

@@ -151,11 +151,14 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
 
 
 def _inspect_machine() -> Machine:
-    """Return the GPU, the number of CPUs and the main memory of this machine."""
+    """Return the first GPU, the number of CPUs and the main memory of this machine.
+
+    On a machine with one CPU the number is 2, like the number of processes that `make run` starts there.
+    """
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu_text = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" if gpu else None
-    cores = max(len(os.sched_getaffinity(0)), 2)
+    cores = max(len(os.sched_getaffinity(0)), 2)  # the default of CORES in the Makefile
     return Machine(gpu=gpu_text, cores=cores, memory=memory)
 
 

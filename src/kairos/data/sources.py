@@ -114,7 +114,8 @@ def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> S
         one_caption_file: both have their captions from one file; a caption is unmatched if neither has its image.
 
     Raises:
-        ConfigError: the held-out images have classes that the training images do not have.
+        ConfigError: the held-out images have classes that the training images do not have, or only one of the sources
+            has classes.
     """
 
     def read(index: int) -> Image.Image:
@@ -148,7 +149,8 @@ def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
     Both sources number their classes from 0. The result has the numbers of the training images' classes.
 
     Raises:
-        ConfigError: the held-out images have classes that the training images do not have.
+        ConfigError: the held-out images have classes that the training images do not have, or only one of the sources
+            has classes.
     """
     unknown = set(heldout.classes or ()) - set(train.classes or ())
     if unknown or (train.labels is None) != (heldout.labels is None):

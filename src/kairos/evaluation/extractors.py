@@ -20,7 +20,7 @@ from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions
 from kairos.files import check_files, open_record, write_json
 from kairos_timesteps.errors import KairosError
 
-# manifest fields of extractors that kairos does not train; they take images of any size
+# manifest fields that extractors trained by kairos replace; published ones take images of any size
 _PRETRAINED = {"accuracy": None, "shape": None, "dataset_sha256": None}
 
 
@@ -81,6 +81,8 @@ class Extractor:
 
 def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Run stage `extractor`: fill the extractor's folder, write the manifest last and return it.
+
+    An earlier manifest is deleted first, so that a folder with a manifest is complete.
 
     Args:
         extractor: field `evaluation.extractor` of the experiment.

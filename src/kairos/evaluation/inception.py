@@ -57,9 +57,12 @@ class Inception(FeatureExtractorInceptionV3):
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     """Open the extractor in a folder that `prepare` filled.
 
+    Its layers are ``features`` (n, 2048), ``logits`` and ``spatial``.
+
     Raises:
-        KairosError: the file contains no Inception weights.
+        KairosError: the file is missing or contains no Inception weights.
     """
+    # torch-fidelity's names of features and logits; `Inception.forward` appends ``spatial``
     layers, path = ["2048", "logits_unbiased"], str(folder / WEIGHTS)
     try:
         module = Inception("inception", layers, feature_extractor_weights_path=path, verbose=False)

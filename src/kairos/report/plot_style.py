@@ -161,7 +161,10 @@ def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def style_log_axis(axes: Axes) -> None:
-    """Label a logarithmic y axis with numbers instead of powers of ten, with enough ticks for a short axis."""
+    """Label a logarithmic y axis with numbers instead of powers of ten, with enough ticks for a short axis.
+
+    Call it after plotting, since the ticks depend on the limits of the axis.
+    """
     low, high = axes.get_ylim()
     decades = np.log10(high / low)
     if decades < 0.6:

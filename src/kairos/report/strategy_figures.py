@@ -187,7 +187,16 @@ def _draw_filled_curve(
 ) -> None:
     """Draw a filled curve from 0, or from the lower end of a log axis, and dashed curves to compare it with.
 
-    Values that cannot be drawn are marked in red.
+    The limits of the y axis are set for all curves. A note and red marks above the x axis show where `values` are
+    negative or not finite.
+
+    Args:
+        axes: axes to draw into.
+        t: times of the values, (T,). At most `_STAIRS` times must be 0 ... T - 1; each is then drawn as a step.
+        values: values of the filled curve, (T,).
+        color: colour of the filled curve.
+        logarithmic: make the y axis logarithmic if any value is positive.
+        compared_values: values of the dashed curves, each (T,).
     """
     curve, *compared_curves = [np.where(np.isfinite(array), array, np.nan) for array in (values, *compared_values)]
     bottom = _set_value_limits(axes, np.concatenate([curve, *compared_curves]), logarithmic)
@@ -371,7 +380,16 @@ def _draw_area_shares(axes: Axes, areas: np.ndarray, names: list[str]) -> None:
 
 
 def _draw_variance_histogram(axes: Axes, increments: Increments, areas: np.ndarray, names: list[str]) -> None:
-    """Draw the histogram of timesteps by variance, on a log axis for variance-exploding processes."""
+    """Draw the histogram of timesteps by variance, on a log axis for variance-exploding processes.
+
+    Each bar is a percentage of all timesteps, stacked from the areas of SpeeD in their colours.
+
+    Args:
+        axes: axes to draw into.
+        increments: increments of the process.
+        areas: name of each timestep's area, (T,).
+        names: names of the areas to draw, keys of `SHADES`.
+    """
     variance = increments.variance
     edges = np.linspace(0, variance.max(), 21)
     if increments.process in _EXPLODING:

@@ -80,7 +80,10 @@ def write_samples(
 
 
 def open_samples(path: Path) -> SamplesFile:
-    """Open a file of generated images after checking the checksums of the whole file; no array stays in memory.
+    """Open a file of generated images after checking the checksums of its arrays.
+
+    The rows of an array are read from the file on access. A compressed array is unpacked into a temporary file. The
+    classes in ``arr_1`` of ADM's files become the condition ``class``. Further arrays are ignored.
 
     Raises:
         KairosError: the file is missing or damaged, or lacks images in the form of `kairos sample` or ADM.
@@ -90,6 +93,7 @@ def open_samples(path: Path) -> SamplesFile:
     try:
         with np.load(path, allow_pickle=False) as file:
             protocol = json.loads(str(file["protocol"])) if "protocol" in file else {}
+            # `_open_array` checks the checksum, and numpy that of the protocol
             images = _open_array(path, file.zip, "images" if "images" in file else "arr_0")
             conditions = {}
             for array_name in file.files:

@@ -192,7 +192,10 @@ def locks(results: Path) -> list[Finding]:
 
 
 def _find_local_lock_options(folder: Path) -> str:
-    """Return the mount options of a file system that confine locks to one machine, as a message; empty: none."""
+    """Return the mount options of a file system that confine `flock` to one machine, as a message; empty: none.
+
+    Training runs lock their state with `flock`, so ``local_lock=posix``, which only affects `lockf`, is not reported.
+    """
     from kairos.staging import mount
 
     file_system, options = mount(folder)

@@ -283,13 +283,15 @@ class Layout:
         return {**self.dependency_params(stage), "timing": timing, "config": self.config_argument}
 
     def dependency_params(self, stage: str) -> dict[str, Callable[[Any], Any]]:
-        """Return ``params:`` functions of wildcards for every field that a stage's results depend on, and for ``code``.
+        """Return the ``params:`` that make Snakemake run a stage again if a field or the code of its results changes.
 
-        The functions delay the fingerprint of code: Snakemake calls them only for stages that have jobs.
+        The keys are the fields of `dependencies.find_dependencies`, and ``code``. Each value is a function of a job's
+        wildcards, which returns the field's plain value, or the fingerprint of the code. Snakemake calls the functions
+        only for stages that have jobs, which saves the other fingerprints.
         """
         depends_on_method = stage in dependencies.TRAINING_STAGES
 
-        @cache
+        @cache  # one fingerprint for all functions and jobs of a method
         def collect(method: str | None) -> dict[str, Any]:
             return dependencies.collect_params(stage, self.experiment, method)
 
