@@ -32,7 +32,7 @@ def test_a_usable_store_and_repository_are_reported_as_ok(folder, capsys, monkey
     from mlflow import MlflowClient
 
     # the tests on SLURM may run at the same time, and stop its controller
-    monkeypatch.setattr(cluster_checks, "slurm", lambda profile: [])
+    monkeypatch.setattr(cluster_checks, "check_slurm", lambda profile: [])
     (folder / ".dvc").mkdir()
     (folder / ".dvc/config").write_text(
         "[core]\n  remote = store\n['remote \"store\"']\n  url = https://me:secret@host/x\n"
@@ -97,7 +97,7 @@ def test_a_missing_profile_is_rejected(capsys):
 def test_an_invalid_profile_is_reported(folder, monkeypatch, text):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     (folder / "profile.yaml").write_text(text)
-    [(mark, name, message)] = cluster_checks.slurm(folder)
+    [(mark, name, message)] = cluster_checks.check_slurm(folder)
     assert (mark, name) == (False, "slurm profile")
     assert message.startswith(f"{folder}/profile.yaml: default-resources cannot be read: ")
 
@@ -105,10 +105,10 @@ def test_an_invalid_profile_is_reported(folder, monkeypatch, text):
 def test_file_locks_disks_and_limits_of_a_machine_are_checked(folder, monkeypatch):
     """These checks run without SLURM; tests/cluster contains the checks that need SLURM."""
     monkeypatch.setenv("PATH", "/nowhere")
-    assert cluster_checks.slurm() == [
+    assert cluster_checks.check_slurm() == [
         (True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")
     ]
-    good = cluster_checks.locks(folder / "results" / "x")
+    good = cluster_checks.check_locks(folder / "results" / "x")
     assert [mark for mark, *_ in good] == [True, True]
     assert good[0][2] == f"flock works in {folder}"
     assert mount(Path("/proc/self"))[0] == "proc"
@@ -116,20 +116,20 @@ def test_file_locks_disks_and_limits_of_a_machine_are_checked(folder, monkeypatc
         with monkeypatch.context() as patch:
             mounted = (kind, ["rw", option, "vers=3"])
             patch.setattr("kairos.staging.mount", lambda path, mounted=mounted: mounted)
-            mark, _, message = cluster_checks.locks(folder)[0]
+            mark, _, message = cluster_checks.check_locks(folder)[0]
         assert not mark
         assert f"{kind} is mounted with {option}: locks end at this machine" in message
-    bad = cluster_checks.locks(Path("/proc/self"))  # a folder in which no file can be created
+    bad = cluster_checks.check_locks(Path("/proc/self"))  # a folder in which no file can be created
     assert [mark for mark, *_ in bad] == [False, False]
     assert "use another file system" in bad[0][2]
     monkeypatch.setenv("TMPDIR", str(folder))
-    assert "GiB free, the file system of the results" in cluster_checks.disk(folder / "results")[2]
+    assert "GiB free, the file system of the results" in cluster_checks.check_disk(folder / "results")[2]
     monkeypatch.setenv("TMPDIR", str(folder / "nowhere"))
-    assert cluster_checks.disk(folder)[0] is False
+    assert cluster_checks.check_disk(folder)[0] is False
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        mark, _, message = cluster_checks.limits()[0]
+        mark, _, message = cluster_checks.check_limits()[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not mark
@@ -153,10 +153,10 @@ def test_the_gpus_of_a_job_must_be_visible_to_torch(variables, visible, expected
     """The check compares the GPUs that SLURM allocates to the job with the GPUs that torch finds."""
     for name in cluster_checks._GPU_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert cluster_checks.job(visible)[0][2].startswith("none")
+    assert cluster_checks.check_job(visible)[0][2].startswith("none")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    ((mark, name, message),) = cluster_checks.job(visible)
+    ((mark, name, message),) = cluster_checks.check_job(visible)
     assert (mark, name) == (expected_mark, "slurm job")
     assert f"torch sees {visible}" in message

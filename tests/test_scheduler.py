@@ -13,7 +13,7 @@ from snakemake_executor_plugin_slurm.partitions import read_partition_file
 from kairos.config import validate
 from kairos.workflow import batch_script
 from kairos.workflow.rules import training_resources
-from snakemake_executor_plugin_kairos.executor import LATER
+from snakemake_executor_plugin_kairos.executor import TEMPORARY_SBATCH_ERRORS
 from workflow_copy import Copy
 
 
@@ -144,7 +144,7 @@ def test_the_resources_of_a_training_run_follow_its_settings(fields, expected):
 )
 def test_a_job_is_submitted_again_only_after_temporary_errors_of_sbatch(error, is_temporary):
     message = f"SLURM sbatch failed. The error message was 'sbatch: error: {error}'."
-    assert bool(LATER.search(message)) is is_temporary
+    assert bool(TEMPORARY_SBATCH_ERRORS.search(message)) is is_temporary
 
 
 @pytest.mark.parametrize(("status", "files"), [(0, ["7.done"]), (3, [])])

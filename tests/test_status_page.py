@@ -20,7 +20,7 @@ import pytest
 import results_tree
 from commands import Commands
 from kairos.cli import main
-from kairos.cli.common import listen
+from kairos.cli.common import open_listening_socket
 from kairos.status import render
 from kairos.status.server import Server
 from kairos.training.job import ProgressFile
@@ -262,7 +262,7 @@ def test_bad_arguments_are_rejected_in_one_line(results: Path, capsys: pytest.Ca
         assert status in (1, 2) and len(lines) == 1 and not output.out, output
         return lines[0]
 
-    with listen("127.0.0.1", free_port()) as listener:
+    with open_listening_socket("127.0.0.1", free_port()) as listener:
         port = listener.getsockname()[1]
         expected = (
             f"kairos: --port: {port} cannot be used ({os.strerror(errno.EADDRINUSE)}); choose another, e.g. {port + 1}"

@@ -47,7 +47,7 @@ _CLUSTER_RESOURCES = ("cluster", "clusters", "slurm_cluster")
 # compute nodes have no internet access; `kairos fetch` has downloaded what jobs need
 _OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
 # errors of sbatch after which the same call may succeed: SLURM is away or busy, or limits the jobs of a user
-LATER = re.compile(
+TEMPORARY_SBATCH_ERRORS = re.compile(
     r"timed out|unable to contact|temporarily|try again|connect failure|connection refused|communication|zero bytes"
     r"|SubmitJob",
     re.IGNORECASE,
@@ -144,7 +144,7 @@ class Executor(plugin.Executor):
             error = self._sbatch_errors.pop(job, None)  # from `report_job_error`, which the call above may have called
             if error is None:
                 return
-            if not LATER.search(error):
+            if not TEMPORARY_SBATCH_ERRORS.search(error):
                 raise WorkflowError(error)
             log(f"{job.name}: {error} It is submitted again in {duration(pause)}.")
             self._pause(pause)

@@ -82,16 +82,17 @@ def test_a_requeued_job_is_starting_until_its_run_reports_progress() -> None:
 
 
 def test_kairos_doctor_on_a_login_node_and_in_a_job() -> None:
-    (passed, name, fact), account = cluster_checks.slurm()
+    (passed, name, fact), account = cluster_checks.check_slurm()
     assert (passed, name) == (True, "slurm partitions")
     assert fact.startswith("main* (up, ")
     assert account[0]
     Path("profiles/slurm").mkdir(parents=True)
     Path("profiles/slurm/profile.yaml").write_text("default-resources:\n  slurm_partition: \"'fast'\"\n")
-    findings = {name: (passed, fact) for passed, name, fact in cluster_checks.slurm()}
+    findings = {name: (passed, fact) for passed, name, fact in cluster_checks.check_slurm()}
     assert findings["slurm partition"] == (False, "fast, as in profiles/slurm, is none of main, wide: edit the profile")
 
-    code = "import json; from kairos.status.cluster_checks import job; print(json.dumps([job(n) for n in (0, 1)]))"
+    code = "import json; from kairos.status.cluster_checks import check_job; "
+    code += "print(json.dumps([check_job(n) for n in (0, 1)]))"
     job = submit("doctor", "--gpus=1", command=f"{sys.executable} -c '{code}' > findings.json")
     wait_for(lambda: job not in slurm("squeue", "-h", "-o", "%i").split(), 120, "the end of the job")
     without_gpu, with_gpu = (job_findings[0] for job_findings in json.loads(Path("findings.json").read_text()))
@@ -110,7 +111,7 @@ def test_an_unreachable_slurm_is_reported_with_the_progress_of_the_runs(monkeypa
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_CONF", str(Path("slurm.conf").resolve()))
         jobs, error = queue.list_jobs(RESULTS)
-        passed, _, fact = cluster_checks.slurm()[0]
+        passed, _, fact = cluster_checks.check_slurm()[0]
         result = subprocess.run([sys.executable, "-m", "kairos", "status", "many.yaml"], capture_output=True, text=True)
     assert jobs == []
     assert error.startswith("squeue: ")

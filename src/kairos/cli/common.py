@@ -51,7 +51,7 @@ def demand(condition: object, option: str, value: object, allowed: str) -> None:
     errors.demand(condition, f"--{option}", value, allowed)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listening_socket(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address of this machine.
 
     Args:

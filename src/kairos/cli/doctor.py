@@ -71,16 +71,16 @@ def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Findi
     results = Path("results") / (experiment.experiment if experiment else "")
     tracking_uri = experiment.tracking.uri if experiment else None
     with ThreadPoolExecutor() as pool:  # MLflow and DVC are checked while torch is imported
-        mlflow = pool.submit(tool_checks.mlflow, tracking_uri)
-        dvc = pool.submit(tool_checks.dvc)
+        mlflow = pool.submit(tool_checks.check_mlflow, tracking_uri)
+        dvc = pool.submit(tool_checks.check_dvc)
         cluster = [
-            *cluster_checks.slurm(profile),
-            cluster_checks.disk(results),
-            *cluster_checks.locks(results),
-            *cluster_checks.limits(),
+            *cluster_checks.check_slurm(profile),
+            cluster_checks.check_disk(results),
+            *cluster_checks.check_locks(results),
+            *cluster_checks.check_limits(),
         ]
         devices, gpu_count = _check_devices()
-        findings = [*_check_software(), *devices, *cluster_checks.job(gpu_count), *cluster]
+        findings = [*_check_software(), *devices, *cluster_checks.check_job(gpu_count), *cluster]
         return [*findings, _check_git(), *mlflow.result(), *dvc.result(), _check_weights()]
 
 

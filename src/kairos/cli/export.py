@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     path, out = arguments.path, arguments.out
     is_milestone = (path / "milestone.json").is_file()
     if arguments.form == "hub" and not is_milestone:
-        _list_milestones(path, out)
+        _list_snapshots(path, out)
         return
     demand(out, "--out", "nothing", "a new folder")
     content: Any = path  # the snapshot
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(out)
 
 
-def _list_milestones(path: Path, out: Path | None) -> None:
+def _list_snapshots(path: Path, out: Path | None) -> None:
     """Print the folders of the snapshots below a folder of results or of an experiment file.
 
     Args:

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kairos.cli.common import demand, listen
+from kairos.cli.common import demand, open_listening_socket
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     host = arguments.host
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
-    with suppress(KeyboardInterrupt), listen(host, arguments.port) as listener:
+    with suppress(KeyboardInterrupt), open_listening_socket(host, arguments.port) as listener:
         server = Server(listener, arguments.experiment, arguments.watch or 5.0)
         if not server.loopback:
             log(f"--host {host}: other machines can read {server.results} without a password")

@@ -13,7 +13,7 @@ import webbrowser
 from pathlib import Path
 from typing import IO
 
-from kairos.cli.common import listen
+from kairos.cli.common import open_listening_socket
 from kairos_timesteps.errors import KairosError
 
 _START_SECONDS = 120  # time limit for the start of MLflow
@@ -88,7 +88,7 @@ def _check_store(uri: str, port: int) -> None:
     path = re.sub(r"^(sqlite(\+\w+)?:///|file://)", "", uri)
     if "://" not in path and not Path(path).exists():
         raise KairosError(f"{path}: no runs have been imported yet; make run or kairos track imports results")
-    listen("127.0.0.1", port).close()  # raises an error if the port is in use
+    open_listening_socket("127.0.0.1", port).close()  # raises an error if the port is in use
 
 
 def _find_comparisons(uri: str) -> dict[str, str]:

@@ -105,7 +105,10 @@ class ImageStatistics:
 
 
 def measure(
-    extractor: Any, images: Iterable[NDArray[np.uint8]], needs: set[str], only: NDArray[np.int64] | None = None
+    extractor: Any,
+    images: Iterable[NDArray[np.uint8]],
+    needs: set[str],
+    stored_indices: NDArray[np.int64] | None = None,
 ) -> ImageStatistics:
     """Measure a set of images in one pass.
 
@@ -117,7 +120,7 @@ def measure(
         images: batches of uint8 (n, height, width, channels).
         needs: measurements to take, see `settings.MEASUREMENTS`. Captions, pairs and snapshots are ignored: stage
             evaluate adds them.
-        only: indices of the images whose features and logits are stored; None: all.
+        stored_indices: indices of the images whose features and logits are stored; None: all.
     """
     sums_by_layer = {}
     for name, measurement in GAUSSIAN_MEASUREMENTS.items():
@@ -129,7 +132,9 @@ def measure(
         layers = extractor.compute_layers(batch)
         for layer, sums in sums_by_layer.items():
             sums.add(layers[layer])
-        is_stored = slice(None) if only is None else np.isin(np.arange(count, count + len(batch)), only)
+        is_stored: Any = slice(None)
+        if stored_indices is not None:
+            is_stored = np.isin(np.arange(count, count + len(batch)), stored_indices)
         for layer, spool in spools.items():
             spool.add(layers[layer][is_stored])
         count += len(batch)

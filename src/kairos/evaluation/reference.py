@@ -205,21 +205,21 @@ def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extracto
 
 
 def _real_statistics(
-    which: str, dataset: PreparedDataset, extractor: Extractor, selected: tuple[MetricOptions, ...]
+    reference: str, dataset: PreparedDataset, extractor: Extractor, selected: tuple[MetricOptions, ...]
 ) -> RealStatistics:
     """Return the statistics of the real images, cached by content.
 
     Args:
-        which: ``train``, ``all`` (with the held-out images) or the path of an npz file.
+        reference: ``train``, ``all`` (with the held-out images) or the path of an npz file.
         dataset: the prepared data set.
         extractor: the feature extractor.
         selected: the metrics, which decide the measurements.
     """
     needs = needs_of_real_images(selected)
-    if which not in ("train", "all"):
-        return load_external_statistics(Path(which), extractor, needs)
-    indices = dataset.train if which == "train" else np.arange(len(dataset.images))
-    cache_key = {"dataset": dataset.manifest["content_sha256"], "split": which}
+    if reference not in ("train", "all"):
+        return load_external_statistics(Path(reference), extractor, needs)
+    indices = dataset.train if reference == "train" else np.arange(len(dataset.images))
+    cache_key = {"dataset": dataset.manifest["content_sha256"], "split": reference}
     return _measure_cached(dataset.images, indices, extractor, needs, cache_key)
 
 

@@ -29,7 +29,7 @@ with open(sys.argv[1], "r+b") as file:
 """
 
 
-def slurm(profile: Path = PROFILE) -> list[Finding]:
+def check_slurm(profile: Path = PROFILE) -> list[Finding]:
     """Check that SLURM answers, list its partitions, and check partition and account of the profile.
 
     A machine without SLURM's commands or without a configured cluster is usable and gives a single finding.
@@ -109,7 +109,7 @@ def _default_resources(profile: Path) -> dict[str, str]:
         raise KairosError(f"{file}: default-resources cannot be read: {' '.join(str(error).split())}") from None
 
 
-def job(visible: int) -> list[Finding]:
+def check_job(visible: int) -> list[Finding]:
     """Check that torch finds the number of GPUs that SLURM has given to this job; report if there is no job.
 
     Args:
@@ -142,7 +142,7 @@ def _count_assigned_gpus(variables: dict[str, str]) -> int | None:
     return int(count) if count.isdigit() and count != "0" else None
 
 
-def disk(results: Path) -> Finding:
+def check_disk(results: Path) -> Finding:
     """Check the folder for temporary files, to which jobs copy latents if it is on another file system.
 
     Only a folder that cannot be written is not usable.
@@ -163,7 +163,7 @@ def disk(results: Path) -> Finding:
     return True, "local disk", f"{folder}: {free:.1f} GiB free, {location}"
 
 
-def locks(results: Path) -> list[Finding]:
+def check_locks(results: Path) -> list[Finding]:
     """Check that a file lock in the results excludes other processes, and that its release admits them.
 
     Training runs and the controller use flock; databases (MLflow's, Snakemake's) use POSIX locks. There is a finding
@@ -223,7 +223,7 @@ def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> s
     return "another process was not kept out" if status_while_locked == 0 else "another process could not try"
 
 
-def limits() -> list[Finding]:
+def check_limits() -> list[Finding]:
     """Report the resource limits of this user's processes; too few open files or limited addresses fail the check."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     enough = files == resource.RLIM_INFINITY or files >= _OPEN_FILES

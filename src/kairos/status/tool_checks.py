@@ -38,7 +38,7 @@ _QUIET = {
 }
 
 
-def mlflow(configured: str | None) -> list[Finding]:
+def check_mlflow(configured: str | None) -> list[Finding]:
     """Check that MLflow's store can be written; the check creates no database.
 
     A database that does not exist is usable if a file can be created at its place.
@@ -62,7 +62,7 @@ def mlflow(configured: str | None) -> list[Finding]:
     return [(False, "mlflow store", f"{public_uri}: {redact_credentials(fault, uri)[:500]}; {advice}")]
 
 
-def dvc() -> list[Finding]:
+def check_dvc() -> list[Finding]:
     """Check that this folder is a DVC repository whose cache can be written, and report its remote.
 
     A repository without a remote or without dvc.yaml is usable.

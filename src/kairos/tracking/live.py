@@ -144,7 +144,7 @@ class Reporter(threading.Thread):
         if identity is None:  # the run has not written a step yet
             return
         end = self._read_metrics(self._out / ".state" / identity[:16])
-        self._run_id = self._send(self._client, identity)
+        self._run_id = self._send_points(self._client, identity)
         if is_last_report and progress["state"] in _STATUS:
             self._client.set_terminated(self._run_id, _STATUS[progress["state"]], end)
 
@@ -156,7 +156,7 @@ class Reporter(threading.Thread):
         is_of_this_process = progress["pid"] == os.getpid() and progress["host"] == socket.gethostname()
         return progress if is_of_this_process else None
 
-    def _send(self, client: mlflow_store.Client, identity: str) -> str:
+    def _send_points(self, client: mlflow_store.Client, identity: str) -> str:
         """Send the unsent points to the MLflow run of this training run, and return the run's id.
 
         The first call, and a call after an error, find or create the MLflow run and log everything that it lacks.
