@@ -151,6 +151,16 @@ def test_list_contains_every_preset(kairos_strategies):
         (["log_normal", "--compare", "kohya:nothing"], ["unknown preset 'kohya:nothing'"]),
         (["kohya:shift", "--compare", "log_normal", "--compare-set", "k=3"], ["'k'", "sampler.m"]),
         (["--checkpoint", "x", "--compare", "log_normal"], ["--compare", "--checkpoint"]),
+        (["--checkpoint", "x", "--compare-set", "k=3"], ["--compare-set", "--checkpoint"]),
+        (["--checkpoint", "x", "--context", "tokens=3"], ["--context", "--checkpoint"]),
+        (["speed", "--compare-set", "k=3"], ["--compare-set: got k=3", "--compare"]),
+        (["speed", "--context", "tokens=[1"], ["--context tokens=[1"]),
+        (["speed", "--set", "k=[1"], ["--set k=[1"]),
+        (["speed", "--compare", "speed", "--compare-set", "k=[1"], ["--compare-set k=[1"]),
+        (["speed", "--compare", "speed", "--compare-set", "k"], ["--compare-set: got 'k'"]),
+        (["speed", "--compare", "speed", "--compare-set", "q=1"], ["--compare-set: unknown option 'q'"]),
+        (["speed", "--compare", "kohya:shift", "--compare-set", "shift=[1"], ["--compare-set shift=[1"]),
+        (["speed", "--compare", "kohya:shift", "--compare-set", "shift"], ["--compare-set: got 'shift'"]),
     ],
 )
 def test_bad_arguments_are_rejected(kairos_strategies, arguments, words):

@@ -27,6 +27,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add = parsers["show"].add_argument
     strategy = "one name is a sampler or a weighting, combined with weighting none or sampler uniform; or a preset, an "
     strategy += "option of another trainer such as kohya:shift, in that trainer's time; optional with --checkpoint"
+    parsers["show"].set_defaults(set_option="set")  # the option that the values of `set` come from, for error messages
     add("strategy", nargs="?", metavar="SAMPLER[+WEIGHTING]", help=strategy)
     add("--process", metavar="P", help="discrete (default), edm, flow or vp")
     add("--schedule", metavar="S", help="schedule of discrete: linear (default), cosine or quadratic")

@@ -160,12 +160,14 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
             a property that neither depends on.
     """
     if arguments.checkpoint is not None:
-        for option in ("progress", "compare"):
-            if getattr(arguments, option) is not None:
+        for option in ("progress", "compare", "compare-set", "context"):
+            if getattr(arguments, option.replace("-", "_")) not in (None, []):
                 raise ConfigError(f"--{option}: not allowed with --checkpoint, which shows the recorded state")
         from kairos.cli.strategies.recorded import build_recorded_view
 
         return [build_recorded_view(arguments)]
+    if arguments.compare_set:
+        demand(arguments.compare is not None, "compare-set", arguments.compare_set[0], "nothing without --compare")
     names = [name for name in (arguments.strategy, arguments.compare) if name is not None]
     context = _parse_context(arguments.context)
     if any(map(is_preset, names)):
@@ -189,8 +191,13 @@ def is_preset(name: str | None) -> bool:
 
 
 def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return arguments that show the strategy or preset in ``--compare``."""
-    compared = {"strategy": arguments.compare, "set": arguments.compare_set, "progress": None}
+    """Return arguments that show the strategy or preset in ``--compare``, with the options in ``--compare-set``."""
+    compared = {
+        "strategy": arguments.compare,
+        "set": arguments.compare_set,
+        "set_option": "compare-set",
+        "progress": None,
+    }
     return argparse.Namespace(**{**vars(arguments), **compared})
 
 
@@ -204,7 +211,7 @@ def _parse_context(settings: list[str]) -> dict[str, Any]:
     for setting in settings:
         name, equals, text = map(str.strip, setting.partition("="))
         demand(equals, "context", repr(setting), "NAME=VALUE, such as tokens=4096")
-        context[name] = parse_scalar(text, setting)
+        context[name] = parse_scalar(text, "context", setting)
     return context
 
 
@@ -270,7 +277,8 @@ def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
         raise ConfigError(f"strategy: missing; allowed: {allowed}")
     sampler, weighting = parse_name(arguments.strategy)
     process = arguments.process or "discrete"
-    options = parse_settings(arguments.set, {"sampler": sampler, "weighting": weighting, "process": process})
+    names = {"sampler": sampler, "weighting": weighting, "process": process}
+    options = parse_settings(arguments.set, names, arguments.set_option)
     for option in ("schedule", "timesteps"):  # options of the process that are arguments of the command
         value = getattr(arguments, option)
         if value is not None:
@@ -291,7 +299,7 @@ def build_process_with_warnings(component: LibraryComponent, prediction: str | N
     return process
 
 
-def parse_settings(settings: list[str], names: dict[str, str]) -> dict[str, dict[str, Any]]:
+def parse_settings(settings: list[str], names: dict[str, str], set_option: str) -> dict[str, dict[str, Any]]:
     """Parse settings such as ``sampler.k=5``; return the values of options by part and option: sampler, k.
 
     Every part of `names` is in the result, with an empty dictionary if no option of it is set. Values are parsed but
@@ -300,8 +308,9 @@ def parse_settings(settings: list[str], names: dict[str, str]) -> dict[str, dict
     The part may be omitted, as in ``k=5``, if only one of sampler, weighting and process has the option.
 
     Args:
-        settings: values of ``--set``.
+        settings: values of ``--set`` or ``--compare-set``.
         names: names of sampler, weighting and process.
+        set_option: ``set`` or ``compare-set``, for error messages.
 
     Raises:
         ConfigError: an option is unknown, ambiguous or set twice; the message lists the options that exist.
@@ -312,28 +321,29 @@ def parse_settings(settings: list[str], names: dict[str, str]) -> dict[str, dict
     values: dict[str, dict[str, Any]] = {part: {} for part in names}
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
-        demand(equals, "set", repr(setting), "OPTION=VALUE, such as sampler.k=5")
+        demand(equals, set_option, repr(setting), "OPTION=VALUE, such as sampler.k=5")
         matches = []
         for name in existing:  # such as sampler.k
             _, _, option = name.partition(".")
             if key in (name, option):
                 matches.append(name)
         if len(matches) > 1:
-            raise ConfigError(f"--set {key}: the option is ambiguous; allowed: {' or '.join(matches)}")
+            raise ConfigError(f"--{set_option} {key}: the option is ambiguous; allowed: {' or '.join(matches)}")
         if not matches:
-            raise unknown_key(key, existing, "--set")
+            raise unknown_key(key, existing, f"--{set_option}")
         part, _, option = matches[0].partition(".")
         if option in values[part]:
-            raise ConfigError(f"--set {matches[0]}: set twice, allowed: once")
-        values[part][option] = parse_scalar(text, setting)
+            raise ConfigError(f"--{set_option} {matches[0]}: set twice, allowed: once")
+        values[part][option] = parse_scalar(text, set_option, setting)
     return values
 
 
-def parse_scalar(text: str, setting: str) -> Any:
+def parse_scalar(text: str, option: str, setting: str) -> Any:
     """Parse a value in YAML; also numbers such as 1e-3, which YAML reads as text. 1e3 is the integer 1000.
 
     Args:
         text: the value.
+        option: command-line option without dashes that contains the setting, for the error message.
         setting: the whole setting for the error message.
 
     Raises:
@@ -342,7 +352,8 @@ def parse_scalar(text: str, setting: str) -> Any:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"--set {setting}: not a value; allowed: a number, true, false, null or a word") from None
+        allowed = "allowed: a number, true, false, null or a word"
+        raise ConfigError(f"--{option} {setting}: not a value; {allowed}") from None
     if isinstance(value, str):
         with suppress(ValueError):
             number = float(value)

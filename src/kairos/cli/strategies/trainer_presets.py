@@ -72,7 +72,7 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
 
 
 def _build_preset(arguments: argparse.Namespace) -> Any:
-    """Return the preset that the arguments name, with the options of the trainer in ``--set``.
+    """Return the preset that the arguments name, with the options of the trainer in ``--set`` or ``--compare-set``.
 
     Raises:
         ConfigError: the preset or an option is unknown, or the value of an option is not allowed or set twice.
@@ -80,9 +80,9 @@ def _build_preset(arguments: argparse.Namespace) -> Any:
     options = {}
     for setting in arguments.set:
         key, equals, text = map(str.strip, setting.partition("="))
-        demand(equals, "set", repr(setting), "OPTION=VALUE, such as shift=3")
-        demand(key not in options, f"set {key}", "a value twice", "once")
-        options[key] = parse_scalar(text, setting)
+        demand(equals, arguments.set_option, repr(setting), "OPTION=VALUE, such as shift=3")
+        demand(key not in options, f"{arguments.set_option} {key}", "a value twice", "once")
+        options[key] = parse_scalar(text, arguments.set_option, setting)
     return kairos_timesteps.preset(arguments.strategy, **options)
 
 
