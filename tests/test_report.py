@@ -403,6 +403,31 @@ def test_densities_and_losses_are_plotted_over_the_time_of_the_process(small, pr
     assert losses.axes[0].get_xlabel().startswith(label) and losses.axes[0].get_xscale() == scale
 
 
+def test_lines_of_strategies_have_the_colour_of_their_step_without_a_snapshot_between(small):
+    results = collect(load(small[0]), small[1])
+    (run,) = results.runs_of("adaptive")
+    for milestone in run.snapshots:  # p at the first timestep is a value of its own for each step
+        milestone.strategy_table["p"] = 1 + milestone.step
+    looks = plot_style.assign_looks(["adaptive"], None)
+
+    def draw_colors(snapshots) -> dict[int, tuple[float, ...]]:
+        """Return the colour of the line of each step."""
+        drawn = replace(results, runs=(replace(run, snapshots=snapshots),))
+        lines = curve_figures.draw_strategies(drawn, looks, "p", "p", "linear").axes[0].lines
+        timesteps = len(run.snapshots[0].strategy_table)
+        return {
+            int(line.get_ydata()[0] / timesteps - 1): tuple(line.get_color())
+            for line in lines
+            if len(line.get_ydata()) == timesteps
+        }
+
+    colors = draw_colors(run.snapshots)
+    assert len(run.snapshots) == len(set(colors.values())) >= 4
+    for missing in range(len(run.snapshots)):
+        left = draw_colors(run.snapshots[:missing] + run.snapshots[missing + 1 :])
+        assert left == {step: color for step, color in colors.items() if step != run.snapshots[missing].step}
+
+
 def test_one_collapsed_density_does_not_flatten_the_panels_of_the_others():
     from matplotlib.figure import Figure
 

@@ -10,7 +10,10 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.config.sweeps import parse_sweep_name
+from kairos.report import curve_figures, ranking
+from kairos.report.collect import collect
 from kairos.report.curve_figures import group_swept_methods
+from kairos.report.plot_style import assign_looks
 from kairos_timesteps.errors import ConfigError
 from test_dvc import LIST_STAGES
 from workflow_copy import Copy
@@ -115,6 +118,29 @@ def test_dvc_stages_follow_the_methods_of_a_sweep(copy):
     with copy.edited("params.yaml", "    grid:\n      sampler.k:\n      - 1\n      - 2.5\n      - 5.0\n", ""):
         assert copy.run_forked(*fingerprints).returncode == 1
         assert (copy.folder / "dvc.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("best", ["one", "two", "three"])
+def test_lines_of_a_sweep_without_a_name_are_labelled_at_one_of_them(tmp_path, monkeypatch, best):
+    monkeypatch.setattr(curve_figures, "MOST_SHOWN", 2)
+    monkeypatch.setattr(curve_figures, "_LABELLED_LINES", 1)
+    distances = {"one": 60.0, "two": 40.0, "three": 50.0} | {best: 20.0}
+    for line, distance in distances.items():
+        for k in (1, 2):
+            method = {"sampler": {"name": "speed", "k": float(k)}}, distance + k, 1.4
+            monkeypatch.setitem(results_tree.METHODS, f"{line}-k={k}", method)
+    config, folder = results_tree.write(tmp_path, (0,), tuple(name for name in results_tree.METHODS if "=" in name))
+    results = collect(load(config), folder)
+    figure = curve_figures.draw_distance_by_option(results, assign_looks(results.methods, None))
+    (axes,) = figure.axes
+    heights = {}
+    for line in distances:
+        final_value = ranking.build_curve(results.measurements, f"{line}-k=2").mean[-1]
+        heights[line] = axes.transAxes.inverted().transform(axes.transData.transform((1, final_value)))[1]
+    labels = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert set(labels) == {best, "2 other lines"}
+    assert labels[best] == pytest.approx(heights.pop(best))
+    assert any(labels["2 other lines"] == pytest.approx(height) for height in heights.values())
 
 
 @pytest.mark.long

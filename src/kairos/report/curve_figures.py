@@ -248,12 +248,14 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
             std = np.nan_to_num([curve.std[-1] for curve in curves])  # no bar where it is unknown
             if name not in selected:
                 axes.plot(x, y, color=BAND, linewidth=1, zorder=0.6)
+                end_of_other_line = x[-1], y[-1]
                 continue
             look = next((looks[method] for method in methods if method in looks), _SWEEP_LOOK)
             axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
             labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
-        if len(selected) < len(lines):  # the label is at the end of the line that was drawn last
-            labels.append(Label(y[-1], f"{len(lines) - len(selected)} other lines", MUTED))
+        if len(selected) < len(lines):  # one label for all grey lines, at the end of the last one
+            label_x, label_y = end_of_other_line
+            labels.append(Label(label_y, f"{len(lines) - len(selected)} other lines", MUTED, x=label_x))
         if baseline is not None and not parse_sweep_name(baseline):  # a baseline outside of the sweep
             final_value = float(build_curve(results.measurements, baseline).mean[-1])
             labels.append(Label(final_value, baseline, MUTED))
@@ -315,13 +317,13 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
     rows = math.ceil(len(methods) / columns)
     height = 2.25 * rows - 0.55  # inches
     figure, grid = create_figure(8.7, height, rows, columns, column_space=0.3, row_space=0.5)
-    colors = matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))
+    color_by_step = dict(zip(steps, matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))))
     highest_values = []  # of each method
     for axes in grid.flat[len(methods) :]:
         axes.remove()
     for panel, (axes, method) in enumerate(zip(grid.flat, methods)):
         runs = results.runs_of(method)
-        highest_values.append(_draw_strategy_lines(axes, runs, column, colors))
+        highest_values.append(_draw_strategy_lines(axes, runs, column, color_by_step))
         axes.axhline(1, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
         axes.set_title(method, fontsize=9.5)
         axes.text(1, 1.05, _movement_note(runs), transform=axes.transAxes, ha="right", fontsize=8, color=MUTED)
@@ -339,7 +341,7 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
             axes.set_ylim(highest * 1e-4, highest * 2)
     handles = {"does not change": Line2D([], [], color=INK, linewidth=1.6)}
     if any(not _is_fixed(results.runs_of(method), column) for method in methods):
-        for step, color in zip(steps, colors):
+        for step, color in color_by_step.items():
             handles[f"step {step:,}"] = Line2D([], [], color=color, linewidth=2)
     corner = (-0.014, 1 + 0.75 / height)  # 0.75 inches above the panels, over their titles
     figure.legend(handles.values(), handles, ncols=len(handles), fontsize=8.5, loc="upper left", bbox_to_anchor=corner)
@@ -364,7 +366,9 @@ def _set_common_linear_limit(panels: Sequence[Axes], highest_values: Sequence[fl
             axes.text(0.03, 0.9, f"up to {highest:,.3g}", transform=axes.transAxes, fontsize=8, color=MUTED)
 
 
-def _draw_strategy_lines(axes: Axes, runs: list[RunResults], column: str, colors: np.ndarray) -> float:
+def _draw_strategy_lines(
+    axes: Axes, runs: list[RunResults], column: str, color_by_step: dict[int, np.ndarray]
+) -> float:
     """Draw a column of the strategy tables of a method, multiplied by T, and return the highest value.
 
     A strategy that changes has a line per seed and snapshot, any other strategy has a single dark line.
@@ -373,14 +377,14 @@ def _draw_strategy_lines(axes: Axes, runs: list[RunResults], column: str, colors
         axes: axes to draw into.
         runs: training runs of the method.
         column: ``p`` or ``effective``.
-        colors: a colour per snapshot.
+        color_by_step: colour of the snapshots at each step.
     """
     if _is_fixed(runs, column):
         linewidth = 1.4
         lines: list[tuple[SnapshotResults, Any]] = [(runs[0].last_snapshot, INK)]
     else:
         linewidth = 1.2
-        lines = [snapshot_and_color for run in runs for snapshot_and_color in zip(run.snapshots, colors)]
+        lines = [(snapshot, color_by_step[snapshot.step]) for run in runs for snapshot in run.snapshots]
     highest = 0.0
     for snapshot, color in lines:
         table = snapshot.strategy_table
