@@ -227,6 +227,9 @@ def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: py
     assert hash_folder(Path("results/case/uniform/seed0/milestones")) == outputs
     assert train(now, "uniform", 0, Path("results/case/uniform/seed0"), latents, [0, 2])["steps_run"] == 0
 
+    assert main(["status", str(file), "--remove-unclaimed", "--serve"]) == 2  # a page deletes nothing
+    assert "--remove-unclaimed" in capsys.readouterr().err
+
     file.write_text(file.read_text().replace("batch_size: 16", "batch_size: many"))
     assert main(["status", str(file), "--remove-unclaimed"]) == 2
     assert "training.batch_size" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kairos.cli.common import demand, open_listening_socket
+from kairos_timesteps.errors import ConfigError
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -34,16 +35,19 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the stages of an experiment and a line per training run; ``--watch`` repeats it, ``--serve`` serves a page.
 
     Results and the controller's records are read. With ``--remove-unclaimed``, training states of earlier settings are
-    deleted; ``--serve`` ignores that option.
+    deleted; a page deletes nothing.
 
     Raises:
-        ConfigError: ``--watch`` is not a number of seconds up to a day.
+        ConfigError: ``--watch`` is not a number of seconds up to a day, or ``--serve`` is combined with
+            ``--remove-unclaimed``.
     """
     from kairos import resource_usage
     from kairos.status.render import render_lines
 
     interval = arguments.watch
     demand(interval is None or 0 < interval <= 86400, "watch", interval, "seconds, above 0 and at most 86400")
+    if arguments.serve and arguments.remove_unclaimed:
+        raise ConfigError("--remove-unclaimed: not allowed with --serve, which deletes nothing; run it without --serve")
     resource_usage.end_startup()
     if arguments.serve:
         _serve(arguments)
