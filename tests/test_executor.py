@@ -13,6 +13,7 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from kairos.files import write_json
 from kairos.slurm import job_records_folder
 from kairos.workflow import controller
+from snakemake_executor_plugin_kairos import executor as executor_module
 from snakemake_executor_plugin_kairos.executor import Executor
 
 
@@ -53,6 +54,38 @@ def test_threads_that_submit_jobs_share_one_record_of_earlier_jobs(executor, tmp
     assert (tmp_path / "calls").read_text().splitlines() == ["called"]
     executor._forget(job_records_folder("results/demo") / "11.json")
     assert {path.stem for path in executor._earlier} == {"12"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_queued"),
+    [
+        (["", "", "", "17 RUNNING"], True),
+        (["", "", "", "16 RUNNING"], False),
+        (["", "", "", *["17 COMPLETING"] * 4, "16 RUNNING"], False),  # silent for longer than a job may take to end
+        (["17 COMPLETING", "", "", "", "", "", "17 COMPLETING"], False),  # no later answer is needed
+        (["17 COMPLETING", "", "17 RUNNING"], True),  # SLURM has queued the job again
+    ],
+)
+def test_a_silent_queue_is_queried_until_it_answers_and_an_ending_job_gets_its_time(
+    executor, tmp_path, monkeypatch, answers, is_queued
+):
+    (tmp_path / "answers").write_text("".join(f"{answer}\n" for answer in answers))
+    (tmp_path / "bin" / "squeue").write_text(  # the first line of the file is the answer; without one it fails
+        '#!/bin/sh\nread -r answer < answers\nsed -i 1d answers\n[ -n "$answer" ] && echo "$answer"\n'
+    )
+    seconds = [0.0]
+    monkeypatch.setattr(executor_module, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(executor_module, "_QUERY_INTERVAL", 90)
+    monkeypatch.setattr(executor, "_pause", lambda pause: seconds.__setitem__(0, seconds[0] + pause))
+    assert executor._in_queue("17") is is_queued
+    assert (tmp_path / "answers").read_text() == ""  # all answers were needed
+
+
+def test_waiting_for_a_silent_queue_ends_when_the_run_is_cancelled(executor, tmp_path):
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    executor._cancelled.set()
+    with pytest.raises(WorkflowError, match="cancelled"):
+        executor._in_queue("17")
 
 
 def job(training: str = "", rule: str = "train_1", **resources: str) -> SimpleNamespace:

@@ -316,10 +316,14 @@ class Executor(plugin.Executor):
     def _in_queue(self, job_id: str) -> bool:
         """Return True if a SLURM job waits or runs; wait for a job that is ending, and while the queue does not answer.
 
-        A job that is still ending after five minutes counts as ended, because a job on a broken machine may not end for
-        hours.
+        A job that is still ending five minutes after the first such answer counts as ended, because a job on a broken
+        machine may not end for hours. Without an answer there is no limit: whether a job runs is unknown then, and a
+        second job with its outputs could run at the same time.
+
+        Raises:
+            WorkflowError: the run is cancelled.
         """
-        deadline = time.monotonic() + _COMPLETING_LIMIT
+        deadline: float | None = None  # unknown until the job is ending
         while True:
             states = self._query_queue("%i %T")
             if states is not None:
@@ -327,6 +331,8 @@ class Executor(plugin.Executor):
                 is_ending = state == "COMPLETING"
                 if not is_ending:
                     return state is not None
+                if deadline is None:
+                    deadline = time.monotonic() + _COMPLETING_LIMIT
                 if time.monotonic() >= deadline:
                     return False
             self._pause(_QUERY_INTERVAL)
