@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -145,6 +146,18 @@ def test_a_job_in_the_queue_takes_precedence_over_the_progress_file() -> None:
     assert states["log_normal"] == ("queued", 0, "job 20", "Resources")
     assert states["mode"] == ("waiting", 0, "", "")
     assert slurm.summarize_jobs(jobs) == "in the queue: images 1 wait, train 2 wait, trainings 1 run"
+
+
+def test_jobs_in_the_queue_are_counted_by_stage() -> None:
+    rules = ["sample_1_wildcards_p2_0", "sample_parts_wildcards_p2_0_1of2", "encode_parts_wildcards_1of2", "encode"]
+    rules += [f"measure_gradient_variance_wildcards_p2_{seed}_0000100" for seed in (0, 1)]
+    rules += ["measure_agreement_wildcards_p2_0_0000100", "analyse_gradient_variance", "trainings_1_0"]
+    jobs = [slurm._parse_job(RESULTS, f"{number}|PENDING|N/A|N/A|rule_{rule}") for number, rule in enumerate(rules)]
+    assert Counter(job.stage for job in jobs) == {
+        "sample": 2, "encode": 2, "measure_gradient_variance": 2, "measure_agreement": 1,
+        "analyse_gradient_variance": 1, "trainings": 1,
+    }  # fmt: skip
+    assert "measure_gradient_variance 2 wait" in slurm.summarize_jobs(jobs)
 
 
 def test_methods_seeds_and_milestones_come_from_the_file_or_the_folder(capsys: pytest.CaptureFixture[str]) -> None:

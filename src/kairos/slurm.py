@@ -47,7 +47,8 @@ class Job:
         state: SLURM's state of the job, such as RUNNING.
         reason: SLURM's reason for the state.
         begun: Unix time of the last start, in whole seconds; None for a pending job.
-        stage: first word of the job's Snakemake rule, such as ``sample`` for rule sample_parts.
+        stage: stage of the job's Snakemake rule, such as ``sample`` for the rules sample_1 and sample_parts, or
+            ``measure_agreement``; for a group of rules the first word of its name, ``images`` or ``trainings``.
         trainings: training runs that the job works on.
     """
 
@@ -131,9 +132,31 @@ def _parse_job(results: Path, line: str) -> Job:
     if state not in PENDING_STATES:  # the start time of a pending job is an estimate
         with suppress(ValueError):  # such as N/A
             begun = datetime.fromisoformat(start).timestamp()  # in local time, like squeue's output
-    stage, *_ = comment.removeprefix("rule_").split("_")
     training_runs = sorted(_find_training_runs(results, number, comment))
-    return Job(number=number, state=state, reason=reason, begun=begun, stage=stage, trainings=tuple(training_runs))
+    return Job(
+        number=number,
+        state=state,
+        reason=reason,
+        begun=begun,
+        stage=_find_stage(comment),
+        trainings=tuple(training_runs),
+    )
+
+
+def _find_stage(comment: str) -> str:
+    """Return the stage in a job's comment, without the numbers of segments and without ``_parts``, the rule of shards.
+
+    Each analysis is a stage. Examples:
+
+    * ``rule_sample_parts_wildcards_speed_0_1of2``: ``sample``.
+    * ``rule_measure_noise_levels_wildcards_speed_0_0000100``: ``measure_noise_levels``.
+    * ``rule_images_speed_seed0_1``, a group of jobs: ``images``.
+    """
+    rule, _, _ = comment.removeprefix("rule_").partition("_wildcards_")
+    if rule.startswith(("measure_", "analyse_")):
+        return rule
+    stage, *_ = rule.split("_")
+    return stage
 
 
 def _find_training_runs(results: Path, number: str, comment: str) -> set[TrainingRun]:
