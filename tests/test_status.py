@@ -4,8 +4,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 

@@ -166,6 +166,14 @@ def test_captions_that_match_no_image_or_two_images_are_rejected(tmp_path):
         ({"dataset": {"source": "digits", "captions": "sidecar"}}, "dataset.captions: got 'sidecar', allowed: null"),
         ({"dataset": {"source": "folder", "path": "x", "captions": "column"}}, "a path *.json, or sidecar with source"),
         (
+            {"dataset": {"source": "zip", "path": "x", "captions": "sidecar"}},
+            "dataset.captions: got 'sidecar', allowed: a path *.json with source zip",
+        ),
+        (
+            {"dataset": {"source": "zip", "path": "x", "heldout_captions": "sidecar"}},
+            "dataset.heldout_captions: got 'sidecar', allowed: a path *.json with source zip",
+        ),
+        (
             {"dataset": {"source": "parquet", "path": "x", "captions": "c.json"}},
             "allowed: a column with source parquet",
         ),

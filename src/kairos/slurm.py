@@ -149,7 +149,7 @@ def _find_stage(comment: str) -> str:
     Each analysis is a stage. Examples:
 
     * ``rule_sample_parts_wildcards_speed_0_1of2``: ``sample``.
-    * ``rule_measure_noise_levels_wildcards_speed_0_0000100``: ``measure_noise_levels``.
+    * ``rule_measure_agreement_wildcards_speed_0_0000100``: ``measure_agreement``.
     * ``rule_images_speed_seed0_1``, a group of jobs: ``images``.
     """
     rule, _, _ = comment.removeprefix("rule_").partition("_wildcards_")

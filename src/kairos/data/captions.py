@@ -92,7 +92,6 @@ def add_captions(source: "Source", config: "DatasetConfig") -> "Source":
     """Return a source with the captions that `dataset.captions` selects: a JSON file of COCO, or a text file per image.
 
     The source is returned unchanged if no captions are configured, or if it is a table, which has its captions already.
-    Text files within a zip are not read.
 
     Raises:
         ConfigError: a file of captions cannot be read, or has another format.

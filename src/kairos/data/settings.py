@@ -26,7 +26,7 @@ class DatasetConfig(Section):
     image_column: str | None = field(None, "column of the images; null: the only image column")
     label_column: str | None = field(None, "column of the classes; null: `label` where there is one")
     captions: str | None = field(
-        None, "COCO's captions (*.json), a column (parquet, hub), or sidecar: a .txt file per image"
+        None, "COCO's captions (*.json), a column (parquet, hub), or sidecar (folder): a .txt file per image"
     )
     heldout_captions: str | None = field(None, "captions of held-out images from another path; null: as captions")
     unmatched: Literal["count", "refuse"] = field(
@@ -113,7 +113,7 @@ class DatasetConfig(Section):
 
         * Digits have no captions.
         * Sources parquet and hub take the name of a column.
-        * A folder or a zip takes a path ``*.json``, or ``sidecar``.
+        * A folder or a zip takes a path ``*.json``. Only a folder takes ``sidecar``: text files in a zip are not read.
         * Captions of held-out images need `captions`, and `heldout` that is not a share.
 
         Raises:
@@ -128,6 +128,8 @@ class DatasetConfig(Section):
                 valid, allowed = False, "null"
             elif self.source in ("parquet", "hub"):
                 valid, allowed = is_column, "a column"
+            elif self.source == "zip":
+                valid, allowed = value.endswith(".json"), "a path *.json"
             else:
                 valid, allowed = not is_column, "a path *.json, or sidecar"
             demand(valid, f"dataset.{name}", repr(value), f"{allowed} with source {self.source}")
