@@ -126,6 +126,39 @@ def test_an_extractor_that_the_images_do_not_allow_is_rejected(tmp_path, changes
         choose_extractor(EvaluationConfig(**changes), dataset)
 
 
+@pytest.mark.parametrize(
+    ("features", "heldout", "rejected"),
+    [
+        (99, None, None),
+        (100, None, "got 100 images with the held-out ones, allowed: more than 100"),
+        (129, 30, None),  # 100 training images and 30 held-out images
+        (130, 30, "got 130 images with the held-out ones, allowed: more than 130"),
+        (130, 0, None),  # the held-out images are unknown
+    ],
+)
+def test_reference_all_needs_more_images_than_features(tmp_path, features, heldout, rejected):
+    dataset = write_images(tmp_path / "flat", flat=100)
+    if heldout is not None:
+        dataset = dataset.model_copy(update={"heldout": str(tmp_path / "heldout")})
+        write_images(tmp_path / "heldout", flat=heldout)
+    extractor = {"name": "selfsupervised", "features": features}
+    evaluation = EvaluationConfig(extractor=extractor, reference="all")
+    if rejected is None:
+        assert choose_extractor(evaluation, dataset)[0].reference == "all"
+    else:
+        with pytest.raises(ConfigError, match=f"dataset: {rejected}"):
+            choose_extractor(evaluation, dataset)
+
+
+def test_the_limit_of_the_data_set_does_not_limit_separate_heldout_images(tmp_path):
+    dataset = write_images(tmp_path / "flat", flat=100)
+    write_images(tmp_path / "heldout", flat=60)
+    dataset = dataset.model_copy(update={"heldout": str(tmp_path / "heldout"), "limit": 50})
+    extractor = {"name": "selfsupervised", "features": 110}
+    with pytest.raises(ConfigError, match="dataset: got 110 images with the held-out ones"):
+        choose_extractor(EvaluationConfig(extractor=extractor, reference="all"), dataset)
+
+
 def test_a_classifier_is_rejected_if_a_class_is_too_small(tmp_path):
     with pytest.raises(ConfigError, match=r"the smallest class has 4 images; allowed: .*5 or more of each class"):
         choose_extractor(EvaluationConfig(extractor="classifier"), write_images(tmp_path / "kinds", cat=100, dog=4))

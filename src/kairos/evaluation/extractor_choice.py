@@ -50,7 +50,7 @@ def choose_extractor(
         problems += _classifier_problems(counts)
     if "class" in conditions and not counts.unknown and counts.smallest is None:
         problems.append("model.conditions: got class, but the images have no labels; allowed: images with labels")
-    problems += _too_few_images(evaluation, counts)
+    problems += _too_few_images(evaluation, dataset, counts)
     try:
         messages += _check_weights(evaluation)
         metrics = evaluation.metrics_for(name, dataset.heldout != 0)
@@ -128,7 +128,7 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
     return [f"warning: the extractor's job will download {source}; run kairos fetch to download it now"]
 
 
-def _too_few_images(evaluation: EvaluationConfig, counts: ImageCounts) -> list[str]:
+def _too_few_images(evaluation: EvaluationConfig, dataset: DatasetConfig, counts: ImageCounts) -> list[str]:
     """Return an error message for each number of images that is too small for a feature covariance of full rank.
 
     The list is empty if all numbers are large enough, or if the number of features is not known yet.
@@ -138,8 +138,20 @@ def _too_few_images(evaluation: EvaluationConfig, counts: ImageCounts) -> list[s
     image_counts = [("evaluation.num_samples", evaluation.num_samples, "images a set")]  # field, number and unit
     if counts.train is not None and evaluation.reference == "train":
         image_counts.append(("dataset", counts.train, "training images"))
+    if counts.count is not None and evaluation.reference == "all" and counts.count <= width:
+        heldout_count = _count_separate_heldout(dataset)
+        if heldout_count is not None:
+            image_counts.append(("dataset", counts.count + heldout_count, "images with the held-out ones"))
     hint = "; evaluation.extractor.features sets it" if hasattr(evaluation.extractor, "features") else ""
     allowed = f"more than {width}, the number of features of {name} (fewer make the Fréchet distance meaningless{hint})"
     return [
         f"{field}: got {number} {unit}, allowed: {allowed}" for field, number, unit in image_counts if number <= width
     ]
+
+
+def _count_separate_heldout(dataset: DatasetConfig) -> int | None:
+    """Return the number of held-out images from another path, split or list; 0 without them, None if it is unknown."""
+    if dataset.heldout_section is None:
+        return 0
+    # the limit of the data set is one of the training images
+    return count_images(dataset.heldout_section.model_copy(update={"limit": None})).count
