@@ -1,14 +1,18 @@
 """The Inception network: where its weights are, messages if they are missing, and its features and scores."""
 
+import re
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from kairos.evaluation import extractors, inception_weights, metrics
-from kairos.evaluation.evaluate import cache_published_extractor
+from kairos.evaluation.evaluate import EvaluationJob, cache_published_extractor, run
 from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.settings import FidOptions, InceptionOptions, IscOptions, SfidOptions
-from kairos_timesteps.errors import DamagedError, KairosError
+from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
 
 
 def test_missing_inception_weights_are_reported(tmp_path):
@@ -56,6 +60,25 @@ def test_a_damaged_cached_extractor_is_replaced_atomically(cached_extractor, mon
     cache_published_extractor("inception")
     assert damaged.read_bytes() == b"weights" and seen == [True]
     assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", inception_weights.NAME]
+
+
+def test_a_folder_does_not_replace_the_published_extractor_of_its_name(cached_extractor, tmp_path):
+    """The placeholder weights cannot be opened, and the error message contains the folder of the opened extractor."""
+    jobs, reference = [EvaluationJob(tmp_path / "x.npz", tmp_path / "x.json")], tmp_path / "real.npz"
+    folder = tmp_path / "inception"
+    shutil.copytree(cached_extractor, folder)
+    for extractor, metric_names, opened in (
+        (None, ["fid"], cached_extractor),
+        (folder, None, folder),
+        (folder, ["fid"], folder),
+    ):
+        with pytest.raises(KairosError, match="^" + re.escape(f"{opened}/")):
+            run(jobs, reference, extractor=extractor, metric_names=metric_names)
+    with pytest.raises(ConfigError, match=f"--extractor: got inception, .*{folder} for the folder"):
+        run(jobs, reference, extractor=Path("inception"))
+    shutil.rmtree(folder)
+    with pytest.raises(KairosError, match="^" + re.escape(f"{cached_extractor}/")):
+        run(jobs, reference, extractor=Path("inception"))
 
 
 @pytest.mark.long

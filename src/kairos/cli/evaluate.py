@@ -24,7 +24,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         add("--reference", type=Path, required=True, metavar="F", help=reference)
         milestone = "snapshot whose validation loss is added to the record (repeatable)"
         add("--milestone", type=Path, action="append", metavar="D", help=milestone)
-        extractor = "folder, inception or dinov2; default: ../extractor of the reference"
+        extractor = "folder, or the published inception or dinov2; default: ../extractor of the reference"
         add("--extractor", type=Path, metavar="DIR", help=extractor)
         add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the milestone")
         add(

@@ -96,23 +96,28 @@ def run(
 def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[str]) -> Path:
     """Return the folder of the extractor; a published extractor given by its name is built in the cache.
 
-    An existing folder takes precedence over a published extractor of its name.
-
     Args:
         reference: folder or reference.json of stage reference, or an npz file.
         extractor: folder, ``inception`` or ``dinov2``; None: see `run`.
         metric_names: names of the metrics, which decide the extractor for an npz file.
 
     Raises:
-        ConfigError: the metrics decide no extractor.
+        ConfigError: the metrics decide no extractor, or a folder here has the name of the published extractor.
     """
     if extractor is None and reference.suffix != ".npz":
         folder = reference if reference.is_dir() else reference.parent
         return folder / "../extractor"
-    name = _extractor_of_metrics(metric_names) if extractor is None else str(extractor)
-    if name in PUBLISHED_EXTRACTORS and not Path(name).exists():
-        return cache_published_extractor(name)
-    return Path(name)
+    if extractor is None:
+        return cache_published_extractor(_extractor_of_metrics(metric_names))
+    name = str(extractor)
+    if name not in PUBLISHED_EXTRACTORS:
+        return extractor
+    if extractor.exists():
+        raise ConfigError(
+            f"--extractor: got {name}, the name of a published extractor and of a folder here; allowed: "
+            f"{extractor.absolute()} for the folder, or {name} in another working directory for the published one"
+        )
+    return cache_published_extractor(name)
 
 
 def _extractor_of_metrics(names: list[str]) -> str:
