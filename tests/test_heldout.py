@@ -1,5 +1,7 @@
 """Held-out images: none, a share of the data set, or a separate folder, file or split."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ from kairos.costs.dataset_size import find_dataset_size
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
+from kairos.data.sources import OPENERS, open_source
 from kairos.downloads import list_requirements
 from kairos.evaluation import classifier
 from kairos.evaluation.settings import ClassifierOptions
@@ -77,6 +80,27 @@ def test_heldout_images_are_used_for_psnr_and_shown_in_the_report(tmp_path):
     assert make_autoencoder(settings, dataset, tmp_path / "autoencoder", CPU)["psnr_of"] == "held-out images"
     name, images = load_real_images(SimpleNamespace(folder=tmp_path), 9)
     assert name == "real, held out" and np.array_equal(images, dataset.images[dataset.heldout])
+
+
+def test_conditions_of_a_source_are_kept_with_heldout_images_from_a_separate_folder(tmp_path, monkeypatch):
+    """No source of kairos has conditions other than the class; sources of other projects may have some."""
+    write_images(tmp_path / "train", 6)
+    write_images(tmp_path / "test", 3)
+    open_folder, kinds = OPENERS["folder"], {"train": "sequence", "test": "sequence"}
+
+    def open_with_condition(settings):
+        source, name = open_folder(settings), Path(settings.path).name
+        values = np.arange(source.count * 2).reshape(-1, 2) + (100 if name == "test" else 0)
+        return replace(source, other_conditions={"tokens": ({"kind": kinds[name]}, values)})
+
+    monkeypatch.setitem(OPENERS, "folder", open_with_condition)
+    settings = folder_config(tmp_path / "train", heldout=str(tmp_path / "test"))
+    description, values = open_source(settings).conditions["tokens"]
+    assert description == {"kind": "sequence"}
+    assert values.tolist() == [*np.arange(12).reshape(-1, 2).tolist(), *(np.arange(6).reshape(-1, 2) + 100).tolist()]
+    kinds["test"] = "field"
+    with pytest.raises(ConfigError, match=r"dataset\.heldout: .*'field'.*allowed: .*'sequence'"):
+        open_source(settings)
 
 
 def test_heldout_images_from_a_separate_folder(tmp_path):

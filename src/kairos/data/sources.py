@@ -106,7 +106,7 @@ def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> No
 def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> Source:
     """Return a source with the training images followed by the held-out images.
 
-    Captions are dropped unless both sources have them. Conditions other than the class are dropped.
+    Captions are dropped unless both sources have them.
 
     Args:
         train: the training images.
@@ -115,7 +115,7 @@ def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> S
 
     Raises:
         ConfigError: the held-out images have classes that the training images do not have, or only one of the sources
-            has classes.
+            has classes. The two sources have different conditions.
     """
 
     def read(index: int) -> Image.Image:
@@ -137,6 +137,7 @@ def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> S
         name=name,
         labels=_concatenate_labels(train, heldout),
         classes=train.classes,
+        other_conditions=_concatenate_conditions(train, heldout),
         heldout_count=heldout.count,
         captions=captions,
         unmatched_captions=unmatched,
@@ -163,6 +164,26 @@ def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
         return None
     train_class = np.array([train.classes.index(name) for name in heldout.classes], np.int64)  # by held-out class
     return np.concatenate([train.labels, train_class[heldout.labels]])
+
+
+def _concatenate_conditions(train: Source, heldout: Source) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
+    """Return the conditions other than the class, with the values of the training and then of the held-out images.
+
+    Raises:
+        ConfigError: the two sources have different conditions, or describe a condition differently.
+    """
+    train_descriptions = {name: description for name, (description, _) in train.other_conditions.items()}
+    heldout_descriptions = {name: description for name, (description, _) in heldout.other_conditions.items()}
+    if heldout_descriptions != train_descriptions:
+        raise ConfigError(
+            f"dataset.heldout: its images have the conditions {heldout_descriptions}, allowed: conditions of the training "
+            f"images ({train_descriptions})"
+        )
+    conditions = {}
+    for name, (description, values) in train.other_conditions.items():
+        _, heldout_values = heldout.other_conditions[name]
+        conditions[name] = (description, np.concatenate([values, heldout_values]))
+    return conditions
 
 
 def _open_digits(config: DatasetConfig) -> Source:
