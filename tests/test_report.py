@@ -412,8 +412,8 @@ def test_lines_of_strategies_have_the_colour_of_their_step_without_a_snapshot_be
 
     def draw_colors(snapshots) -> dict[int, tuple[float, ...]]:
         """Return the colour of the line of each step."""
-        drawn = replace(results, runs=(replace(run, snapshots=snapshots),))
-        lines = curve_figures.draw_strategies(drawn, looks, "p", "p", "linear").axes[0].lines
+        one_method = replace(results, runs=(replace(run, snapshots=snapshots),))
+        lines = curve_figures.draw_strategies(one_method, looks, "p", "p", "linear").axes[0].lines
         timesteps = len(run.snapshots[0].strategy_table)
         return {
             int(line.get_ydata()[0] / timesteps - 1): tuple(line.get_color())
