@@ -47,8 +47,8 @@ class Job:
         state: SLURM's state of the job, such as RUNNING.
         reason: SLURM's reason for the state.
         begun: Unix time of the last start, in whole seconds; None for a pending job.
-        stage: stage of the job's Snakemake rule, such as ``sample`` for the rules sample_1 and sample_parts, or
-            ``measure_agreement``; for a group of rules the first word of its name, ``images`` or ``trainings``.
+        stage: stage of the job's Snakemake rule, such as ``sample`` for the rules sample_1 and sample_parts. For a
+            group of rules it is the first word of the group's name, ``images`` or ``trainings``.
         trainings: training runs that the job works on.
     """
 

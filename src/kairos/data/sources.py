@@ -176,8 +176,8 @@ def _concatenate_conditions(train: Source, heldout: Source) -> dict[str, tuple[d
     heldout_descriptions = {name: description for name, (description, _) in heldout.other_conditions.items()}
     if heldout_descriptions != train_descriptions:
         raise ConfigError(
-            f"dataset.heldout: its images have the conditions {heldout_descriptions}, allowed: conditions of the training "
-            f"images ({train_descriptions})"
+            f"dataset.heldout: its images have the conditions {heldout_descriptions}, allowed: conditions of the "
+            f"training images ({train_descriptions})"
         )
     conditions = {}
     for name, (description, values) in train.other_conditions.items():
