@@ -101,7 +101,8 @@ def attach(
         seed: seed of all random numbers.
         sampler: options of the sampler.
         weighting: options of the weighting.
-        prediction: what the network predicts, ``epsilon``, ``x0`` or ``v``, for processes that leave it open.
+        prediction: what the network predicts, ``epsilon``, ``x0`` or ``v``, for processes that leave it open. The
+            ``prediction_type`` of a scheduler of diffusers is read once, here.
         timesteps: T, for a schedule given by name.
         process_group: ranks that share the global batch, or one dimension of a DeviceMesh; None: all ranks.
 
@@ -116,12 +117,13 @@ def attach(
         name, process, seed=seed, sampler=sampler, weighting=weighting, process_group=process_group
     )  # fmt: skip
     if isinstance(strategy.sampler, MeasuresNetwork):
-        given = isinstance(network, nn.Module) and predict is not None
+        arguments = {"network": isinstance(network, nn.Module), "predict": predict is not None}
+        missing = " and no ".join(argument for argument, given in arguments.items() if not given)
         allowed = (
-            "network=model and predict=, a function (x_t, t, **conditions) that calls the network as the trainer does; "
-            "pass conditions to timesteps(latents, conditions={name: tensor})"
+            "network=model and predict=, a function (x_t, t, **conditions) that calls the network as the trainer does, "
+            "or the network itself; pass conditions to timesteps(latents, conditions={name: tensor})"
         )
-        demand(given, f"strategy {name} measures the network: attach", "no network or no predict", allowed)
+        demand(not missing, f"strategy {name} measures the network: attach", f"no {missing}", allowed)
     attached = Attached(strategy, optimizer, network, convention)
     if accelerator is not None:
         accelerator.register_for_checkpointing(attached)

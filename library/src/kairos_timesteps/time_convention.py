@@ -28,7 +28,8 @@ class TimeConvention:
 
     def __init__(self, process: Process, name: str | None = None):
         self.process, allowed = process, self.allowed(process)
-        described = ", ".join(f"{each} ({_USERS[each]})" if each in _USERS else each for each in allowed)
+        users = {**_USERS, "index": "timestep, 0 is data"} if isinstance(process, Discrete) else _USERS
+        described = ", ".join(f"{each} ({users[each]})" if each in users else each for each in allowed)
         self.name = allowed[0] if name is None and len(allowed) == 1 else str(name)
         demand(self.name in allowed, f"time of process {type(process).__name__}", repr(name), described)
 

@@ -19,13 +19,11 @@ from training_runs import (
     explicit,
     measures,
     new_process,
-    page,
     quicken,
     released,
     with_strategy,
 )
 
-from kairos_timesteps import attach
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.integrations.diffusers import flow_functions
 from kairos_timesteps.randomness import Stream
@@ -98,7 +96,7 @@ class Script:
             "compute_loss_weighting_for_sd3": training_utils.compute_loss_weighting_for_sd3,
             "held_out_conditions": TEXT_OF_HELD_OUT, "args": types.SimpleNamespace(seed=None, prior_loss_weight=0.3),
         }  # fmt: skip
-        self.fixed, losses, measured, self.validation = blocks("diffusers")
+        self.fixed, losses, measured, *_, self.validation = blocks("diffusers")
         self.from_losses, _, self.from_losses_with_prior = losses.partition("# with prior preservation")
         functions, _, attached = measured.partition("strategy = attach(")
         attached, _, self.draw = attached.partition("# in the loop")
@@ -281,19 +279,37 @@ def test_prior_preservation_weighs_and_masks_the_prior():
     assert [each.mask.tolist() for each in at["strategy"].strategy._micro_batches] == [[True, True, False, False]]
 
 
+class TextToNoise(torch.nn.Module):
+    """A small network that is called as UNet2DConditionModel is."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x_t, timestep, encoder_hidden_states=None, return_dict=True):
+        text = 0 if encoder_hidden_states is None else encoder_hidden_states.mean((1, 2)).view(-1, 1, 1, 1)
+        return (self.convolution(x_t) + text,)
+
+
+@pytest.mark.parametrize("name", ["loss_rms+min_snr", "auto"])
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_scripts_with_randint(prediction):
+def test_scripts_with_randint(prediction, name):
     """Stable Diffusion's scheduler: draws, the scheduler's x_t and the loss's target agree with the process."""
-    network = torch.nn.Conv2d(1, 1, 3, padding=1)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    scheduler = diffusers.DDPMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type=prediction
-    )
-    strategy = attach("loss_rms+min_snr", scheduler, optimizer, network)
-    names = {"strategy": strategy, "latents": IMAGES[:BATCH]}
-    (draw,) = re.findall("`(timesteps = .*?)`", page("diffusers"))
+    new_process()
+    accelerator, network = accelerate.Accelerator(cpu=True), TextToNoise()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    scheduler = diffusers.DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    names = {
+        "noise_scheduler": scheduler, "unet": network, "optimizer": optimizer, "accelerator": accelerator,
+        "args": types.SimpleNamespace(seed=None, prediction_type=prediction), "latents": IMAGES[:BATCH],
+        "encoder_hidden_states": TEXT["encoder_hidden_states"][:BATCH],
+    }  # fmt: skip
+    *_, attached, loop, _ = blocks("diffusers")
+    exec(with_strategy(attached, name), names)
+    strategy = names["strategy"]
+    draw, with_conditions, loss = re.findall("^(?:# )?((?:timesteps|loss) = .*)$", loop, re.MULTILINE)
     for _ in range(3):
-        exec(draw, names)
+        exec(with_conditions if measures(name) else draw, names)
         noise = torch.randn(BATCH, 1, 8, 8)
         noisy = scheduler.add_noise(IMAGES[:BATCH], noise, names["timesteps"])
         strategy.check(IMAGES[:BATCH], noise, noisy, names["timesteps"])
@@ -301,7 +317,13 @@ def test_scripts_with_randint(prediction):
         if prediction == "v_prediction":
             target = scheduler.get_velocity(IMAGES[:BATCH], noise, names["timesteps"])
         torch.testing.assert_close(process.target(IMAGES[:BATCH], noise, names["timesteps"]), target)
-        strategy.loss((network(noisy) - target).square()).backward()
+        if not measures(name):  # loss_rms draws uniformly in its first steps
+            snr = training_utils.compute_snr(scheduler, names["timesteps"])
+            expected = snr.clip(max=5) / (snr + 1 if prediction == "v_prediction" else snr)
+            torch.testing.assert_close(strategy.weights, expected, rtol=0.002, atol=0)
+        names["model_pred"], names["target"] = network(noisy, names["timesteps"])[0], target
+        exec(loss, names)
+        accelerator.backward(names["loss"])
         optimizer.step()
         optimizer.zero_grad()
     assert strategy.strategy.step == 3

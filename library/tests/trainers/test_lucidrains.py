@@ -199,6 +199,22 @@ def test_uniform_alone_changes_no_loss(folder, tmp_path):
     assert equal_bits(plain.model.state_dict(), run.network)
 
 
+@pytest.mark.parametrize("objective", ["pred_noise", "pred_x0", "pred_v"])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("uniform+p2", {"weighting": {"gamma": 0}}), ("uniform+min_snr", {})]
+)
+def test_weightings_with_the_weights_of_the_trainer(strategy, options, objective):
+    class Diffusion(StrategyDiffusion, denoising.GaussianDiffusion):
+        pass
+
+    clipped = strategy == "uniform+min_snr"
+    diffusion = Diffusion(unet(), image_size=8, objective=objective, min_snr_loss_weight=clipped)
+    expected = diffusion.loss_weight.clone()
+    attached = diffusion.attach(strategy, torch.optim.SGD(diffusion.parameters(), lr=0.1), **options)
+    weights = torch.from_numpy(attached.strategy.table()["w"]).float()
+    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-9)
+
+
 def test_times_that_are_given_are_used_with_the_loss_of_the_trainer():
     class Diffusion(StrategyDiffusion, denoising.GaussianDiffusion):
         pass

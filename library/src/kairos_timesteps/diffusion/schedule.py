@@ -48,8 +48,8 @@ class NoiseSchedule:
         falls = values.ndim == 1 and len(values) > 1 and bool((np.diff(values) < 0).all())  # not so with NaN
         if not falls or values[0] >= 1 or values[-1] <= 0:
             raise ConfigError(
-                f"alphas_cumprod: got shape {values.shape}, allowed: two or more numbers that fall within (0, 1); a "
-                "schedule of zero terminal signal-to-noise ratio must end above 0"
+                f"alphas_cumprod: got shape {values.shape}, allowed: alpha-bar (not betas), two or more decreasing "
+                "numbers between 0 and 1; a schedule of zero terminal signal-to-noise ratio must end above 0"
             )
         return cls(1 - values / np.concatenate([[1.0], values[:-1]]))
 

@@ -46,6 +46,7 @@ class StrategyDiffusion(_WithStrategy):
     def attach(self: Any, name: str, optimizer: Any, **options: Any) -> Attached:
         """Attach a strategy, whose weights replace ``loss_weight``. Options are those of `kairos_timesteps.attach`.
 
+        Weighting ``p2`` with gamma 0 has the weights that ``loss_weight`` has by default, for all objectives.
         Attribute ``strategy`` is then the strategy that the method returns.
         """
         self.loss_weight.fill_(1.0)
