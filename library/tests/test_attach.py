@@ -1200,7 +1200,7 @@ def resume_on_two_ranks(specification, group, folder):
     trainer.batches = rank()
     train_two_steps(trainer)
     save({"timesteps": PackedState(trainer.timesteps), "network": trainer.network.state_dict()}, folder)
-    saved = trainer.timesteps.state_dict()
+    saved = copy.deepcopy(trainer.timesteps.state_dict())
     network = resumed.network.state_dict()
     load({"timesteps": PackedState(resumed.timesteps), "network": network}, folder)
     resumed.network.load_state_dict(network)
