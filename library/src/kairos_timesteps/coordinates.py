@@ -82,7 +82,7 @@ class RandomCoordinates:
         return self.broadcast_step * self.batch_size if self.samples_before is None else self.samples_before
 
     @property
-    def step_indices(self) -> range | Tensor:
+    def indices_in_step(self) -> range | Tensor:
         """Sample indices among all samples of the step, earlier micro-batches included."""
         indices, offset = self.sample_indices, self.offset
         return range(indices.start + offset, indices.stop + offset) if isinstance(indices, range) else indices + offset
@@ -99,7 +99,7 @@ class RandomCoordinates:
     def uniform(self, name: str, *shape: int, sample_indices: Any = None) -> Tensor:
         """Return uniform numbers in [0, 1) from a named stream, float64 (n, *times_shape, *shape)."""
         at = self if sample_indices is None else self.replace(sample_indices=sample_indices)
-        return self.stream(name).uniform(self.step, at.step_indices, (*self.times_shape, *shape), self.device)
+        return self.stream(name).uniform(self.step, at.indices_in_step, (*self.times_shape, *shape), self.device)
 
     def arguments(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the step and the context values under `names` that exist, ready to broadcast with times of samples.

@@ -487,7 +487,7 @@ def _join_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoord
             starts[each.offset] = total
             total += each.batch_size
     joined = last.replace(offset=0, batch_size=total)
-    indices: list[Any] = [each.replace(offset=starts[each.offset]).step_indices for each in parts]
+    indices: list[Any] = [each.replace(offset=starts[each.offset]).indices_in_step for each in parts]
     ranges = all(isinstance(each, range) for each in indices)
     if ranges and all(before.stop == after.start for before, after in pairwise(indices)):
         return joined.replace(sample_indices=range(indices[0].start, indices[-1].stop))  # needs no copy to the CPU
