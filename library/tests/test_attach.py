@@ -626,6 +626,25 @@ def test_a_validation_loss_is_the_plain_mean():
     assert equal_bits(loss, plain.errors(times[-5:]).mean().detach())
 
 
+@pytest.mark.parametrize("index", [range(8), torch.arange(8)])
+def test_indices_without_a_total_are_those_of_the_batch_also_in_a_validation(index):
+    timesteps = Plain("uniform").timesteps
+    timesteps.network.eval()
+    t, later = timesteps(IMAGES, index=index), timesteps(IMAGES, index=index)
+    other = Plain("uniform").timesteps
+    other.network.eval()
+    assert equal_bits(t, other(IMAGES)) and equal_bits(later, other(IMAGES))
+
+
+def test_indices_beyond_the_total_are_rejected_in_a_validation():
+    timesteps = Plain("uniform").timesteps
+    timesteps.network.eval()
+    with pytest.raises(ConfigError, match=r"index: got range\(8, 16\), allowed: .* 0 to 7"):
+        timesteps(IMAGES, index=range(8, 16))
+    slices = [timesteps(IMAGES, index=range(start, start + 8), total=16) for start in (0, 8)]
+    assert len({*torch.cat(slices).tolist()}) == 16
+
+
 class Wrapped(nn.Module):
     """A wrapper such as DistributedDataParallel, whose modes the network inside follows."""
 

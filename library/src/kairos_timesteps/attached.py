@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.coordinates import RandomCoordinates, points
 from kairos_timesteps.diffusion.adapters import as_process
@@ -492,8 +493,12 @@ class Attached:
         """Return times of the process that cover it evenly, continued over the batches of a validation.
 
         The times are (batch, *times). Context of the sampler is ignored.
+
+        Raises:
+            ConfigError: a range `index` is not within the global batch of `total` samples.
         """
-        here = RandomCoordinates(self.strategy.seed, 0, 0, self._evaluated, index, total or 1, times)
+        total = total or len(x0) * distributed.ranks(self.strategy.group)
+        here = RandomCoordinates(self.strategy.seed, 0, 0, self._evaluated, index, total, times)
         here = here.for_batch(x0, self.strategy.group)
         self._evaluated += here.batch_size
         if same:

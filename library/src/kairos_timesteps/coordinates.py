@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kairos_timesteps import distributed
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.errors import ConfigError, rejection
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.randomness import Device, Stream
 
@@ -154,7 +154,8 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
     contains ``item`` (index of the sample in the data set), ``items`` (size of the data set) and ``epoch``.
 
     Raises:
-        ConfigError: context of ``epochs`` is missing.
+        ConfigError: context of ``epochs`` is missing; or, for even points, a range of sample indices is not within the
+            global batch.
     """
     if kind == "random":
         return coordinates.uniform("timesteps")
@@ -165,6 +166,9 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
         shift = coordinates.stream("sobol").uniform(0, range(1), shape, device)  # (1, *shape)
         even: Tensor = (item / items + epoch * _GOLDEN + shift) % 1.0
         return even.expand(len(coordinates.sample_indices), *shape)
+    indices = coordinates.sample_indices
+    if isinstance(indices, range) and (indices.start < 0 or indices.stop > size):
+        raise rejection("index", indices, f"indices from 0 to {size - 1}; pass total=, the size of the global batch")
     whole = coordinates.replace(sample_indices=range(size))
     keys, axis = whole.uniform("order of timesteps"), -1 - len(shape)
     order = keys.argsort(dim=axis, stable=True)  # of the global batch: every rank computes the whole order
