@@ -494,12 +494,24 @@ def test_loading_a_state_discards_the_current_step():
     assert equal_bits(plain.timesteps.state_dict(), state)
 
 
-def test_detach_ends_the_hooks():
+def test_after_detach_training_draws_are_an_error_and_validations_work():
     plain = Plain()
     plain.step()
+    times = validation(plain, batches=1, count=8)[0]
+    plain.timesteps(IMAGES)  # later validations begin anew
     plain.timesteps.detach()
-    plain.step()
+    for timesteps in (plain.timesteps, copy.deepcopy(plain.timesteps)):
+        with pytest.raises(ConfigError, match="detached"):
+            timesteps(IMAGES)
+    assert equal_bits(validation(plain, batches=1, count=8)[0], times)
+    plain.optimizer.step()
     assert plain.timesteps.strategy.step == 1
+    again = attach("loss_rms", "linear", plain.optimizer, plain.network)
+    again.load_state_dict(plain.timesteps.state_dict())
+    plain.timesteps.detach()  # a second call changes nothing, for the new hooks neither
+    again.loss(plain.errors(again(IMAGES))).backward()
+    plain.optimizer.step()
+    assert again.strategy.step == 2 and plain.timesteps.strategy.step == 1
 
 
 # Weights and masks

@@ -146,6 +146,7 @@ class Attached:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self._is_detached = False
         _watch_all_optimizers()
         _ATTACHED.add(self)
         LOG.info("%s: %s", strategy.name, time.describe())
@@ -185,7 +186,7 @@ class Attached:
                 sampler, such as ``tokens``.
 
         Raises:
-            ConfigError: this object is a copy, another optimizer takes the steps, or `Strategy.draw` rejects the
+            ConfigError: this object is a copy or was detached, another optimizer takes the steps, or `Strategy.draw` rejects the
                 arguments.
         """
         self._evaluating = not self._is_training()
@@ -193,7 +194,7 @@ class Attached:
             t = self._validation_times(x0, **arguments)
             self._dimensions = t.ndim
             return self.time.of_trainer(t)
-        self._reject_copy()
+        self._demand_hooks()
         self._check_other_optimizer()
         self._finish_step()
         if not self._reported:
@@ -300,19 +301,25 @@ class Attached:
         return {"name": strategy.name, "seed": strategy.seed, "time": self.time.name, **options}
 
     def detach(self) -> None:
-        """Remove the hooks from the optimizer."""
+        """Remove the hooks from the optimizer; later training draws raise ConfigError, those of a validation work."""
         self._finish_step()
         _ATTACHED.discard(self)
         for hook in self._hooks:
             hook.remove()
+        self._hooks, self._is_detached = [], True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy, which has no hooks and rejects training draws."""
         self._finish_step()
         return {**vars(self), "_hooks": []}
 
-    def _reject_copy(self) -> None:
-        """Raise ConfigError if this is a copy of an attached strategy, whose hooks stayed with the original."""
+    def _demand_hooks(self) -> None:
+        """Raise ConfigError after `detach`, or if this is a copy, whose hooks stayed with the original."""
+        if self._is_detached:
+            raise ConfigError(
+                "attach: this strategy was detached from its optimizer, whose steps no longer count: call attach again, "
+                "then load_state_dict with the state of this object"
+            )
         if not self._hooks:
             raise ConfigError(
                 "attach: this is a copy of an attached strategy, without hooks on its optimizer: call attach with the "
