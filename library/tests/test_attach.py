@@ -889,6 +889,25 @@ def test_a_measurement_calls_the_network_as_the_trainer_does(mask):
     assert equal_bits(train(True), train(False))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("text", "size"), ("text",)), (("text",), ("text", "size")), (("text",), ("size",)), (("text",), None)],
+)
+def test_micro_batches_with_conditions_of_different_names_are_rejected(first, second):
+    network = TinyNetwork()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    timesteps = attach(
+        "gradient_norm", "linear", optimizer, network, sampler={"start": 1, "frequency": 1},
+        predict=lambda x_t, t, **conditions: network(x_t, t),
+    )  # fmt: skip
+    for names in (first, second):
+        conditions = None if names is None else {name: torch.zeros(8, 2) for name in names}
+        t = timesteps(IMAGES, conditions=conditions)
+        timesteps.loss((network(IMAGES, t) - 1).square().mean((1, 2, 3))).backward()
+    with pytest.raises(ConfigError, match=r"conditions.*got .*text.*allowed: .*same names"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("name", MEASURING)
 def test_without_predict_a_strategy_that_measures_is_rejected(name):
     network = TinyNetwork()

@@ -181,7 +181,8 @@ class Attached:
 
         Args:
             x0: latents or images, (batch, ...), of any floating-point type.
-            conditions: conditions of the samples, each (batch, ...), for strategies that measure the network.
+            conditions: conditions of the samples, each (batch, ...), for strategies that measure the network. All
+                micro-batches of a step have conditions of the same names.
             arguments: arguments of `Strategy.draw`: ``times``, ``same``, ``index``, ``total``, or context of the
                 sampler, such as ``tokens``.
 
@@ -475,7 +476,8 @@ class Attached:
         """Return the strategy's context around the step, for the micro-batches whose gradients are applied.
 
         Raises:
-            ConfigError: the strategy learns, and no loss of the step had a backward pass.
+            ConfigError: the strategy learns, and no loss of the step had a backward pass. Or the strategy measures the
+                network, and the micro-batches of the step have conditions of different names.
         """
         allowed = "the backward pass of timesteps.loss(errors), from which the strategy learns"
         learnable = self._micro_batches or not self._learns
@@ -484,6 +486,9 @@ class Attached:
         given = [conditions for _, conditions in self._micro_batches if conditions is not None]
         joined = None
         if self._measures and given:
+            names = sorted({", ".join(sorted(conditions or {})) or "none" for _, conditions in self._micro_batches})
+            where, allowed = "timesteps(conditions=)", "conditions of the same names in all micro-batches of a step"
+            demand(len(names) == 1, where, " and ".join(f"({each})" for each in names), allowed)
             joined = {name: torch.cat([each[name] for each in given]) for name in given[0]}
         return self.strategy.observe(draws, self.network, self.optimizer, joined)
 
