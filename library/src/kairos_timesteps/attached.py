@@ -187,8 +187,8 @@ class Attached:
                 sampler, such as ``tokens``.
 
         Raises:
-            ConfigError: this object is a copy or was detached, another optimizer takes the steps, or `Strategy.draw` rejects the
-                arguments.
+            ConfigError: this object is a copy or was detached, another optimizer takes the steps, or `Strategy.draw`
+                rejects the arguments.
         """
         self._evaluating = not self._is_training()
         if self._evaluating:
@@ -318,8 +318,8 @@ class Attached:
         """Raise ConfigError after `detach`, or if this is a copy, whose hooks stayed with the original."""
         if self._is_detached:
             raise ConfigError(
-                "attach: this strategy was detached from its optimizer, whose steps no longer count: call attach again, "
-                "then load_state_dict with the state of this object"
+                "attach: this strategy was detached from its optimizer, whose steps no longer count: call attach "
+                "again, then load_state_dict with the state of this object"
             )
         if not self._hooks:
             raise ConfigError(

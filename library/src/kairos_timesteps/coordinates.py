@@ -60,8 +60,12 @@ class RandomCoordinates:
         return self.replace(sample_indices=indices, batch_size=size, device=batch.device)
 
     def replace(self, **changes: Any) -> "RandomCoordinates":
-        """Return a changed copy. dataclasses.replace cannot be compiled by torch 2.4."""
-        return RandomCoordinates(**{name: changes.get(name, getattr(self, name)) for name in _FIELDS})
+        """Return a changed copy. dataclasses.replace cannot be compiled by torch 2.4.
+
+        Raises:
+            TypeError: there is no field of a name.
+        """
+        return RandomCoordinates(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
 
     @property
     def broadcast_step(self) -> Any:
