@@ -376,8 +376,7 @@ class ByGroup(Combined):
     $$p(u \mid \mathrm{group} = g) = p_g(u)$$
 
     Numbers of groups are the positions of the components, from 0. Numbers on a GPU or in a compiled graph are not
-    checked, because reading them needs a synchronisation: samples with a number that no group has are drawn at the
-    noise end.
+    checked, because reading them needs a synchronisation. If no group has the number, the draw is at the noise end.
     """
 
     parts: Any = components_option("group", str, "all", "names, each once")
