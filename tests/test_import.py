@@ -1,5 +1,6 @@
 """Import of published weights: files with published names and shapes become snapshots for sampling and training."""
 
+import copy
 import os
 import pickle
 import re
@@ -114,6 +115,15 @@ def test_published_weights_have_the_process_that_they_were_trained_with(model, e
     assert (process["name"], process.get("schedule"), diffusion["prediction"]) == expected
     learned = model["name"] == "adm" or model.get("size") == "speed"
     assert (process.get("variance") == "learned_range") == learned
+
+
+def test_a_change_of_the_process_of_published_weights_stays_local():
+    first = published_diffusion({"name": "dit"})
+    expected = copy.deepcopy(first)
+    first["losses"].append("other")
+    first["process"]["schedule"] = "other"
+    assert published_diffusion({"name": "dit"}) == expected
+    assert published_diffusion({"name": "mdt"}) == expected  # trained with the same process
 
 
 def test_guidance_of_edms_network_is_rejected(tmp_path, capsys):

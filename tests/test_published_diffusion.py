@@ -113,7 +113,7 @@ def test_vb_does_not_depend_on_the_prediction_type():
         prediction = make_prediction(500, process)
         epsilon = torch.full_like(prediction.x0, 0.1)
         x0 = make_process().estimate(epsilon, prediction.x_t, prediction.t)
-        a, s = process._shaped(prediction.t, x0)
+        a, s = process._shaped_coefficients(prediction.t, x0)
         network_mean = {"epsilon": epsilon, "x0": x0, "v": a * epsilon - s * x0}[prediction_type]
         output = torch.cat([network_mean, torch.full_like(network_mean, 0.2)], 1)
         values.append(losses.vb(VbOptions(), make_prediction(500, process, output)).item())
@@ -282,7 +282,7 @@ def test_the_masked_pass_uses_the_x0_of_the_batch_with_independent_noise(make_ma
     train(plain, "uniform", 0, tmp_path, latents, [0, 1])
     (x, t, _), (masked, _, mask) = MaskedBackbone.calls
     process = make_process(timesteps=100, variance="learned_range")
-    _, s = process._shaped(t, x)
+    _, s = process._shaped_coefficients(t, x)
     off = (x - masked) / s  # the difference of two standard normals
     assert off.std().item() == pytest.approx(2**0.5, rel=0.03)
     assert mask.mean().item() == pytest.approx(0.5, abs=0.03) and len(mask.unique()) > 0.99 * mask.numel()

@@ -494,12 +494,24 @@ def test_loading_a_state_discards_the_current_step():
     assert equal_bits(plain.timesteps.state_dict(), state)
 
 
-def test_detach_ends_the_hooks():
+def test_after_detach_training_draws_are_an_error_and_validations_work():
     plain = Plain()
     plain.step()
+    times = validation(plain, batches=1, count=8)[0]
+    plain.timesteps(IMAGES)  # later validations begin anew
     plain.timesteps.detach()
-    plain.step()
+    for timesteps in (plain.timesteps, copy.deepcopy(plain.timesteps)):
+        with pytest.raises(ConfigError, match="detached"):
+            timesteps(IMAGES)
+    assert equal_bits(validation(plain, batches=1, count=8)[0], times)
+    plain.optimizer.step()
     assert plain.timesteps.strategy.step == 1
+    again = attach("loss_rms", "linear", plain.optimizer, plain.network)
+    again.load_state_dict(plain.timesteps.state_dict())
+    plain.timesteps.detach()  # a second call changes nothing, for the new hooks neither
+    again.loss(plain.errors(again(IMAGES))).backward()
+    plain.optimizer.step()
+    assert again.strategy.step == 2 and plain.timesteps.strategy.step == 1
 
 
 # Weights and masks
@@ -624,6 +636,25 @@ def test_a_validation_loss_is_the_plain_mean():
     plain = Plain("loss_rms+min_snr")
     times, loss = validation(plain)
     assert equal_bits(loss, plain.errors(times[-5:]).mean().detach())
+
+
+@pytest.mark.parametrize("index", [range(8), torch.arange(8)])
+def test_indices_without_a_total_are_those_of_the_batch_also_in_a_validation(index):
+    timesteps = Plain("uniform").timesteps
+    timesteps.network.eval()
+    t, later = timesteps(IMAGES, index=index), timesteps(IMAGES, index=index)
+    other = Plain("uniform").timesteps
+    other.network.eval()
+    assert equal_bits(t, other(IMAGES)) and equal_bits(later, other(IMAGES))
+
+
+def test_indices_beyond_the_total_are_rejected_in_a_validation():
+    timesteps = Plain("uniform").timesteps
+    timesteps.network.eval()
+    with pytest.raises(ConfigError, match=r"index: got range\(8, 16\), allowed: .* 0 to 7"):
+        timesteps(IMAGES, index=range(8, 16))
+    slices = [timesteps(IMAGES, index=range(start, start + 8), total=16) for start in (0, 8)]
+    assert len({*torch.cat(slices).tolist()}) == 16
 
 
 class Wrapped(nn.Module):
@@ -856,6 +887,25 @@ def test_a_measurement_calls_the_network_as_the_trainer_does(mask):
         return strategy.state_dict(), network.state_dict()
 
     assert equal_bits(train(True), train(False))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("text", "size"), ("text",)), (("text",), ("text", "size")), (("text",), ("size",)), (("text",), None)],
+)
+def test_micro_batches_with_conditions_of_different_names_are_rejected(first, second):
+    network = TinyNetwork()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    timesteps = attach(
+        "gradient_norm", "linear", optimizer, network, sampler={"start": 1, "frequency": 1},
+        predict=lambda x_t, t, **conditions: network(x_t, t),
+    )  # fmt: skip
+    for names in (first, second):
+        conditions = None if names is None else {name: torch.zeros(8, 2) for name in names}
+        t = timesteps(IMAGES, conditions=conditions)
+        timesteps.loss((network(IMAGES, t) - 1).square().mean((1, 2, 3))).backward()
+    with pytest.raises(ConfigError, match=r"conditions.*got .*text.*allowed: .*same names"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("name", MEASURING)

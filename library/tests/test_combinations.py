@@ -27,6 +27,7 @@ from specifications import (
     Call,
     Context,
     Specification,
+    but_name,
     calls,
     components_of,
     context_of,
@@ -686,6 +687,55 @@ def test_a_shift_below_zero_is_rejected(tokens):
     options = {"law": "linear", "first": 256, "last": 1024, "low": 3.0, "high": 1.0}  # alpha is -7 at 4,096 tokens
     with pytest.raises(ConfigError, match="tokens"):
         kairos_timesteps.Strategy("shift", "flow", sampler=options).draw(X0, tokens=tokens)
+
+
+GROUPS = [{"name": "range", "high": 0.5, "group": "a"}, {"name": "range", "low": 0.5, "group": "b"}]
+GROUPED = [
+    {"name": "by_group", "parts": GROUPS},
+    {"name": "shift", "density": {"name": "by_group", "parts": GROUPS}},
+    {"name": "mixture", "parts": [{"name": "by_group", "parts": GROUPS, "share": 1}]},
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("sampler", GROUPED)
+@pytest.mark.parametrize(
+    ("group", "value"),
+    [
+        ("c", "'c'"),
+        (2, "2"),
+        (-1, "-1"),
+        (0.5, "0.5"),
+        ([0, 1] * 3 + [0, 2], "2"),
+        (["a", "b"] * 4, "a"),
+        (np.array([0, 1] * 3 + [-1, 1]), "-1"),
+        (torch.tensor([0, 1] * 3 + [7, 1]), "7"),
+        (torch.tensor([0.0, 1.0] * 4), "float32"),
+    ],
+)
+def test_groups_that_do_not_exist_are_rejected(sampler, device, group, value):
+    """A batch on the device meta stands for one on a GPU: the groups are on the CPU."""
+    strategy = kairos_timesteps.Strategy(sampler["name"], "flow", sampler=but_name(sampler))
+    x0 = X0.to(device)
+    assert strategy.draw(x0, group=[0, 1] * 4).t.shape == (8,)
+    with pytest.raises(ConfigError, match=f"group: got .*{value}.*allowed: a, b, or integers from 0 to 1"):
+        strategy.draw(x0, group=group)
+
+
+def test_a_table_of_a_group_that_does_not_exist_is_rejected():
+    strategy = kairos_timesteps.Strategy("by_group", "flow", sampler={"parts": GROUPS})
+    assert strategy.table(group=1)["p"].sum() == pytest.approx(1)
+    np.testing.assert_array_equal(strategy.table(group=np.int64(1))["p"], strategy.table(group="b")["p"])
+    with pytest.raises(ConfigError, match="group: got 7"):
+        strategy.table(group=7)
+
+
+@pytest.mark.parametrize("name", [1, 0.5, True, None, ["a"]])
+def test_names_of_groups_are_texts(name):
+    with pytest.raises(ConfigError, match=r"group: got .*, allowed: a text"):
+        kairos_timesteps.Strategy(
+            "by_group", "flow", sampler={"parts": [GROUPS[0], {"name": "uniform", "group": name}]}
+        )
 
 
 def test_groups_as_numbers_equal_groups_by_name_with_a_floor():

@@ -15,6 +15,7 @@ from kairos_timesteps.components import sampler as register_sampler
 from kairos_timesteps.components import weighting as register_weighting
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import option
+from kairos_timesteps.registry import Registry
 
 pytestmark = pytest.mark.usefixtures("unregistered_names")
 BATCH = torch.zeros(4000, 1)
@@ -172,6 +173,18 @@ def weighting_of_an_unknown_error():
 def test_what_cannot_be_a_component_is_rejected_with_a_reason(define, message):
     with pytest.raises(ConfigError, match=message):
         define()
+
+
+def test_a_component_added_by_its_import_path_replaces_no_other():
+    registry = Registry("thing")
+    registry.add("first", "module:First", help="a")
+    registry.add("first", "module:First", help="b")  # a module that is executed again
+    assert registry["first"].help == "b"
+    with pytest.raises(ConfigError, match="thing first: module:First has this name"):
+        registry.add("first", "module:Second")
+    with pytest.raises(ConfigError, match="thing: name: got 'a thing'"):
+        registry.add("a thing", "module:Second")
+    assert [*registry] == ["first"] and registry["first"].code == "module:First"
 
 
 def test_options_cannot_have_reserved_names():

@@ -221,6 +221,24 @@ def test_permutations_are_random_and_independent():
     assert scipy.stats.chisquare(firsts).pvalue > 0.01
 
 
+@pytest.mark.parametrize("index", [range(3, 8), torch.arange(3, 8)])
+@pytest.mark.parametrize("shape", [(), (2, 4)])
+def test_a_range_of_steps_gives_all_numbers_a_leading_axis(index, shape):
+    a, b = torch.linspace(0.5, 3, 5), torch.linspace(2, 0.1, 5)
+    kinds = [
+        lambda step: NOISE.words(step, index, 4),
+        lambda step: NOISE.uniform(step, index, shape),
+        lambda step: NOISE.normal(step, index, shape),
+        lambda step: NOISE.integers(step, 1000, index, shape),
+        lambda step: NOISE.beta(step, index, a, b, shape),
+    ]
+    for draw in kinds:
+        together = draw(range(15, 18))
+        assert together.shape[0] == 3
+        for row, step in enumerate(range(15, 18)):
+            assert torch.equal(together[row], draw(step)) and torch.equal(together[row], draw(torch.tensor(step)))
+
+
 def test_streams_steps_and_samples_are_independent():
     n = 10**5
     draws = [Stream(seed, name).normal(step, range(n)) for seed in (0, 1) for name in ("a", "b") for step in (0, 1, 2)]

@@ -130,6 +130,12 @@ def test_the_density_of_uniform_is_1_also_at_the_ends():
     assert sampler.pdf(np.array([0.0, 0.5, 1.0])) == pytest.approx(1)
 
 
+def test_a_change_of_an_unknown_field_of_random_coordinates_is_an_error():
+    assert RandomCoordinates(seed=3).replace(step=2) == RandomCoordinates(seed=3, step=2)
+    with pytest.raises(TypeError, match="stepp"):
+        RandomCoordinates().replace(stepp=2)
+
+
 def test_draws_of_fixed_samplers_depend_on_the_random_coordinates_alone():
     sampler = make_sampler({"name": "log_normal"}, make_schedule())
     first = sampler.draw(RandomCoordinates(step=3).for_batch(torch.zeros(7, 3, 4, 4)))

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.coordinates import RandomCoordinates, points
 from kairos_timesteps.diffusion.adapters import as_process
@@ -147,6 +148,7 @@ class Attached:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self._is_detached = False
         _watch_all_optimizers()
         _ATTACHED.add(self)
         LOG.info("%s: %s", strategy.name, time.describe())
@@ -181,20 +183,21 @@ class Attached:
 
         Args:
             x0: latents or images, (batch, ...), of any floating-point type.
-            conditions: conditions of the samples, each (batch, ...), for strategies that measure the network.
+            conditions: conditions of the samples, each (batch, ...), for strategies that measure the network. All
+                micro-batches of a step have conditions of the same names.
             arguments: arguments of `Strategy.draw`: ``times``, ``same``, ``index``, ``total``, or context of the
                 sampler, such as ``tokens``.
 
         Raises:
-            ConfigError: this object is a copy, another optimizer takes the steps, or `Strategy.draw` rejects the
-                arguments.
+            ConfigError: this object is a copy or was detached, another optimizer takes the steps, or `Strategy.draw`
+                rejects the arguments.
         """
         self._evaluating = not self._is_training()
         if self._evaluating:
             t = self._validation_times(x0, **arguments)
             self._dimensions = t.ndim
             return self.time.of_trainer(t)
-        self._reject_copy()
+        self._demand_hooks()
         self._check_other_optimizer()
         self._finish_step()
         if not self._reported:
@@ -301,19 +304,25 @@ class Attached:
         return {"name": strategy.name, "seed": strategy.seed, "time": self.time.name, **options}
 
     def detach(self) -> None:
-        """Remove the hooks from the optimizer."""
+        """Remove the hooks from the optimizer; later training draws raise ConfigError, those of a validation work."""
         self._finish_step()
         _ATTACHED.discard(self)
         for hook in self._hooks:
             hook.remove()
+        self._hooks, self._is_detached = [], True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy, which has no hooks and rejects training draws."""
         self._finish_step()
         return {**vars(self), "_hooks": []}
 
-    def _reject_copy(self) -> None:
-        """Raise ConfigError if this is a copy of an attached strategy, whose hooks stayed with the original."""
+    def _demand_hooks(self) -> None:
+        """Raise ConfigError after `detach`, or if this is a copy, whose hooks stayed with the original."""
+        if self._is_detached:
+            raise ConfigError(
+                "attach: this strategy was detached from its optimizer, whose steps no longer count: call attach "
+                "again, then load_state_dict with the state of this object"
+            )
         if not self._hooks:
             raise ConfigError(
                 "attach: this is a copy of an attached strategy, without hooks on its optimizer: call attach with the "
@@ -469,7 +478,8 @@ class Attached:
         """Return the strategy's context around the step, for the micro-batches whose gradients are applied.
 
         Raises:
-            ConfigError: the strategy learns, and no loss of the step had a backward pass.
+            ConfigError: the strategy learns, and no loss of the step had a backward pass. Or the strategy measures the
+                network, and the micro-batches of the step have conditions of different names.
         """
         allowed = "the backward pass of timesteps.loss(errors), from which the strategy learns"
         learnable = self._micro_batches or not self._learns
@@ -478,6 +488,9 @@ class Attached:
         given = [conditions for _, conditions in self._micro_batches if conditions is not None]
         joined = None
         if self._measures and given:
+            names = sorted({", ".join(sorted(conditions or {})) or "none" for _, conditions in self._micro_batches})
+            where, allowed = "timesteps(conditions=)", "conditions of the same names in all micro-batches of a step"
+            demand(len(names) == 1, where, " and ".join(f"({each})" for each in names), allowed)
             joined = {name: torch.cat([each[name] for each in given]) for name in given[0]}
         return self.strategy.observe(draws, self.network, self.optimizer, joined)
 
@@ -494,8 +507,12 @@ class Attached:
         """Return times of the process that cover it evenly, continued over the batches of a validation.
 
         The times are (batch, *times). Context of the sampler is ignored.
+
+        Raises:
+            ConfigError: a range `index` is not within the global batch of `total` samples.
         """
-        here = RandomCoordinates(self.strategy.seed, 0, 0, self._evaluated, index, total or 1, times)
+        total = total or len(x0) * distributed.ranks(self.strategy.group)
+        here = RandomCoordinates(self.strategy.seed, 0, 0, self._evaluated, index, total, times)
         here = here.for_batch(x0, self.strategy.group)
         self._evaluated += here.batch_size
         if same:

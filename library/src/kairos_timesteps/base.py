@@ -4,7 +4,7 @@ A sampler draws fractions u of the process in [0, 1), 0 the image and 1 noise. A
 discrete process. A weighting gives a factor for each sample's loss. Neither depends on the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -251,8 +251,18 @@ class Sampler(Stateful):
             coordinates: random coordinates of the samples.
             x0: their images, (n, ...), for samplers of a density per image.
         """
+        self.check_context(coordinates.context)
         context = coordinates.arguments(self.context_names)
         return self.transform(self.uniforms(coordinates), **context).clip(0.0, 1.0 - 2**-53)
+
+    def check_context(self, context: Mapping[str, Any]) -> None:
+        """Check context as the caller passes it; samplers that restrict its values override it.
+
+        Values on a GPU are not read, because that would need a synchronisation.
+
+        Raises:
+            ConfigError: a value is not allowed.
+        """
 
     def uniforms(self, coordinates: RandomCoordinates) -> Tensor:
         """Return the uniform numbers in [0, 1) that draws are made from, float64 (n, *times_shape)."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kairos_timesteps import distributed
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.errors import ConfigError, rejection
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.randomness import Device, Stream
 
@@ -60,8 +60,12 @@ class RandomCoordinates:
         return self.replace(sample_indices=indices, batch_size=size, device=batch.device)
 
     def replace(self, **changes: Any) -> "RandomCoordinates":
-        """Return a changed copy. dataclasses.replace cannot be compiled by torch 2.4."""
-        return RandomCoordinates(**{name: changes.get(name, getattr(self, name)) for name in _FIELDS})
+        """Return a changed copy. dataclasses.replace cannot be compiled by torch 2.4.
+
+        Raises:
+            TypeError: there is no field of a name.
+        """
+        return RandomCoordinates(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
 
     @property
     def broadcast_step(self) -> Any:
@@ -82,7 +86,7 @@ class RandomCoordinates:
         return self.broadcast_step * self.batch_size if self.samples_before is None else self.samples_before
 
     @property
-    def step_indices(self) -> range | Tensor:
+    def indices_in_step(self) -> range | Tensor:
         """Sample indices among all samples of the step, earlier micro-batches included."""
         indices, offset = self.sample_indices, self.offset
         return range(indices.start + offset, indices.stop + offset) if isinstance(indices, range) else indices + offset
@@ -99,7 +103,7 @@ class RandomCoordinates:
     def uniform(self, name: str, *shape: int, sample_indices: Any = None) -> Tensor:
         """Return uniform numbers in [0, 1) from a named stream, float64 (n, *times_shape, *shape)."""
         at = self if sample_indices is None else self.replace(sample_indices=sample_indices)
-        return self.stream(name).uniform(self.step, at.step_indices, (*self.times_shape, *shape), self.device)
+        return self.stream(name).uniform(self.step, at.indices_in_step, (*self.times_shape, *shape), self.device)
 
     def arguments(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the step and the context values under `names` that exist, ready to broadcast with times of samples.
@@ -154,7 +158,8 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
     contains ``item`` (index of the sample in the data set), ``items`` (size of the data set) and ``epoch``.
 
     Raises:
-        ConfigError: context of ``epochs`` is missing.
+        ConfigError: context of ``epochs`` is missing; or, for even points, a range of sample indices is not within the
+            global batch.
     """
     if kind == "random":
         return coordinates.uniform("timesteps")
@@ -165,6 +170,9 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
         shift = coordinates.stream("sobol").uniform(0, range(1), shape, device)  # (1, *shape)
         even: Tensor = (item / items + epoch * _GOLDEN + shift) % 1.0
         return even.expand(len(coordinates.sample_indices), *shape)
+    indices = coordinates.sample_indices
+    if isinstance(indices, range) and (indices.start < 0 or indices.stop > size):
+        raise rejection("index", indices, f"indices from 0 to {size - 1}; pass total=, the size of the global batch")
     whole = coordinates.replace(sample_indices=range(size))
     keys, axis = whole.uniform("order of timesteps"), -1 - len(shape)
     order = keys.argsort(dim=axis, stable=True)  # of the global batch: every rank computes the whole order

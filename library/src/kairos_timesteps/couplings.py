@@ -86,7 +86,7 @@ class Nearest(Coupling):
     def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor:
         """Return the nearest noise of each image; further noises depend on seed, step and the image's index alone."""
         shape, device = (self.k - 1, *x0.shape[1:]), x0.device
-        step, indices = coordinates.step, coordinates.step_indices
+        step, indices = coordinates.step, coordinates.indices_in_step
         more = coordinates.stream("coupling").normal(step, indices, shape, device, noise.dtype)
         every = torch.cat([noise[:, None], more], 1)  # (batch, k, ...)
         nearest = (every.double() - x0[:, None].double()).square().flatten(2).sum(2).argmin(1)

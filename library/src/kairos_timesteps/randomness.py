@@ -46,8 +46,8 @@ class Stream:
 
     - `index` contains n indices in the global batch (or image numbers) in [0, 2**32), as a range or an int64 tensor
       (n,). `step` is in [0, 2**63). The seed is any integer.
-    - A step of `words` and `uniform` may be an int64 tensor () on the device, for graphs that are replayed. It may be a
-      range of steps with equal upper halves, which gives results a leading axis.
+    - A step may be an int64 tensor () on the device, for graphs that are replayed. It may be a range of steps with
+      equal upper halves, which gives results a leading axis.
     - Integers are equal on all devices, real numbers to 1e-6 relative. On one kind of device all numbers are bit-equal,
       however the indices are split.
     - All methods use the words of the stream. Numbers that must be independent need streams of different names.
@@ -76,17 +76,17 @@ class Stream:
         return _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64).reshape(-1, *shape)
 
     def normal(
-        self, step: Any, index: Index, shape: Shape = (), device: Device = "cpu", dtype: torch.dtype | None = None
+        self, step: Step, index: Index, shape: Shape = (), device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return standard normal numbers (n, *shape), by default float32, of 2**32 values between -6.3 and 6.3."""
-        dtype = dtype or torch.float32
-        return _numbers(self, _normal, step, index, math.prod(shape), device, dtype).reshape(-1, *shape)
+        numbers = _numbers(self, _normal, step, index, math.prod(shape), device, dtype or torch.float32)
+        return numbers.reshape(*numbers.shape[:-1], *shape)
 
-    def integers(self, step: int, high: int, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
+    def integers(self, step: Step, high: int, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
         """Return integers in [0, high), int64 (n, *shape), high up to 2**53; a probability is off by at most 2**-53."""
         return (self.uniform(step, index, shape, device) * high).long()
 
-    def beta(self, step: int, index: Index, a: Tensor, b: Tensor, shape: Shape = ()) -> Tensor:
+    def beta(self, step: Step, index: Index, a: Tensor, b: Tensor, shape: Shape = ()) -> Tensor:
         """Return draws of Beta(a_i, b_i) for each sample, float64 (n, *shape), on the device of a and b, positive (n,).
 
         They are made of two Gamma variates (Marsaglia and Tsang 2000), in logarithms. Each variate is the first
@@ -94,15 +94,17 @@ class Stream:
         """
         count = math.prod(shape)  # draws of a sample
         alpha = torch.stack((a, b), 1).detach().double().repeat_interleave(count, 0)  # (n count, 2)
-        words = self.words(step, index, count * 2 * (2 * _TRIES + 1), alpha.device).reshape(len(alpha), 2, -1)
+        words = self.words(step, index, count * 2 * (2 * _TRIES + 1), alpha.device)
+        axes = words.shape[:-2]  # (steps,) of a range of steps, otherwise ()
+        words = words.reshape(*axes, len(alpha), 2, -1)
         z, log_u = _normal(words[..., :_TRIES]), _open(words[..., _TRIES:]).log_()
         d = alpha[..., None] + 2 / 3  # of Gamma(a + 1), which times u^(1/a) is Gamma(a)
         log_v = (1 + z / (9 * d).sqrt()).clamp(min=1e-30).log_() * 3  # a clamped candidate is never accepted
         accepted = log_u[..., :_TRIES] < z**2 / 2 + d * (1 - log_v.exp() + log_v)
         first = (accepted * torch.arange(_TRIES, 0, -1, device=a.device)).argmax(-1, keepdim=True)
-        log_gamma = (d.log() + log_v.gather(-1, first))[..., 0] + log_u[..., -1] / alpha  # (n count, 2)
+        log_gamma = (d.log() + log_v.gather(-1, first))[..., 0] + log_u[..., -1] / alpha  # (*axes, n count, 2)
         # not sigmoid, whose last bit depends on a number's place in the batch
-        return (1 / (1 + (log_gamma[:, 1] - log_gamma[:, 0]).exp())).view(-1, *shape)
+        return (1 / (1 + (log_gamma[..., 1] - log_gamma[..., 0]).exp())).view(*axes, len(a), *shape)
 
     def permutation(self, count: int, epoch: int = 0) -> Tensor:
         """Return a permutation of 0 ... count - 1, int64 (count,) on the CPU: the order of random 64-bit keys.
@@ -216,9 +218,9 @@ def _load_kernel(device: str) -> WriteWords | None:
 
 
 def _numbers(
-    stream: Stream, kind: Kind, step: Any, index: Index, count: int, device: Device, dtype: torch.dtype
+    stream: Stream, kind: Kind, step: Step, index: Index, count: int, device: Device, dtype: torch.dtype
 ) -> Tensor:
-    """Convert `count` words of each sample to numbers by `kind`, (n, numbers).
+    """Convert `count` words of each sample to numbers by `kind`, (n, numbers), or (steps, n, numbers).
 
     Small draws are computed and cached for 16 steps at a time, see `_ahead`; the result is a copy.
     """

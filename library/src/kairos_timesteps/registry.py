@@ -105,8 +105,13 @@ class Registry(UserDict[str, Entry]):
     def add(
         self, name: str, code: str, options: type[_options.Options] = NoOptions, help: str = "", **facts: Any
     ) -> None:
-        """Register a component by the import path of its code, which is called as ``code(options, ...)``."""
-        self._entries[name] = Entry(options, code, help, facts)
+        """Register a component by the import path of its code, which is called as ``code(options, ...)``.
+
+        Raises:
+            ConfigError: the name is no word of letters, digits and underscores, or another component has it.
+        """
+        self._demand_word(name)
+        self._set(name, Entry(options, code, help, facts))
 
     def register(self, name: str, help: str = "", **facts: Any) -> Callable[[C], C]:
         """Register a `Component` class: a decorator.
@@ -114,19 +119,32 @@ class Registry(UserDict[str, Entry]):
         Raises:
             ConfigError: the name is no word of letters, digits and underscores, or another component has it.
         """
-        valid = isinstance(name, str) and re.fullmatch(r"\w+", name)
-        demand(valid, f"{self.kind}: name", repr(name), "a text of letters, digits and underscores")
+        self._demand_word(name)
 
         def decorate(component: C) -> C:
-            where, code = f"{self.kind} {name}", f"{component.__module__}:{component.__qualname__}"
-            taken = self._entries.get(name)
-            free = taken is None or taken.code == code  # a notebook cell or a module that is executed again
-            if not free:
-                raise ConfigError(f"{where}: {taken and taken.code} has this name; choose another for {code}")
-            self._entries[name] = Entry(component.Options, code, help, facts, component)
+            code = f"{component.__module__}:{component.__qualname__}"
+            self._set(name, Entry(component.Options, code, help, facts, component))
             return component
 
         return decorate
+
+    def _demand_word(self, name: str) -> None:
+        """Raise ConfigError unless a name is a word of letters, digits and underscores."""
+        valid = isinstance(name, str) and re.fullmatch(r"\w+", name)
+        demand(valid, f"{self.kind}: name", repr(name), "a text of letters, digits and underscores")
+
+    def _set(self, name: str, entry: Entry) -> None:
+        """Set the entry of a name that is free, or whose component has the code of `entry`.
+
+        A notebook cell or a module that is executed again registers its components again.
+
+        Raises:
+            ConfigError: another component has the name.
+        """
+        taken = self._entries.get(name)
+        if taken is not None and taken.code != entry.code:
+            raise ConfigError(f"{self.kind} {name}: {taken.code} has this name; choose another for {entry.code}")
+        self._entries[name] = entry
 
     def entry(self, name: str, where: str = "") -> Entry:
         """Return the entry of a name.

@@ -177,12 +177,13 @@ class Strategy:
                 of the ranks in order, after earlier micro-batches.
             total: size of the global batch; None: the length of `x0` times the number of ranks.
             context: properties that samplers require, each a number or a tensor (batch,). ``tokens`` and ``frames``
-                are sizes of a sample. ``group`` is its group of the data set. ``progress`` is the fraction of the
-                training run. ``item`` is its index in the data set, ``items`` the size of it. ``epoch`` counts from 0.
+                are sizes of a sample. ``group`` is its group of the data set, one name or integers (batch,); integers
+                on a GPU are not checked. ``progress`` is the fraction of the training run. ``item`` is its index in the
+                data set, ``items`` the size of it. ``epoch`` counts from 0.
 
         Raises:
-            ConfigError: required context is missing, no sampler has context of that name, or `same` with a density per
-                image.
+            ConfigError: required context is missing or not allowed, no sampler has context of that name, or `same` with
+                a density per image.
         """
         for key in context:
             if key not in self._context_names:
@@ -487,7 +488,7 @@ def _join_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoord
             starts[each.offset] = total
             total += each.batch_size
     joined = last.replace(offset=0, batch_size=total)
-    indices: list[Any] = [each.replace(offset=starts[each.offset]).step_indices for each in parts]
+    indices: list[Any] = [each.replace(offset=starts[each.offset]).indices_in_step for each in parts]
     ranges = all(isinstance(each, range) for each in indices)
     if ranges and all(before.stop == after.start for before, after in pairwise(indices)):
         return joined.replace(sample_indices=range(indices[0].start, indices[-1].stop))  # needs no copy to the CPU

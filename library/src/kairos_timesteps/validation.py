@@ -99,22 +99,23 @@ class ValidationLoss:
         strata = self.strata if even else 8
         u = (np.arange(strata) + (self.kind != "mlperf8") / 2) / strata  # middles of the intervals, or lower ends
         if even:
-            image, at = np.tile(np.arange(count), strata), np.repeat(np.arange(strata), count)
+            image, level_indices = np.tile(np.arange(count), strata), np.repeat(np.arange(strata), count)
             times = [spread_over((part / strata, (part + 1) / strata), count) for part in range(strata)]
         else:
-            image, at = np.arange(count), np.arange(count) % strata
-            times = [torch.from_numpy(u[at])]
+            image, level_indices = np.arange(count), np.arange(count) % strata
+            times = [torch.from_numpy(u[level_indices])]
         with autocast or nullcontext():
             losses = torch.cat([self.errors(network, k, each, self.of) for k, each in enumerate(times)]).numpy()
         with np.errstate(divide="ignore", invalid="ignore"):  # levels without an image
-            size = np.bincount(at, minlength=strata)
-            level = np.bincount(at, losses, strata) / size
-            off = losses - level[at]  # within a level, because differences between levels are not noise
-            level_error = np.sqrt(np.bincount(at, off**2, strata) / (size * (size - 1)))
-            # losses of one image belong together; the factor of the next line corrects for `off`, which sums to 0 over
-            # all images (even) or in each level
-            by_chance = ((np.bincount(image, off) / len(off)) ** 2).sum()
-            error = np.sqrt(by_chance * count / max(count - (1 if even else strata), 0))
+            size = np.bincount(level_indices, minlength=strata)
+            level = np.bincount(level_indices, losses, strata) / size
+            # within a level, because differences between levels are not noise
+            deviations = losses - level[level_indices]
+            level_error = np.sqrt(np.bincount(level_indices, deviations**2, strata) / (size * (size - 1)))
+            # losses of one image belong together; the factor of `error` corrects for the sum of deviations, which is 0
+            # over all images (even) or in each level
+            variance_of_mean = ((np.bincount(image, deviations) / len(deviations)) ** 2).sum()
+            error = np.sqrt(variance_of_mean * count / max(count - (1 if even else strata), 0))
         by_image = np.bincount(image, losses) / np.bincount(image)
         levels = {"u": u, "t": self.process.times(u), "level_loss": level, "level_error": level_error}
         return {"loss": float(losses.mean()), "error": float(error), "by_image": by_image, **levels}
@@ -134,6 +135,9 @@ class ValidationLoss:
                 x_t = process.noised(x0, eps, t)
                 output = process.predict(network, x_t, t, conditions)
                 output = process.prediction_channels(output, x_t).to(x_t.dtype)
-                off = process.epsilon(output, x_t, t) - eps if of == "epsilon" else output - process.target(x0, eps, t)
-                errors.append(off.double().square().flatten(1).mean(1).cpu())  # (batch,)
+                if of == "epsilon":
+                    difference = process.epsilon(output, x_t, t) - eps
+                else:
+                    difference = output - process.target(x0, eps, t)
+                errors.append(difference.double().square().flatten(1).mean(1).cpu())  # (batch,)
         return torch.cat(errors)

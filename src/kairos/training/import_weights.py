@@ -1,5 +1,6 @@
 """Import of published weights as a snapshot, from which kairos samples, evaluates or starts a training run."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def published_diffusion(model: Any) -> dict[str, Any]:
     """Return section `diffusion` that published weights of a `model` section were trained with.
 
-    Empty if kairos has no such weights on record; the section's defaults then apply. The result is shared and must not
-    be changed.
+    Empty if kairos has no such weights on record; the section's defaults then apply.
 
     Args:
         model: section `model` of an experiment, unchecked.
@@ -59,7 +59,7 @@ def published_diffusion(model: Any) -> dict[str, Any]:
         keys_by_priority.insert(0, f"{name} text")
     for key in keys_by_priority:
         if key in PUBLISHED:
-            return PUBLISHED[key]
+            return copy.deepcopy(PUBLISHED[key])
     return {}
 
 

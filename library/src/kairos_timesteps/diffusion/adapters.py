@@ -55,7 +55,7 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
         wanted = getattr(config, "prediction_type", None)
         return Discrete(_of_scheduler(process), _PREDICTIONS.get(str(wanted), prediction))
     try:
-        return Discrete(_recognised(NoiseSchedule.of_alphas_cumprod(_numbers(process))), prediction)
+        return Discrete(_name_if_linear(NoiseSchedule.of_alphas_cumprod(_numbers(process))), prediction)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
             f"process: got {type(process).__name__}, allowed: a process, a NoiseSchedule, a scheduler of diffusers, "
@@ -78,11 +78,11 @@ def _of_scheduler(scheduler: Any) -> NoiseSchedule:
         # Zero terminal signal-to-noise ratio: half of what is before it stands for 0, whose weights are not all finite.
         alphas_cumprod[-1] = alphas_cumprod[-2] / 2
     elif hasattr(scheduler, "betas"):
-        return _recognised(NoiseSchedule(_numbers(scheduler.betas)))
-    return _recognised(NoiseSchedule.of_alphas_cumprod(alphas_cumprod))
+        return _name_if_linear(NoiseSchedule(_numbers(scheduler.betas)))
+    return _name_if_linear(NoiseSchedule.of_alphas_cumprod(alphas_cumprod))
 
 
-def _recognised(schedule: NoiseSchedule) -> NoiseSchedule:
+def _name_if_linear(schedule: NoiseSchedule) -> NoiseSchedule:
     """Name a schedule linear if its betas are: SpeeD has closed forms for linear schedules, whatever their ends."""
     betas = schedule.betas
     even = np.linspace(betas[0], betas[-1], len(betas))

@@ -116,7 +116,7 @@ class Process(Component):
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Return x_t = signal x0 + noise eps, in the type of x0."""
-        a, s = self._shaped(t, x0)
+        a, s = self._shaped_coefficients(t, x0)
         return (a * x0 + s * noise).to(x0.dtype)
 
     def channels(self, channels: int) -> int:
@@ -125,7 +125,7 @@ class Process(Component):
 
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the network's prediction at t, all its channels; preconditioned processes scale input and output."""
-        return call(network, x_t, self._shown(t, x_t), conditions)
+        return call(network, x_t, self._time_input(t, x_t), conditions)
 
     def prediction_channels(self, output: Tensor, like: Tensor) -> Tensor:
         """Return the prediction channels of an output, shape of `like`; further channels are the variance."""
@@ -134,7 +134,7 @@ class Process(Component):
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Return the target of the prediction, shape of x0."""
         if self.prediction == "v":
-            a, s = self._shaped(t, x0)
+            a, s = self._shaped_coefficients(t, x0)
             return a * noise - s * x0
         if self.prediction == "flow":
             return noise - x0
@@ -142,16 +142,16 @@ class Process(Component):
 
     def estimate(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """Return the estimate of x0 from a prediction, shape of x_t."""
-        return _FORMULAS[self.prediction][0](*self._shaped(t, x_t), x_t, output)
+        return _FORMULAS[self.prediction][0](*self._shaped_coefficients(t, x_t), x_t, output)
 
     def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """Return the estimate of the noise from a prediction, shape of x_t."""
-        return _FORMULAS[self.prediction][1](*self._shaped(t, x_t), x_t, output)
+        return _FORMULAS[self.prediction][1](*self._shaped_coefficients(t, x_t), x_t, output)
 
-    def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
+    def _time_input(self, t: Tensor, x_t: Tensor) -> Tensor:
         return (self.time_scale * self.embedded(t)).to(x_t.dtype)
 
-    def _shaped(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _shaped_coefficients(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         a, s = self.coefficients(t)
         return shaped(a, like), shaped(s, like)
 
@@ -204,7 +204,7 @@ class Discrete(Process):
         ratio: Values = self._tables.like(t)[2][t]
         return ratio
 
-    def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
+    def _time_input(self, t: Tensor, x_t: Tensor) -> Tensor:
         return t + self.first_index  # an index, which networks embed in float32
 
     def channels(self, channels: int) -> int:
@@ -269,7 +269,7 @@ class Edm(Process):
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the estimate of x0, D(x; sigma) = c_skip x + c_out F(c_in x, c_noise)."""
         data, total = self._data, t**2 + self._data**2
-        output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._shown(t, x_t), conditions)
+        output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._time_input(t, x_t), conditions)
         skip, out = data**2 / total, (-1.0 if self.negated else 1.0) * data * t * total**-0.5
         return shaped(skip, x_t) * x_t + shaped(out, x_t) * output
 

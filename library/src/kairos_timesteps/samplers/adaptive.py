@@ -140,7 +140,7 @@ class Adaptive(MeasuresNetwork, Sampler):
             self._shape = torch.stack(self.policy(x0)).double()  # (2, batch)
         a, b = self._shape
         u = coordinates.stream("timesteps").beta(
-            coordinates.step, coordinates.step_indices, a, b, coordinates.times_shape
+            coordinates.step, coordinates.indices_in_step, a, b, coordinates.times_shape
         )
         fractions = self.to_fraction(u.clamp(_EDGE, 1 - _EDGE))
         if not self.floor:

@@ -60,13 +60,13 @@ def density_option() -> Any:
 def components_option(key: str, kind: type, first: Any, meaning: str) -> Any:
     """Declare an option whose value is a list of fixed samplers, each with a number or name under `key`.
 
-    * The list is not empty. Numbers are 0 or more.
+    * The list is not empty. Numbers are 0 or more. Names are texts.
     * Values of ``share`` have a sum above 0. Those of other keys differ from each other.
     * Values of ``start`` rise.
 
     Args:
         key: ``share``, ``group`` or ``start``.
-        kind: `float` if the values must be numbers.
+        kind: `float` for numbers, `str` for names.
         first: value of the default, a list of one uniform sampler.
         meaning: rule of the values, for help and messages.
     """
@@ -78,6 +78,7 @@ def components_option(key: str, kind: type, first: Any, meaning: str) -> Any:
         for item in values:
             is_number = isinstance(item, (int, float)) and not isinstance(item, bool) and item >= 0
             demand(is_number or kind is not float, f"{where}.{key}", repr(item), "a number, 0 or more")
+            demand(isinstance(item, str) or kind is not str, f"{where}.{key}", repr(item), "a text")
         if key == "start":
             demand(values == sorted(values), f"{where}.{key}", values, meaning)
         if key == "share":
@@ -116,6 +117,10 @@ class Transformed(FixedDensity):
     def required_context(cls, options: Any) -> set[str]:
         """Return the context that the density requires."""
         return _required_context(options.density)
+
+    def check_context(self, context: Mapping[str, Any]) -> None:
+        """Check the context of the density."""
+        self.base.check_context(context)
 
     def uniforms(self, coordinates: RandomCoordinates) -> Any:
         """Return uniform numbers of this sampler, or of `base` if `base` is a mixture with ``per: batch``."""
@@ -305,6 +310,11 @@ class Combined(FixedDensity):
         """Return the context that the components require."""
         return set().union(*(_required_context(component, cls.key) for component in options.parts))
 
+    def check_context(self, context: Mapping[str, Any]) -> None:
+        """Check the context of the components."""
+        for component in self.components:
+            component.check_context(context)
+
     def shares(self, **context: Any) -> list[Any]:
         """Return the share of each component: numbers, or tensors that broadcast with draws; they sum to 1."""
         raise NotImplementedError
@@ -364,6 +374,9 @@ class ByGroup(Combined):
     r"""Density for each group of the data set; a call passes ``group``: a name, or numbers of groups (n,).
 
     $$p(u \mid \mathrm{group} = g) = p_g(u)$$
+
+    Numbers of groups are the positions of the components, from 0. Numbers on a GPU or in a compiled graph are not
+    checked, because reading them needs a synchronisation. If no group has the number, the draw is at the noise end.
     """
 
     parts: Any = components_option("group", str, "all", "names, each once")
@@ -381,17 +394,43 @@ class ByGroup(Combined):
         The share is 1 for any group if there is one component.
 
         Raises:
-            ConfigError: the group is missing, or there is no component of its name.
+            ConfigError: the group is missing, or there is no component of its name or number.
         """
         if len(self.components) == 1:
             return [1.0]
         group = required("group", group, "by_group")
+        self._check_group(group)
         if isinstance(group, str):
-            if group not in self.values:
-                raise ConfigError(f"group: got {group!r}, allowed: {', '.join(map(str, self.values))}")
             group = self.values.index(group)
         members = [group == number for number in range(len(self.components))]
-        return [float(item) if isinstance(item, bool) else item.double() for item in members]
+        return [float(item) if isinstance(item, (bool, np.bool_)) else item.double() for item in members]
+
+    def check_context(self, context: Mapping[str, Any]) -> None:
+        """Reject groups that do not exist, and check the context of the components."""
+        super().check_context(context)
+        if len(self.components) > 1 and context.get("group") is not None:
+            self._check_group(context["group"])
+
+    def _check_group(self, group: Any) -> None:
+        """Raise ConfigError if there is no component of a name or number; numbers on a GPU are not read."""
+        count = len(self.components)
+        allowed = f"{', '.join(self.values)}, or integers from 0 to {count - 1}"
+        if isinstance(group, str):
+            demand(group in self.values, "group", repr(group), allowed)
+            return
+        if isinstance(group, int):
+            demand(0 <= group < count, "group", group, allowed)
+            return
+        if torch.compiler.is_compiling():
+            return
+        if isinstance(group, torch.Tensor):
+            demand(not group.is_floating_point(), "group", f"numbers of type {group.dtype}", allowed)
+            if group.device.type != "cpu":
+                return
+        numbers = np.asarray(group).ravel()
+        demand(numbers.dtype.kind in "iub" or not numbers.size, "group", group, allowed)
+        unknown = numbers[(numbers < 0) | (numbers >= count)]
+        demand(not unknown.size, "group", ", ".join(map(str, unknown[:3])), allowed)
 
 
 @sampler("schedule", "densities one after the other over training")
