@@ -1332,6 +1332,31 @@ def test_two_ranks_equal_the_explicit_form_and_each_other(tmp_path):
             assert equal_bits(on_one_rank.timesteps.state_dict(), one["saved"])
 
 
+def test_a_scheduler_that_changes_its_prediction_type_after_attach_is_rejected():
+    """Scripts of diffusers set ``--prediction_type`` in the loop, between the draw and the target."""
+    config = types.SimpleNamespace(prediction_type="epsilon")
+    scheduler = types.SimpleNamespace(config=config, alphas_cumprod=torch.linspace(0.99, 0.01, 20))
+    network = TinyNetwork()
+    timesteps = attach("uniform+min_snr", scheduler, torch.optim.Adam(network.parameters()), network)
+    for prediction_type in ("epsilon", "v_prediction"):
+        timesteps(IMAGES[:COUNT])
+        config.prediction_type = prediction_type
+        errors = network(IMAGES[:COUNT], torch.zeros(COUNT)).square().flatten(1).mean(1)
+        if prediction_type == "epsilon":
+            timesteps.loss(errors).backward()
+        else:
+            with pytest.raises(ConfigError, match=r"prediction_type.*v_prediction.*epsilon"):
+                timesteps.loss(errors)
+
+
+def test_a_range_of_every_second_sample_draws_for_these_samples():
+    strategy = Strategy("uniform", "cosine")
+    whole = strategy.draw(IMAGES, index=range(8), total=8).t
+    strategy = Strategy("uniform", "cosine")
+    odd = strategy.draw(IMAGES[1::2], index=range(1, 8, 2), total=8).t
+    assert torch.equal(odd, whole[1::2])
+
+
 def test_a_loss_without_a_gradient_is_not_observed():
     states = []
     for logged in (False, True):

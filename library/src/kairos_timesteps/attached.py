@@ -103,7 +103,7 @@ def attach(
         sampler: options of the sampler.
         weighting: options of the weighting.
         prediction: what the network predicts, ``epsilon``, ``x0`` or ``v``, for processes that leave it open. The
-            ``prediction_type`` of a scheduler of diffusers is read once, here.
+            ``prediction_type`` of a scheduler of diffusers is read once, here; a later change is an error.
         timesteps: T, for a schedule given by name.
         process_group: ranks that share the global batch, or one dimension of a DeviceMesh; None: all ranks.
 
@@ -111,7 +111,7 @@ def attach(
         ConfigError: hooks cannot follow the optimizer, the strategy measures the network and `predict` is missing, or
             a value is not allowed.
     """
-    convention = TimeConvention(as_process(process, timesteps, prediction), time)
+    scheduler, convention = process, TimeConvention(as_process(process, timesteps, prediction), time)
     optimizer = _inner_optimizer(optimizer, network, accelerator)
     process = _process_with_predict(predict, convention)
     strategy = Strategy(
@@ -125,7 +125,7 @@ def attach(
             "or the network itself; pass conditions to timesteps(latents, conditions={name: tensor})"
         )
         demand(not missing, f"strategy {name} measures the network: attach", f"no {missing}", allowed)
-    attached = Attached(strategy, optimizer, network, convention)
+    attached = Attached(strategy, optimizer, network, convention, scheduler)
     if accelerator is not None:
         accelerator.register_for_checkpointing(attached)
     return attached
@@ -139,8 +139,16 @@ class Attached:
         time: convention of the trainer's t.
     """
 
-    def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer, network: Any, time: TimeConvention):
+    def __init__(
+        self,
+        strategy: Strategy,
+        optimizer: torch.optim.Optimizer,
+        network: Any,
+        time: TimeConvention,
+        scheduler: Any = None,
+    ):
         self.strategy, self.optimizer, self.network, self.time = strategy, optimizer, network, time
+        self._scheduler, self._prediction_type = scheduler, _prediction_type(scheduler)
         self._measures = isinstance(strategy.sampler, MeasuresNetwork)
         self._learns = any(isinstance(each, Learned) for each in (strategy.sampler, strategy.weighting))
         self._reset()
@@ -252,6 +260,9 @@ class Attached:
     def _training_draw(self, user: str) -> Draw:
         if self._draw is None:
             raise rejection(user, "no draw of this step", "after timesteps(latents)")
+        now, before = _prediction_type(self._scheduler), self._prediction_type
+        allowed = f"{before}, as attach has read it; set it before attach"
+        demand(now == before, "prediction_type of the scheduler", now, allowed)
         draw: Draw = self._draw
         return draw
 
@@ -569,6 +580,11 @@ def _inner_optimizer(optimizer: Any, network: Any, accelerator: Any) -> torch.op
     fused = any(getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters)
     demand(not fused, where, "steps within the backward pass (register_post_accumulate_grad_hook)", _EXPLICIT)
     return inner
+
+
+def _prediction_type(scheduler: Any) -> Any:
+    """Return what a scheduler of diffusers says its network predicts; None for any other object."""
+    return getattr(getattr(scheduler, "config", None), "prediction_type", None)
 
 
 def _process_with_predict(predict: Callable[..., Tensor] | None, time: TimeConvention) -> Any:

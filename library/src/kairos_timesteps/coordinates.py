@@ -52,8 +52,11 @@ class RandomCoordinates:
             batch: this rank's slice of the global batch; all ranks contribute slices of equal length.
             group: process group of the ranks that share the global batch; None: all ranks.
         """
-        if self.sample_indices is not None:
-            return self.replace(device=batch.device)
+        indices = self.sample_indices
+        if isinstance(indices, range) and indices.step != 1:  # a range stands for consecutive samples
+            indices = torch.tensor(indices, device=batch.device)
+        if indices is not None:
+            return self.replace(sample_indices=indices, device=batch.device)
         count = len(batch)
         begin = distributed.rank(group) * count
         indices, size = range(begin, begin + count), distributed.ranks(group) * count
