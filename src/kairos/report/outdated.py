@@ -330,7 +330,7 @@ def _add_defaults(recorded: Any, component: Component | LibraryComponent) -> Any
     if isinstance(component, LibraryComponent):
         defaults = LibraryComponent.select(component.registry, {"name": component.name}).plain()
     else:
-        defaults = type(component)().plain()
+        defaults = type(component)(name=component.name).plain()
     # None stands for a value that depends on other settings
     return {name: value for name, value in defaults.items() if value is not None} | recorded
 
