@@ -189,7 +189,7 @@ def test_a_thousand_training_runs_are_read_with_few_operations() -> None:
             for step in ("0000000", "0000100"):
                 (training / "milestones" / step).mkdir(parents=True)
     result = subprocess.run([sys.executable, "-c", COUNT_OPENED_FILES], capture_output=True, text=True, check=True)
-    assert "1000 trainings: 1000 dead" in result.stdout
+    assert "1000 training runs: 1000 dead" in result.stdout
     *_, opened, modules = result.stdout.splitlines()
     assert "'torch'" not in modules.strip("[]").split(", ")
     assert 1000 < int(opened) < 9000  # at most eight for each training run
