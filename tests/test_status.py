@@ -116,6 +116,22 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
     assert progress_by_method()["mode"].state == "failed"  # an old empty log: the job ended without a message
 
 
+def test_the_progress_or_error_of_a_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    write_log("prepare.log", "complete\n")
+    write_json(RESULTS / "dataset/manifest.json", {})
+    write_log("extractor.log", "interrupted\n")
+    os.utime(RESULTS / "logs/extractor.log", (0, 0))
+    write_log("encode.log", "kairos: dataset: a.png is broken\n")
+    os.utime(RESULTS / "logs/encode.log", (0, 0))
+    write_log("reference.log", "")
+    write_log("autoencoder.log", "autoencoder: step 5/800\nautoencoder: step 16/800, 8:31 left\n")
+    assert main(["status", "many.yaml"]) == 0
+    assert re.findall("(?:now|failed): .*", capsys.readouterr().out) == [
+        "now: autoencoder: step 16/800, 8:31 left",
+        "failed: dataset: a.png is broken",
+    ]
+
+
 def test_rate_and_remaining_time_of_a_running_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kairos.training.job._WRITE_INTERVAL", 0.0)
     progress = write_progress("uniform", 100)
