@@ -51,6 +51,8 @@ def on_files(files: Files, config: Any) -> Files:
             _generated[name], pictures = PARTS[name]()
             for path, content in pictures.items():
                 uri = posixpath.join(posixpath.dirname(file.src_uri), path)
+                if (existing := files.get_file_from_path(uri)) is not None:  # another page has the picture too
+                    files.remove(existing)
                 files.append(File.generated(config, uri, content=content))
         for link in _LINK.findall(file.content_string):
             path, uri = _resolve_link(file.src_uri, link)

@@ -30,11 +30,15 @@ def experiment() -> str:
     """Describe every field of an experiment file, section by section."""
     top, parts = schema()["properties"], []
     simple = {key: node for key, node in top.items() if not _section(node)}
-    parts.append("## The file itself\n\n" + fields(simple, schema().get("required", ())) + _components(simple))
-    for key, node in top.items():
+    sections = {key: node for key, node in top.items() if key not in simple}
+    heads = {key: f"{key}.NAME" if "additionalProperties" in node else key for key, node in sections.items()}
+    links = [f"[{key}](#{head.lower().replace('.', '')})" for key, head in heads.items()]
+    parts += [f"Sections: {', '.join(links)}.", "## Fields outside of sections"]
+    parts.append(fields(simple, schema().get("required", ())) + _components(simple))
+    for key, node in sections.items():
         if (name := _section(node)) is not None:
             its = schema()["$defs"][name]
-            head = f"## {key}.NAME" if "additionalProperties" in node else f"## {key}"
+            head = f"## {heads[key]}"
             null = " Null, the default, is none." if {"type": "null"} in node.get("anyOf", ()) else ""
             parts += [head, its["description"] + null, fields(its["properties"], its.get("required", ()))]
             parts.append(_components(its["properties"]))
@@ -143,11 +147,12 @@ def _section(node: Mapping[str, Any]) -> str | None:
 def _allowed(node: Mapping[str, Any], key: str) -> str:
     """Return the allowed values of a field, in words, as Markdown."""
     if names := described(node):
-        many = "a list of " if "items" in node or any("items" in each for each in node.get("anyOf", ())) else ""
+        has_many = "items" in node or any("items" in each for each in node.get("anyOf", ()))
+        choice = "a list of names, each with or without options" if has_many else "a name, or a name with options"
         if key in _ELSEWHERE:
-            return f"{many}a name, or a name with options: [{len(names)} of them]({_ELSEWHERE[key]})"
+            return f"{choice}: [{len(names)} of them]({_ELSEWHERE[key]})"
         also = " or null" if {"type": "null"} in node.get("anyOf", ()) else ""
-        return f"{many}a name, or a name with options: " + ", ".join(f"[{n}](#{key}-{n})" for n in names) + also
+        return f"{choice}: " + ", ".join(f"[{n}](#{key}-{n})" for n in names) + also
     if "enum" in node or "const" in node:
         return ", ".join(f"`{_value(value)}`" for value in dict.fromkeys(node.get("enum", [node.get("const")])))
     if "anyOf" in node:

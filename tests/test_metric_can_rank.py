@@ -150,6 +150,21 @@ def test_validation_loss_ranks_methods(unranked, capsys):
     assert "primary_metric" not in plain["evaluation"], "the field must not change the hash of experiments without it"
 
 
+def test_distances_above_the_gaussian_are_reported_if_the_validation_loss_ranks_methods(tmp_path):
+    config, folder = results_tree.write(tmp_path, methods=("uniform", "min_snr"))
+    file = folder / "reference/reference.json"
+    record = read_json(file)
+    rank_by_validation(config)
+
+    def find_warnings(gaussian: float) -> str:
+        record["rows"]["gaussian"] |= {METRIC: gaussian, f"{METRIC}_spread": 0.2}
+        write_json(file, record)
+        return "\n".join(findings.find_warnings(collect(load(config), folder)))
+
+    assert f"{METRIC} is not below the 12 of a Gaussian fitted to the data: uniform (" in find_warnings(12.0)
+    assert "Gaussian" not in find_warnings(1000.0)
+
+
 def test_validation_losses_of_two_autoencoders_are_not_compared(unranked, tmp_path):
     config, folder = unranked
     rank_by_validation(config)

@@ -166,7 +166,7 @@ def test_every_stage_is_measured_by_real_jobs(tmp_path):
     ended = copy.run("kairos", "new", "mine.yaml", "--data", str(images), "--minutes", "0.1")
     assert ended.returncode == 0, ended.stderr
     for stage in ("prepare", "extractor", "train", "evaluate"):
-        assert re.search(rf"measures {stage}; \d+ of \d+ jobs", ended.stderr), ended.stderr
+        assert re.search(rf"timing {stage}; \d+ of \d+ jobs", ended.stderr), ended.stderr
     assert estimated_seconds(ended.stdout) > 0
     assert "--minutes: got 0.1" in ended.stdout + ended.stderr  # the smallest experiment takes longer
     assert copy.to_do(config="mine.yaml")["train"] == len(load(copy.folder / "mine.yaml").methods)

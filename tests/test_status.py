@@ -117,6 +117,22 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
     assert progress_by_method()["mode"].state == "failed"  # an old empty log: the job ended without a message
 
 
+def test_the_progress_or_error_of_a_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    write_log("prepare.log", "complete\n")
+    write_json(RESULTS / "dataset/manifest.json", {})
+    write_log("extractor.log", "interrupted\n")
+    os.utime(RESULTS / "logs/extractor.log", (0, 0))
+    write_log("encode.log", "kairos: dataset: a.png is broken\n")
+    os.utime(RESULTS / "logs/encode.log", (0, 0))
+    write_log("reference.log", "")
+    write_log("autoencoder.log", "autoencoder: step 5/800\nautoencoder: step 16/800, 8:31 left\n")
+    assert main(["status", "many.yaml"]) == 0
+    assert re.findall("(?:now|failed): .*", capsys.readouterr().out) == [
+        "now: autoencoder: step 16/800, 8:31 left",
+        "failed: dataset: a.png is broken",
+    ]
+
+
 def test_rate_and_remaining_time_of_a_running_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kairos.training.job._WRITE_INTERVAL", 0.0)
     progress = write_progress("uniform", 100)
@@ -202,7 +218,7 @@ def test_a_thousand_training_runs_are_read_with_few_operations() -> None:
             for step in ("0000000", "0000100"):
                 (training / "milestones" / step).mkdir(parents=True)
     result = subprocess.run([sys.executable, "-c", COUNT_OPENED_FILES], capture_output=True, text=True, check=True)
-    assert "1000 trainings: 1000 dead" in result.stdout
+    assert "1000 training runs: 1000 dead" in result.stdout
     *_, opened, modules = result.stdout.splitlines()
     assert "'torch'" not in modules.strip("[]").split(", ")
     assert 1000 < int(opened) < 9000  # at most eight for each training run

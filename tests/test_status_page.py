@@ -94,7 +94,7 @@ def test_the_page_of_a_complete_experiment_links_its_results(results: Path) -> N
     (results / "logs/train_uniform_seed0_1.log").write_text("took 3 s\n")
     with served(Path("tiny.yaml")) as port:
         text = fetch_page(port)
-        assert "<title>100 % tiny</title>" in text and "4 trainings: 4 complete" in text
+        assert "<title>100 % tiny</title>" in text and "4 training runs: 4 complete" in text
         assert text.count("<polyline") == 4 and text.count("uniform × min_snr") == 1
         for link in re.findall(r'(?:href|src)="(/[^"]+)"', text):
             status, content, headers = request(port, link)
@@ -114,7 +114,7 @@ def test_the_page_of_a_complete_experiment_links_its_results(results: Path) -> N
         assert request(port, "/", "HEAD")[:2] == (200, b"")
         assert "interval = 1e-06 * 1000" in text and request(port, "/?again")[0] == 200
     with served(results) as port:  # without the experiment file the runs come from the folder
-        assert "4 trainings: 4 complete" in fetch_page(port)
+        assert "4 training runs: 4 complete" in fetch_page(port)
 
 
 def test_the_server_gives_only_files_in_the_results(results: Path) -> None:
@@ -174,7 +174,7 @@ def test_names_and_messages_are_escaped() -> None:
     with served(Path("results/many")) as port:
         text = fetch_page(port)
         assert "<img src=x" not in text and "a&#34;&lt;img src=x onerror=alert(1)&gt;</b>" in text
-        assert "&gt; &amp; more" in text and "2 trainings: 2 failed" in text
+        assert "&gt; &amp; more" in text and "2 training runs: 2 failed" in text
         sources = re.findall(r'<img [^>]*src="([^"]+)"', text)
         assert [request(port, source)[1] for source in sources] == [b"of this training"] * 2
 
@@ -216,7 +216,7 @@ def test_the_page_follows_a_running_experiment(folder: Path) -> None:
             "ConfigError" in fetch_page(port) and "training.x" in fetch_page(port) and "<main>" not in fetch_page(port)
         )
         Path("grows.yaml").write_text("experiment: grows\nmethods: {uniform: {}, p2: {}}\n")
-        assert "2 trainings: 1 failed, 1 waiting" in fetch_page(port)
+        assert "2 training runs: 1 failed, 1 waiting" in fetch_page(port)
 
 
 def test_the_loss_curve_of_a_long_run_is_read_at_intervals(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from kairos.data.source_statistics import ImageCounts, ImageProperties, count_im
 from kairos.evaluation.separation import ENOUGH_IMAGES
 from kairos.files import read_json, read_lines
 from kairos.progress import duration, log
-from kairos.report.formatting import load_template
+from kairos.report.formatting import format_count, load_template
 from kairos_timesteps.errors import KairosError, demand
 
 FEWEST_IMAGES = 40
@@ -108,7 +108,8 @@ def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> 
     if seconds > _TOLERANCE * 60 * minutes:
         summary += (
             f"\nwarning: --minutes: got {minutes:g}, but the experiment is expected to take {duration(seconds)}; "
-            f"{steps} steps are the minimum; remove methods or milestones to shorten it"
+            f"{steps} steps are the minimum; to shorten it, remove methods"
+            f"{' or lower autoencoder.steps' if draft.autoencoder.kind == 'train' else ''}"
         )
     return render_experiment(facts, steps=steps, seconds=seconds), summary
 
@@ -126,6 +127,7 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
         ConfigError: there is no such folder, or it contains too few images.
         KairosError: images cannot be read; the message reports them.
     """
+    demand(folder.is_dir(), "--data", repr(str(folder)), "a folder that exists")
     log(f"kairos new: reading the images of {folder}")
     dataset = DatasetConfig(source="folder", path=str(folder), heldout=0.0)
     images, counts = inspect_images(dataset, decode=True), count_images(dataset)
@@ -134,7 +136,8 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
         if len(images.unread) > len(shown):
             shown.append("...")
         names = "\n  ".join(shown)
-        raise KairosError(f"--data: {len(images.unread)} images of {folder} cannot be read; remove them:\n  {names}")
+        count = format_count(len(images.unread), "image")
+        raise KairosError(f"--data: {folder}: {count} cannot be read; repair or remove:\n  {names}")
     has_enough = (counts.count or 0) >= FEWEST_IMAGES
     demand(has_enough, "--data", f"{counts.count} images in {folder}", f"{FEWEST_IMAGES} or more")
     shorter_side = statistics.median(min(size) for size in images.sizes.elements())  # each image counts
@@ -324,4 +327,4 @@ def progress_lines(output: Iterable[str], now: Callable[[], float] = time.monoto
                 jobs_per_second = done / max(now() - begin, 1e-9)  # the clock may not have advanced
                 remaining = (total - done) / jobs_per_second
                 speed = f", {jobs_per_second:.2g} jobs/s, {duration(remaining)} left"
-            yield f"kairos new: measures {stage}; {done} of {total} jobs done{speed}"
+            yield f"kairos new: timing {stage}; {done} of {total} jobs done{speed}"

@@ -44,6 +44,11 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
         last_step = comparisons[0].curve.steps[-1]
         sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
     sentences += _summarise_ranking(comparisons, "Fréchet distance" if by_distance else "validation loss")
+    if len(results.experiment.seeds) < MIN_SEEDS:
+        seeds = [*range(MIN_SEEDS)]
+        sentences.append(
+            f"To rank them, set seeds: {seeds} in the experiment file and run it again; only new seeds are computed."
+        )
     if results.baseline is None:
         sentences.append("No method samples uniformly without weights, so there is no baseline for factors.")
     else:
@@ -118,6 +123,7 @@ def find_warnings(results: Results) -> Iterator[str]:
     - Learned samplers have not moved from their start.
     - The primary metric rises during training, or ends no lower than a Gaussian's.
     - The distance cannot rank methods. If it is the primary metric, `summarise_outcome` reports that instead.
+    - Methods are ranked by another metric, and distances end no lower than a Gaussian's.
     - An evaluation has a warning, or a run is not bit-exact.
     - There is only one seed, or training times are missing.
     """
@@ -132,6 +138,8 @@ def find_warnings(results: Results) -> Iterator[str]:
     reason = cannot_rank(results.reference)
     if reason and results.primary_metric != results.metric:
         yield reason
+    elif results.primary_metric != results.metric:
+        yield from _find_distances_above_gaussian(results)
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.primary_metric)
     distance_warnings: list[str] = []
     for method in results.methods:
@@ -169,6 +177,22 @@ def _find_evaluation_warnings(results: Results) -> Iterator[str]:
     for message, (first, *others) in evaluations.items():
         subject = f"{first} and {format_count(len(others), 'other evaluation')}" if others else first
         yield f"{subject}: {message}."
+
+
+def _find_distances_above_gaussian(results: Results) -> Iterator[str]:
+    """Yield a warning about all methods whose distance ends no lower than that of a Gaussian fitted to the data."""
+    gaussian = results.reference["rows"].get("gaussian", {}).get(results.metric)
+    if gaussian is None:
+        return
+    common = results.measurements.common_measurements
+    methods_above = []
+    for method in results.methods:
+        distance = float(common.values_of(method, results.metric).iloc[:, -1].mean())
+        if distance >= gaussian:
+            methods_above.append(f"{method} ({format_number(distance)})")
+    if methods_above:
+        limit = f"{format_number(gaussian)} of a Gaussian fitted to the data"
+        yield f"{results.metric} is not below the {limit}: {join_first_names(methods_above)}. Train longer."
 
 
 def _find_distance_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:

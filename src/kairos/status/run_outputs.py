@@ -1,12 +1,15 @@
 """Outputs of an experiment's stages: which exist, and which samples and evaluations have the experiment's settings."""
 
+import os
+import textwrap
+import time
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kairos.files import glance
 from kairos.report.outdated import read_samples_protocol
-from kairos.status.run_progress import Outline, find_first_snapshot, list_names
+from kairos.status.run_progress import Outline, find_first_snapshot, list_names, read_last_line
 
 _SHARED_HASHES = ("extractor_hash", "reference_hash")
 _STAGE_RECORDS = {
@@ -18,6 +21,10 @@ _STAGE_RECORDS = {
     "report": "report.html",
     "tracked": "tracking.json",
 }
+_STAGE_LOGS = {"prepared": "prepare", "latents": "encode", "tracked": "track"}  # other logs are named like the stage
+_ERROR = "kairos: "  # begins the message of a command that fails
+_LINE_LENGTH = 120  # columns of a terminal
+_LOG_INTERVAL = 60.0  # largest age in seconds of the last line of a job that is running; most write one every 10 s
 
 
 class RunOutputs:
@@ -112,7 +119,9 @@ def _list_steps(folder: Path, suffix: str) -> list[Path]:
 
 
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
-    """Return two lines: the stages that are complete and open, and the numbers of samples and evaluations.
+    """Return the stages that are complete and open, what the open ones log, and the numbers of samples and evaluations.
+
+    Every part is a line.
 
     Args:
         outline: the experiment.
@@ -122,9 +131,28 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     open_stages = [stage for stage in _STAGE_RECORDS if stage not in complete]
     stages = f"complete: {', '.join(complete) or 'none'}; missing: {', '.join(open_stages) or 'none'}"
     expected_count = len(outline.trainings) * len(outline.milestones)
+    stage_messages = _find_stage_messages(outline.results / "logs", open_stages)
     samples = _count_files("samples", [run.samples for run in outputs], expected_count)
     evaluations = _count_files("evaluations", [run.evaluations for run in outputs], expected_count)
-    return f"{stages}\n{samples}, {evaluations}"
+    return "\n".join([stages, *stage_messages, f"{samples}, {evaluations}"])
+
+
+def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
+    """Return the error, or the progress of the last minute, at the end of each stage's log.
+
+    Args:
+        logs: folder of the log files.
+        stages: names of the stages without results.
+    """
+    messages = []
+    for stage in stages:
+        log = logs / f"{_STAGE_LOGS.get(stage, stage)}.log"
+        line = read_last_line((str(log),))
+        if line.startswith(_ERROR):
+            messages += textwrap.wrap(f"failed: {line.removeprefix(_ERROR)}", _LINE_LENGTH)
+        elif line and time.time() - os.path.getmtime(log) < _LOG_INTERVAL:
+            messages.append(f"now: {line}"[:_LINE_LENGTH])
+    return messages
 
 
 def _count_files(name: str, files_of_runs: list[dict[str, bool]], expected_count: int) -> str:
