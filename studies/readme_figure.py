@@ -37,7 +37,13 @@ COLOURS = {  # of the curves: Okabe and Ito's palette
 }
 
 # in points; of methods whose labels would cover each other in the usual place
-LABEL_OFFSETS = {"two_phase": (0, 12), "uniform": (-6, -13), "gradient_norm": (6, 5), "loss_rms": (6, -13)}
+LABEL_OFFSETS = {
+    "two_phase": (0, 12),
+    "speed": (6, -13),
+    "uniform": (-6, -13),
+    "gradient_norm": (6, 5),
+    "loss_rms": (6, -13),
+}
 
 
 def read_results() -> pd.DataFrame:

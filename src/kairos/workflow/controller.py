@@ -361,11 +361,14 @@ def failed(workflow: Any, layout: Layout) -> None:
 
 
 def _report_interruption(layout: Layout) -> None:
-    """Print how many training runs have written a checkpoint since the signal."""
+    """Print how many training runs have stopped with a checkpoint since this process began.
+
+    A signal that reaches all processes at once may stop a training run before this process has noticed the signal.
+    """
     stopped_count = 0
     for method, seed in layout.trainings:
         progress = read_progress(Path(layout.training_folder(method, seed)))
-        if progress.get("state") == "stopped" and progress["updated"] > _interruption_times[0]:
+        if progress.get("state") == "stopped" and progress["updated"] > _start_time:
             stopped_count += 1
     trainings = "training run" if stopped_count == 1 else "training runs"
     log(f"interrupted: {stopped_count} {trainings} wrote a checkpoint; run the same command again to resume")
