@@ -4,6 +4,7 @@ import csv
 import html
 import io
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 
@@ -122,6 +123,12 @@ def test_methods_are_compared_by_any_measured_value(tree, compare, capsys):
     message = capsys.readouterr().err
     assert all(text in message for text in ("--metric", "kids", "kid", "val_loss", results_tree.METRIC))
     assert "_spread" not in message and "_sets" not in message
+
+
+def test_a_note_reports_too_few_seeds_for_a_ranking(tmp_path, capsys):
+    _, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "min_snr"))
+    assert main(["compare", str(results)]) == 0
+    assert re.search("note: not ranked: .* 5 seeds .* 1 seed", capsys.readouterr().err)
 
 
 def test_higher_values_are_better_in_these_columns():

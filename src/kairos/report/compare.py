@@ -19,7 +19,7 @@ from kairos import progress
 from kairos.evaluation.separation import ADVICE, cannot_rank
 from kairos.report import formatting
 from kairos.report.collect import MethodMeasurements, Results
-from kairos.report.ranking import VALIDATION_LOSSES, MethodComparison, Ratio, compare_methods
+from kairos.report.ranking import MIN_SEEDS, VALIDATION_LOSSES, MethodComparison, Ratio, compare_methods
 from kairos_timesteps.errors import KairosError, demand
 
 COLUMNS = (
@@ -272,8 +272,9 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
 def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> Iterator[str]:
     """Yield the notes below a comparison table.
 
-    They report unfinished and outdated results, results that count although their code or rounding differs
-    (`Results.notes`), and seeds that are left out of all numbers or of the differences.
+    They report unfinished and outdated results, and results that count although their code or rounding differs
+    (`Results.notes`). They also report too few seeds for a ranking, and seeds that are left out of all numbers or of
+    the differences.
 
     Args:
         selection: the compared experiments, each with its selected methods.
@@ -290,6 +291,9 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
         for note in results.notes:
             yield f"{label}: {note}"
     common_seeds = measurements.common_measurements.seeds
+    if len(common_seeds) < MIN_SEEDS:
+        have = formatting.format_count(len(common_seeds), "seed")
+        yield f"not ranked: methods are ranked from {MIN_SEEDS} seeds on, and these have {have}"
     omitted_seeds = [str(seed) for seed in measurements.seeds if seed not in common_seeds]
     if omitted_seeds:
         seeds = formatting.join_names(omitted_seeds)

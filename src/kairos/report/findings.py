@@ -45,7 +45,8 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
         sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
     sentences += _summarise_ranking(comparisons, "Fréchet distance" if by_distance else "validation loss")
     if len(results.experiment.seeds) < MIN_SEEDS:
-        seeds = [*range(MIN_SEEDS)]
+        present = list(results.experiment.seeds)
+        seeds = present + [seed for seed in range(MIN_SEEDS) if seed not in present][: MIN_SEEDS - len(present)]
         sentences.append(
             f"To rank them, set seeds: {seeds} in the experiment file and run it again; only new seeds are computed."
         )
