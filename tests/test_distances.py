@@ -126,6 +126,13 @@ def test_kid_of_inception_features_equals_that_of_torch_fidelity():
     )
 
 
+def test_kid_needs_subsets_of_two_images():
+    real = gaussian_features(0.0, 1.0, 100, 2)
+    for count, columns in ((3, []), (4, ["kid"])):
+        statistics = measure_features(gaussian_features(0.0, 1.0, count, 2))
+        assert list(comparison_with(real, "kid").score(statistics)) == columns
+
+
 def test_kid_is_small_for_equal_distributions_and_ignores_the_scale_of_features():
     real, near, far = (gaussian_features(m, 1.0, 60, 8, seed) for seed, m in enumerate((0.0, 0.0, 1.0)))
     values = {}
