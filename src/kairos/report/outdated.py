@@ -17,6 +17,7 @@ import numpy as np
 
 from kairos.components import Component
 from kairos.config import Experiment
+from kairos.config.sweeps import PARTS
 from kairos.files import RecordReader, glance
 from kairos.library_components import LibraryComponent
 from kairos.sampling.settings import GUIDANCE, resolve_solver
@@ -203,9 +204,14 @@ class ExpectedSettings:
             "text_encoder": self.plain["text_encoder"],
             "model": self.plain["model"],
             "diffusion": self.plain["diffusion"],
-            "methods": {method: self.plain["methods"][method]},
+            "methods": {method: self._strategy_of(method)},
             "training": trajectory_settings(self.experiment.training, self.experiment.methods[method]),
         }
+
+    def _strategy_of(self, method: str) -> Record:
+        """Return sampler, weighting and coupling of a method; plain values of methods lack the default coupling."""
+        strategy = self.experiment.methods[method]
+        return {part: getattr(strategy, part).plain() for part in PARTS}
 
     @cached_property
     def _sampling_settings(self) -> Record:
@@ -232,9 +238,9 @@ class ExpectedSettings:
         """Find all settings that decide the results of a method and differ from a snapshot's record."""
         recorded = dict(record["config"])
         recorded_method = dict(recorded["methods"].get(record["method"], {}))
-        for part in ("sampler", "weighting", "coupling"):
+        for part, (_, default) in PARTS.items():
             component = getattr(self.experiment.methods[method], part)
-            recorded_method[part] = _add_defaults(recorded_method.get(part), component)
+            recorded_method[part] = _add_defaults(recorded_method.get(part, {"name": default}), component)
         recorded["methods"] = {method: recorded_method}
         recorded["model"] = _add_defaults(recorded["model"], self.experiment.model)
         return _compare_settings(self._settings_of(method), recorded)
