@@ -140,6 +140,11 @@ def test_below_five_seeds_nothing_is_ranked_and_the_report_gives_the_reason(tmp_
     assert not re.search("<th>rank|Holm|≈ best|Below uniform|Above uniform|told apart|fewer steps for", html)
 
 
+def test_seeds_that_the_report_advises_include_those_of_the_experiment(tmp_path):
+    tree = results_tree.write(tmp_path, seeds=(1, 7), methods=("uniform", "min_snr"))
+    assert "set seeds: [0, 1, 2, 3, 7] in the experiment file" in page_of(*tree)
+
+
 def test_step_and_time_factors_against_uniform_have_intervals(built):
     rows = {row.method: row for row in ranking.compare_methods(collect(load(built[0]), built[1]))}
     steps, logs = [0, 100, 200, 400], []
