@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.components import Component
 from kairos.config import Experiment
 from kairos.config.sweeps import PARTS
@@ -200,7 +201,9 @@ class ExpectedSettings:
         dataset = self.plain["dataset"]
         return {
             "dataset": {name: value for name, value in dataset.items() if name not in _NO_EFFECT},
-            "autoencoder": _select_used_fields(self.plain["autoencoder"]),
+            "autoencoder": _select_used_fields(
+                self.plain["autoencoder"] | {"dtype": self.experiment.autoencoder.dtype}
+            ),
             "text_encoder": self.plain["text_encoder"],
             "model": self.plain["model"],
             "diffusion": self.plain["diffusion"],
@@ -243,6 +246,8 @@ class ExpectedSettings:
             recorded_method[part] = _add_defaults(recorded_method.get(part, {"name": default}), component)
         recorded["methods"] = {method: recorded_method}
         recorded["model"] = _add_defaults(recorded["model"], self.experiment.model)
+        default_dtype = AutoencoderConfig.model_fields["dtype"].default  # plain values lack it
+        recorded["autoencoder"] = {"dtype": default_dtype} | recorded["autoencoder"]
         return _compare_settings(self._settings_of(method), recorded)
 
     def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
@@ -298,7 +303,7 @@ def _select_used_fields(autoencoder: Record) -> Record:
             used = ("kind", "path", "scaling", "encode_batch_size", "dtype")
         case _:  # train
             used = [name for name in autoencoder if name not in ("path", "scaling", "shards")]
-    return {name: autoencoder[name] for name in used if name in autoencoder}  # the default dtype is not recorded
+    return {name: autoencoder[name] for name in used if name in autoencoder}
 
 
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
