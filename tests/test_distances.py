@@ -3,7 +3,7 @@
 import itertools
 import threading
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -186,6 +186,20 @@ def test_every_metric_needs_measurements_that_exist():
         class Misspelled(MetricOptions):
             code: ClassVar[str] = "kairos.evaluation.metrics:isc"
             needs: ClassVar[tuple[str, ...]] = ("features", "logit")
+
+            name: str = "new"
+
+    assert "new" not in METRICS
+
+
+@pytest.mark.parametrize("columns", [True, "new"])
+def test_columns_whose_higher_values_are_better_are_a_tuple(columns):
+    with pytest.raises(KairosError, match=r"higher_is_better: got .*, allowed: a tuple of columns"):
+
+        @METRICS.register
+        class Better(MetricOptions):
+            code: ClassVar[str] = "kairos.evaluation.metrics:isc"
+            higher_is_better: ClassVar[Any] = columns
 
             name: str = "new"
 

@@ -201,6 +201,50 @@ def test_an_option_that_a_record_lacks_counts_as_its_default(
         collect(load(config), results, unfinished=True)
 
 
+@pytest.mark.parametrize(("before", "now"), [("nearest", "independent"), ("independent", "nearest")])
+def test_results_of_another_coupling_are_excluded_although_the_default_is_not_recorded(
+    tmp_path: Path, before: str, now: str
+) -> None:
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
+    values = yaml.safe_load(config.read_text())
+
+    def set_coupling(name: str) -> None:
+        values["methods"] = {"uniform": {"coupling": name}}
+        config.write_text(yaml.safe_dump(values))
+
+    set_coupling(before)
+    for path in results.glob("uniform/seed0/milestones/*/milestone.json"):
+        record = read_json(path)
+        record["config"]["methods"] = load(config).plain()["methods"]
+        write_json(path, record)
+    assert collect(load(config), results, unfinished=True).outdated == ()
+    set_coupling(now)
+    with pytest.raises(KairosError, match=rf"methods\.uniform\.coupling\.name: {before} → {now}"):
+        collect(load(config), results, unfinished=True)
+
+
+@pytest.mark.parametrize(("before", "now"), [("float16", "float32"), ("float32", "float16")])
+def test_results_of_latents_of_another_type_are_excluded_although_the_default_is_not_recorded(
+    tmp_path: Path, before: str, now: str
+) -> None:
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
+    values = yaml.safe_load(config.read_text())
+
+    def set_dtype(dtype: str) -> None:
+        values["autoencoder"]["dtype"] = dtype
+        config.write_text(yaml.safe_dump(values))
+
+    set_dtype(before)
+    for path in results.glob("uniform/seed0/milestones/*/milestone.json"):
+        record = read_json(path)
+        record["config"]["autoencoder"] = load(config).plain()["autoencoder"]
+        write_json(path, record)
+    assert collect(load(config), results, unfinished=True).outdated == ()
+    set_dtype(now)
+    with pytest.raises(KairosError, match=rf"autoencoder\.dtype: {before} → {now}"):
+        collect(load(config), results, unfinished=True)
+
+
 @pytest.mark.parametrize(
     ("record", "name"), [("dataset/manifest.json", "content_sha256"), ("autoencoder/manifest.json", "sha256")]
 )

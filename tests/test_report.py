@@ -134,10 +134,15 @@ def test_below_five_seeds_nothing_is_ranked_and_the_report_gives_the_reason(tmp_
     assert not any(row.is_ranked or row.may_be_best for row in rows)
     html = page_of(*tree)
     assert "Not ranked: methods are ranked from 5 seeds on, and this experiment has 4." in html
-    assert "set seeds: [1, 2, 3, 7, 0] in the experiment file" in html
+    assert "set seeds: [0, 1, 2, 3, 7] in the experiment file" in html
     assert "not ranked" in html
     assert formatting.format_change(rows[0].ratio_to_baseline)[1] in html  # an interval, and no p-value
     assert not re.search("<th>rank|Holm|≈ best|Below uniform|Above uniform|told apart|fewer steps for", html)
+
+
+def test_seeds_that_the_report_advises_include_those_of_the_experiment(tmp_path):
+    tree = results_tree.write(tmp_path, seeds=(1, 7), methods=("uniform", "min_snr"))
+    assert "set seeds: [0, 1, 2, 3, 7] in the experiment file" in page_of(*tree)
 
 
 def test_step_and_time_factors_against_uniform_have_intervals(built):

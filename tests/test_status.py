@@ -122,14 +122,14 @@ def test_the_progress_or_error_of_a_stage_is_shown(capsys: pytest.CaptureFixture
     write_json(RESULTS / "dataset/manifest.json", {})
     write_log("extractor.log", "interrupted\n")
     os.utime(RESULTS / "logs/extractor.log", (0, 0))
-    write_log("encode.log", "kairos: dataset: a.png is broken\n")
+    write_log("encode.log", "encode: 64 of 90 images\nkairos: dataset: a.png is broken\n  b.png is broken\n")
     os.utime(RESULTS / "logs/encode.log", (0, 0))
     write_log("reference.log", "")
     write_log("autoencoder.log", "autoencoder: step 5/800\nautoencoder: step 16/800, 8:31 left\n")
     assert main(["status", "many.yaml"]) == 0
     assert re.findall("(?:now|failed): .*", capsys.readouterr().out) == [
         "now: autoencoder: step 16/800, 8:31 left",
-        "failed: dataset: a.png is broken",
+        "failed: dataset: a.png is broken b.png is broken",
     ]
 
 

@@ -1355,6 +1355,7 @@ def test_a_range_of_every_second_sample_draws_for_these_samples():
     strategy = Strategy("uniform", "cosine")
     odd = strategy.draw(IMAGES[1::2], index=range(1, 8, 2), total=8).t
     assert torch.equal(odd, whole[1::2])
+    assert len(Strategy("uniform", "cosine").draw(IMAGES[:0], index=range(8, 8, 2), total=8).t) == 0
 
 
 def test_a_loss_without_a_gradient_is_not_observed():

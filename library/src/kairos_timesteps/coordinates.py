@@ -54,7 +54,8 @@ class RandomCoordinates:
         """
         indices = self.sample_indices
         if isinstance(indices, range) and indices.step != 1:  # a range stands for consecutive samples
-            indices = torch.tensor(indices, device=batch.device)
+            numbers = torch.arange(len(indices), device=batch.device)  # no copy, which would synchronise
+            indices = indices.start + indices.step * numbers
         if indices is not None:
             return self.replace(sample_indices=indices, device=batch.device)
         count = len(batch)

@@ -270,7 +270,7 @@ def _measure_cached(
         "extractor": extractor.hash,
         "precision": extractor.precision,
         "needs": sorted(needs),
-        "code": fingerprint([measure.__module__, extractor.__module__]),
+        "code": fingerprint([measure.__module__, extractor.__module__, metrics.__name__]),
     }
 
     def compute() -> RealStatistics:

@@ -165,13 +165,16 @@ class MetricOptions(Component):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **keywords: Any) -> None:
-        """Check the measurements that a metric needs.
+        """Check the measurements that a metric needs, and the form of `higher_is_better`.
 
         Raises:
-            ConfigError: a measurement is not in `MEASUREMENTS`.
+            ConfigError: a measurement is not in `MEASUREMENTS`, or `higher_is_better` is no tuple.
         """
         for need in cls.needs:
             demand(need in MEASUREMENTS, f"metric {cls.__name__}: needs", need, ", ".join(MEASUREMENTS))
+        is_tuple = isinstance(cls.higher_is_better, tuple)
+        allowed = 'a tuple of columns, such as ("precision",)'
+        demand(is_tuple, f"metric {cls.__name__}: higher_is_better", repr(cls.higher_is_better), allowed)
 
 
 METRICS: Components[MetricOptions] = Components("metric")

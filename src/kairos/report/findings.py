@@ -44,11 +44,13 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
         last_step = comparisons[0].curve.steps[-1]
         sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
     sentences += _summarise_ranking(comparisons, "Fréchet distance" if by_distance else "validation loss")
-    if len(results.experiment.seeds) < MIN_SEEDS:
-        present = list(results.experiment.seeds)
-        seeds = present + [seed for seed in range(MIN_SEEDS) if seed not in present][: MIN_SEEDS - len(present)]
+    seeds = results.experiment.seeds
+    if len(seeds) < MIN_SEEDS and len(comparisons) > 1:
+        new_seeds = [seed for seed in range(MIN_SEEDS) if seed not in seeds]
+        enough_seeds = sorted([*seeds, *new_seeds[: MIN_SEEDS - len(seeds)]])
         sentences.append(
-            f"To rank them, set seeds: {seeds} in the experiment file and run it again; only new seeds are computed."
+            f"To rank them, set seeds: {enough_seeds} in the experiment file and run it again; only new seeds are "
+            "computed."
         )
     if results.baseline is None:
         sentences.append("No method samples uniformly without weights, so there is no baseline for factors.")

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.components import Component
 from kairos.config import Experiment
+from kairos.config.sweeps import PARTS
 from kairos.files import RecordReader, glance
 from kairos.library_components import LibraryComponent
 from kairos.sampling.settings import GUIDANCE, resolve_solver
@@ -199,13 +201,20 @@ class ExpectedSettings:
         dataset = self.plain["dataset"]
         return {
             "dataset": {name: value for name, value in dataset.items() if name not in _NO_EFFECT},
-            "autoencoder": _select_used_fields(self.plain["autoencoder"]),
+            "autoencoder": _select_used_fields(
+                self.plain["autoencoder"] | {"dtype": self.experiment.autoencoder.dtype}
+            ),
             "text_encoder": self.plain["text_encoder"],
             "model": self.plain["model"],
             "diffusion": self.plain["diffusion"],
-            "methods": {method: self.plain["methods"][method]},
+            "methods": {method: self._strategy_of(method)},
             "training": trajectory_settings(self.experiment.training, self.experiment.methods[method]),
         }
+
+    def _strategy_of(self, method: str) -> Record:
+        """Return sampler, weighting and coupling of a method; plain values of methods lack the default coupling."""
+        strategy = self.experiment.methods[method]
+        return {part: getattr(strategy, part).plain() for part in PARTS}
 
     @cached_property
     def _sampling_settings(self) -> Record:
@@ -232,11 +241,13 @@ class ExpectedSettings:
         """Find all settings that decide the results of a method and differ from a snapshot's record."""
         recorded = dict(record["config"])
         recorded_method = dict(recorded["methods"].get(record["method"], {}))
-        for part in ("sampler", "weighting", "coupling"):
+        for part, (_, default) in PARTS.items():
             component = getattr(self.experiment.methods[method], part)
-            recorded_method[part] = _add_defaults(recorded_method.get(part), component)
+            recorded_method[part] = _add_defaults(recorded_method.get(part, {"name": default}), component)
         recorded["methods"] = {method: recorded_method}
         recorded["model"] = _add_defaults(recorded["model"], self.experiment.model)
+        default_dtype = AutoencoderConfig.model_fields["dtype"].default  # plain values lack it
+        recorded["autoencoder"] = {"dtype": default_dtype} | recorded["autoencoder"]
         return _compare_settings(self._settings_of(method), recorded)
 
     def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
@@ -292,7 +303,7 @@ def _select_used_fields(autoencoder: Record) -> Record:
             used = ("kind", "path", "scaling", "encode_batch_size", "dtype")
         case _:  # train
             used = [name for name in autoencoder if name not in ("path", "scaling", "shards")]
-    return {name: autoencoder[name] for name in used if name in autoencoder}  # the default dtype is not recorded
+    return {name: autoencoder[name] for name in used if name in autoencoder}
 
 
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kairos.files import glance
 from kairos.report.outdated import read_samples_protocol
-from kairos.status.run_progress import Outline, find_first_snapshot, list_names, read_last_line
+from kairos.status.run_progress import Outline, find_first_snapshot, list_names, read_last_lines
 
 _SHARED_HASHES = ("extractor_hash", "reference_hash")
 _STAGE_RECORDS = {
@@ -147,11 +147,14 @@ def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
     messages = []
     for stage in stages:
         log = logs / f"{_STAGE_LOGS.get(stage, stage)}.log"
-        line = read_last_line((str(log),))
-        if line.startswith(_ERROR):
-            messages += textwrap.wrap(f"failed: {line.removeprefix(_ERROR)}", _LINE_LENGTH)
-        elif line and time.time() - os.path.getmtime(log) < _LOG_INTERVAL:
-            messages.append(f"now: {line}"[:_LINE_LENGTH])
+        lines = read_last_lines(str(log))
+        # an error ends the command, so that the rest of the log belongs to its message
+        error = next((number for number, line in enumerate(lines) if line.startswith(_ERROR)), None)
+        if error is not None:
+            message = " ".join(line.strip() for line in lines[error:])
+            messages += textwrap.wrap(f"failed: {message.removeprefix(_ERROR)}", _LINE_LENGTH)
+        elif lines and lines[-1] and time.time() - os.path.getmtime(log) < _LOG_INTERVAL:
+            messages.append(f"now: {lines[-1].strip()}"[:_LINE_LENGTH])
     return messages
 
 

@@ -421,7 +421,13 @@ class RunLogs:
 
 def read_last_line(logs: tuple[str, ...]) -> str:
     """Return the last line of the first of some log files; empty: there is none."""
-    with suppress(OSError, IndexError), open(logs[0], "rb") as file:
+    lines = read_last_lines(logs[0]) if logs else []
+    return lines[-1].strip() if lines else ""
+
+
+def read_last_lines(log: str) -> list[str]:
+    """Return the lines at the end of a log file, of which the first may be incomplete; empty without a file."""
+    with suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL))
-        return file.read().decode(errors="replace").strip().split("\n")[-1].strip()
-    return ""
+        return file.read().decode(errors="replace").strip().split("\n")
+    return []
