@@ -264,3 +264,12 @@ def test_processes_work_with_one_sample_of_any_shape(shape, process):
     with strategy.observe(draw):
         pass
     assert strategy.step == 1
+
+
+def test_vp_has_the_integral_of_its_linear_beta():
+    """The published beta runs from 0.1 to 20, so its integral up to t is 0.1 t + 9.95 t²."""
+    t = torch.tensor([0.25, 0.5, 1.0], dtype=torch.float64)
+    signal, noise = as_process("vp").coefficients(t)
+    alphas_cumprod = torch.exp(-torch.tensor([0.646875, 2.5375, 10.05], dtype=torch.float64))
+    torch.testing.assert_close(signal**2, alphas_cumprod)
+    torch.testing.assert_close(noise**2, 1 - alphas_cumprod)
