@@ -201,47 +201,40 @@ def test_an_option_that_a_record_lacks_counts_as_its_default(
         collect(load(config), results, unfinished=True)
 
 
-@pytest.mark.parametrize(("before", "now"), [("nearest", "independent"), ("independent", "nearest")])
-def test_results_of_another_coupling_are_excluded_although_the_default_is_not_recorded(
-    tmp_path: Path, before: str, now: str
+COUPLING = ("methods", ("uniform", "coupling"), "methods.uniform.coupling.name")
+DTYPE = ("autoencoder", ("dtype",), "autoencoder.dtype")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "field", "before", "now"),
+    [
+        (*COUPLING, "nearest", "independent"),
+        (*COUPLING, "independent", "nearest"),
+        (*DTYPE, "float16", "float32"),
+        (*DTYPE, "float32", "float16"),
+    ],
+)
+def test_results_of_another_value_are_excluded_although_the_default_is_not_recorded(
+    tmp_path: Path, section: str, keys: tuple[str, ...], field: str, before: str, now: str
 ) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
-    values = yaml.safe_load(config.read_text())
 
-    def set_coupling(name: str) -> None:
-        values["methods"] = {"uniform": {"coupling": name}}
+    def set_value(value: str) -> None:
+        values = yaml.safe_load(config.read_text())
+        parent = values[section]
+        for key in keys[:-1]:
+            parent = parent[key]
+        parent[keys[-1]] = value
         config.write_text(yaml.safe_dump(values))
 
-    set_coupling(before)
+    set_value(before)
     for path in results.glob("uniform/seed0/milestones/*/milestone.json"):
         record = read_json(path)
-        record["config"]["methods"] = load(config).plain()["methods"]
+        record["config"][section] = load(config).plain()[section]
         write_json(path, record)
     assert collect(load(config), results, unfinished=True).outdated == ()
-    set_coupling(now)
-    with pytest.raises(KairosError, match=rf"methods\.uniform\.coupling\.name: {before} → {now}"):
-        collect(load(config), results, unfinished=True)
-
-
-@pytest.mark.parametrize(("before", "now"), [("float16", "float32"), ("float32", "float16")])
-def test_results_of_latents_of_another_type_are_excluded_although_the_default_is_not_recorded(
-    tmp_path: Path, before: str, now: str
-) -> None:
-    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
-    values = yaml.safe_load(config.read_text())
-
-    def set_dtype(dtype: str) -> None:
-        values["autoencoder"]["dtype"] = dtype
-        config.write_text(yaml.safe_dump(values))
-
-    set_dtype(before)
-    for path in results.glob("uniform/seed0/milestones/*/milestone.json"):
-        record = read_json(path)
-        record["config"]["autoencoder"] = load(config).plain()["autoencoder"]
-        write_json(path, record)
-    assert collect(load(config), results, unfinished=True).outdated == ()
-    set_dtype(now)
-    with pytest.raises(KairosError, match=rf"autoencoder\.dtype: {before} → {now}"):
+    set_value(now)
+    with pytest.raises(KairosError, match=re.escape(f"{field}: {before} → {now}")):
         collect(load(config), results, unfinished=True)
 
 
