@@ -74,9 +74,11 @@ def test_findings_start_with_the_warning(unranked):
     results = collect(load(config), folder)
     verdict = findings.summarise_outcome(results, compare_methods(results))
     assert METRIC in verdict[0] and "652" in verdict[0] and "367" in verdict[0] and "primary_metric" in verdict[0]
+    assert "seeds:" not in " ".join(verdict)  # more seeds would not help
     good = results_tree.write(folder.parent.parent / "good", methods=("uniform", "min_snr"))
     results = collect(load(good[0]), good[1])
-    assert "cannot rank" not in " ".join(findings.summarise_outcome(results, compare_methods(results)))
+    verdict = " ".join(findings.summarise_outcome(results, compare_methods(results)))
+    assert "cannot rank" not in verdict and "seeds: [" in verdict
 
 
 def test_compare_starts_with_the_warning(unranked, capsys):

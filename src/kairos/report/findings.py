@@ -38,14 +38,15 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
     """
     by_distance = results.primary_metric == results.metric
     sentences = []
-    if by_distance and (reason := cannot_rank(results.reference)):
+    reason = cannot_rank(results.reference) if by_distance else None
+    if reason:
         sentences.append(f"{reason} {ADVICE}")
     if results.missing:
         last_step = comparisons[0].curve.steps[-1]
         sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
     sentences += _summarise_ranking(comparisons, "Fréchet distance" if by_distance else "validation loss")
     seeds = results.experiment.seeds
-    if len(seeds) < MIN_SEEDS and len(comparisons) > 1:
+    if len(seeds) < MIN_SEEDS and len(comparisons) > 1 and not reason:  # more seeds would not remove the reason
         new_seeds = [seed for seed in range(MIN_SEEDS) if seed not in seeds]
         enough_seeds = sorted([*seeds, *new_seeds[: MIN_SEEDS - len(seeds)]])
         sentences.append(
