@@ -89,7 +89,7 @@ def attach(
             accelerate and Lightning are removed. Attach again if the trainer builds or copies its optimizer later.
         network: network that is trained. A draw belongs to a validation if ``network.training`` of this very object is
             False, with or without gradients. In training mode it is a training draw, also under ``torch.no_grad()``;
-            its loss then counts nowhere. Without an ``nn.Module``, a draw belongs to a validation if gradients are
+            its loss is then ignored. Without an ``nn.Module``, a draw belongs to a validation if gradients are
             disabled.
         time: what the trainer's t is. ``noise_is_one``: 0 is data, 1 is noise. ``data_is_one``: the opposite.
             ``index``: index of a discrete schedule, with 0 the least noise; for a flow-matching scheduler of diffusers
@@ -220,7 +220,7 @@ class Attached:
         `weights` change the gradient and never the statistics, `mask` the statistics and never the gradient. So
         regularisation images train with ``mask=is_regular``. Padding has weight 0 and mask False; multiply the other
         weights by n / (n - padding) for a mean over real samples. In evaluation mode the result is the mean of
-        `weights` x error, which is comparable between strategies. A loss of errors without a gradient counts nowhere.
+        `weights` x error, which is comparable between strategies. Errors without a gradient change no statistics.
 
         Args:
             errors: unweighted squared errors of the samples, (batch,) or shape of t; further dimensions are averaged.
@@ -451,7 +451,7 @@ class Attached:
         """Finish the step; under GradScaler the next draw finishes a fused optimizer's, which waits for no kernel.
 
         Raises:
-            ConfigError: all draws before the step are of a validation.
+            ConfigError: all draws before the step are validation draws.
         """
         if self._initializing:
             return
@@ -583,7 +583,7 @@ def _inner_optimizer(optimizer: Any, network: Any, accelerator: Any) -> torch.op
 
 
 def _prediction_type(scheduler: Any) -> Any:
-    """Return what a scheduler of diffusers says its network predicts; None for any other object."""
+    """Return option ``prediction_type`` of a scheduler of diffusers; None for any other object."""
     return getattr(getattr(scheduler, "config", None), "prediction_type", None)
 
 

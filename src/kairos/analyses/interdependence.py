@@ -63,7 +63,7 @@ def measure_interdependence(
 
     def compute_losses(network: Backbone) -> list[Tensor]:
         """Compute the loss of each image on every part, (images,) each."""
-        # the number of the part selects its noise, which is equal before and after the training
+        # the index of a part of the process selects its noise, which is equal before and after the training
         return [fixed_loss.errors(network, part, u, "prediction") for part, u in enumerate(image_fractions)]
 
     losses_before = compute_losses(snapshot.model)

@@ -330,7 +330,7 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
 
 
 def _add_defaults(recorded: Any, component: Component | LibraryComponent) -> Any:
-    """Add to the recorded options of a component those that the component has had only since then.
+    """Add options that are newer than a record to the recorded options of a component, with their defaults.
 
     Args:
         recorded: name and options of a component in a record; other values are returned unchanged.

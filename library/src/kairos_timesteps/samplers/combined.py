@@ -256,7 +256,7 @@ class Shift(Transformed):
     def shift(self, tokens: Any = None, frames: Any = None, **context: Any) -> Any:
         """Return alpha for images of `tokens` tokens and `frames` frames: a number, or a tensor if `tokens` is one.
 
-        Frames change law linear alone; None: 1.
+        Frames change only the result of law ``linear``; None counts as 1 frame.
 
         Raises:
             ConfigError: the number of tokens is needed and missing, or not positive.
