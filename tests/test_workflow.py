@@ -16,6 +16,7 @@ import pytest
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json
+from kairos.training.run_folder import lock_run_folder
 from kairos.workflow import controller
 from kairos.workflow.layout import FROZEN_VARIABLE, Layout
 from workflow_copy import Copy, copy_finished_run
@@ -269,23 +270,23 @@ def test_deleted_outputs_are_computed_from_step_0(computed):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metadata_loses_nothing(computed):
-    """The controller is stopped while a forced run trains, and killed after the first segment is written."""
+def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metadata_loses_nothing(computed, request):
+    """The controller is stopped while a forced run waits to train, and killed after the first segment is written."""
     before = (computed.folder / FOLDER / "training.json").read_bytes()
     command = ["snakemake", "--cores", "1", "--configfile", "params.yaml", "--forcerun", "train_1", *TRAIN]
     with open(computed.folder / "controller.log", "w") as log:
-        controller = subprocess.Popen(
-            command, cwd=computed.folder, env=computed.environment, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            first = computed.folder / FOLDER / "milestones/0000020/milestone.json"
+        # the job waits for the lock of its training run, so the controller is stopped before the job can end
+        with lock_run_folder(computed.folder / FOLDER / ".state"):
+            controller = subprocess.Popen(
+                command, cwd=computed.folder, env=computed.environment, stdout=log, stderr=subprocess.STDOUT
+            )
+            request.addfinalizer(controller.kill)
             wait_for(lambda: running(computed.folder, "--milestones 0 20"))
             controller.send_signal(signal.SIGSTOP)
-            wait_for(lambda: not running(computed.folder, "--milestones 0 20"))
-            assert first.exists()
-        finally:
-            controller.kill()
-            controller.wait()
+    wait_for(lambda: not running(computed.folder, "--milestones 0 20"))
+    assert (computed.folder / FOLDER / "milestones/0000020/milestone.json").exists()
+    controller.kill()
+    controller.wait()
     assert "20 steps computed" in (computed.folder / "controller.log").read_text()  # a forced run starts from step 0
     assert run(computed, *TRAIN) == 20  # the second segment alone
     assert computed.to_do("--", f"{FOLDER}/training.json", config="params.yaml") == {}
