@@ -274,15 +274,14 @@ def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metada
     """The controller is stopped while a forced run waits to train, and killed after the first segment is written."""
     before = (computed.folder / FOLDER / "training.json").read_bytes()
     command = ["snakemake", "--cores", "1", "--configfile", "params.yaml", "--forcerun", "train_1", *TRAIN]
-    with open(computed.folder / "controller.log", "w") as log:
-        # the job waits for the lock of its training run, so the controller is stopped before the job can end
-        with lock_run_folder(computed.folder / FOLDER / ".state"):
-            controller = subprocess.Popen(
-                command, cwd=computed.folder, env=computed.environment, stdout=log, stderr=subprocess.STDOUT
-            )
-            request.addfinalizer(controller.kill)
-            wait_for(lambda: running(computed.folder, "--milestones 0 20"))
-            controller.send_signal(signal.SIGSTOP)
+    # the job waits for the lock of its training run, so the controller is stopped before the job can end
+    with open(computed.folder / "controller.log", "w") as log, lock_run_folder(computed.folder / FOLDER / ".state"):
+        controller = subprocess.Popen(
+            command, cwd=computed.folder, env=computed.environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        request.addfinalizer(controller.kill)
+        wait_for(lambda: running(computed.folder, "--milestones 0 20"))
+        controller.send_signal(signal.SIGSTOP)
     wait_for(lambda: not running(computed.folder, "--milestones 0 20"))
     assert (computed.folder / FOLDER / "milestones/0000020/milestone.json").exists()
     controller.kill()
