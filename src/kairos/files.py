@@ -301,7 +301,8 @@ def hash_folder(path: Path) -> dict[str, str]:
 def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
     """Try to lock an open file for `timeout` seconds; return True on success.
 
-    The kernel releases the lock when the process that holds it ends.
+    The kernel releases the lock when the process that holds it ends. The package filelock is not used, because
+    it replaces the lock by a marker file on a file system without locks.
 
     Args:
         file: the open file.

@@ -1,4 +1,8 @@
-"""Progress with rate and remaining time, as a bar on a terminal or as lines in log files; messages and tables."""
+"""Progress with rate and remaining time, as a bar on a terminal or as lines in log files; messages and tables.
+
+tqdm draws the bar. It writes no plain lines for log files. Tables use no package, because the imports of tabulate and
+rich slow the start of a command.
+"""
 
 import os
 import sys

@@ -1,8 +1,8 @@
 """Snakemake executor plugin ``kairos``: the SLURM plugin's executor, whose jobs outlive their controller.
 
 Snakemake finds the plugin by its name. ``profiles/slurm`` selects it by ``executor: kairos``. The SLURM plugin's
-settings are ``kairos-...`` there. Nothing else in this repository subclasses or changes classes of Snakemake or its
-plugins. The module `kairos.workflow.snakemake_private` lists the private names that kairos uses.
+settings are ``kairos-...`` there. Outside of this package, only the module `kairos.workflow.snakemake_private` changes
+objects of Snakemake. It lists the private names that kairos uses.
 """
 
 from snakemake_executor_plugin_slurm import ExecutorSettings, common_settings

@@ -2,7 +2,7 @@
 
 The backbone is built and called, so every registered backbone can be counted. Numbers of parameters are exact.
 Floating-point operations are the counts of `torch.utils.flop_counter`. It counts 2 per multiplication with addition, in
-matrix products, convolutions and attention.
+matrix products, convolutions and attention. torch has no count of the bytes that operations move.
 """
 
 from dataclasses import dataclass

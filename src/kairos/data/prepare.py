@@ -2,7 +2,14 @@
 
 Images are decoded by all threads of the job, a few at a time, so that memory does not grow with the data set. They are
 copied into an array file, or stay in their source and are read again when needed (`linked_images`). The manifest is
-written last: a folder without a manifest is incomplete.
+written last: a folder without a manifest is incomplete. Files of the folder:
+
+    images.npy              uint8 (count, height, width, channels)
+    conditions/<name>.npy   a row per image
+    train.npy heldout.npy   indices of the images
+    captions.npy caption_ends.npy caption_firsts.npy   with captions, see `captions`
+    numbers.npy names.npy checksums.npy   instead of images.npy, with ``dataset.store: refer``
+    manifest.json           record with the hashes of the other files
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""Published weights of extractors: the path of torch-fidelity's Inception weights, and downloads. No torch here."""
+"""Published weights of extractors: the path of torch-fidelity's Inception weights, and downloads.
+
+No torch here. Downloads do not use `torch.hub`, which needs torch and has no time limit.
+"""
 
 import http.client
 import math

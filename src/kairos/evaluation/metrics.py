@@ -2,6 +2,9 @@
 
 A metric returns columns: a dictionary from column name to number. Module `settings` lists the measurements that each
 metric needs.
+
+Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory. KID and
+Inception score are those of torch-fidelity.
 """
 
 import functools

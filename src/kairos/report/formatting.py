@@ -1,4 +1,7 @@
-"""Format numbers, durations, lists and settings for people, and load the templates that use these formats."""
+"""Format numbers, durations, lists and settings for people, and load the templates that use these formats.
+
+jinja2 and pandas have no format for a value with its standard deviation.
+"""
 
 import math
 from collections.abc import Sequence

@@ -4,6 +4,8 @@ A thread reads what the run has written (metrics.jsonl up to the last entry of t
 checkpoint) and sends it by MLflow's client. Reports that do not arrive are not kept: the import, `kairos track`, finds
 the MLflow run by its tags and adds what is missing. Live reports and import use the recorded times, so both write the
 same points.
+
+The thread replaces MLflow's asynchronous logging, which waits at exit without a time limit.
 """
 
 import json

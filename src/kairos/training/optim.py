@@ -2,6 +2,8 @@
 
 A schedule returns the factor of the learning rate at a step. An average returns its decay at a step: the weight of the
 previous average. Steps count from 0.
+
+torch's LambdaLR and AveragedModel are not used: the first rounds differently, the second begins a step later.
 """
 
 import functools

@@ -6,6 +6,9 @@
     complete/0-400.json          a request (its milestones) that was completed
     complete/0-400.start_over    mark: compute this request again
 
+``D/.state`` also contains ``lock``, held by the process that trains, and ``progress.json``, with step, rate and state
+of the run for `kairos status`.
+
 The run's outputs in ``D`` are links to the state. The state is no declared output of a workflow, so it survives when
 a workflow deletes the outputs of failed jobs.
 """

@@ -312,6 +312,8 @@ def _environment() -> dict[str, str]:
 def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
     """Compare every output in a lock file with the file or folder on disk.
 
+    `dvc status` reports neither the version that an output differs from nor the reason for a difference.
+
     Args:
         lock: a dvc.lock; its paths are relative to its folder.
 
