@@ -108,7 +108,8 @@ def tight_bounding_box(figure: Figure) -> Bbox:
 def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     """Write labels right of the axes at the heights of their lines; labels that would overlap are moved apart.
 
-    matplotlib has no function that moves labels apart. Scales and limits of the axes must be final. A dotted line leads from the end of a line with `x` to the right edge.
+    matplotlib has no function that moves labels apart. Scales and limits of the axes must be final. A dotted line
+    leads from the end of a line with `x` to the right edge.
 
     Args:
         axes: axes that contain the lines.

@@ -1,7 +1,7 @@
 """Stage text: encode all captions of a data set once, so that training runs never run the text encoder.
 
-An interrupted stage resumes, see `resumable_arrays`. ``states.npy`` contains a row per caption, of shape (tokens, width)
-or (width,), and ``empty.npy`` the row of the empty caption.
+An interrupted stage resumes, see `resumable_arrays`. ``states.npy`` contains a row per caption, of shape
+(tokens, width) or (width,), and ``empty.npy`` the row of the empty caption.
 """
 
 from pathlib import Path
