@@ -54,6 +54,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     """Project copy with all inputs of its training runs, and one run that was not interrupted."""
     copy = Copy(tmp_path_factory.mktemp("interrupts"))
     text = (copy.folder / "tests/tiny.yaml").read_text()
+    text = re.sub("autoencoder: .*", "autoencoder: {kind: none}", text)  # jobs that do not import diffusers
     text = text.replace("[20, 40]", f"[{STEPS}]").replace("segments: 2", "segments: 1")
     text = text.replace("checkpoint_every: 20", f"checkpoint_every: {STEPS}")
     names = ["undisturbed", *(f"{way}{number}" for way in WAYS for number in (1, 2, 3))]
