@@ -210,7 +210,6 @@ def test_the_frozen_experiment_of_a_dry_run_contains_the_extractor(tmp_path_fact
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_images_without_labels_run_through_the_pipeline_to_the_report(tmp_path, tmp_path_factory):
     """The images are in one folder, without a folder per class."""
     from sklearn.datasets import load_digits

@@ -181,7 +181,6 @@ def git(copy: Copy, *arguments: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_after_record_neither_snakemake_nor_dvc_reruns_anything(recorded):
     stages = yaml.safe_load((recorded.folder / "dvc.lock").read_text())["stages"]
     assert "train@adaptive-0" in stages and "train@gone-0" not in stages
@@ -191,7 +190,6 @@ def test_after_record_neither_snakemake_nor_dvc_reruns_anything(recorded):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_adopt_in_a_clone_leaves_nothing_to_rerun(recorded, tmp_path):
     store, folder = tmp_path / "store", tmp_path / "clone"
     recorded.run("dvc", "remote", "add", "--local", "--default", "store", str(store))
@@ -212,7 +210,6 @@ def test_adopt_in_a_clone_leaves_nothing_to_rerun(recorded, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_a_later_milestone_computes_the_new_steps_and_a_forced_reproduction_all_of_them(recorded):
     """DVC deletes all outputs of the training run before both; the run has two segments here."""
     folder = recorded.folder / "results/tiny/adaptive/seed0"
@@ -247,7 +244,6 @@ def reproduce(copy: Copy) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_a_comment_and_a_message_leave_dvc_lock_as_it_is(disposable_copy):
     before = (disposable_copy.folder / "dvc.lock").read_bytes()
     with (
@@ -265,7 +261,6 @@ def test_a_comment_and_a_message_leave_dvc_lock_as_it_is(disposable_copy):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_a_changed_expression_reruns_its_stages_and_those_that_read_changed_results(disposable_copy):
     """The stages of the edited code run; stages after them run only if the results that they read have changed."""
     before = (disposable_copy.folder / "dvc.lock").read_text().splitlines()

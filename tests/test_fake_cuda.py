@@ -311,7 +311,6 @@ def test_draws_with_fixed_densities_and_weights_do_not_synchronise(number):
         assert not record.synchronisations
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "part",
     [

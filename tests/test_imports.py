@@ -11,7 +11,7 @@ import sys
 import pytest
 from job_imports import JOBS, LARGE, write_small_demo
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 # Runs each job in a fork. Jobs that may import torch are forks of a process that has imported it.
 RUN_JOBS = """

@@ -16,7 +16,7 @@ from kairos.cli import main
 from kairos.files import read_json
 from workflow_copy import Copy
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.long
 
 STEPS = 400
 TIME_LIMIT = 60  # seconds within which all processes must end

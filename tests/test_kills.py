@@ -15,7 +15,7 @@ from commands import Commands
 from kairos.files import read_json
 from training_case import experiment, make_latents, train_command, write_experiment
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 STEPS = (200, 400)
 # (point, passage) in the order of the run; each entry is one process that is killed

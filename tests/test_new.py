@@ -158,7 +158,6 @@ def test_images_and_files_that_cannot_be_used_are_rejected_and_nothing_is_writte
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_every_stage_is_measured_by_real_jobs(tmp_path):
     """test_own_images.py compares the estimated time with that of the run."""
     copy = Copy(tmp_path / "copy")

@@ -172,7 +172,6 @@ def test_a_run_under_other_caps_has_equal_bits(tmp_path, native):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processor", ["Haswell", "EPYC"])
 def test_a_run_on_an_emulated_cpu_has_equal_bits(tmp_path, local_probe, native, processor):
     """Emulated Intel and AMD CPUs without AVX-512 differ in vendor, caches and approximations such as rsqrtps."""

@@ -14,7 +14,7 @@ import yaml
 from kairos.cli import main
 from kairos.files import read_json
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared" / "data"

@@ -314,7 +314,6 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_a_pipeline_in_shards_gives_the_same_files(tmp_path_factory):
     copy = copy_finished_run(tmp_path_factory)
     results, file = copy.folder / "results/tiny", copy.folder / "params.yaml"

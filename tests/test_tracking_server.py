@@ -70,7 +70,6 @@ def import_into(uri: str, config: Path, results: Path, out: Path, monkeypatch) -
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_many_runs_report_at_once_and_the_import_adds_only_missing_points(
     tree, imported, server, tmp_path, monkeypatch
 ):
@@ -96,7 +95,6 @@ def test_many_runs_report_at_once_and_the_import_adds_only_missing_points(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_a_server_that_is_killed_and_restarted_receives_all_points(tree, imported, server, tmp_path, monkeypatch):
     config, results = write_config(tree[0], "killed", tmp_path), tree[1]
     job = Job(config, results, "adaptive", 0, tmp_path / "run", server.uri)
@@ -117,7 +115,6 @@ def test_a_server_that_is_killed_and_restarted_receives_all_points(tree, importe
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_a_slow_server_delays_no_training_and_a_resumed_training_keeps_its_mlflow_run(tree, imported, server, tmp_path):
     config, results = write_config(tree[0], "slow", tmp_path), tree[1]
     config.write_text(config.read_text().replace("flush_seconds: 300", "flush_seconds: 1"))
@@ -147,7 +144,6 @@ def test_a_slow_server_delays_no_training_and_a_resumed_training_keeps_its_mlflo
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_a_reporting_training_keeps_its_mlflow_run_and_has_the_weights_of_one_without_reports(
     server, commands, tmp_path
 ):
@@ -199,7 +195,6 @@ def postgres(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_reports_and_import_agree_on_postgresql(postgres, tree, imported, tmp_path, monkeypatch):
     import psycopg2
 

@@ -243,7 +243,6 @@ def run(copy: Copy, *arguments: str) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_the_whole_pipeline_runs(computed):
     results = computed.folder / "results/tiny"
     assert computed.to_do(config="params.yaml") == {}
@@ -260,7 +259,6 @@ def test_the_whole_pipeline_runs(computed):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_deleted_outputs_are_computed_from_step_0(computed):
     for path in (computed.folder / FOLDER).glob("milestones/*/milestone.json"):
         path.unlink()
@@ -269,7 +267,6 @@ def test_deleted_outputs_are_computed_from_step_0(computed):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metadata_loses_nothing(computed, request):
     """The controller is stopped while a forced run waits to train, and killed after the first segment is written."""
     before = (computed.folder / FOLDER / "training.json").read_bytes()
@@ -293,7 +290,6 @@ def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metada
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_a_later_milestone_computes_only_the_new_steps(computed):
     with computed.edited("params.yaml", "[20, 40]", "[20, 50]"):
         assert run(computed, *TRAIN, f"{FOLDER}/milestones/0000050/milestone.json") == 10

@@ -21,9 +21,19 @@ def environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+_LONG_TEST_SECONDS = 1800  # after which a long test has failed, also on a slow machine that runs other tests
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put long tests first in the share of each process of pytest-xdist, so that no process ends with one alone."""
+    """Set the timeout of long tests, and put them first in the share of each process of pytest-xdist.
+
+    With long tests first, no process ends with a long test alone.
+    """
+    for item in items:
+        is_long = item.get_closest_marker("long") or item.get_closest_marker("nightly")
+        if is_long and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_LONG_TEST_SECONDS))
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     long = [item for item in items if item.get_closest_marker("long")]
     quick = [item for item in items if not item.get_closest_marker("long")]
