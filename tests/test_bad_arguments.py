@@ -154,7 +154,8 @@ def test_a_number_out_of_range_is_rejected_with_the_name_of_its_option(folder, m
     for number in NUMBERS:
         assert main([word.replace("BAD", number) for word in line.split()]) in (1, 2), number
         printed = capsys.readouterr().err
-        assert option in printed and "Traceback" not in printed, number
+        messages = [text for text in printed.splitlines() if text.startswith("kairos") and not text.endswith("]")]
+        assert len(messages) == 1 and option in messages[0] and "Traceback" not in printed, (number, printed)
 
 
 @pytest.mark.parametrize("streams", [">&-", "2>&-", ">/dev/full"])

@@ -23,7 +23,6 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add(
         "--milestones", type=int, nargs="+", metavar="STEP", help="steps of snapshots; default: those of the experiment"
     )
-    add("--until", type=int, metavar="STEP", help="stop at this snapshot")
     add("--restart", action="store_true", help="delete the checkpoint and start from step 0")
     versions = "resume a checkpoint of other versions of torch or diffusers; pipeline jobs never do"
     add("--accept-versions", action="store_true", help=versions)
@@ -87,16 +86,13 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
 
 def _select_milestones(arguments: argparse.Namespace, experiment: "Experiment") -> list[int]:
-    """Return the steps of the snapshots, ascending: those of ``--milestones`` or the experiment, up to ``--until``.
+    """Return the steps of the snapshots, ascending: those of ``--milestones`` or else of the experiment.
 
     Raises:
-        ConfigError: a step is negative, or ``--until`` is no step of a snapshot.
+        ConfigError: a step is negative.
     """
     milestones = sorted(set(arguments.milestones or experiment.milestones))
     demand(milestones[0] >= 0, "milestones", milestones[0], "0 or more")
-    if arguments.until is not None:
-        milestones = [step for step in milestones if step <= arguments.until]
-        demand(arguments.until in milestones, "until", arguments.until, f"one of {list(experiment.milestones)}")
     return milestones
 
 
