@@ -46,10 +46,12 @@ from kairos.training.launch import die_with_parent
 _TRAINING_STAGES = ("train", "sample", "evaluate", "analyse", "measure")
 FORKED_STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_TRAINING_STAGES))
 _SOCKET_VARIABLE = "KAIROS_PRELOADED"  # environment variable with the path of the server's socket
-# code of the server's process, to be formatted with the arguments of `serve`: listener, config and folder
+# stages whose jobs import diffusers if the experiment has an autoencoder
+_AUTOENCODER_STAGES = frozenset(("autoencoder", "encode", "reference", "sample"))
+# code of the server's process, to be formatted with the arguments of `serve`: listener, config, stages and folder
 _SERVER = (
     "from kairos import process_exit; process_exit.skip_teardown(); "
-    "from kairos import cli; from kairos.workflow import fork_server; fork_server.serve(cli.main, {}, {!r}, {!r})"
+    "from kairos import cli; from kairos.workflow import fork_server; fork_server.serve(cli.main, {}, {!r}, {!r}, {!r})"
 )
 # environment variables that Snakemake sets to a job's number of threads, and to its folder for temporary files
 _THREAD_LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
@@ -79,9 +81,9 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
         stages: the stage of every job that the run will start.
     """
     os.environ.pop(_SOCKET_VARIABLE, None)
-    forked_job_count = sum(stage in FORKED_STAGES for stage in stages)
+    forked_stages = [stage for stage in stages if stage in FORKED_STAGES]
     has_gpu = os.path.exists("/dev/nvidiactl")
-    if sys.platform != "linux" or has_gpu or forked_job_count < 2:
+    if sys.platform != "linux" or has_gpu or len(forked_stages) < 2:
         return
     folder = tempfile.mkdtemp(prefix="kairos-")  # only this user can open it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -93,8 +95,9 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
         os.close(os.pidfd_open(os.getpid()))  # raises OSError before Linux 5.3, where guardians could not work
         listener.bind(f"{folder}/socket")
         listener.listen(_MOST_WAITING)
+        code = _SERVER.format(listener.fileno(), str(config), sorted(set(forked_stages)), folder)
         server = subprocess.Popen(
-            [sys.executable, "-P", "-c", _SERVER.format(listener.fileno(), str(config), folder)],
+            [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -174,13 +177,14 @@ def _send_request(server: socket.socket, path: str, request: Request) -> bool:
 # ----------------------------------------------------------------------------------------------------- in the server
 
 
-def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: str) -> NoReturn:
-    """Import what the jobs of an experiment need, and fork a job for each client until the controller has ended.
+def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: list[str], folder: str) -> NoReturn:
+    """Import what the jobs of some stages need, and fork a job for each client until the controller has ended.
 
     Args:
         main: function that runs a command line and returns its exit status.
         listener: file descriptor of the listening socket.
         config: file of the frozen experiment.
+        stages: stages whose modules are imported.
         folder: folder of the socket, which the server deletes at its end.
     """
     gc.disable()  # imports are faster without it; in a job `kairos.resource_usage.end_startup` enables it again
@@ -188,7 +192,7 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
         portable.set_variables()
     conditions = _process_conditions()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a job's first signals wait until its handlers are set
-    _import_modules(config)
+    _import_modules(config, stages)
     # a fork could not use a GPU that is initialised, and would lack other threads
     thread_count = len(os.listdir("/proc/self/task"))
     can_fork = thread_count == 1 and not sys.modules["torch"].cuda.is_available()
@@ -282,20 +286,20 @@ def _guard(client: socket.socket) -> None:
     os._exit(0)
 
 
-def _import_modules(config: str) -> None:
-    """Import the modules of kairos and torch that an experiment's stages need.
+def _import_modules(config: str, stages: list[str]) -> None:
+    """Import the modules of kairos and torch that some stages of an experiment need.
 
     Other modules, such as those of plugins, are left out because their import could compute something. The time of the
     imports is recorded in ``timing/preload.json``.
     """
     from kairos.config import load
-    from kairos.workflow.dependencies import TRAINING_STAGES, find_dependencies, shared_stages
+    from kairos.workflow.dependencies import find_dependencies
 
     experiment = load(config)
     names = {"kairos.training.run", "kairos.staging", "kairos.tracking.live"}
-    if experiment.autoencoder.kind != "none":
+    if experiment.autoencoder.kind != "none" and not _AUTOENCODER_STAGES.isdisjoint(stages):
         names.add("kairos.autoencoders.train")
-    for stage in FORKED_STAGES.intersection((*shared_stages(experiment), *TRAINING_STAGES)):
+    for stage in set(stages) - {"measure", "analyse"}:  # analyses need nothing more than a training run does
         for method in experiment.methods:
             names.update(find_dependencies(stage, experiment, method).modules)
     for name in sorted(names):
