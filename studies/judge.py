@@ -274,8 +274,8 @@ def main() -> None:
     parser.add_argument(
         "--power", action="store_true", help="print the smallest differences that the settings can detect"
     )
-    parser.add_argument("--seeds", type=int, default=8, help="number of seeds, for --power")
-    parser.add_argument("--comparisons", type=int, default=27, help="methods times settings times metrics, for --power")
+    parser.add_argument("--seeds", type=int, default=10, help="number of seeds, for --power")
+    parser.add_argument("--comparisons", type=int, default=63, help="methods times settings times metrics, for --power")
     parser.add_argument(
         "--goal", metavar="METHOD", help="compare METHOD with the best fixed method, by setting and over all settings"
     )

@@ -52,7 +52,7 @@ class P2(Weighting):
     gamma: float = option(1.0, "exponent; 0 switches the weighting off", ge=0)
 
     def formula(self, snr: Values) -> Values:
-        """Return the formula."""
+        """Return (k + SNR)^-gamma, elementwise."""
         return (self.k + snr) ** -self.gamma
 
 
@@ -83,7 +83,7 @@ class SoftMinSnr(Weighting):
     gamma: float = option(5.0, "cap of the SNR", gt=0)
 
     def formula(self, snr: Values) -> Values:
-        """Return the formula."""
+        """Return gamma/(SNR + gamma), elementwise."""
         return self.gamma / (snr + self.gamma)
 
 
@@ -139,11 +139,11 @@ class EdmWeighting(Weighting):
         return self.warmup is not None
 
     def formula(self, snr: Values) -> Values:
-        """Return the formula in SNR, 1/sigma_data² + SNR."""
+        """Return 1/sigma_data² + SNR, elementwise."""
         return 1 / (self.sigma_data or 0.5) ** 2 + snr
 
     def __call__(self, snr: Values, step: Any = 0) -> Values:
-        """Return the formula, capped in the warm-up; `step` is a number or a tensor that broadcasts with `snr`."""
+        """Return the weights, capped in the warm-up; `step` is a number or a tensor that broadcasts with `snr`."""
         weight, warmup = self.formula(snr), self.warmup
         if warmup is None or (isinstance(step, int) and step >= warmup):
             return self.converted(weight, snr)
@@ -166,7 +166,7 @@ class Sigmoid(Weighting):
     measure: bool = option(True, "times |d ln SNR/dt|, mean 1: on any process the integral over ln SNR, with uniform t")
 
     def formula(self, snr: Values) -> Values:
-        """Return the formula, times its measure if `measure` is set."""
+        """Return the sigmoid of ln SNR, times its measure if `measure` is set."""
         weight = sigmoid(self.bias - namespace(snr).log(snr))
         return weight * level_measure(snr, self.schedule.snr) if self.measure else weight
 
@@ -183,7 +183,7 @@ class AutoWeighting(Weighting):
     """
 
     def formula(self, snr: Values) -> Values:
-        """Return the formula at SNRs clipped to the schedule's range."""
+        """Return `auto`'s weights at SNRs clipped to the schedule's range."""
         inside = snr.clip(self.schedule.snr.min(), self.schedule.snr.max())
         return (1 + inside) ** -0.5 * level_measure(inside, self.schedule.snr)
 
@@ -217,7 +217,7 @@ class Snr(Weighting):
     scale: float = option(1.0, "factor of the weight", gt=0)
 
     def formula(self, snr: Values) -> Values:
-        """Return the formula."""
+        """Return scale times the clipped SNR to the power, elementwise."""
         return self.scale * snr.clip(self.low, self.high) ** self.power
 
 
@@ -227,7 +227,7 @@ class SigmaWeighting(Weighting):
     stated_for = "predicted"
 
     def formula(self, snr: Values) -> Values:
-        """Return the formula in sigma, the noise share of a linear flow."""
+        """Return the weights at SNRs, each converted to sigma, the noise share of a linear flow."""
         return self.sigma_formula(1 / (1 + snr**0.5))
 
     def sigma_formula(self, sigma: Values) -> Values:
@@ -252,7 +252,7 @@ class Linear(SigmaWeighting):
         demand(offset + slope >= 0, "slope", slope, f"at least -{offset}: no weight below 0")
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """Return the formula."""
+        """Return offset + slope · sigma, elementwise."""
         return self.offset + self.slope * sigma
 
 
@@ -267,7 +267,7 @@ class Power(SigmaWeighting):
     least: float = option(0.0, "lower bound of sigma", ge=0, lt=1)
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """Return the formula."""
+        """Return sigma, at least `least`, to the power, elementwise."""
         return sigma.clip(self.least, None) ** self.power
 
 
@@ -279,7 +279,7 @@ class CosMapWeighting(SigmaWeighting):
     """
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """Return the formula."""
+        """Return 2/(π (1 - 2 sigma + 2 sigma²)), elementwise."""
         return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
 
 
@@ -293,7 +293,7 @@ class Bell(SigmaWeighting):
     flat: bool = option(False, "flat at its largest from the middle to the image")
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """Return the formula; with `flat`, constant from the middle to the image (ai-toolkit's second)."""
+        """Return the bell at sigma, elementwise; with `flat`, constant from the middle to the image (ai-toolkit's second)."""
         sigma = sigma.clip(0.5, None) if self.flat else sigma
         mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - math.exp(-0.5)
         return (namespace(sigma).exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)) / mean
@@ -311,7 +311,7 @@ class VLikeLoss(Weighting):
     stated_for = "v"
 
     def formula(self, snr: Values) -> Values:
-        """Return the formula."""
+        """Return 1 + c (SNR + 1)/SNR, elementwise."""
         return 1 + self.c * (snr + 1) / snr
 
 
