@@ -166,7 +166,7 @@ class Sigmoid(Weighting):
     measure: bool = option(True, "times |d ln SNR/dt|, mean 1: on any process the integral over ln SNR, with uniform t")
 
     def formula(self, snr: Values) -> Values:
-        """Return the sigmoid of ln SNR, times its measure if `measure` is set."""
+        """Return the sigmoid of bias - ln SNR, times its measure if `measure` is set."""
         weight = sigmoid(self.bias - namespace(snr).log(snr))
         return weight * level_measure(snr, self.schedule.snr) if self.measure else weight
 
@@ -293,7 +293,7 @@ class Bell(SigmaWeighting):
     flat: bool = option(False, "flat at its largest from the middle to the image")
 
     def sigma_formula(self, sigma: Values) -> Values:
-        """Return the bell at sigma, elementwise; with `flat`, constant from the middle to the image (ai-toolkit's second)."""
+        """Return the bell at sigma, elementwise; with `flat` (ai-toolkit), its maximum for sigma below 1/2."""
         sigma = sigma.clip(0.5, None) if self.flat else sigma
         mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - math.exp(-0.5)
         return (namespace(sigma).exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)) / mean
