@@ -20,6 +20,8 @@ export OMP_NUM_THREADS := 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
+# some container images set it; every process would then compile all modules of kairos again
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo run cluster test test-library test-trainers test-long test-all test-nightly test-cluster systems recipes gpu gpu-wheels ui record adopt reproduce docs lint format clean

@@ -10,6 +10,7 @@
 # standard input.
 export OMP_NUM_THREADS=1
 export TORCHINDUCTOR_COMPILE_THREADS=1  # without a pool of processes, each of which imports torch
+unset PYTHONDONTWRITEBYTECODE  # every process would compile all modules of kairos again
 bin="${UV_PROJECT_ENVIRONMENT:-.venv}/bin"
 declare -A running=()  # process id of each step that runs: its name
 declare -A began=()    # name of each step: when it began

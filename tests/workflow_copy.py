@@ -29,6 +29,11 @@ class Copy:
             if (ROOT / name).is_symlink() or (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+        # compiled modules, which Python uses as long as size and time of their source are those of ROOT's
+        for compiled in (path for name in ("src", "library/src") for path in (ROOT / name).rglob("*.pyc")):
+            target = folder / compiled.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(compiled, target)
         self._prepare(folder)
 
     @classmethod
