@@ -2,10 +2,11 @@
 
     python benchmarks/randomness.py --rounds 3 --out benchmarks/results/randomness.csv
 
-A DiT of 0.2 M parameters on 8x8 latents (batch 32), the demo's DiT (batch 64) and the CIFAR-10 UNet (batch 8) alternate
-on one thread. Each draws from `kairos_timesteps.randomness` inside its step; equal draws from torch's generator are
-timed for comparison. Times are means, because small draws are computed for a prefetch block of 16 steps at once; a
-DiT's round is three blocks. They are CPU time of the thread, or wall-clock time on a GPU.
+Three networks alternate on one thread. They are a DiT of 0.2 M parameters on 8x8 latents (batch 32), a DiT of 2.2 M
+parameters on 4x4 latents (batch 64), and the CIFAR-10 UNet (batch 8). Each draws from `kairos_timesteps.randomness`
+inside its step; equal draws from torch's generator are timed for comparison. Times are means, because small draws are
+computed for a prefetch block of 16 steps at once; a DiT's round is three blocks. They are CPU time of the thread, or
+wall-clock time on a GPU.
 """
 
 import argparse
