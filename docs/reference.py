@@ -1,16 +1,21 @@
-"""References for the site, generated from the code: experiment file, command line, presets, Python."""
+"""References for the site, generated from the code: experiment file, commands, presets, metrics, columns, Python."""
 
 import argparse
 import functools
 import importlib
+import inspect
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import kairos_timesteps
 from kairos.cli import COMMANDS
 from kairos.config import Experiment
+from kairos.evaluation.settings import MEASUREMENTS, METRICS, MetricOptions, is_higher_better
+from kairos.losses.settings import LOSSES
+from kairos.report.columns import FIRST_COLUMNS, LAST_COLUMNS, OPTIONAL_PROTOCOL, PROTOCOL, SPREAD
+from kairos.training.run_folder import METRICS_FIELDS, TIMING_FIELDS
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE
 
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
@@ -18,6 +23,7 @@ _FIRST = ("Strategy", "Draw", "density", "weighting", "preset", "names")
 _BASES = ("base.Sampler", "base.FixedDensity", "base.TableDensity", "base.Weighting")
 _BASES += ("options.option", "errors.ConfigError")
 _ELSEWHERE = {"sampler": "samplers.md", "weighting": "weightings.md", "coupling": "couplings.md"}
+_ELSEWHERE |= {"metrics": "metrics.md"}
 
 
 @functools.cache
@@ -95,6 +101,67 @@ def api() -> str:
     return "\n\n".join(f"::: kairos_timesteps.{name}" for name in names)
 
 
+def metrics() -> str:
+    """Describe every metric with its requirements, columns and options, below a table of all metrics."""
+    options = described(schema()["$defs"]["EvaluationConfig"]["properties"]["metrics"])
+    rows, parts = [], []
+    for name, metric in METRICS.items():
+        columns = ", ".join(f"`{column}`" for column in metric.columns)
+        rows.append([f"[{name}](#{name})", metric.help(), columns, _better(metric.columns)])
+        meanings = [[f"`{column}`", _better([column]), meaning] for column, meaning in metric.columns.items()]
+        properties = options[name]["properties"]
+        parts += [f"## {name}", inspect.getdoc(metric) or "", f"Needs: {_metric_needs(metric)}."]
+        parts.append(table(["column", "better", "meaning"], meanings))
+        parts.append(fields(properties) if properties else "No options.")
+    overview = table(["metric", "value", "columns", "better"], rows)
+    return "\n\n".join([overview, *parts])
+
+
+def _better(columns: Iterable[str]) -> str:
+    """Return the direction in which values of columns are better."""
+    return ", ".join(dict.fromkeys("higher" if is_higher_better(column) else "lower" for column in columns))
+
+
+def _metric_needs(metric: type[MetricOptions]) -> str:
+    """Return the inputs of a metric in words: measurements of images with their extractor, or other requirements."""
+    needs = []
+    for measurement in (MEASUREMENTS[need] for need in metric.needs):
+        if measurement.requires:
+            needs.append(measurement.requires)
+        else:
+            images = "samples and of real images" if measurement.of_real_images else "samples"
+            extractor = f"extractor `{metric.extractor}`" if metric.extractor else "any extractor"
+            needs.append(f"{measurement.content}, of {images}; {extractor}")
+    return "; ".join(needs)
+
+
+def summary_columns() -> str:
+    """Return a table of all columns of summary.csv, in the order of the file."""
+    metric_columns = {}
+    for name, metric in METRICS.items():
+        for column, meaning in metric.columns.items():
+            metric_columns[column] = f"{meaning} ([{name}](metrics.md#{name}))"
+    spread = {"<column>_spread": SPREAD}
+    columns = {**FIRST_COLUMNS, **metric_columns, **spread, **PROTOCOL, **OPTIONAL_PROTOCOL, **LAST_COLUMNS}
+    return _meanings("column", columns)
+
+
+def metrics_fields() -> str:
+    """Return a table of the fields of a line of metrics.jsonl."""
+    terms = {name: loss.help() for name, loss in LOSSES.items()}
+    return _meanings("field", {**METRICS_FIELDS, **terms})
+
+
+def timing_fields() -> str:
+    """Return a table of the fields of a line of timing.jsonl."""
+    return _meanings("field", TIMING_FIELDS)
+
+
+def _meanings(kind: str, meanings: Mapping[str, str]) -> str:
+    """Return a table of names and their meanings."""
+    return table([kind, "meaning"], [[f"`{name}`", meaning] for name, meaning in meanings.items()])
+
+
 def described(node: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the components that a field may name, as JSON schema with ``description`` and ``properties``, by name."""
     components = {}
@@ -149,9 +216,9 @@ def _allowed(node: Mapping[str, Any], key: str) -> str:
     if names := described(node):
         has_many = "items" in node or any("items" in each for each in node.get("anyOf", ()))
         choice = "a list of names, each with or without options" if has_many else "a name, or a name with options"
-        if key in _ELSEWHERE:
-            return f"{choice}: [{len(names)} of them]({_ELSEWHERE[key]})"
         also = " or null" if {"type": "null"} in node.get("anyOf", ()) else ""
+        if key in _ELSEWHERE:
+            return f"{choice}: [{len(names)} of them]({_ELSEWHERE[key]}){also}"
         return f"{choice}: " + ", ".join(f"[{n}](#{key}-{n})" for n in names) + also
     if "enum" in node or "const" in node:
         return ", ".join(f"`{_value(value)}`" for value in dict.fromkeys(node.get("enum", [node.get("const")])))
@@ -193,5 +260,6 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-_PAGES = {"experiment": experiment, "commands": commands, "presets": presets, "api": api}
+_PAGES = {"experiment": experiment, "commands": commands, "presets": presets, "metrics": metrics, "api": api}
+_PAGES |= {"summary_columns": summary_columns, "metrics_fields": metrics_fields, "timing_fields": timing_fields}
 PARTS = {name: (lambda generate=generate: (generate(), {})) for name, generate in _PAGES.items()}

@@ -11,7 +11,7 @@ needs a snapshot is called as ``code(milestone, latents, settings, device)``, se
 `MEASUREMENTS` lists what metrics can need of a set of images.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -109,6 +109,7 @@ class Measurement:
         of_real_images: True if stage `reference` takes the measurement of the real images too.
         layer: for a mean and covariance: layer of the extractor; else empty.
         arrays: for a mean and covariance: names of the two arrays in published npz files.
+        requires: inputs of a measurement that the extractor does not compute, for the documentation; else empty.
     """
 
     content: str
@@ -116,6 +117,7 @@ class Measurement:
     of_real_images: bool
     layer: str = ""
     arrays: tuple[str, str] = ("", "")
+    requires: str = ""
 
 
 MEASUREMENTS = {
@@ -135,16 +137,23 @@ MEASUREMENTS = {
     ),
     "features": Measurement("feature vectors", "measurements.measure", of_real_images=True),
     "logits": Measurement("logits of the classes", "measurements.measure", of_real_images=False),
-    "captions": Measurement("images with their captions", "evaluate.pair_with_captions", of_real_images=False),
+    "captions": Measurement(
+        "images with their captions",
+        "evaluate.pair_with_captions",
+        of_real_images=False,
+        requires="samples with captions: a model with condition `text`",
+    ),
     "pairs": Measurement(
         "images with the real images that their conditions come from",
         "evaluate.pair_with_real_images",
         of_real_images=False,
+        requires="samples with conditions of real images, such as `low_resolution`",
     ),
     "milestone": Measurement(
         "none: the metric evaluates the snapshot's network on held-out images",
         "evaluate._compute_losses",
         of_real_images=False,
+        requires="network of the snapshot, and held-out images (`dataset.heldout`)",
     ),
 }
 GAUSSIAN_MEASUREMENTS = {name: measurement for name, measurement in MEASUREMENTS.items() if measurement.layer}
@@ -156,11 +165,13 @@ class MetricOptions(Component):
     Attributes:
         needs: measurements that the metric needs, names of `MEASUREMENTS`.
         extractor: the only extractor that the metric is defined for; empty: any.
+        columns: columns of summary.csv that the metric writes, with their meaning; documentation.
         higher_is_better: columns of the metric whose values are higher for better samples.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     extractor: ClassVar[str] = ""
+    columns: ClassVar[Mapping[str, str]] = {}
     higher_is_better: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -182,9 +193,14 @@ METRICS: Components[MetricOptions] = Components("metric")
 
 @METRICS.register
 class FrechetOptions(MetricOptions):
-    """Fréchet distance of the extractor's features (Heusel et al. 2017)."""
+    """Fréchet distance of the extractor's features (Heusel et al. 2017).
+
+    The formula is that of torch-fidelity. The extractor decides the name of the column, such as `frechet_classifier32`;
+    it is `fid` with Inception and `fd_dinov2` with DINOv2.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:frechet"
+    columns: ClassVar[Mapping[str, str]] = {"frechet_<extractor>": "Fréchet distance of the extractor's features"}
     needs: ClassVar[tuple[str, ...]] = ("moments",)
 
     name: str = "frechet"
@@ -192,9 +208,13 @@ class FrechetOptions(MetricOptions):
 
 @METRICS.register
 class FidOptions(MetricOptions):
-    """FID: Fréchet distance of Inception's features."""
+    """FID: Fréchet distance of Inception's features.
+
+    Heusel et al. 2017. The 2,048 features are those of ADM's evaluator.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:frechet"
+    columns: ClassVar[Mapping[str, str]] = {"fid": "Fréchet distance of Inception's features"}
     needs: ClassVar[tuple[str, ...]] = ("moments",)
     extractor: ClassVar[str] = "inception"
 
@@ -203,9 +223,13 @@ class FidOptions(MetricOptions):
 
 @METRICS.register
 class FdDinoOptions(MetricOptions):
-    """Fréchet distance of DINOv2's features (Stein et al. 2023)."""
+    """Fréchet distance of DINOv2's features (Stein et al. 2023).
+
+    The published distance is of ViT-L/14, the default of extractor `dinov2`.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:frechet"
+    columns: ClassVar[Mapping[str, str]] = {"fd_dinov2": "Fréchet distance of DINOv2's features"}
     needs: ClassVar[tuple[str, ...]] = ("moments",)
     extractor: ClassVar[str] = "dinov2"
 
@@ -214,9 +238,13 @@ class FdDinoOptions(MetricOptions):
 
 @METRICS.register
 class SfidOptions(MetricOptions):
-    """FID of Inception's spatial features (Nash et al. 2021)."""
+    """FID of Inception's spatial features (Nash et al. 2021).
+
+    The 2,023 spatial features are those of ADM's evaluator.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:sfid"
+    columns: ClassVar[Mapping[str, str]] = {"sfid": "Fréchet distance of Inception's spatial features"}
     needs: ClassVar[tuple[str, ...]] = ("spatial",)
     extractor: ClassVar[str] = "inception"
 
@@ -225,9 +253,14 @@ class SfidOptions(MetricOptions):
 
 @METRICS.register
 class KidOptions(MetricOptions):
-    """Kernel distance (Bińkowski et al. 2018)."""
+    """Kernel distance (Bińkowski et al. 2018).
+
+    The unbiased estimate of torch-fidelity, which can be negative; at most 10,000 images count. For Inception the
+    kernel is the published one. For other extractors its scale follows the real features.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:kid"
+    columns: ClassVar[Mapping[str, str]] = {"kid": "unbiased kernel distance of the features, mean over subsets"}
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
     name: str = "kid"
@@ -237,9 +270,13 @@ class KidOptions(MetricOptions):
 
 @METRICS.register
 class IscOptions(MetricOptions):
-    """Inception score (Salimans et al. 2016)."""
+    """Inception score (Salimans et al. 2016).
+
+    The splits have 5,000 consecutive images, as in ADM's evaluator.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:isc"
+    columns: ClassVar[Mapping[str, str]] = {"isc": "Inception score, mean over splits"}
     higher_is_better: ClassVar[tuple[str, ...]] = ("isc",)
     needs: ClassVar[tuple[str, ...]] = ("logits",)
     extractor: ClassVar[str] = "inception"
@@ -249,9 +286,13 @@ class IscOptions(MetricOptions):
 
 @METRICS.register
 class PrecisionOptions(MetricOptions):
-    """Share of samples in the real manifold (Kynkäänniemi et al. 2019)."""
+    """Share of samples in the real manifold (Kynkäänniemi et al. 2019).
+
+    At most 10,000 real images, evenly spread, form the manifold.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:precision"
+    columns: ClassVar[Mapping[str, str]] = {"precision": "share of samples in the real manifold, from 0 to 1"}
     higher_is_better: ClassVar[tuple[str, ...]] = ("precision",)
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
@@ -261,9 +302,13 @@ class PrecisionOptions(MetricOptions):
 
 @METRICS.register
 class RecallOptions(PrecisionOptions):
-    """Share of real images in the samples' manifold."""
+    """Share of real images in the samples' manifold.
+
+    Kynkäänniemi et al. 2019. At most 10,000 real images, evenly spread, count.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:recall"
+    columns: ClassVar[Mapping[str, str]] = {"recall": "share of real images in the samples' manifold, from 0 to 1"}
     higher_is_better: ClassVar[tuple[str, ...]] = ("recall",)
 
     name: str = "recall"
@@ -271,9 +316,14 @@ class RecallOptions(PrecisionOptions):
 
 @METRICS.register
 class ClipOptions(MetricOptions):
-    """100 x cosine of images and captions (Hessel et al. 2021)."""
+    """100 x cosine of images and captions (Hessel et al. 2021).
+
+    The score is that of torchmetrics without its clamp at 0. Published scores near 0.24 are the cosine itself. Scores
+    of different networks are not comparable.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.clip:clip"
+    columns: ClassVar[Mapping[str, str]] = {"clip_score": "100 times the mean cosine of image and caption"}
     higher_is_better: ClassVar[tuple[str, ...]] = ("clip_score",)
     needs: ClassVar[tuple[str, ...]] = ("captions",)
 
@@ -283,9 +333,18 @@ class ClipOptions(MetricOptions):
 
 @METRICS.register
 class ValidationOptions(MetricOptions):
-    """Loss by time on held-out images."""
+    """Loss by time on held-out images.
+
+    Images, noise and times are fixed and equal for all methods. The squared error is that of epsilon for every
+    prediction.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.validation:validation_loss"
+    columns: ClassVar[Mapping[str, str]] = {
+        "val_loss": "squared error of epsilon, mean over the fractions of the process",
+        "val_vlb": "mean of the squared errors times their weights in the variational bound",
+        "val_vlb_without_last": "`val_vlb` without the last timestep",
+    }
     needs: ClassVar[tuple[str, ...]] = ("milestone",)
 
     name: str = "validation"
@@ -293,9 +352,14 @@ class ValidationOptions(MetricOptions):
 
 @METRICS.register
 class Mlperf8Options(MetricOptions):
-    """Loss at eight equidistant times (MLPerf Training, Flux.1)."""
+    """Loss at eight equidistant times (MLPerf Training, Flux.1).
+
+    Images and noise are fixed and equal for all methods. The squared error is that of the network's prediction, so
+    networks with different predictions are not comparable.
+    """
 
     code: ClassVar[str] = "kairos.evaluation.validation:mlperf8"
+    columns: ClassVar[Mapping[str, str]] = {"val_mlperf8": "squared error of the prediction, mean over images"}
     needs: ClassVar[tuple[str, ...]] = ("milestone",)
 
     name: str = "mlperf8"
@@ -306,6 +370,7 @@ class PsnrOptions(MetricOptions):
     """PSNR in dB against the images that conditions come from."""
 
     code: ClassVar[str] = "kairos.evaluation.metrics:psnr"
+    columns: ClassVar[Mapping[str, str]] = {"psnr": "peak signal-to-noise ratio in dB, mean over the images"}
     higher_is_better: ClassVar[tuple[str, ...]] = ("psnr",)
     needs: ClassVar[tuple[str, ...]] = ("pairs",)
 

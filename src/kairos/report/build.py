@@ -9,14 +9,10 @@ import pandas as pd
 from kairos.config import REFERENCE_ROWS, Experiment
 from kairos.files import atomic_folder, write_text
 from kairos.report.collect import Record, Results, collect
+from kairos.report.columns import FIRST_COLUMNS, LAST_COLUMNS, OPTIONAL_PROTOCOL, PROTOCOL
 from kairos.report.figures import draw_figures
 from kairos.report.page import render_page
 from kairos.report.published_numbers import published_csv
-from kairos.sampling.settings import GUIDANCE
-
-_FIRST_COLUMNS = ("experiment", "method", "seed", "step", "images_seen", "train_seconds")
-_PROTOCOL = ("n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed")
-_OPTIONAL_PROTOCOL = ("sets", "spacing", "clip", "sample_seed", *GUIDANCE)
 
 
 def build_report(experiment: Experiment, folder: Path, unfinished: bool = False) -> Path:
@@ -57,13 +53,13 @@ def summary_csv(results: Results) -> str:
     Floats have enough digits to be read back exactly.
     """
     metric = results.metric
-    fixed_columns = [*_FIRST_COLUMNS, metric, f"{metric}_spread", "val_loss", "val_vlb", *_PROTOCOL]
+    fixed_columns = [*FIRST_COLUMNS, metric, f"{metric}_spread", "val_loss", "val_vlb", *PROTOCOL]
     records = [snapshot.measured_values for _, snapshot in results.run_snapshots]
     records += results.reference["rows"].values()
     # names ending in _sets contain lists: the values of single sample sets
     measured_columns = [name for name in chain.from_iterable(records) if not name.endswith("_sets")]
     distinct_columns = list(dict.fromkeys([*fixed_columns, *measured_columns]))
-    columns = [*distinct_columns, *_OPTIONAL_PROTOCOL, "extractor", "identity"]
+    columns = [*distinct_columns, *OPTIONAL_PROTOCOL, *LAST_COLUMNS]
     table = pd.concat([results.table, pd.DataFrame(_reference_rows(results), dtype=object)])
     return table.reindex(columns=columns).to_csv(index=False, lineterminator="\n")
 

@@ -32,6 +32,28 @@ from kairos.training import checkpoint
 from kairos.training.provenance import library_versions
 from kairos_timesteps.errors import DamagedError, KairosError
 
+# fields of a line of metrics.jsonl with their meaning; loss terms and probes add fields under their names
+METRICS_FIELDS = {
+    "step": "completed training steps",
+    "images": "images in these steps: steps times the batch size",
+    "loss": "objective of the step, with the strategy's weights, mean over the global batch",
+    "grad_norm": "norm of the gradient before it is clipped",
+    "lr": "learning rate of the step",
+    "sampler": "object with numbers of a sampler that learns; else empty",
+    "sampler.updates": "changes of the learned density so far",
+    "sampler.a": "`adaptive`: a of the Beta density, mean over the last batch",
+    "sampler.b": "`adaptive`: b of the Beta density, mean over the last batch",
+    "sampler.reward": "`adaptive`: last mean reward",
+    "sampler.pivot": "`info_noise`: noise level at the middle of the gate",
+}
+# fields of a line of timing.jsonl, which is written with each checkpoint
+TIMING_FIELDS = {
+    "step": "completed training steps at the checkpoint",
+    "seconds": "seconds of training steps so far, over all jobs of the run, without saving",
+    "steps_run": "steps that the job has computed so far",
+    "started": "UTC time at which the job started, ISO 8601",
+}
+
 _KEPT_CHECKPOINTS = 2  # if the last one is damaged, the one before it is used
 _WATCH_SECONDS = 12  # for which a progress file is watched; a running job writes it every 5 s
 _STALE_SECONDS = 60  # age from which a progress file counts as abandoned

@@ -1,0 +1,160 @@
+"""Pages Metrics and Files of the documentation: they list all files and columns of results."""
+
+import csv
+import io
+import json
+import re
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+
+import results_tree
+from kairos.config import load
+from kairos.data.arrays import ArrayFile
+from kairos.evaluation.measurements import ImageStatistics
+from kairos.evaluation.metrics import Comparison, RealStatistics
+from kairos.evaluation.settings import METRICS
+from kairos.report.build import summary_csv
+from kairos.report.collect import collect
+from kairos.workflow.layout import Layout
+from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.strategy import Strategy
+
+ROOT = Path(__file__).parents[1]
+ARCHIVE = Path(__file__).with_name("fixtures") / "results_2026_11.tar.xz"
+RUN = "<method>/seed<N>/"
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """Contents of the files of the kept results, by their path in results/<experiment>/."""
+    prefix = "results/kept/"
+    with tarfile.open(ARCHIVE) as archive:
+        members = [member for member in archive if not member.isdir() and member.name.startswith(prefix)]
+        return {member.name.removeprefix(prefix): archive.extractfile(member).read() for member in members}
+
+
+def to_regex(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a documented name; a folder stands for all files in it."""
+    placeholders = {"<step>": r"\d{7}", "<N>": r"\d+", "<job>": r".+"}
+    parts = re.split(r"(<\w+>)", pattern)
+    text = "".join(placeholders.get(part, r"[^/]+") if part[:1] == "<" else re.escape(part) for part in parts)
+    return re.compile(text + ".+" if pattern.endswith("/") else text)
+
+
+def documented_files() -> list[str]:
+    """Return the names of the page's two tables, relative to results/<experiment>/."""
+    page = (ROOT / "docs/reference/files.md").read_text(encoding="utf-8")
+    of_experiment, of_run = page.partition("## Columns")[0].split("## Files of a training run")
+    names = []
+    for prefix, part in (("", of_experiment), (RUN, of_run)):
+        for cell in re.findall(r"^\| (`.*?`) \|", part, re.MULTILINE):
+            names += [prefix + name for name in re.findall(r"`(.+?)`", cell)]
+    names.remove(RUN)  # the folder, whose files are in the second table
+    return names
+
+
+def declared_files() -> set[str]:
+    """Return the files that the workflow declares for an experiment with analyses."""
+    experiment = load(ROOT / "experiments/analyses/linear.yaml")
+    layout = Layout(experiment, Path("frozen.yaml"))
+    files = layout.report_inputs()
+    for analysis in layout.analyses:
+        files += layout.measurement_files(analysis)
+    return {file.removeprefix(f"{layout.results}/") for file in files}
+
+
+def test_every_file_of_results_is_listed(kept):
+    patterns = [to_regex(name) for name in documented_files()]
+    files = {*kept, *declared_files()}
+    assert [file for file in sorted(files) if not any(pattern.fullmatch(file) for pattern in patterns)] == []
+    assert not any(pattern.fullmatch("another.txt") for pattern in patterns)
+
+
+def test_every_listed_file_exists_in_some_results(kept):
+    files = {*kept, *declared_files()}
+    unmatched = {name for name in documented_files() if not any(map(to_regex(name).fullmatch, files))}
+    # written after the report, by jobs of Snakemake, or for experiments with captions or published numbers
+    assert unmatched == {
+        "report.html", "report_unfinished.html", "published.csv", "figures/<name>.png", "figures/<name>.svg",
+        "tracking.json", "text/manifest.json", "text/<name>.npy", "latents/<name>.npy", "dependencies.yaml",
+        "logs/<job>.log", "logs/<job>.timing.json",
+    }  # fmt: skip
+
+
+def undocumented(names, table: str) -> list[str]:
+    """Return the names that have no row with a meaning in a table."""
+    rows = re.findall(r"^\| `(.+?)` \| (?=\w|`)", table, re.MULTILINE)
+    return [name for name in names if not any(to_regex(row).fullmatch(name) for row in rows)]
+
+
+def test_every_column_of_a_summary_has_a_meaning(kept, tmp_path):
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "adaptive"))
+    for text in (kept["summary.csv"].decode(), summary_csv(collect(load(config), results))):
+        columns = next(csv.reader(io.StringIO(text)))
+        assert len(columns) > 20 and undocumented(columns, reference.summary_columns()) == []
+    assert undocumented(["another"], reference.summary_columns()) == ["another"]
+
+
+def flat_fields(content: bytes) -> set[str]:
+    """Return the fields of all lines of a JSON-lines file; fields of an inner object have its name before a dot."""
+    fields = set()
+    for line in map(json.loads, content.splitlines()):
+        for key, value in line.items():
+            fields |= {key, *(f"{key}.{inner}" for inner in value)} if isinstance(value, dict) else {key}
+    return fields
+
+
+@pytest.mark.parametrize("method", ["uniform", "loss_rms"])
+def test_every_field_of_metrics_and_timing_has_a_meaning(kept, method):
+    metrics = flat_fields(kept[f"{method}/seed0/metrics.jsonl"])
+    timing = flat_fields(kept[f"{method}/seed0/timing.jsonl"])
+    assert "mse" in metrics and undocumented(metrics, reference.metrics_fields()) == []
+    assert "seconds" in timing and undocumented(timing, reference.timing_fields()) == []
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_number_of_a_sampler_has_a_meaning(name):
+    try:
+        strategy = Strategy(name, "linear", timesteps=50)
+    except ConfigError:
+        strategy = Strategy(name, "flow")
+    strategy.draw(torch.zeros(4, 1, 8, 8), index=range(4), total=4)
+    fields = {f"sampler.{key}" for key in strategy.sampler.statistics()}
+    assert undocumented(fields, reference.metrics_fields()) == []
+
+
+def test_the_page_has_every_metric_with_its_options():
+    page = reference.metrics()
+    for name, options in METRICS.items():
+        section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert all(f"| `{option}` |" in section for option in options.model_fields if option != "name")
+        assert "Needs: " in section and all(f"| `{column}` |" in section for column in options.columns)
+        assert set(options.higher_is_better) <= set(options.columns)
+
+
+@pytest.mark.parametrize("name", ["frechet", "fid", "fd_dinov2", "sfid", "kid", "isc", "precision", "recall", "psnr"])
+def test_a_metric_computes_the_columns_that_it_declares(name, tmp_path):
+    random = np.random.default_rng(0)
+    features = random.standard_normal((60, 4)).astype(np.float32)
+    gaussians = dict.fromkeys(("features", "spatial"), (np.zeros(4), np.eye(4)))
+    images = random.integers(0, 256, (60, 4, 4, 1), dtype=np.uint8)
+    np.save(tmp_path / "features.npy", features)
+    rows = ArrayFile(tmp_path / "features.npy")
+    statistics = ImageStatistics(60, gaussians, rows, logits=rows, pairs=[(images, images[::-1])])
+    column = name if name in ("fid", "fd_dinov2") else "frechet_classifier8"
+    metric = METRICS[name](name=name)
+    comparison = Comparison(column, RealStatistics(gaussians, features[::-1].copy(), 60), (metric,))
+    computed = comparison.score(statistics)
+    assert len(computed) == len(metric.columns) and undocumented(computed, reference.metrics()) == []
+
+
+def test_the_validation_loss_has_the_columns_that_it_declares(kept):
+    losses = json.loads(kept["uniform/seed0/evaluation/0000008.json"])["validation"]
+    columns = {f"val_{name}" for name, value in losses.items() if isinstance(value, float)}
+    assert columns == set(METRICS["validation"].columns)
