@@ -1,6 +1,8 @@
 """Tests of the import into MLflow: complete, idempotent, and without effect on the pipeline if it fails."""
 
 import json
+import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from kairos.report.collect import collect
 from kairos.tracking import mlflow_store, run_content
 from kairos.tracking.track import track
 from kairos_timesteps.errors import KairosError
+from kill_at import die_at
 from ports import free_port
 
 METRIC = results_tree.METRIC
@@ -87,10 +90,52 @@ def test_import_is_complete_and_importing_again_adds_nothing(tree):
     assert count_rows() == {**first, "metrics": first["metrics"] + 1}
     assert client.get_run(record["runs"]["uniform/seed0"]).data.metrics[METRIC] == 5.0
 
+    # a sample grid that differs replaces the artifact, and an MLflow run that was deleted is imported again
+    grid = results / "uniform/seed0/samples/0000400.png"
+    grid.write_bytes(grid.read_bytes() + b"more")
+    client.delete_run(record["runs"]["adaptive/seed0"])
+    track(load(config), results, out)
+    runs = read_json(out)["runs"]
+    assert runs["uniform/seed0"] == record["runs"]["uniform/seed0"]
+    downloaded = client.download_artifacts(runs["uniform/seed0"], "samples/0000400.png", str(results))
+    assert Path(downloaded).read_bytes() == grid.read_bytes()
+    assert client.get_run(runs["adaptive/seed0"]).info.lifecycle_stage == "active"
+    assert set(client.get_run(runs["adaptive/seed0"]).data.metrics) == set(run.data.metrics)
+
     # a deleted experiment is reported and does not fail the command
     client.delete_experiment(client.get_experiment_by_name("kairos/tiny").experiment_id)
     track(load(config), results, out)
     assert read_json(out)["imported"] is False and "was deleted; restore it" in read_json(out)["error"]
+
+
+@pytest.mark.long
+def test_an_import_that_is_killed_is_completed_by_the_next_import(tree, monkeypatch):
+    from mlflow import MlflowClient
+
+    config, results = tree
+    out = results / "tracking.json"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///whole.db")
+    track(load(config), results, out)
+    calls = [("log_artifact", 6), ("log_inputs", 2), ("log_batch", 2), ("set_terminated", 1), ("set_tag", 1)]
+    for method, count in calls:
+        database = f"killed_{method}.db"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+        child = os.fork()
+        if child == 0:
+            setattr(MlflowClient, method, die_at(count, getattr(MlflowClient, method)))
+            try:
+                track(load(config), results, out)
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, method
+        track(load(config), results, out)
+        assert count_rows(database) == count_rows("whole.db"), method
+        client = MlflowClient(tracking_uri=f"sqlite:///{database}")
+        for run_id in (read_json(out)["parent"], *read_json(out)["runs"].values()):
+            assert client.get_run(run_id).info.status == "FINISHED", method
+        grids = client.list_artifacts(read_json(out)["runs"]["adaptive/seed0"], "samples")
+        assert [item.path for item in grids] == [f"samples/{step:07d}.png" for step in (0, 100, 200, 400)]
 
 
 def test_an_unreachable_server_is_reported_quickly_and_does_not_fail_the_command(tree, monkeypatch, capfd):

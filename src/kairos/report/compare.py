@@ -154,17 +154,24 @@ def _loss_settings(results: Results, column: str) -> dict[str, str]:
     }
 
 
-def build_comparison_table(measurements: MethodMeasurements) -> pd.DataFrame:
+def build_comparison_table(
+    measurements: MethodMeasurements, comparisons: list[MethodComparison] | None = None
+) -> pd.DataFrame:
     """Build a table with `COLUMNS` and a row per method, the best value first; unknown values are NaN.
 
     The values are of the last common snapshot. If the measurements have no baseline, the first method is used.
+
+    Args:
+        measurements: measured values of the methods.
+        comparisons: result of `compare_methods` for measurements with a baseline; None: it is computed.
 
     Raises:
         KairosError: no snapshot, or no seed at the last common snapshot, is evaluated for all methods; or the metric
             is not positive for any seed.
     """
     baseline = measurements.methods[0] if measurements.baseline is None else measurements.baseline
-    comparisons = compare_methods(replace(measurements, baseline=baseline))
+    if comparisons is None:
+        comparisons = compare_methods(replace(measurements, baseline=baseline))
     if not comparisons[0].seed_count:
         names = ", ".join(measurements.methods)
         if _seeds_without_ratios(measurements):

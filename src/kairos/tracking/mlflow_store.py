@@ -23,6 +23,8 @@ ARTIFACTS = "mlartifacts"
 _DATABASE_SERVERS = ("postgresql", "mysql", "mssql")  # with SQLite, the databases that MLflow supports
 _LOCK_SECONDS = 120
 _RUNS_PER_PAGE = 500
+_DATASET_SIZES = ("count", "height", "width", "channels")
+DATASET_FIELDS = ("source", "content_sha256", *_DATASET_SIZES)  # of the manifest, used by `build_dataset_input`
 _EARLIEST_FIRST = "attributes.start_time ASC"  # MLflow orders equal times by run id, so all processes see one order
 
 
@@ -228,8 +230,8 @@ def find_runs(client: Client, experiment: str, tag: str, value: str) -> list[Run
             return runs
 
 
-def create_run(client: Client, experiment: str, content: RunContent, start: int) -> str:
-    """Create an MLflow run with the tags of `content`, log its metrics and parameters, and return its id.
+def create_run(client: Client, experiment: str, content: RunContent, start: int) -> Run:
+    """Create an MLflow run with the tags of `content`, but without its parameters and metric values.
 
     Args:
         client: client of the store.
@@ -237,14 +239,8 @@ def create_run(client: Client, experiment: str, content: RunContent, start: int)
         content: content of the run.
         start: start of the run, in milliseconds since 1970.
     """
-    from mlflow.entities import Param
-
-    run = client.create_run(
-        experiment, start_time=start, tags={**content.tags, **content.identifying}, run_name=content.name
-    )
-    params = [Param(key, value) for key, value in content.params.items()]
-    client.log_batch(run.info.run_id, metrics=to_mlflow_metrics(content.points), params=params)
-    return str(run.info.run_id)
+    tags = {**content.tags, **content.identifying}
+    return client.create_run(experiment, start_time=start, tags=tags, run_name=content.name)
 
 
 def log_missing(client: Client, run: Run, content: RunContent) -> None:
@@ -321,7 +317,7 @@ def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
-    size = ", ".join(f"{name} {manifest[name]}" for name in ("count", "height", "width", "channels"))
+    size = ", ".join(f"{name} {manifest[name]}" for name in _DATASET_SIZES)
     source = json.dumps({"uri": f"{folder}/dataset ({size})"})
     dataset = Dataset(
         name=manifest["source"], digest=manifest["content_sha256"][:36], source_type="local", source=source

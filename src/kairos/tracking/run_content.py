@@ -104,15 +104,20 @@ def build_training_run(
         points: metric values.
         tags: tags that do not identify the run.
     """
-    identifying = {
+    identifying = identify_training_run(experiment, method, seed, identity)
+    params = flatten_parameters(experiment, method, seed)
+    return RunContent(f"{method} seed {seed}", identifying, params, points, tags)
+
+
+def identify_training_run(experiment: "Experiment", method: str, seed: int, identity: str) -> dict[str, str]:
+    """Return the tags that find the MLflow run of a training run; the arguments are those of `build_training_run`."""
+    return {
         "kairos.experiment": experiment.experiment,
         "kairos.role": "training",
         "kairos.method": method,
         "kairos.seed": str(seed),
         "kairos.identity": identity,
     }
-    params = flatten_parameters(experiment, method, seed)
-    return RunContent(f"{method} seed {seed}", identifying, params, points, tags)
 
 
 def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:

@@ -1,23 +1,25 @@
 """Stage `track`: import of results into MLflow, one run per training run under a parent run per experiment.
 
-A failing import is logged and stops nothing. A second import finds runs by their tags and logs what is missing.
+A failing import is logged and stops nothing. The last step of importing a run sets its tag `kairos.content`: a hash of
+everything that the run is built from. The next import skips runs with the expected hash, finds the others by their
+identifying tags, and logs what they lack.
 """
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kairos import resource_usage
 from kairos.config import Experiment
-from kairos.files import write_json
+from kairos.files import hash_folder, sha256_file, sha256_json, write_json
+from kairos.fingerprint import fingerprint
 from kairos.progress import Progress, log
 from kairos.report.collect import Results, RunResults, collect
 from kairos.tracking import mlflow_store, run_content, view
 
 _ARTIFACTS = ("report.html", "summary.csv")
 _CONTENT = "kairos.content"  # tag with the hash of the content that an import has logged completely
-# MLflow's runs by the values of the tags in `run_content.IDENTIFYING_TAGS`
-_PresentRuns = dict[tuple[str | None, ...], list[mlflow_store.Run]]
 
 
 def track(experiment: Experiment, folder: Path, out: Path) -> None:
@@ -62,16 +64,19 @@ def _import_results(results: Results, uri: str) -> dict[str, Any]:
             resource_usage.end_startup()
             experiment_id = mlflow_store.find_or_create_experiment(client, name)
         with mlflow_store.limit_requests(seconds=60, retries=2):
-            present = _find_present_runs(client, experiment_id, results.experiment.experiment)
-            parent_id = _import_parent_run(client, experiment_id, results, present)
+            store = _open_store(client, experiment_id, results.experiment.experiment)
+            parent = run_content.build_experiment_run(results)
+            parent_run = store.find_or_create(parent)
+            parent_id = str(parent_run.info.run_id)
+            digests = []
             progress = Progress(len(results.runs), "track", "run")
             for run in results.runs:
-                run_id = _import_training_run(client, experiment_id, parent_id, results, run, present)
-                run_ids[f"{run.method}/seed{run.seed}"] = run_id
+                digest = _hash_training_run(results, run, parent_id)
+                run_ids[f"{run.method}/seed{run.seed}"] = _import_training_run(store, parent_id, results, run, digest)
+                digests.append(digest)
                 progress.advance()
             progress.close()
-            for key, value in view.build_experiment_tags(results, parent_id, experiment_id).items():
-                client.set_experiment_tag(experiment_id, key, value)
+            _complete_parent_run(store, parent, parent_run, results, digests)
     return {
         "imported": True,
         "uri": mlflow_store.without_credentials(uri),
@@ -81,8 +86,60 @@ def _import_results(results: Results, uri: str) -> dict[str, Any]:
     }
 
 
-def _find_present_runs(client: mlflow_store.Client, experiment_id: str, name: str) -> _PresentRuns:
-    """Return the runs of an experiment that the store has, by their identifying tags; the earliest comes first.
+@dataclass(frozen=True)
+class _Store:
+    """MLflow experiment that receives the runs.
+
+    Attributes:
+        client: client of the store.
+        experiment_id: id of the MLflow experiment.
+        present: runs that the store has had at the start of the import, by their identifying tags; the earliest of
+            several equal ones comes first.
+    """
+
+    client: mlflow_store.Client
+    experiment_id: str
+    present: dict[tuple[str | None, ...], list[mlflow_store.Run]]
+
+    def find(self, identifying: dict[str, str]) -> mlflow_store.Run | None:
+        """Return the MLflow run with these identifying tags, or None; further ones are moved to MLflow's trash."""
+        from mlflow import MlflowException
+
+        key = tuple(identifying.get(tag) for tag in run_content.IDENTIFYING_TAGS)
+        first, *duplicates = self.present.get(key, [None])
+        for duplicate in duplicates:
+            with suppress(MlflowException):  # another job has deleted it
+                self.client.delete_run(duplicate.info.run_id)
+        return first
+
+    def find_or_create(self, content: run_content.RunContent) -> mlflow_store.Run:
+        """Return the MLflow run with the identifying tags of `content`; a new run has no parameters and metrics."""
+        run = self.find(content.identifying)
+        if run is not None:
+            return run
+        start = min(point.timestamp for point in content.points)
+        # a local database is locked during an import, so that no other process creates this run; a server has no lock
+        if self.client.tracking_uri.startswith("http"):
+            return mlflow_store.find_or_create_run(self.client, self.experiment_id, content, start)
+        return mlflow_store.create_run(self.client, self.experiment_id, content, start)
+
+    def finish(self, run: mlflow_store.Run, content: run_content.RunContent, digest: str) -> None:
+        """Log the content that a run lacks, and mark the run as finished and complete.
+
+        Args:
+            run: the run, as it was found or created.
+            content: content that the run should have.
+            digest: hash for the tag `kairos.content`.
+        """
+        mlflow_store.log_missing(self.client, run, content)
+        if run.info.status != "FINISHED":
+            last = max(point.timestamp for point in content.points)
+            self.client.set_terminated(run.info.run_id, "FINISHED", last)
+        self.client.set_tag(run.info.run_id, _CONTENT, digest)
+
+
+def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _Store:
+    """Find the runs of an experiment that the store has.
 
     One search for all runs takes a fraction of the time of a search for each run.
 
@@ -91,102 +148,109 @@ def _find_present_runs(client: mlflow_store.Client, experiment_id: str, name: st
         experiment_id: id of the MLflow experiment.
         name: name of the experiment.
     """
-    present: _PresentRuns = {}
+    present: dict[tuple[str | None, ...], list[mlflow_store.Run]] = {}
     for run in mlflow_store.find_runs(client, experiment_id, "kairos.experiment", name):
         key = tuple(run.data.tags.get(tag) for tag in run_content.IDENTIFYING_TAGS)
         present.setdefault(key, []).append(run)
-    return present
+    return _Store(client, experiment_id, present)
 
 
-def _import_parent_run(client: mlflow_store.Client, experiment_id: str, results: Results, present: _PresentRuns) -> str:
-    """Import the parent run of an experiment with its report and figures, as far as they exist, and return its id."""
-    content = run_content.build_experiment_run(results)
-    run_id = _write_run(client, experiment_id, content, present)
-    _finish_run(client, run_id, content, present)
-    client.set_tag(run_id, view.NOTE, view.build_note(results))
-    figures = results.folder / "figures"
-    if figures.is_dir():
-        client.log_artifacts(run_id, str(figures), "figures")
-    for artifact in _ARTIFACTS:
-        if (results.folder / artifact).exists():
-            client.log_artifact(run_id, str(results.folder / artifact))
-    return run_id
+def _is_complete(run: mlflow_store.Run, digest: str) -> bool:
+    """Return True if an earlier import has logged all content with this hash."""
+    return run.data.tags.get(_CONTENT) == digest and run.info.status == "FINISHED"
 
 
-def _import_training_run(
-    client: mlflow_store.Client,
-    experiment_id: str,
-    parent_id: str,
-    results: Results,
-    run: RunResults,
-    present: _PresentRuns,
-) -> str:
+def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str:
+    """Return the hash of everything that the MLflow run of a training run is built from.
+
+    Reading the files takes a fraction of the time of building the points of the curves.
+    """
+    snapshots = [
+        [snapshot.step, snapshot.measured_values, sha256_file(snapshot.grid_file)] for snapshot in run.snapshots
+    ]
+    return sha256_json(
+        [
+            fingerprint([__name__]),
+            parent_id,
+            run_content.identify_training_run(results.experiment, run.method, run.seed, run.record["identity"]),
+            run_content.flatten_parameters(results.experiment, run.method, run.seed),
+            run_content.build_tags(results, run),
+            [results.dataset[key] for key in mlflow_store.DATASET_FIELDS],
+            sha256_file(run.metrics_file) if run.metrics_file else None,
+            run.started.isoformat() if run.started else None,
+            sorted(run.seconds_by_step.items()),
+            snapshots,
+        ]
+    )
+
+
+def _import_training_run(store: _Store, parent_id: str, results: Results, run: RunResults, digest: str) -> str:
     """Import a training run with its data set and sample grids, and return the id of its MLflow run.
 
     Args:
-        client: client of the store.
-        experiment_id: id of the MLflow experiment.
+        store: MLflow experiment that receives the run.
         parent_id: id of the experiment's parent run.
         results: results of the experiment.
         run: the training run.
-        present: runs that the store has.
+        digest: hash of everything that the MLflow run is built from.
     """
-    tags = run_content.build_tags(results, run) | {"mlflow.parentRunId": parent_id}
-    points = run_content.collect_points(run)
+    identity = run.record["identity"]
+    present = store.find(run_content.identify_training_run(results.experiment, run.method, run.seed, identity))
+    if present is not None and _is_complete(present, digest):
+        return str(present.info.run_id)
     content = run_content.build_training_run(
         results.experiment,
         run.method,
         run.seed,
-        identity=run.record["identity"],
-        points=points,
-        tags=tags,
+        identity=identity,
+        points=run_content.collect_points(run),
+        tags=run_content.build_tags(results, run) | {"mlflow.parentRunId": parent_id},
     )
-    run_id = _write_run(client, experiment_id, content, present)
-    client.log_inputs(run_id, [mlflow_store.build_dataset_input(results.dataset, results.folder)])
+    mlflow_run = store.find_or_create(content)
+    run_id = str(mlflow_run.info.run_id)
+    # MLflow reads the whole run to log its first artifact, which is fast before the run has metrics
     for snapshot in run.snapshots:
-        client.log_artifact(run_id, str(snapshot.grid_file), "samples")
-    _finish_run(client, run_id, content, present)
+        store.client.log_artifact(run_id, str(snapshot.grid_file), "samples")
+    store.client.log_inputs(run_id, [mlflow_store.build_dataset_input(results.dataset, results.folder)])
+    store.finish(mlflow_run, content, digest)
     return run_id
 
 
-def _write_run(
-    client: mlflow_store.Client, experiment_id: str, content: run_content.RunContent, present: _PresentRuns
-) -> str:
-    """Create an MLflow run, or log the missing content of a present one, and return its id.
-
-    If several runs are present, the first is kept and the others are moved to MLflow's trash.
-    """
-    from mlflow import MlflowException
-
-    first, *duplicates = present.get(_key_of(content), [None])
-    if first is None:
-        start = min(point.timestamp for point in content.points)
-        # a local database is locked during an import, so that no other process creates this run; a server has no lock
-        if not client.tracking_uri.startswith("http"):
-            return mlflow_store.create_run(client, experiment_id, content, start)
-        first = mlflow_store.find_or_create_run(client, experiment_id, content, start)
-    for duplicate in duplicates:
-        with suppress(MlflowException):  # another job has deleted it
-            client.delete_run(duplicate.info.run_id)
-    if first.data.tags.get(_CONTENT) != content.digest:
-        mlflow_store.log_missing(client, first, content)
-    return str(first.info.run_id)
-
-
-def _finish_run(
-    client: mlflow_store.Client, run_id: str, content: run_content.RunContent, present: _PresentRuns
+def _complete_parent_run(
+    store: _Store,
+    content: run_content.RunContent,
+    run: mlflow_store.Run,
+    results: Results,
+    digests: list[str],
 ) -> None:
-    """Mark an MLflow run as finished, and record the hash of its content for the next import.
+    """Log the parent run with its report and figures, as far as they exist, and the view of the MLflow experiment.
 
-    A run that was finished with this content before the import is left as it is.
+    Args:
+        store: MLflow experiment that receives the run.
+        content: content of the parent run.
+        run: the parent run, as it was found or created.
+        results: results of the experiment.
+        digests: hashes of the training runs.
     """
-    first, *_ = present.get(_key_of(content), [None])
-    if first is None or first.data.tags.get(_CONTENT) != content.digest:
-        client.set_tag(run_id, _CONTENT, content.digest)
-    if first is None or first.info.status != "FINISHED":
-        client.set_terminated(run_id, "FINISHED", max(point.timestamp for point in content.points))
-
-
-def _key_of(content: run_content.RunContent) -> tuple[str | None, ...]:
-    """Return the values of the tags that identify a run; a tag that it does not have is None."""
-    return tuple(content.identifying.get(tag) for tag in run_content.IDENTIFYING_TAGS)
+    figures = results.folder / "figures"
+    artifacts = [results.folder / name for name in _ARTIFACTS if (results.folder / name).exists()]
+    digest = sha256_json(
+        [
+            content.digest,
+            digests,
+            hash_folder(figures) if figures.is_dir() else None,
+            {path.name: sha256_file(path) for path in artifacts},
+        ]
+    )
+    if _is_complete(run, digest):
+        return
+    run_id = str(run.info.run_id)
+    if figures.is_dir():
+        store.client.log_artifacts(run_id, str(figures), "figures")
+    for path in artifacts:
+        store.client.log_artifact(run_id, str(path))
+    note = view.build_note(results)
+    store.client.set_tag(run_id, view.NOTE, note)
+    for key, value in view.build_experiment_tags(results, note, run_id, store.experiment_id).items():
+        store.client.set_experiment_tag(store.experiment_id, key, value)
+    store.finish(run, content, digest)

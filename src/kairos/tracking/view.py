@@ -21,11 +21,12 @@ _HEADING_METHODS = 5  # largest number of methods in the heading of a note
 _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
 
 
-def build_experiment_tags(results: Results, parent_id: str, experiment_id: str) -> dict[str, str]:
+def build_experiment_tags(results: Results, outcome: str, parent_id: str, experiment_id: str) -> dict[str, str]:
     """Return the tags of an MLflow experiment, which contain its note and the layout of the prepared comparison.
 
     Args:
         results: imported results.
+        outcome: comparison of methods from `build_note`, the start of the experiment's note.
         parent_id: id of the experiment's parent run, which contains the report.
         experiment_id: id of the MLflow experiment.
     """
@@ -34,7 +35,7 @@ def build_experiment_tags(results: Results, parent_id: str, experiment_id: str) 
     report = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_TRAINING})"
     charts = f"[charts]({comparison_path(experiment_id)}&compareRunsMode=CHART)"
     note = (
-        f"{build_note(results)}\n\nThe {report} and its figures are artifacts of the run "
+        f"{outcome}\n\nThe {report} and its figures are artifacts of the run "
         f"`{results.experiment.experiment}`; grids of samples are artifacts of each training run. The comparison is "
         f"also shown as {charts}."
     )
@@ -52,7 +53,7 @@ def build_note(results: Results) -> str:
     """
     try:
         rows = ranking.compare_methods(results)
-        table = compare.build_comparison_table(results.measurements)
+        table = compare.build_comparison_table(results.measurements, rows if results.baseline else None)
     except KairosError as error:
         return str(error)
     values = [formatting.format_plus_minus(value, spread) for value, spread in zip(table["value"], table["spread"])]
