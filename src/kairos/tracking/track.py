@@ -157,7 +157,7 @@ def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _
 
 def _is_complete(run: mlflow_store.Run, digest: str) -> bool:
     """Return True if an earlier import has logged all content with this hash."""
-    return run.data.tags.get(_CONTENT) == digest and run.info.status == "FINISHED"
+    return bool(run.data.tags.get(_CONTENT) == digest and run.info.status == "FINISHED")
 
 
 def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str:
