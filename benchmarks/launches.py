@@ -90,12 +90,13 @@ class StepLaunches:
 def one_kernel(record: Record) -> Any:
     """Return a replacement of `randomness._fused_words` that counts one kernel; the words have no values here."""
 
-    def fused_words(stream: Any, step: Any, index: Any, count: int, device: str) -> Any:
+    def fused_words(stream: Any, step: Any, index: Any, count: int, device: str, centred: bool = False) -> Any:
         if device == "cpu":
             return None
         steps = len(step) if isinstance(step, range) else 1
         record.launches["randomness._fused_words", "kernel of Triton"] += 1
-        return torch.empty(steps, len(index), count, dtype=torch.int64, device=device)
+        dtype = torch.float64 if centred else torch.int64
+        return torch.empty(steps, len(index), count, dtype=dtype, device=device)
 
     return fused_words
 
@@ -165,9 +166,8 @@ def count_network(training: Any, record: Record, x0: torch.Tensor) -> Launches:
     record.counts_launches = True
     output = training.process.predict(training.network, x0, t, conditions)
     forward = Counter(record.launches)
-    loss = output.sum()
     record.clear()
-    loss.backward()
+    output.backward(output)  # the simulation replaces the gradient by ones
     backward = {("loop._forward_backward_micro_batch", operation): n for (_, operation), n in record.launches.items()}
     return forward + Counter(backward)
 

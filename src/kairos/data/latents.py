@@ -136,7 +136,9 @@ class Latents:
         """
         z = to_float(rows["pixels"]) if "pixels" in rows else rows["mean"]
         if noise is not None and self.stochastic:
-            z = z + (0.5 * rows["logvar"]).exp() * noise
+            std = (0.5 * rows["logvar"]).exp()
+            # addcmul rounds once less than a product and a sum, whose bits a CPU keeps
+            z = z + std * noise if z.device.type == "cpu" else torch.addcmul(z, std, noise)
         return self._in_model_space(z)
 
     def compute_low_resolution(self, rows: dict[str, Tensor]) -> Images:

@@ -297,8 +297,8 @@ def _add(values: list[Tensor]) -> Tensor:
 def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step, averaged over the global batch; calls probes on every rank.
 
-    A loss that is not finite clears `training.losses_are_finite`. The line is flat: ``step`` and ``images`` (completed ones),
-    ``loss``, each loss term, ``grad_norm`` and each probe. `train_steps` adds ``lr`` and ``sampler``.
+    A loss that is not finite clears `training.losses_are_finite`. The line is flat: ``step`` and ``images`` (completed
+    ones), ``loss``, each loss term, ``grad_norm`` and each probe. `train_steps` adds ``lr`` and ``sampler``.
     """
     batch_size, step = training.settings.batch_size, draw.step
     probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}
