@@ -154,10 +154,12 @@ class Latents:
     def _in_model_space(self, z: Images) -> Images:
         """Return (z − shift) · scale."""
         shift, scale = self.manifest["shift_factor"], self.manifest["scaling_factor"]
-        if z.device.type != "cpu":  # a shift of 0 and a scale of 1, which are those of pixels, need no kernel
-            x0 = z if shift == 0 else z - shift
-            return x0 if scale == 1 else x0 * scale
-        return (z - shift) * scale
+        # on a GPU, a shift of 0 and a scale of 1, which are those of pixels, need no kernel
+        always = z.device.type == "cpu"
+        x0: Images = z - shift if always or shift != 0 else z
+        if always or scale != 1:
+            x0 = x0 * scale
+        return x0
 
     def load_x0(self, indices: Any, flips: np.ndarray | None = None, noise: Images | None = None) -> Images:
         """Read images and compute their x0 on the CPU, float32 (n, c, h, w); see `read_rows` and `compute_x0`."""
