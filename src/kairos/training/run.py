@@ -316,7 +316,7 @@ class TrainingJob:
             DivergedError: a loss or gradient was not finite; the earlier checkpoints are kept.
         """
         begun, step = time.monotonic(), self.training.step
-        if not self.training.is_finite():
+        if not self.training.all_finite:
             raise divergence_error(step - 1)
         if with_snapshot:
             self._write_snapshot()

@@ -61,9 +61,7 @@ class TrainingState:
         grad_clip: largest norm of the gradient; inf: no clipping.
         length: number of steps of the learning-rate schedule; None if the schedule has no end.
         step: number of completed steps.
-        largest_gradient_norm: scalar on the device: the largest norm of a step's gradient so far; infinite or NaN as
-            soon as one norm was.
-        losses_are_finite: no logged loss was infinite or NaN so far.
+        all_finite: bool scalar on the device: no gradient and no logged loss was infinite or NaN so far.
     """
 
     def __init__(self, run: RunSettings, latents: Latents, device: torch.device):
@@ -98,8 +96,7 @@ class TrainingState:
         self.ddp_network = self._wrap_for_ranks(self.network)
 
         self.step = 0
-        self.largest_gradient_norm = torch.zeros((), dtype=self.dtype, device=device)
-        self.losses_are_finite = True
+        self.all_finite = torch.ones((), dtype=torch.bool, device=device)
 
     def _build_batches(self) -> Batches:
         """Build the source of this rank's slice of every global batch."""
@@ -191,10 +188,6 @@ class TrainingState:
             return rate
         warm_steps = step if options.warmup_from_zero else step + 1
         return rate * min(1.0, warm_steps / options.warmup_steps)
-
-    def is_finite(self) -> bool:
-        """Return True if no gradient and no logged loss was infinite or NaN so far; synchronises with the device."""
-        return self.losses_are_finite and math.isfinite(self.largest_gradient_norm)
 
     def density_images(self) -> Tensor:
         """Return the first training images, up to 256, over which p(t) of a learned sampler is averaged."""
