@@ -1,0 +1,69 @@
+"""Fine-tune a network with LoRA and a timestep strategy."""
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from fashion_mnist import Data
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from kairos_timesteps import attach
+from kairos_timesteps.randomness import Stream
+
+
+class Recipe(NamedTuple):
+    """Timestep strategy, in the arguments of `kairos_timesteps.attach`.
+
+    Attributes:
+        name: name of the strategy.
+        sampler: options of the sampler.
+    """
+
+    name: str
+    sampler: Mapping[str, Any] = MappingProxyType({})
+
+
+# README.md contains the reason for each
+STRATEGIES = {
+    "uniform": Recipe("uniform"),
+    "log_normal": Recipe("log_normal"),
+    "min_snr": Recipe("uniform+min_snr"),
+    "speed": Recipe("speed+change_aware"),
+    "high_noise": Recipe("log_normal", {"m": 3.0, "s": 1.0}),
+    "low_noise": Recipe("beta", {"a": 1.0, "b": 2.0}),
+    "loss_rms": Recipe("loss_rms"),
+    "coarse_to_fine": Recipe("auto+coarse_to_fine"),
+}
+
+
+def finetune(setting: Any, recipe: Recipe, data: Data, rate: float, steps: int, batch: int, seed: int) -> nn.Module:
+    """Return the base with a LoRA that is trained on some images.
+
+    Everything random in step k is a function of seed and k, so strategies of a seed share initial weights, images and
+    noise.
+    """
+    network = setting.load_network()
+    torch.manual_seed(seed)  # of LoRA's initial weights
+    inject_adapter_in_model(LoraConfig(**setting.lora), network)
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True)
+    timesteps = attach(
+        recipe.name, setting.process, optimizer, network, time=setting.time, seed=seed, sampler=recipe.sampler,
+        predict=partial(setting.predict, network),
+    )  # fmt: skip
+    process = timesteps.strategy.process
+    network.train()
+    for step in range(steps):
+        index = Stream(seed, "images").integers(step, len(data.images), range(batch))
+        noise = Stream(seed, "noise").normal(step, range(batch), tuple(data.images.shape[1:]))
+        x0, labels = data.images[index], data.labels[index]
+        t = timesteps(x0, conditions={"labels": labels})
+        prediction = setting.predict(network, process.noised(x0, noise, t), t, labels)
+        loss = timesteps.loss((prediction - process.target(x0, noise, t)).square())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return network.eval()

@@ -1,0 +1,89 @@
+"""Measures of a fine-tuned network."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from fashion_mnist import Data
+from torch import Tensor, nn
+
+from kairos.evaluation.metrics import RealStatistics, frechet_distance
+from kairos_timesteps import ValidationLoss
+
+LEVELS = 8  # equal intervals of the process in which the loss is measured
+IMAGES = 128  # images of a validation loss
+MEASURES = (
+    "distance", "val_loss", "recognised", "memorised", "base_distance",
+    *(f"val_{level}" for level in range(1, LEVELS + 1)), *(f"train_{level}" for level in range(1, LEVELS + 1)),
+)  # fmt: skip
+SEED = 1_000_000  # of generated images and validation noise; a fine-tuning run adds its own
+
+
+def measure(setting: Any, network: nn.Module, task: str, training: Data, seed: int) -> dict[str, float]:
+    """Return all measures of a network in evaluation mode.
+
+    The columns are explained in README.md. Generated images have the noise of the seed, validation losses noise that
+    all runs share.
+    """
+    heldout = setting.heldout_data(task)
+    repeats = -(-IMAGES // len(training.images))
+    repeated = Data(training.images.repeat(repeats, 1, 1, 1), training.labels.repeat(repeats))
+    validation, memory = level_losses(setting, network, heldout), level_losses(setting, network, repeated)
+    labels = setting.labels_to_generate(task)
+    images = setting.generate(network, labels, SEED + seed)
+    base_labels = setting.labels_to_generate("base")
+    is_same = torch.equal(base_labels, labels)
+    base_images = images if is_same else setting.generate(network, base_labels, SEED + seed)
+    nearest = nearest_distances(images, training.images).median()
+    nearest_heldout = nearest_distances(heldout.images[: len(images)], training.images).median()
+    return {
+        "distance": distance(setting, images, task),
+        "val_loss": float(np.mean(validation)),
+        "recognised": float(setting.recognise(task, images, labels).float().mean()),
+        "memorised": float(nearest / nearest_heldout),
+        "base_distance": distance(setting, base_images, "base"),
+        **{f"val_{level}": loss for level, loss in enumerate(validation, 1)},
+        **{f"train_{level}": loss for level, loss in enumerate(memory, 1)},
+    }
+
+
+def measure_real(setting: Any, task: str, count: int, seed: int) -> dict[str, float]:
+    """Return distance and recognised share of real images that are not held out, as limits of both measures."""
+    data = setting.training_data(task, count, seed)
+    recognised = setting.recognise(task, data.images, data.labels).float().mean()
+    return {"distance": distance(setting, data.images, task), "recognised": float(recognised)}
+
+
+def level_losses(setting: Any, network: nn.Module, data: Data) -> list[float]:
+    """Return the loss in each of `LEVELS` equal intervals of the process, of the first `IMAGES` images."""
+    images, labels = data.images[:IMAGES], data.labels[:IMAGES]
+    loss = ValidationLoss(images, setting.process, strata=LEVELS, seed=SEED, conditions={"labels": labels})
+
+    def predict(x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        return setting.predict(network, x_t, t, conditions["labels"])
+
+    return [float(value) for value in loss(predict)["level_loss"]]
+
+
+def nearest_distances(images: Tensor, training: Tensor) -> Tensor:
+    """Return the Euclidean distance of each image to the nearest training image, (n,)."""
+    return torch.cdist(images.flatten(1), training.flatten(1)).amin(1)
+
+
+def gaussian(features: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean (d,) and covariance (d, d) of features (n, d)."""
+    values = features.double().numpy()
+    return values.mean(0), np.cov(values, rowvar=False)
+
+
+@cache
+def _real_statistics(setting: Any, task: str) -> RealStatistics:
+    """Return the statistics of a task's held-out images, or of the base's images for ``base``."""
+    data = setting.base_data() if task == "base" else setting.heldout_data(task)
+    return RealStatistics({"features": gaussian(setting.features(data.images))})
+
+
+def distance(setting: Any, images: Tensor, task: str) -> float:
+    """Return the Fréchet distance of images to a task's held-out images, or to the base's images for ``base``."""
+    return frechet_distance(gaussian(setting.features(images)), _real_statistics(setting, task), layer="features")
