@@ -58,7 +58,7 @@ def finetune(setting: Any, recipe: Recipe, data: Data, rate: float, steps: int, 
     network.train()
     for step in range(steps):
         index = Stream(seed, "images").integers(step, len(data.images), range(batch))
-        noise = Stream(seed, "noise").normal(step, range(batch), tuple(data.images.shape[1:]))
+        noise = Stream(seed, "noise").normal(step, range(batch), tuple(data.images.shape[1:]), data.images.device)
         x0, labels = data.images[index], data.labels[index]
         t = timesteps(x0, conditions={"labels": labels})
         prediction = setting.predict(network, process.noised(x0, noise, t), t, labels)

@@ -73,7 +73,7 @@ def nearest_distances(images: Tensor, training: Tensor) -> Tensor:
 
 def gaussian(features: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return mean (d,) and covariance (d, d) of features (n, d)."""
-    values = features.double().numpy()
+    values = features.double().cpu().numpy()
     return values.mean(0), np.cov(values, rowvar=False)
 
 

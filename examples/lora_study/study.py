@@ -15,6 +15,7 @@ import importlib
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from itertools import product
 from multiprocessing import get_context
@@ -154,8 +155,13 @@ def main(argv: list[str] | None = None) -> None:
     jobs = [(run, arguments.setting) for run in list_runs(arguments.phase, arguments) if run not in finished]
     print(f"{len(finished)} rows in {path}, {len(jobs)} runs to do", flush=True)
     start = time.monotonic()
-    with get_context("spawn").Pool(arguments.processes) as pool:
-        for count, row in enumerate(pool.imap_unordered(execute, jobs), 1):
+    with ExitStack() as stack:
+        if arguments.processes == 1:
+            rows = map(execute, jobs)
+        else:
+            pool = stack.enter_context(get_context("spawn").Pool(arguments.processes))
+            rows = pool.imap_unordered(execute, jobs)
+        for count, row in enumerate(rows, 1):
             append_row(path, row)
             rate = count / (time.monotonic() - start)
             left = (len(jobs) - count) / rate / 60
