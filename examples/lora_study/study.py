@@ -83,7 +83,7 @@ def execute(job: tuple[Run, str]) -> dict[str, Any]:
 def read_rows(path: Path) -> pd.DataFrame:
     """Return the finished rows of a file; a last line without an end, from a run that was killed, is dropped."""
     if not path.exists():
-        return pd.DataFrame(columns=Run._fields)
+        return pd.DataFrame(columns=list(COLUMNS), dtype=float)
     text = path.read_bytes()
     whole = text[: text.rfind(b"\n") + 1]
     if whole != text:
