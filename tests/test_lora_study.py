@@ -119,5 +119,5 @@ def test_paired_ratios_intervals_and_corrected_p_of_known_differences(study):
     table = evaluate.compare(pd.DataFrame(rows)).set_index(["metric", "strategy"])
     speed, min_snr = table.loc[("distance", "speed")], table.loc[("distance", "min_snr")]
     assert speed["values"] == pytest.approx(0.8, rel=0.01) and speed["low"] < speed["values"] < speed["high"] < 0.81
-    assert speed["p_holm"] == pytest.approx(8 * speed["p_values"]) and speed["p_holm"] < 1e-6
+    assert speed["p_holm"] == pytest.approx(112 * speed["p_values"]) and speed["p_holm"] < 1e-6
     assert min_snr["p_holm"] == 1

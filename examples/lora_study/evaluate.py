@@ -6,7 +6,8 @@
     python examples/lora_study/evaluate.py levels   # validation loss and its gap to training images, by noise level
 
 All tables are Markdown. A ratio is a geometric mean over seeds with its 95 % interval, of two-sided paired t-tests on
-the logarithm. Holm's correction is over all p-values of ``table``.
+the logarithm. Holm's correction is over all planned comparisons, so that p-values of finished cells do not depend on
+how many other cells are finished. Cells without all seeds are left out.
 """
 
 import argparse
@@ -15,15 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from finetune import STRATEGIES
 from scipy import optimize, stats
-from study import HERE, read_rows, select_rates
+from study import COUNTS, HERE, SEEDS, read_rows, select_rates
 
 from kairos.report.ranking import compare_pairs
 
 TESTED = ("distance", "val_loss", "memorised", "base_distance")
 BASELINE = "uniform"
 CELL = ["task", "images"]
-SEEDS, LEVEL, POWER = 10, 0.05, 0.8
+LEVEL, POWER = 0.05, 0.8
+COMPARISONS = (len(STRATEGIES) - 1) * len(TESTED) * len(COUNTS) * 2  # planned, with two tasks
 # ln SNR in the middle of the eight intervals of a rectified flow; level 1 has the least noise
 LOG_SNR = {level: 2 * math.log((1 - t) / t) for level, t in enumerate((np.arange(8) + 0.5) / 8, 1)}
 
@@ -33,11 +36,11 @@ def log_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     return np.log(rows.pivot(index="seed", columns="strategy", values=metric))
 
 
-def correct_after_holm(p: np.ndarray) -> np.ndarray:
-    """Return p-values (tests,) with Holm's correction (Holm 1979); NaN is no test."""
+def correct_after_holm(p: np.ndarray, count: int) -> np.ndarray:
+    """Return p-values (tests,) with Holm's correction over `count` tests (Holm 1979); a missing test has p 1."""
     corrected, known = np.full(p.shape, np.nan), np.flatnonzero(~np.isnan(p))
     order = known[p[known].argsort()]
-    products = p[order] * np.arange(len(order), 0, -1)
+    products = p[order] * (count - np.arange(len(order)))
     corrected[order] = np.maximum.accumulate(products).clip(max=1)
     return corrected
 
@@ -66,7 +69,7 @@ def compare(rows: pd.DataFrame) -> pd.DataFrame:
                     row[column] = float(getattr(ratio, column)[0, 1])
                 table.append(row)
     compared = pd.DataFrame(table)
-    return compared.assign(p_holm=correct_after_holm(compared["p_values"].to_numpy()))
+    return compared.assign(p_holm=correct_after_holm(compared["p_values"].to_numpy(), COMPARISONS))
 
 
 def measure_power(rows: pd.DataFrame) -> pd.DataFrame:
@@ -78,14 +81,13 @@ def measure_power(rows: pd.DataFrame) -> pd.DataFrame:
     rates = select_rates(rows)
     keys = zip(rows["task"], rows["images"], rows["strategy"], rows["rate"])
     selected = rows[[rates.get(key[:3]) == key[3] for key in keys]]
-    comparisons = len(TESTED) * selected.drop_duplicates([*CELL, "strategy"])["strategy"].ne(BASELINE).sum()
     table = []
     for (task, images), cell in selected.groupby(CELL):
         for metric in TESTED:
             values = log_values(cell, metric)
             ratios = values.drop(columns=BASELINE).sub(values[BASELINE], axis=0)
             deviation = math.sqrt(ratios.var().mean())
-            least = smallest_detectable_log_ratio(deviation, SEEDS, LEVEL / comparisons)
+            least = smallest_detectable_log_ratio(deviation, len(SEEDS["judge"]), LEVEL / COMPARISONS)
             row = {"task": task, "images": images, "metric": metric, "deviation": deviation}
             table.append({**row, "smallest_difference": math.expm1(least)})
     return pd.DataFrame(table)
@@ -166,8 +168,10 @@ def main() -> None:
     arguments = parser.parse_args()
     needed = "tune.csv" if arguments.what in ("rates", "power") else "judge.csv"
     rows = read_rows(arguments.results / needed)
+    if needed == "judge.csv":
+        rows = rows[rows.groupby(CELL)["seed"].transform("count") >= len(SEEDS["judge"]) * rows["strategy"].nunique()]
     if rows.empty:
-        parser.error(f"{arguments.results / needed}: no rows; run study.py {needed.removesuffix('.csv')}")
+        parser.error(f"{arguments.results / needed}: no finished cell; run study.py {needed.removesuffix('.csv')}")
     base = read_rows(arguments.results / "base.csv")
     if arguments.what == "rates":
         print_rates(rows)
