@@ -228,3 +228,16 @@ def test_the_server_uses_portable_kernels_for_a_portable_experiment(tmp_path):
         assert hashes(run.folder / "forked") == hashes(run.folder / "alone")
     finally:
         run.stop()
+
+
+@pytest.mark.parametrize(("stage", "imports_diffusers"), [("train", False), ("sample", True)])
+def test_the_server_imports_only_the_modules_of_the_stages_that_the_run_starts(stage, imports_diffusers, tmp_path):
+    code = f"""
+import sys
+from kairos.workflow import fork_server
+fork_server._import_modules({str(SOURCE.parent / "tests/tiny.yaml")!r}, [{stage!r}])
+print("diffusers" in sys.modules, "kairos.training.loop" in sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{LIBRARY}"}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.stdout.split() == [str(imports_diffusers), "True"], ended.stderr

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 pytest.importorskip("peft", reason="examples/lora_study/requirements.txt is not installed")
+pytestmark = pytest.mark.trainers  # .ci/trainers installs peft
 FOLDER = Path(__file__).parent.parent / "examples/lora_study"
 SMALL_SETTING = """
 import torch
