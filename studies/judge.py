@@ -26,17 +26,17 @@ import numpy as np
 import page
 import pandas as pd
 from run import ROUNDS
-from scipy import optimize, stats
+from scipy import stats
 
 from kairos.config.experiment import load
 from kairos.forward_process import build_process
 from kairos.report.collect import collect
-from kairos.report.ranking import crossing_cost
+from kairos.report.ranking import correct_after_holm, crossing_cost, smallest_detectable_log_ratio
 from kairos_timesteps.errors import KairosError
 
 METRICS = ("distance", "val_loss", "val_mlperf8")
 FIXED = ("log_normal", "laplace", "two_phase", "min_snr", "p2", "speed")  # densities and weights that do not learn
-LEVEL, POWER = 0.05, 0.8
+LEVEL = 0.05
 
 
 def read_round(which: str) -> pd.DataFrame:
@@ -138,7 +138,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
                     "to_fixed": math.exp(log_speedups(method_rows, methods[best], metric, whole).mean(skipna=False)),
                 }
             )
-    return pd.DataFrame(table_rows).assign(p_holm=lambda all_: holm(all_["p"].to_numpy()))
+    return pd.DataFrame(table_rows).assign(p_holm=lambda all_: correct_after_holm(all_["p"].to_numpy()))
 
 
 def log_speedups(method_rows: pd.DataFrame, other: pd.DataFrame, metric: str, whole: float) -> "pd.Series[float]":
@@ -183,7 +183,7 @@ def goal(rows: pd.DataFrame, method: str) -> pd.DataFrame:
         for (metric, question), by_setting in logs.items()
         for setting, series in [*by_setting.items(), ("all", pd.DataFrame(by_setting).mean(axis=1, skipna=False))]
     ]
-    return pd.DataFrame(answer_rows).assign(p_holm=lambda all_: holm(all_["p"].to_numpy()))
+    return pd.DataFrame(answer_rows).assign(p_holm=lambda all_: correct_after_holm(all_["p"].to_numpy()))
 
 
 def rates(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -209,26 +209,6 @@ def rates(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {metric: pd.DataFrame(columns).sort_index() for metric, columns in ratios.items()}
 
 
-def holm(p: np.ndarray) -> np.ndarray:
-    """Return p-values with Holm's correction over all values that are not NaN (Holm 1979)."""
-    corrected, known = np.full(p.shape, np.nan), np.flatnonzero(~np.isnan(p))
-    order = known[p[known].argsort()]
-    steps = p[order] * np.arange(len(order), 0, -1)
-    corrected[order] = np.maximum.accumulate(steps).clip(max=1) if len(order) else steps
-    return corrected
-
-
-def smallest_detectable_difference(deviation: float, seeds: int, level: float) -> float:
-    """Return the true difference that a two-sided paired t-test detects with a probability of 80 %."""
-    edge = stats.t.ppf(1 - level / 2, seeds - 1)
-
-    def missed(shift: float) -> float:
-        below = np.nan_to_num(stats.nct.cdf(-edge, seeds - 1, shift))  # NaN if it is too small for scipy
-        return float(stats.nct.cdf(edge, seeds - 1, shift) - below) - (1 - POWER)
-
-    return float(optimize.brentq(missed, 0, 3 * edge)) * deviation / math.sqrt(seeds)
-
-
 def power(rows: pd.DataFrame, seeds: int, comparisons: int) -> pd.DataFrame:
     """Analyse the statistical power of each setting and metric.
 
@@ -249,7 +229,7 @@ def power(rows: pd.DataFrame, seeds: int, comparisons: int) -> pd.DataFrame:
                 for method_rows in methods.values()
             ]
             deviation = math.sqrt(np.nanmean([change.var() for change in changes]))
-            least = smallest_detectable_difference(deviation, seeds, LEVEL / comparisons)
+            least = smallest_detectable_log_ratio(deviation, seeds, LEVEL / comparisons)
             power_rows.append(
                 {
                     "setting": setting,

@@ -1,5 +1,6 @@
 """Statistics of the comparison: how often it reports differences that do not exist, and detects those that do."""
 
+import math
 from itertools import combinations
 
 import numpy as np
@@ -30,6 +31,22 @@ def test_pairs_are_compared_by_t_tests_with_holms_correction():
     assert [p[a, b] for a, b in pairs] == pytest.approx(expected) == [p[b, a] for a, b in pairs]
     assert ratio[0, 1] * ratio[1, 0] == pytest.approx(1) == low[0, 1] * high[1, 0]
     assert p[3, 4] == ratio[3, 4] == 1 and 0 < sum(value < 0.05 for value in expected) < len(pairs)
+
+
+def test_holms_correction_leaves_out_impossible_tests_and_counts_planned_ones():
+    corrected = ranking.correct_after_holm(np.array([0.01, math.nan, 0.04, 0.03, 0.5]))
+    np.testing.assert_allclose(corrected, [0.04, math.nan, 0.09, 0.09, 0.5])
+    tables = np.array([[0.01, 0.02], [math.nan, 0.02]])
+    np.testing.assert_allclose(ranking.correct_after_holm(tables), [[0.02, 0.02], [math.nan, 0.02]])
+    np.testing.assert_allclose(ranking.correct_after_holm(tables, 10), [[0.1, 0.18], [math.nan, 0.2]])
+
+
+def test_the_smallest_detectable_log_ratio_is_detected_with_the_stated_power():
+    deviation, seeds, level = 0.2, 8, 0.05 / 27
+    shift = ranking.smallest_detectable_log_ratio(deviation, seeds, level)
+    samples = np.random.default_rng(1).normal(shift, deviation, (20_000, seeds))
+    power = (stats.ttest_1samp(samples, 0, axis=1).pvalue < level).mean()
+    assert power == pytest.approx(0.8, abs=0.012)  # four standard errors
 
 
 def simulate_tables(methods, seeds, noise, sets, heavy=False, effect=0.0, count=1000):

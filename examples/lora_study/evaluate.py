@@ -17,15 +17,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from finetune import STRATEGIES
-from scipy import optimize, stats
 from study import COUNTS, HERE, SEEDS, read_rows, select_rates
 
-from kairos.report.ranking import compare_pairs
+from kairos.report.ranking import compare_pairs, correct_after_holm, smallest_detectable_log_ratio
 
 TESTED = ("distance", "val_loss", "memorised", "base_distance")
 BASELINE = "uniform"
 CELL = ["task", "images"]
-LEVEL, POWER = 0.05, 0.8
+LEVEL = 0.05
 COMPARISONS = (len(STRATEGIES) - 1) * len(TESTED) * len(COUNTS) * 2  # planned, with two tasks
 # ln SNR in the middle of the eight intervals of a rectified flow; level 1 has the least noise
 LOG_SNR = {level: 2 * math.log((1 - t) / t) for level, t in enumerate((np.arange(8) + 0.5) / 8, 1)}
@@ -34,25 +33,6 @@ LOG_SNR = {level: 2 * math.log((1 - t) / t) for level, t in enumerate((np.arange
 def log_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Return the logarithm of a metric by seed (rows) and strategy (columns) of one cell; a missing run is NaN."""
     return np.log(rows.pivot(index="seed", columns="strategy", values=metric))
-
-
-def correct_after_holm(p: np.ndarray, count: int) -> np.ndarray:
-    """Return p-values (tests,) with Holm's correction over `count` tests (Holm 1979); a missing test has p 1."""
-    corrected, known = np.full(p.shape, np.nan), np.flatnonzero(~np.isnan(p))
-    order = known[p[known].argsort()]
-    products = p[order] * (count - np.arange(len(order)))
-    corrected[order] = np.maximum.accumulate(products).clip(max=1)
-    return corrected
-
-
-def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float) -> float:
-    """Return the true mean log ratio that a two-sided paired t-test detects with a probability of `POWER`."""
-    edge = stats.t.ppf(1 - level / 2, seeds - 1)
-
-    def excess_power(shift: float) -> float:
-        return float(stats.nct.sf(edge, seeds - 1, shift)) - POWER  # the other side's share is negligible
-
-    return float(optimize.brentq(excess_power, 0, 3 * edge)) * deviation / math.sqrt(seeds)
 
 
 def compare(rows: pd.DataFrame) -> pd.DataFrame:

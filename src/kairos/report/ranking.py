@@ -216,23 +216,49 @@ def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
     first, second = np.triu_indices(method_count, 1)  # every pair once: [a, b] and [b, a] have equal p-values
     raw = np.nan_to_num(ratios.p_values[..., first, second], nan=1.0)  # NaN: both methods are equal for every seed
     corrected = np.ones(ratios.values.shape)
-    corrected[..., first, second] = _correct_after_holm(raw)
+    corrected[..., first, second] = correct_after_holm(raw)
     corrected[..., second, first] = corrected[..., first, second]
     return ratios._replace(p_values=corrected)
 
 
-def _correct_after_holm(p_values: np.ndarray) -> np.ndarray:
+def correct_after_holm(p_values: np.ndarray, test_count: int | None = None) -> np.ndarray:
     """Correct p-values for multiple testing after Holm: (..., tests), corrected over the last axis.
 
     The smallest p-value is multiplied by the number of tests n, the next by n - 1, and so on. A product below an
     earlier one is raised to it, and no product exceeds 1. The package statsmodels has this correction too, but takes
     44 MB and corrects one table at a time.
+
+    Args:
+        p_values: p-values; NaN, of a test that was not possible, stays NaN.
+        test_count: n. None: the number of values that are not NaN. A larger number is for tests that are planned but
+            not finished.
     """
-    order = p_values.argsort(axis=-1)
-    products = np.take_along_axis(p_values, order, axis=-1) * np.arange(p_values.shape[-1], 0, -1)
+    n = np.count_nonzero(~np.isnan(p_values), axis=-1, keepdims=True) if test_count is None else test_count
+    order = p_values.argsort(axis=-1)  # NaN last
+    products = np.take_along_axis(p_values, order, axis=-1) * (n - np.arange(p_values.shape[-1]))
     corrected = np.maximum.accumulate(products, axis=-1).clip(max=1)
     original_order = order.argsort(axis=-1)
     return np.take_along_axis(corrected, original_order, axis=-1)
+
+
+def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, power: float = 0.8) -> float:
+    """Return the true mean log ratio that a two-sided paired t-test over seeds detects.
+
+    Args:
+        deviation: standard deviation of the log ratio over seeds.
+        seeds: number of seeds.
+        level: level of the test.
+        power: probability of the detection.
+    """
+    from scipy import optimize, stats
+
+    edge = stats.t.ppf(1 - level / 2, seeds - 1)
+
+    def excess_power(shift: float) -> float:
+        below = np.nan_to_num(stats.nct.cdf(-edge, seeds - 1, shift))  # NaN if it is too small for scipy
+        return float(stats.nct.sf(edge, seeds - 1, shift) + below) - power
+
+    return float(optimize.brentq(excess_power, 0, 3 * edge)) * deviation / math.sqrt(seeds)
 
 
 def crossing_cost(costs: np.ndarray, values: np.ndarray, target: float) -> float:
