@@ -6,8 +6,8 @@
     python examples/lora_study/evaluate.py levels   # validation loss and its gap to training images, by noise level
 
 All tables are Markdown. A ratio is a geometric mean over seeds with its 95 % interval, of two-sided paired t-tests on
-the logarithm. Holm's correction is over all planned comparisons, so that p-values of finished cells do not depend on
-how many other cells are finished. Cells without all seeds are left out.
+the logarithm. Holm's correction is over all planned comparisons. Unfinished cells are left out, and count as p = 1 in
+the correction: when they are finished, corrected p-values of other cells can only fall.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from finetune import STRATEGIES
 from scipy import optimize, stats
-from study import COUNTS, HERE, SEEDS, read_rows, select_rates
+from study import HERE, IMAGE_COUNTS, SEEDS, read_rows, select_rates
 
 from kairos.report.ranking import compare_pairs
 
@@ -26,7 +26,7 @@ TESTED = ("distance", "val_loss", "memorised", "base_distance")
 BASELINE = "uniform"
 CELL = ["task", "images"]
 LEVEL, POWER = 0.05, 0.8
-COMPARISONS = (len(STRATEGIES) - 1) * len(TESTED) * len(COUNTS) * 2  # planned, with two tasks
+COMPARISONS = (len(STRATEGIES) - 1) * len(TESTED) * len(IMAGE_COUNTS) * 2  # planned, with two tasks
 # ln SNR in the middle of the eight intervals of a rectified flow; level 1 has the least noise
 LOG_SNR = {level: 2 * math.log((1 - t) / t) for level, t in enumerate((np.arange(8) + 0.5) / 8, 1)}
 
@@ -37,7 +37,7 @@ def log_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def correct_after_holm(p: np.ndarray, count: int) -> np.ndarray:
-    """Return p-values (tests,) with Holm's correction over `count` tests (Holm 1979); a missing test has p 1."""
+    """Return p-values (tests,) with Holm's correction over `count` tests (Holm 1979); missing tests count as p = 1."""
     corrected, known = np.full(p.shape, np.nan), np.flatnonzero(~np.isnan(p))
     order = known[p[known].argsort()]
     products = p[order] * (count - np.arange(len(order)))
@@ -47,12 +47,13 @@ def correct_after_holm(p: np.ndarray, count: int) -> np.ndarray:
 
 def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float) -> float:
     """Return the true mean log ratio that a two-sided paired t-test detects with a probability of `POWER`."""
-    edge = stats.t.ppf(1 - level / 2, seeds - 1)
+    critical_value = stats.t.ppf(1 - level / 2, seeds - 1)
 
-    def excess_power(shift: float) -> float:
-        return float(stats.nct.sf(edge, seeds - 1, shift)) - POWER  # the other side's share is negligible
+    def excess_power(noncentrality: float) -> float:
+        # the power of the other side of the test is negligible
+        return float(stats.nct.sf(critical_value, seeds - 1, noncentrality)) - POWER
 
-    return float(optimize.brentq(excess_power, 0, 3 * edge)) * deviation / math.sqrt(seeds)
+    return float(optimize.brentq(excess_power, 0, 3 * critical_value)) * deviation / math.sqrt(seeds)
 
 
 def compare(rows: pd.DataFrame) -> pd.DataFrame:
@@ -107,7 +108,7 @@ def format_ratio(row: pd.Series) -> str:
 
 
 def print_table(rows: pd.DataFrame, base: pd.DataFrame) -> None:
-    """Print a table per metric: uniform's mean, then ratios to it; and the means of the shares that are recognised."""
+    """Print tables of ratios to uniform by metric, with means of the references, and a table of recognised shares."""
     compared = compare(rows)
     columns = compared["task"] + ", " + compared["images"].astype(str)
     print(f"{len(rows)} runs; seeds by cell: {rows.groupby(CELL)['seed'].nunique().to_dict()}\n")
