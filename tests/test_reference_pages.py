@@ -1,4 +1,4 @@
-"""Pages Metrics and Files of the documentation: they list all files and columns of results."""
+"""Tests that the pages Metrics and Files of the documentation list all files and columns of results."""
 
 import csv
 import io
@@ -31,8 +31,8 @@ RUN = "<method>/seed<N>/"
 
 
 @pytest.fixture(scope="module")
-def kept():
-    """Contents of the files of the kept results, by their path in results/<experiment>/."""
+def archived():
+    """Contents of the files of archived results, by their path in results/<experiment>/."""
     prefix = "results/kept/"
     with tarfile.open(ARCHIVE) as archive:
         members = [member for member in archive if not member.isdir() and member.name.startswith(prefix)]
@@ -69,17 +69,18 @@ def declared_files() -> set[str]:
     return {file.removeprefix(f"{layout.results}/") for file in files}
 
 
-def test_every_file_of_results_is_listed(kept):
+def test_every_file_of_results_is_listed(archived):
     patterns = [to_regex(name) for name in documented_files()]
-    files = {*kept, *declared_files()}
+    files = {*archived, *declared_files()}
     assert [file for file in sorted(files) if not any(pattern.fullmatch(file) for pattern in patterns)] == []
     assert not any(pattern.fullmatch("another.txt") for pattern in patterns)
 
 
-def test_every_listed_file_exists_in_some_results(kept):
-    files = {*kept, *declared_files()}
+def test_every_listed_file_exists_in_results_with_these_exceptions(archived):
+    files = {*archived, *declared_files()}
     unmatched = {name for name in documented_files() if not any(map(to_regex(name).fullmatch, files))}
-    # written after the report, by jobs of Snakemake, or for experiments with captions or published numbers
+    # files of the stages report and track, of Snakemake's jobs, of DVC, or of experiments with an autoencoder, captions
+    # or published numbers, which neither the archive nor the declared files contain
     assert unmatched == {
         "report.html", "report_unfinished.html", "published.csv", "figures/<name>.png", "figures/<name>.svg",
         "tracking.json", "text/manifest.json", "text/<name>.npy", "latents/<name>.npy", "dependencies.yaml",
@@ -93,16 +94,16 @@ def undocumented(names, table: str) -> list[str]:
     return [name for name in names if not any(to_regex(row).fullmatch(name) for row in rows)]
 
 
-def test_every_column_of_a_summary_has_a_meaning(kept, tmp_path):
+def test_every_column_of_a_summary_has_a_meaning(archived, tmp_path):
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "adaptive"))
-    for text in (kept["summary.csv"].decode(), summary_csv(collect(load(config), results))):
+    for text in (archived["summary.csv"].decode(), summary_csv(collect(load(config), results))):
         columns = next(csv.reader(io.StringIO(text)))
         assert len(columns) > 20 and undocumented(columns, reference.summary_columns()) == []
     assert undocumented(["another"], reference.summary_columns()) == ["another"]
 
 
 def flat_fields(content: bytes) -> set[str]:
-    """Return the fields of all lines of a JSON-lines file; fields of an inner object have its name before a dot."""
+    """Return the fields of all lines of a JSON-lines file; an inner field is ``object.field``."""
     fields = set()
     for line in map(json.loads, content.splitlines()):
         for key, value in line.items():
@@ -111,9 +112,9 @@ def flat_fields(content: bytes) -> set[str]:
 
 
 @pytest.mark.parametrize("method", ["uniform", "loss_rms"])
-def test_every_field_of_metrics_and_timing_has_a_meaning(kept, method):
-    metrics = flat_fields(kept[f"{method}/seed0/metrics.jsonl"])
-    timing = flat_fields(kept[f"{method}/seed0/timing.jsonl"])
+def test_every_field_of_metrics_and_timing_has_a_meaning(archived, method):
+    metrics = flat_fields(archived[f"{method}/seed0/metrics.jsonl"])
+    timing = flat_fields(archived[f"{method}/seed0/timing.jsonl"])
     assert "mse" in metrics and undocumented(metrics, reference.metrics_fields()) == []
     assert "seconds" in timing and undocumented(timing, reference.timing_fields()) == []
 
@@ -154,7 +155,7 @@ def test_a_metric_computes_the_columns_that_it_declares(name, tmp_path):
     assert len(computed) == len(metric.columns) and undocumented(computed, reference.metrics()) == []
 
 
-def test_the_validation_loss_has_the_columns_that_it_declares(kept):
-    losses = json.loads(kept["uniform/seed0/evaluation/0000008.json"])["validation"]
+def test_the_validation_loss_has_the_columns_that_it_declares(archived):
+    losses = json.loads(archived["uniform/seed0/evaluation/0000008.json"])["validation"]
     columns = {f"val_{name}" for name, value in losses.items() if isinstance(value, float)}
     assert columns == set(METRICS["validation"].columns)

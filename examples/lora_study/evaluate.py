@@ -6,8 +6,8 @@
     python examples/lora_study/evaluate.py levels   # validation loss and its gap to training images, by noise level
 
 All tables are Markdown. A ratio is a geometric mean over seeds with its 95 % interval, of two-sided paired t-tests on
-the logarithm. Holm's correction is over all planned comparisons, so that p-values of finished cells do not depend on
-how many other cells are finished. Cells without all seeds are left out.
+the logarithm. Holm's correction is over all planned comparisons. Unfinished cells are left out, and count as p = 1 in
+the correction: when they are finished, corrected p-values of other cells can only fall.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from finetune import STRATEGIES
-from study import COUNTS, HERE, SEEDS, read_rows, select_rates
+from study import HERE, IMAGE_COUNTS, SEEDS, read_rows, select_rates
 
 from kairos.report.ranking import compare_pairs, correct_after_holm, smallest_detectable_log_ratio
 
@@ -25,7 +25,7 @@ TESTED = ("distance", "val_loss", "memorised", "base_distance")
 BASELINE = "uniform"
 CELL = ["task", "images"]
 LEVEL = 0.05
-COMPARISONS = (len(STRATEGIES) - 1) * len(TESTED) * len(COUNTS) * 2  # planned, with two tasks
+COMPARISONS = (len(STRATEGIES) - 1) * len(TESTED) * len(IMAGE_COUNTS) * 2  # planned, with two tasks
 # ln SNR in the middle of the eight intervals of a rectified flow; level 1 has the least noise
 LOG_SNR = {level: 2 * math.log((1 - t) / t) for level, t in enumerate((np.arange(8) + 0.5) / 8, 1)}
 
@@ -87,7 +87,7 @@ def format_ratio(row: pd.Series) -> str:
 
 
 def print_table(rows: pd.DataFrame, base: pd.DataFrame) -> None:
-    """Print a table per metric: uniform's mean, then ratios to it; and the means of the shares that are recognised."""
+    """Print tables of ratios to uniform by metric, with means of the references, and a table of recognised shares."""
     compared = compare(rows)
     columns = compared["task"] + ", " + compared["images"].astype(str)
     print(f"{len(rows)} runs; seeds by cell: {rows.groupby(CELL)['seed'].nunique().to_dict()}\n")

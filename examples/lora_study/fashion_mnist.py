@@ -52,16 +52,14 @@ class FashionMnist:
     """Rectified flow on Fashion-MNIST at 16x16, conditioned on the class.
 
     Attributes:
-        name: name in the results.
         process: forward process, as for `kairos_timesteps.attach`.
         time: convention of `predict`'s t, as for `kairos_timesteps.attach`.
         lora: arguments of peft's LoraConfig.
         tasks: names of the tasks.
-        pool: images of each class that fine-tuning images are taken from; other images of the class are held out.
-        samples: generated images of a task, a multiple of the nine classes.
+        pool: number of images of each class that fine-tuning images are drawn from; the others are held out.
+        samples: number of images to generate for a task, a multiple of nine, the number of the base's classes.
     """
 
-    name = "fashion_mnist"
     process, time = "flow", "noise_is_one"
     lora: ClassVar = {"r": 4, "lora_alpha": 4, "target_modules": r"blocks\..*\.(qkv|proj|fc1|fc2|1)"}
     tasks = ("subject", "style")
@@ -112,7 +110,7 @@ class FashionMnist:
 
     @torch.inference_mode()
     def recognise(self, task: str, images: Tensor, labels: Tensor) -> Tensor:
-        """Return whether the frozen classifier recognises each image as the task's target, bool (n,).
+        """Return True for each image that the frozen classifier recognises as the task's target, bool (n,).
 
         The target of ``style`` is a drawing of the label's class; that of ``subject`` is a photograph of the subject.
         """
@@ -124,11 +122,11 @@ class FashionMnist:
     def _task_data(self, task: str, heldout: bool) -> Data:
         images, labels = self._test_images
         is_subject = labels == SUBJECT
-        rank = torch.zeros(len(labels), dtype=torch.long)  # number of the image within its class
+        index_in_class = torch.zeros(len(labels), dtype=torch.long)
         for number in range(CLASSES):
             of_class = labels == number
-            rank[of_class] = torch.arange(int(of_class.sum()))
-        selected = ((rank >= self.pool) == heldout) & (is_subject == (task == "subject"))
+            index_in_class[of_class] = torch.arange(int(of_class.sum()))
+        selected = ((index_in_class >= self.pool) == heldout) & (is_subject == (task == "subject"))
         images, labels = images[selected], labels[selected]
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         images, labels = images[order], labels[order]

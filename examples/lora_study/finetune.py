@@ -14,8 +14,8 @@ from kairos_timesteps import attach
 from kairos_timesteps.randomness import Stream
 
 
-class Recipe(NamedTuple):
-    """Timestep strategy, in the arguments of `kairos_timesteps.attach`.
+class AttachArguments(NamedTuple):
+    """Arguments of `kairos_timesteps.attach` that select a timestep strategy.
 
     Attributes:
         name: name of the strategy.
@@ -28,19 +28,21 @@ class Recipe(NamedTuple):
 
 # README.md contains the reason for each
 STRATEGIES = {
-    "uniform": Recipe("uniform"),
-    "log_normal": Recipe("log_normal"),
-    "min_snr": Recipe("uniform+min_snr"),
-    "speed": Recipe("speed+change_aware"),
-    "high_noise": Recipe("log_normal", {"m": 3.0, "s": 1.0}),
-    "low_noise": Recipe("beta", {"a": 1.0, "b": 2.0}),
-    "loss_rms": Recipe("loss_rms"),
-    "coarse_to_fine": Recipe("auto+coarse_to_fine"),
+    "uniform": AttachArguments("uniform"),
+    "log_normal": AttachArguments("log_normal"),
+    "min_snr": AttachArguments("uniform+min_snr"),
+    "speed": AttachArguments("speed+change_aware"),
+    "high_noise": AttachArguments("log_normal", {"m": 3.0, "s": 1.0}),
+    "low_noise": AttachArguments("beta", {"a": 1.0, "b": 2.0}),
+    "loss_rms": AttachArguments("loss_rms"),
+    "coarse_to_fine": AttachArguments("auto+coarse_to_fine"),
 }
 
 
-def finetune(setting: Any, recipe: Recipe, data: Data, rate: float, steps: int, batch: int, seed: int) -> nn.Module:
-    """Return the base with a LoRA that is trained on some images.
+def finetune(
+    setting: Any, strategy: AttachArguments, data: Data, rate: float, steps: int, batch: int, seed: int
+) -> nn.Module:
+    """Train a LoRA of the base on fine-tuning images, and return the network in evaluation mode.
 
     Everything random in step k is a function of seed and k, so strategies of a seed share initial weights, images and
     noise.
@@ -51,7 +53,7 @@ def finetune(setting: Any, recipe: Recipe, data: Data, rate: float, steps: int, 
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True)
     timesteps = attach(
-        recipe.name, setting.process, optimizer, network, time=setting.time, seed=seed, sampler=recipe.sampler,
+        strategy.name, setting.process, optimizer, network, time=setting.time, seed=seed, sampler=strategy.sampler,
         predict=partial(setting.predict, network),
     )  # fmt: skip
     process = timesteps.strategy.process

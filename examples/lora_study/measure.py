@@ -17,39 +17,40 @@ MEASURES = (
     "distance", "val_loss", "recognised", "memorised", "base_distance",
     *(f"val_{level}" for level in range(1, LEVELS + 1)), *(f"train_{level}" for level in range(1, LEVELS + 1)),
 )  # fmt: skip
-SEED = 1_000_000  # of generated images and validation noise; a fine-tuning run adds its own
+SEED = 1_000_000  # seed of validation noise; generated images have this number plus the seed of the run
 
 
 def measure(setting: Any, network: nn.Module, task: str, training: Data, seed: int) -> dict[str, float]:
     """Return all measures of a network in evaluation mode.
 
-    The columns are explained in README.md. Generated images have the noise of the seed, validation losses noise that
-    all runs share.
+    README.md explains the columns. The seed decides the noise of generated images; all runs share the noise of
+    validation losses.
     """
     heldout = setting.heldout_data(task)
     repeats = -(-IMAGES // len(training.images))
     repeated = Data(training.images.repeat(repeats, 1, 1, 1), training.labels.repeat(repeats))
-    validation, memory = level_losses(setting, network, heldout), level_losses(setting, network, repeated)
+    validation_losses = level_losses(setting, network, heldout)
+    training_losses = level_losses(setting, network, repeated)
     labels = setting.labels_to_generate(task)
     images = setting.generate(network, labels, SEED + seed)
     base_labels = setting.labels_to_generate("base")
-    is_same = torch.equal(base_labels, labels)
-    base_images = images if is_same else setting.generate(network, base_labels, SEED + seed)
+    has_base_labels = torch.equal(base_labels, labels)
+    base_images = images if has_base_labels else setting.generate(network, base_labels, SEED + seed)
     nearest = nearest_distances(images, training.images).median()
     nearest_heldout = nearest_distances(heldout.images[: len(images)], training.images).median()
     return {
         "distance": distance(setting, images, task),
-        "val_loss": float(np.mean(validation)),
+        "val_loss": float(np.mean(validation_losses)),
         "recognised": float(setting.recognise(task, images, labels).float().mean()),
         "memorised": float(nearest / nearest_heldout),
         "base_distance": distance(setting, base_images, "base"),
-        **{f"val_{level}": loss for level, loss in enumerate(validation, 1)},
-        **{f"train_{level}": loss for level, loss in enumerate(memory, 1)},
+        **{f"val_{level}": loss for level, loss in enumerate(validation_losses, 1)},
+        **{f"train_{level}": loss for level, loss in enumerate(training_losses, 1)},
     }
 
 
 def measure_real(setting: Any, task: str, count: int, seed: int) -> dict[str, float]:
-    """Return distance and recognised share of real images that are not held out, as limits of both measures."""
+    """Return distance and recognised share of real images that are not held out, as the best values of both."""
     data = setting.training_data(task, count, seed)
     recognised = setting.recognise(task, data.images, data.labels).float().mean()
     return {"distance": distance(setting, data.images, task), "recognised": float(recognised)}

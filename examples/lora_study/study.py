@@ -1,4 +1,4 @@
-"""Fine-tune with every strategy, and write one row per finished run; repeat the command to resume.
+"""Fine-tune with every strategy in rounds, and write a row per finished run; repeat the command to resume.
 
     python examples/lora_study/study.py base                    # without fine-tuning, and real images
     python examples/lora_study/study.py tune                    # three learning rates, two seeds
@@ -31,7 +31,7 @@ from measure import MEASURES, measure, measure_real
 HERE = Path(__file__).parent
 STEPS, BATCH = 250, 8
 RATES = (5e-4, 2e-3, 8e-3)
-COUNTS = (16, 64)
+IMAGE_COUNTS = (16, 64)
 SEEDS = {"base": range(10, 13), "tune": range(2), "judge": range(10, 20)}
 REAL_IMAGES = 252
 SETTING = "fashion_mnist:FashionMnist"
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     seed: int
 
 
-# of the tables; module measure explains all but the last two, which are seconds of CPU time
+# columns of the tables: README.md explains the measures; the last two columns are seconds of CPU time
 COLUMNS = (*Run._fields, *MEASURES, "train_seconds", "measure_seconds")
 
 
@@ -63,7 +63,7 @@ def load_setting(path: str) -> Any:
 
 
 def execute(job: tuple[Run, str]) -> dict[str, Any]:
-    """Fine-tune and measure; return the row."""
+    """Fine-tune a network, measure it, and return the row of the run."""
     run, path = job
     torch.set_num_threads(1)
     setting = load_setting(path)
@@ -117,32 +117,32 @@ def select_rates(rows: pd.DataFrame) -> dict[tuple[str, int, str], float]:
     return selected
 
 
-def list_runs(phase: str, arguments: argparse.Namespace) -> Iterator[Run]:
+def list_runs(round_name: str, arguments: argparse.Namespace) -> Iterator[Run]:
     """Yield the runs of a round, cell by cell of task and number of images, and seed by seed.
 
     Raises:
         SystemExit: the tuning of a strategy is not finished.
     """
-    rates = {} if phase == "tune" else select_rates(read_rows(arguments.out / "tune.csv"))
+    rates = {} if round_name == "tune" else select_rates(read_rows(arguments.out / "tune.csv"))
     cells = product(arguments.images, arguments.tasks)
-    if phase == "base":
-        for (images, task), seed, strategy in product(cells, SEEDS[phase], ("base", "real")):
+    if round_name == "base":
+        for (images, task), seed, strategy in product(cells, SEEDS[round_name], ("base", "real")):
             yield Run(task, images, strategy, 0.0, 0, seed)
         return
-    for (images, task), seed, strategy in product(cells, SEEDS[phase], arguments.strategies):
-        if phase == "judge" and (task, images, strategy) not in rates:
-            raise SystemExit(f"{strategy}, {task}, {images} images: no rate; run `study.py tune` to its end before")
-        for rate in RATES if phase == "tune" else [rates[task, images, strategy]]:
+    for (images, task), seed, strategy in product(cells, SEEDS[round_name], arguments.strategies):
+        if round_name == "judge" and (task, images, strategy) not in rates:
+            raise SystemExit(f"{strategy}, {task}, {images} images: no rate is selected; finish `study.py tune` first")
+        for rate in RATES if round_name == "tune" else [rates[task, images, strategy]]:
             yield Run(task, images, strategy, rate, arguments.steps, seed)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run what is not finished, and show rate and remaining time."""
+    """Compute the unfinished runs of a round, and print rate and remaining time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("phase", choices=SEEDS)
+    parser.add_argument("round", choices=SEEDS, help="round of the study")
     parser.add_argument("--setting", default=SETTING, metavar="MODULE:CLASS", help="model, images and features")
     parser.add_argument("--tasks", nargs="+", help="tasks of the setting; default: all")
-    parser.add_argument("--images", nargs="+", type=int, default=COUNTS, help="numbers of training images")
+    parser.add_argument("--images", nargs="+", type=int, default=IMAGE_COUNTS, help="numbers of fine-tuning images")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=[*STRATEGIES])
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of a fine-tuning run")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
@@ -150,9 +150,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     arguments.tasks = arguments.tasks or load_setting(arguments.setting).tasks
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{arguments.phase}.csv"
+    path = arguments.out / f"{arguments.round}.csv"
     finished = {Run(*row) for row in read_rows(path)[list(Run._fields)].itertuples(index=False)}
-    jobs = [(run, arguments.setting) for run in list_runs(arguments.phase, arguments) if run not in finished]
+    jobs = [(run, arguments.setting) for run in list_runs(arguments.round, arguments) if run not in finished]
     print(f"{len(finished)} rows in {path}, {len(jobs)} runs to do", flush=True)
     start = time.monotonic()
     with ExitStack() as stack:

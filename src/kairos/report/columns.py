@@ -35,5 +35,5 @@ LAST_COLUMNS = {
     "extractor": "name of the feature extractor",
     "identity": "SHA-256 of everything that decides the training run",
 }
-# of the column without _spread
-SPREAD = "standard deviation over the sets of samples, empty with one set; of `floor` and `reconstruction` a bootstrap"
+# meaning of a column that ends in _spread, for the column without this ending
+SPREAD = "standard deviation over the sets of samples, empty with one set; a bootstrap for the Fréchet distance of real images"

@@ -1,8 +1,8 @@
 """Files of generated images with their sampling protocol: npz, written and read in batches.
 
 The arrays of a file are ``images``, ``protocol`` (JSON) and ``condition_<name>``. In files of other projects, such as
-ADM's, ``arr_0`` contains the images and ``arr_1`` the classes. numpy
-itself reads and writes each array of an npz as a whole.
+ADM's, ``arr_0`` contains the images and ``arr_1`` the classes. numpy itself reads and writes each array of an npz as a
+whole.
 """
 
 import itertools

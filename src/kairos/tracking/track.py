@@ -93,8 +93,8 @@ class _Store:
     Attributes:
         client: client of the store.
         experiment_id: id of the MLflow experiment.
-        present: runs that the store has had at the start of the import, by their identifying tags; the earliest of
-            several equal ones comes first.
+        present: runs of the store at the start of the import, by their identifying tags; of several runs with equal
+            tags, the earliest comes first.
     """
 
     client: mlflow_store.Client
@@ -102,7 +102,7 @@ class _Store:
     present: dict[tuple[str | None, ...], list[mlflow_store.Run]]
 
     def find(self, identifying: dict[str, str]) -> mlflow_store.Run | None:
-        """Return the MLflow run with these identifying tags, or None; further ones are moved to MLflow's trash."""
+        """Return the earliest MLflow run with identifying tags, or None; later ones are moved to MLflow's trash."""
         from mlflow import MlflowException
 
         key = tuple(identifying.get(tag) for tag in run_content.IDENTIFYING_TAGS)
@@ -139,7 +139,7 @@ class _Store:
 
 
 def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _Store:
-    """Find the runs of an experiment that the store has.
+    """Return the `_Store` of an MLflow experiment, with the runs of the kairos experiment in it.
 
     One search for all runs takes a fraction of the time of a search for each run.
 
