@@ -36,4 +36,4 @@ LAST_COLUMNS = {
     "identity": "SHA-256 of everything that decides the training run",
 }
 # meaning of a column that ends in _spread, for the column without this ending
-SPREAD = "standard deviation over the sets of samples, empty with one set; a bootstrap for the Fréchet distance of real images"
+SPREAD = "standard deviation over the sets of samples, empty with one set; a bootstrap for distances of real images"
