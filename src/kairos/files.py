@@ -163,7 +163,9 @@ def _report_damage(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise DamagedError(f"{path}: damaged: not JSON with fields; make it again, or pull it with dvc") from None
+        raise DamagedError(
+            f"{path}: damaged: not JSON with fields; delete it and run the same command again, or pull it with dvc"
+        ) from None
 
 
 def _create_record(fields: Any, path: Path | str) -> dict[str, Any]:

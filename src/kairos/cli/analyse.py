@@ -31,7 +31,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     experiment, name, snapshot = load(arguments.config), arguments.analysis, arguments.milestone
     analyses = {analysis.name: analysis for analysis in experiment.analyses}
-    allowed = f"{', '.join(analyses) or 'none'}: the analyses of {arguments.config}"
+    names = ", ".join(analyses)
+    allowed = (
+        f"{names}: the analyses of {arguments.config}" if names else f"none, as {arguments.config} has no analyses"
+    )
     demand(name in analyses, "analysis", name, allowed)
     both_or_neither = (snapshot is None) == (arguments.out is None)
     demand(both_or_neither, "out", arguments.out, "a CSV file with --milestone, none without")

@@ -31,6 +31,15 @@ class _Loader(_SafeLoader):
         return dict(super().construct_mapping(node, deep))
 
 
+def _describe(error: Exception) -> str:
+    """Return the message of an error of YAML on one line, with the line of the file where YAML noticed it."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    context, problem = (getattr(error, name) for name in ("context", "problem"))
+    return f"line {mark.line + 1}, column {mark.column + 1}: {'; '.join(filter(None, (context, problem)))}"
+
+
 def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
     """Read an experiment file and the files that it extends, without checking fields.
 
@@ -47,7 +56,7 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
         advice = "pass an experiment file such as params.yaml"
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not YAML in UTF-8: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: not YAML in UTF-8: {_describe(error)}") from None
     return apply_extends(values, path, extending)
 
 

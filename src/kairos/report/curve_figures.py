@@ -337,8 +337,9 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
         _set_common_linear_limit(figure.axes, highest_values)
     else:
         highest = max(highest_values)
+        lowest = min(highest * 1e-4, min(highest_values) / 30)  # so that every method's line is inside the axis
         for axes in figure.axes:
-            axes.set_ylim(highest * 1e-4, highest * 2)
+            axes.set_ylim(lowest, highest * 2)
     handles = {"does not change": Line2D([], [], color=INK, linewidth=1.6)}
     if any(not _is_fixed(results.runs_of(method), column) for method in methods):
         for step, color in color_by_step.items():

@@ -299,7 +299,7 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
     folder = folder or milestone / "../../../../autoencoder"
     advice = f"pass --autoencoder DIR, the one that {milestone} was trained with"
     if not (folder / "manifest.json").is_file():
-        raise KairosError(f"{folder}: no autoencoder; {advice}")
+        raise KairosError(f"{folder.resolve()}: no autoencoder; {advice}")
     codec = load_codec(folder, device)
     required_hash = record["autoencoder_sha256"]
     if required_hash is None:  # imported weights, whose autoencoder is unknown: only the shape can be compared

@@ -195,14 +195,15 @@ class RunFolder:
             latest_step: ignore later checkpoints; None: consider all.
             device: device of its tensors.
         """
-        for path in sorted((self.state / "checkpoints").glob("*.ckpt"), reverse=True):
-            if latest_step is not None and int(path.stem) > latest_step:
-                continue
+        paths = sorted((self.state / "checkpoints").glob("*.ckpt"), reverse=True)
+        if latest_step is not None:
+            paths = [path for path in paths if int(path.stem) <= latest_step]
+        for path in paths:
             try:
                 content = checkpoint.read(path, device)
                 self._check_belongs_here(content, path)
             except DamagedError as error:
-                log(f"{error}; the one before it is used")
+                log(f"{error}; {'no earlier one exists' if path == paths[-1] else 'the one before it is used'}")
             else:
                 return content
         return None
