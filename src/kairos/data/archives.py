@@ -36,9 +36,9 @@ class ZipArchive:
             raise ConfigError(f"dataset.path: got {self._path!r}, allowed: a zip of images ({error})") from None
 
     def list_images(self) -> tuple[list[str], list[int]]:
-        """Return the sorted names of all images in the zip, and the class of each.
+        """Return the sorted names of all images in the zip, and the class of each name, in the same order.
 
-        The list of classes is empty if the zip has no labels.
+        An image is a file with one of `SUFFIXES`, in any case. The list of classes is empty if the zip has no labels.
 
         Raises:
             ConfigError: the zip contains no image, or its labels do not belong to its images.
@@ -50,17 +50,21 @@ class ZipArchive:
                 names.append(name)
         if not names:
             raise ConfigError(f"dataset.path: zip {self._path!r} holds no image ({', '.join(SUFFIXES)})")
-        labels = self._read_labels(names)
-        return names, ([labels[name] for name in names] if labels else [])
+        label_by_name = self._read_labels(names)
+        if not label_by_name:
+            return names, []
+        return names, [label_by_name[name] for name in names]
 
     def _read_labels(self, image_names: list[str]) -> dict[str, int]:
-        """Return the class of each image by name, from dataset.json; empty if the file is missing or has no labels.
+        """Return the class of each image by name, from dataset.json.
+
+        The result is empty if the file is missing, or if its ``labels`` are null, empty or missing.
 
         Raises:
             ConfigError: the file has another form, a class is not an integer from 0, or its names are not those of the
                 images.
         """
-        where = f"dataset.path: {_LABELS} in {self._path!r}"
+        where = f"dataset.path: {_LABELS} in {self._path!r}"  # start of each error message
         try:
             content = json.loads(self.read(_LABELS)) if _LABELS in self._names else {}
             labels = {str(name): label for name, label in content.get("labels") or []}
@@ -71,7 +75,7 @@ class ZipArchive:
         invalid = [label for label in labels.values() if type(label) is not int or label < 0]
         if invalid:
             raise ConfigError(f"{where} holds the class {invalid[0]!r}, allowed: integers from 0")
-        unmatched = sorted(labels.keys() ^ set(image_names))  # names that only one of the two has
+        unmatched = sorted(labels.keys() ^ set(image_names))  # names that only dataset.json or only the zip has
         if unmatched:
             raise ConfigError(
                 f"{where} holds {len(labels)} names and the zip {len(image_names)} images, allowed: equal names; "
@@ -91,7 +95,7 @@ class ZipArchive:
             raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 
     def _open(self) -> zipfile.ZipFile:
-        """Return the zip file, opened by this process."""
+        """Return the zip file, which the first call in each process opens and which stays open."""
         if self._process != os.getpid():
             self._file = zipfile.ZipFile(self._path)
             self._process = os.getpid()
@@ -102,7 +106,8 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
     """Return the names and labels of the files that `dataset.files` lists, in the order of the list.
 
     Without a list, all files are returned. The suffix of a name counts only where two files differ in nothing else:
-    taming's lists of CelebA-HQ contain names of arrays (.npy). A name that the list repeats counts once.
+    taming's lists of CelebA-HQ contain names of arrays (.npy). A name that the list repeats counts once. The list of
+    labels is empty if `labels` is.
 
     Args:
         config: section `dataset`.
@@ -114,10 +119,10 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
     """
     if config.files is None:
         return names, labels
-    path, value = _split_list_option(config.files)
+    path, line_value = _split_list_option(config.files)
     index_by_name = {os.path.splitext(name)[0]: index for index, name in enumerate(names)}
     index_by_name |= {name: index for index, name in enumerate(names)}  # complete names take precedence
-    listed = list(dict.fromkeys(_read_list(path, value)))  # each name once
+    listed = list(dict.fromkeys(_read_list(path, line_value)))  # each name once
     selected, missing = [], []
     for name in listed:
         without_suffix = os.path.splitext(name)[0]
@@ -132,22 +137,24 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
             f"dataset.files: {path} lists {len(missing)} of {len(listed)} files that {config.path!r} does not hold, "
             f"such as {missing[0]!r}; allowed: names relative to it (LIST:N where lines are `name N`)"
         )
-    return [names[index] for index in selected], ([labels[index] for index in selected] if labels else [])
+    selected_names = [names[index] for index in selected]
+    selected_labels = [labels[index] for index in selected] if labels else []
+    return selected_names, selected_labels
 
 
 def _split_list_option(files: str) -> tuple[str, str]:
-    """Return path and value of ``LIST:N``: ("LIST", "N"). A plain ``LIST`` has the value ""."""
-    path, _, value = files.rpartition(":")
-    if not value.isdigit():  # a path that may contain a colon
+    """Split ``LIST:N``, where N consists of digits, into ("LIST", "N"). Any other text is a path with the value ""."""
+    path, _, line_value = files.rpartition(":")
+    if not line_value.isdigit():  # a path that may contain a colon
         return files, ""
-    return path, value
+    return path, line_value
 
 
-def _read_list(path: str, value: str) -> list[str]:
-    """Return the names in a list of files, one per line.
+def _read_list(path: str, line_value: str) -> list[str]:
+    """Return the names in a list of files, one per line, in the order of the file and with repetitions.
 
-    With a value, the lines are ``name value``, and names of lines with other values are left out (CelebA's partition).
-    Blank lines are skipped.
+    With `line_value`, the lines are ``name value``, and names of lines with other values are left out (CelebA's
+    partition). Blank lines are skipped.
 
     Raises:
         ConfigError: the list cannot be read, or selects nothing.
@@ -158,9 +165,9 @@ def _read_list(path: str, value: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read ({error}), allowed: a text file with a name in each line") from None
     names = lines
-    if value:
-        names = [line.rsplit(maxsplit=1)[0] for line in lines if line.split()[-1] == value]
+    if line_value:
+        names = [line.rsplit(maxsplit=1)[0] for line in lines if line.split()[-1] == line_value]
     if not names:
-        condition = f" that ends in {value}" if value else ""
+        condition = f" that ends in {line_value}" if line_value else ""
         raise ConfigError(f"{where} has no line{condition}, allowed: a name in each line")
     return names

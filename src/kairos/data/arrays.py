@@ -31,6 +31,7 @@ class ArrayFile:
 
     Raises:
         ValueError, EOFError: the file is not an array, or ends early.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, writable: bool = False, start: int = 0):
@@ -59,15 +60,17 @@ class ArrayFile:
     def __getitem__(self, index: Any) -> np.ndarray:
         """Read a copy of some rows, selected by an integer, a slice, a mask, or an array of indices (n,).
 
-        Several threads read if the disk is slow; the result does not depend on that.
+        An integer selects one row, without the first axis. Several threads read if the disk is slow; the result does
+        not depend on that.
 
         Raises:
+            IndexError: an index is out of range.
             DamagedError: the file has become shorter.
         """
         indices = row_indices(index, len(self))
         rows = np.empty((*indices.shape, *self.shape[1:]), self.dtype)
-        content = rows.reshape(-1).view(np.uint8)
-        indices = indices.reshape(-1)
+        rows_as_bytes = rows.reshape(-1).view(np.uint8)  # shares memory with `rows`
+        indices = indices.reshape(-1)  # a single index becomes (1,)
         # consecutive rows of the file are read at once: a run starts where an index does not follow its predecessor.
         # Indices 5, 6, 7, 2, 3 have the runs 5, 6, 7 and 2, 3. The first index follows -2, so it always starts a run.
         run_starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1)
@@ -75,14 +78,17 @@ class ArrayFile:
 
         def read_run(run: tuple[int, int]) -> None:
             start, end = run
-            run_content = content[start * self._row_size : end * self._row_size]
-            self._transfer(os.preadv, run_content, first_row=int(indices[start]))
+            run_bytes = rows_as_bytes[start * self._row_size : end * self._row_size]
+            self._transfer(os.preadv, run_bytes, first_row=int(indices[start]))
 
         read_all(read_run, list(zip(run_starts.tolist(), run_ends)))
         return rows
 
     def write(self, first: int, rows: np.ndarray) -> None:
-        """Write rows into the file, from row `first` on; the file must be open for writing."""
+        """Write rows (n, ...), converted to the file's data type, from row `first` on.
+
+        The file must have been opened with `writable`. Its size is not checked.
+        """
         content = np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8)
         self._transfer(os.pwritev, content, first_row=first)
 
@@ -91,7 +97,12 @@ class ArrayFile:
         os.fsync(self._file)
 
     def _transfer(self, operation: Callable[[int, list[Any], int], int], content: np.ndarray, first_row: int) -> None:
-        """Read into or write from `content`, uint8 (bytes,), with `os.preadv` or `os.pwritev`, from a row on.
+        """Read rows of the file into `content`, or write `content` into the file.
+
+        Args:
+            operation: `os.preadv` to read, or `os.pwritev` to write.
+            content: bytes of the rows, uint8 (bytes,).
+            first_row: row of the file at which the transfer begins.
 
         Raises:
             DamagedError: the file ends early.
@@ -107,7 +118,7 @@ class ArrayFile:
 
 
 def row_indices(index: Any, count: int) -> np.ndarray:
-    """Convert an integer, slice, mask or array of indices to row indices from 0, int64 () or (n,).
+    """Convert an integer, slice, mask or array of indices to row indices from 0, int64: () for an integer, else (n,).
 
     Args:
         index: index of an array with `count` rows; negative indices count from the end.
@@ -128,7 +139,10 @@ def row_indices(index: Any, count: int) -> np.ndarray:
 
 
 def iterate_blocks(arrays: Iterable[ArrayFile], size: int) -> Iterator[np.ndarray]:
-    """Yield the rows of several array files one after another, at most `size` rows at a time."""
+    """Yield the rows of several array files one after another, at most `size` rows at a time.
+
+    No block contains rows of two files.
+    """
     for array in arrays:
         for start in range(0, len(array), size):
             yield array[start : start + size]
@@ -155,7 +169,7 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> ArrayFile:
 
 
 def truncate_array(path: Path, count: int) -> None:
-    """Cut a .npy file off after `count` rows."""
+    """Cut a .npy file off after `count` rows, and write the new number of rows into its header."""
     array = ArrayFile(path)
     shape = (count, *array.shape[1:])
     with open(path, "r+b") as file:
@@ -164,7 +178,10 @@ def truncate_array(path: Path, count: int) -> None:
 
 
 def write_npy_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Write the header of a .npy file at the current position of an open file."""
+    """Write the header of a .npy file, for rows in C order, at the current position of an open file.
+
+    The position is afterwards that of the first row.
+    """
     description = npy.dtype_to_descr(dtype)
     npy.write_array_header_1_0(file, {"descr": description, "fortran_order": False, "shape": shape})
 

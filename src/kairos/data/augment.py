@@ -42,6 +42,7 @@ def augment_images(
         step: training step.
         sample_indices: indices of the images in the global batch.
     """
+    # random numbers of each image
     device = images.device
     u = Stream(seed, "augment").uniform(step, sample_indices, (10,), device).T  # (10, n)
     normal = Stream(seed, "augment normal").normal(step, sample_indices, (4,), device, torch.float64).T  # (4, n)
@@ -50,6 +51,7 @@ def augment_images(
     u_flip_x, u_flip_y, u_angle, u_axis, u_axis_rotated = u[5:]
     normal_scale, normal_stretch, normal_shift_x, normal_shift_y = normal
 
+    # strength of each augmentation, float64 (n,); 0 where it is not applied
     flip_x = (u_flip_x < 0.5).double()
     flip_y = (u_flip_y < 0.5) * flip_y_applied
     scale = normal_scale * scale_applied
@@ -59,15 +61,16 @@ def augment_images(
     shift_x = normal_shift_x * shift_applied
     shift_y = normal_shift_y * shift_applied
 
+    # flips, then one affine map for all other augmentations
     images = torch.where((flip_x > 0)[:, None, None, None], images.flip(3), images)
     images = torch.where((flip_y > 0)[:, None, None, None], images.flip(2), images)
-    # map from coordinates in the result to coordinates in the image: the inverse of scale, rotation, stretch and shift
+    # the map leads from coordinates in the result to coordinates in the image: the inverse of the augmentations
     inverse_scale = 2 ** (-_SCALE_STD * scale)
     stretching = _diagonal(2 ** (-_STRETCH_STD * stretch), 2 ** (_STRETCH_STD * stretch))
     stretching = _rotation(stretch_axis) @ stretching @ _rotation(-stretch_axis)
     linear = _diagonal(inverse_scale, inverse_scale) @ _rotation(angle) @ stretching  # (n, 2, 2)
     shift = torch.stack([shift_x * images.shape[3], shift_y * images.shape[2]], 1) * _SHIFT_STD  # (n, 2)
-    is_warped = applied[1:].any(0)[:, None, None, None]
+    is_warped = applied[1:].any(0)[:, None, None, None]  # any augmentation other than flips
     images = torch.where(is_warped, _warp(images, linear, shift), images)
 
     rotation_labels = [angle.cos() - 1, angle.sin()]
@@ -77,7 +80,7 @@ def augment_images(
 
 
 def _rotation(angle: PerSample) -> Matrices:
-    """Return rotation matrices (n, 2, 2) that act on (x, y)."""
+    """Return matrices (n, 2, 2) that act on (x, y), and rotate from the x axis to the y axis by angles in radians."""
     return torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(-1, 2, 2)
 
 
@@ -102,6 +105,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     channels, height, width = images.shape[1:]
     taps = len(_SYM6)
     kernel = _filter(images.device, images.dtype).expand(channels, 1, 1, taps)
+    # `fine`: the images at twice their resolution
     fine = functional.pad(images, (width - 1, width - 1, height - 1, height - 1), mode="reflect")
     # upsample by 2 along the width, then along the height; the padding makes each size exactly twice the input's
     # the taps sum to sqrt(2), half of it on even and half on odd ones; the factors sqrt(2) here and 1 / sqrt(2) below
@@ -112,9 +116,10 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     x = _fine_positions(width, taps, images.device)
     y = _fine_positions(height, taps, images.device)
     positions = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
-    x, y = ((positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
+    # positions that are shown there, (n, fine height, fine width) each
+    source_x, source_y = ((positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
     # grid_sample expects -1 and 1 at the edges, which are fine.shape / 4 pixels of the image from the centre
-    grid = torch.stack([4 * x / fine.shape[3], 4 * y / fine.shape[2]], -1).to(images.dtype)
+    grid = torch.stack([4 * source_x / fine.shape[3], 4 * source_y / fine.shape[2]], -1).to(images.dtype)
     fine = functional.grid_sample(fine, grid, align_corners=False)
     # downsample by 2 to the size of the images
     for weights, stride, _ in _separable_filters(kernel / math.sqrt(2), 0):
@@ -134,10 +139,19 @@ def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _filter(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the filter on a device; the cache avoids a copy, and so a synchronisation, in every step."""
+    """Return the filter `_SYM6`, (taps,), on a device; the cache avoids a copy, and so a synchronisation, per step."""
     return torch.tensor(_SYM6, device=device, dtype=dtype)
 
 
 def _separable_filters(kernel: Tensor, padding: int) -> tuple[tuple[Tensor, tuple[int, int], tuple[int, int]], ...]:
-    """Return weights, stride and padding of a one-dimensional filter along the width and along the height."""
-    return (kernel, (1, 2), (0, padding)), (kernel.transpose(2, 3), (2, 1), (padding, 0))
+    """Return weights, stride and padding of two convolutions, of which the first filters the width, then the height.
+
+    The stride is 2 along the filtered axis.
+
+    Args:
+        kernel: one-dimensional filter, (channels, 1, 1, taps).
+        padding: padding along the filtered axis.
+    """
+    along_width = (kernel, (1, 2), (0, padding))
+    along_height = (kernel.transpose(2, 3), (2, 1), (padding, 0))
+    return along_width, along_height

@@ -100,8 +100,9 @@ class Batches:
     def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Read the stored rows, conditions and visits of a step into (pinned) memory of the CPU.
 
-        Each image is flipped with probability 1/2 if the latents have flipped images. This may run in the reader's
-        thread. It calls no arithmetic of torch, whose thread pool belongs to the main thread.
+        Each image is flipped with probability 1/2 if the latents have flipped images. The conditions are those of
+        `conditions` that are stored in files. This may run in the reader's thread. It calls no arithmetic of torch,
+        whose thread pool belongs to the main thread.
         """
         visit_arrays = self._visit(step)
         image_indices = self.latents.train[visit_arrays["item"]]
@@ -135,7 +136,7 @@ class Batches:
         return {"item": items, "epoch": epochs, "items": np.full_like(items, train_count)}
 
     def _pin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Move tensors to pinned memory if the device is a GPU: only from there are copies asynchronous."""
+        """Copy tensors to pinned memory if the device is a GPU: only from there are copies asynchronous."""
         if self.device.type != "cuda":
             return tensors
         return {name: values.pin_memory() for name, values in tensors.items()}
@@ -145,8 +146,8 @@ class Batches:
     ) -> Batch:
         """Copy the data of a step to the device, and compute x0 and the conditions of the batch there.
 
-        A sample loses all its conditions with probability `dropout`. Augmentation comes last and adds condition
-        ``augment``.
+        Condition ``low_resolution`` is computed from the images before augmentation. A sample loses all its conditions
+        with probability `dropout`. Augmentation comes last and adds condition ``augment``, which is never dropped.
         """
         rows = self._copy_to_device(rows)
         conditions = self._copy_to_device(conditions)
@@ -171,5 +172,5 @@ class Batches:
 
 @functools.lru_cache(maxsize=4)
 def _image_order_of_epoch(seed: int, epoch: int, count: int) -> Any:
-    """Return the random order of the `count` training images in an epoch, int64 (count,)."""
+    """Return the random order of the `count` training images in an epoch, int64 (count,); the last four are cached."""
     return Stream(seed, "order").permutation(count, epoch).numpy()

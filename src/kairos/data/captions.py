@@ -61,7 +61,7 @@ class Captions:
         return np.asarray(firsts + caption_numbers % counts)
 
     def texts(self, indices: Any) -> list[str]:
-        """Return the captions with the given indices, a sequence (n,), as text."""
+        """Read the captions with the given indices, a sequence (n,), from the file, as text."""
         texts = []
         for index in indices:
             start = self.ends[index - 1] if index else 0
@@ -76,27 +76,29 @@ def open_captions(folder: Path, command: str) -> Captions:
 
 
 def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
-    """Convert the captions of each image to the three arrays that store them, by name.
+    """Convert the captions of each image to the three arrays that store them, by their names in `ARRAYS`.
 
-    A lone surrogate becomes a question mark.
+    The arrays are those of `Captions`. A lone surrogate becomes a question mark.
     """
     # "replace": lone surrogates, which a JSON file may contain, have no UTF-8 bytes
     texts = [text.encode("utf-8", "replace") for image_captions in captions for text in image_captions]
     content = np.frombuffer(b"".join(texts), np.uint8)
-    ends = np.cumsum([len(text) for text in texts])
-    firsts = np.cumsum([0, *map(len, captions)])
-    return dict(zip(ARRAYS, (content, ends.astype(np.int64), firsts.astype(np.int64))))
+    ends = np.cumsum([len(text) for text in texts]).astype(np.int64)
+    firsts = np.cumsum([0, *map(len, captions)]).astype(np.int64)
+    return dict(zip(ARRAYS, (content, ends, firsts)))
 
 
 def add_captions(source: "Source", config: "DatasetConfig") -> "Source":
     """Return a source with the captions that `dataset.captions` selects: a JSON file of COCO, or a text file per image.
 
     The source is returned unchanged if no captions are configured, or if it is a table, which has its captions already.
+    An image without captions gets an empty list.
 
     Raises:
         ConfigError: a file of captions cannot be read, or has another format.
     """
-    if config.captions is None or source.captions is not None:
+    is_table_with_captions = source.captions is not None
+    if config.captions is None or is_table_with_captions:
         return source
     names = [source.name(index) for index in range(source.count)]
     if config.captions == "sidecar":
@@ -113,7 +115,10 @@ def clean_texts(texts: list[Any]) -> list[str]:
 def _read_sidecar(image: Path) -> list[str]:
     """Return the captions of an image: the lines of the .txt file with the image's name, if there is one.
 
-    The list is empty without such a file. Blank lines are left out.
+    The list is empty without such a file. Blanks around the lines and blank lines are left out.
+
+    Args:
+        image: path of the image; the file of captions has the suffix .txt instead of the image's.
 
     Raises:
         ConfigError: the file is not UTF-8.
@@ -128,35 +133,40 @@ def _read_sidecar(image: Path) -> list[str]:
 def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], UnmatchedCaptions]:
     """Read captions from a JSON file in COCO's format.
 
+    Blank texts are dropped. Their images count as matched.
+
     Args:
         path: the JSON file.
         names: paths of the images; the file may contain them without folders.
 
     Returns:
-        The captions of each image, an empty list for an image without any; and the captions that belong to no image.
+        The captions of each image, an empty list for an image without any; and the captions that belong to no image, as
+        `path` and position among the annotations.
 
     Raises:
         ConfigError: the file is missing or has another format, or a name in it matches several images.
     """
     captions: list[list[str]] = [[] for _ in names]
-    images_by_name: dict[str, list[int]] = {}
-    for image, name in enumerate(names):
-        images_by_name.setdefault(PurePosixPath(name).name, []).append(image)
-    images_by_name |= {name: [image] for image, name in enumerate(names)}  # full paths take precedence
+    indices_by_name: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        indices_by_name.setdefault(PurePosixPath(name).name, []).append(index)
+    indices_by_name |= {name: [index] for index, name in enumerate(names)}  # full paths take precedence
     unmatched = set()
     for position, (name, text) in enumerate(_parse_coco(path)):
-        images = images_by_name.get(name, [])
-        if not images:
+        indices = indices_by_name.get(name, [])
+        if not indices:
             unmatched.add((path, position))
-        elif len(images) == 1:
-            captions[images[0]] += clean_texts([text])
+        elif len(indices) == 1:
+            captions[indices[0]] += clean_texts([text])
         else:
-            raise ConfigError(f"dataset.captions: {path!r} contains {name!r}, the name of {len(images)} images")
+            raise ConfigError(f"dataset.captions: {path!r} contains {name!r}, the name of {len(indices)} images")
     return captions, frozenset(unmatched)
 
 
 def _parse_coco(path: str) -> list[tuple[str, Any]]:
-    """Return file name and caption of each annotation; the name is empty if the annotation's image is not listed.
+    """Return file name and caption of each annotation, in the order of the file.
+
+    The name is empty if the annotation's image is not listed. The type of the captions is not checked.
 
     Raises:
         ConfigError: the file is missing or has another format.
@@ -173,7 +183,7 @@ def _parse_coco(path: str) -> list[tuple[str, Any]]:
 def captions_from_column(name: str, cells: list[Any]) -> list[list[str]]:
     """Return the captions of each row of a table.
 
-    A null cell has no captions; blank texts and nulls in lists are left out.
+    A null cell has no captions; blank texts and nulls in lists are left out. Blanks around texts are stripped.
 
     Args:
         name: name of the column, for the error message.
@@ -192,11 +202,11 @@ def captions_from_column(name: str, cells: list[Any]) -> list[list[str]]:
 def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dict[str, int]]:
     """Select the images that have a caption; all images if the data set has no captions.
 
-    A message reports images and captions that do not match.
+    If images or captions are left out, a message reports their numbers.
 
     Returns:
-        Indices of the selected images, and the numbers ``images_without`` (captions) and ``captions_without`` (images);
-        no numbers if the data set has no captions.
+        Indices of the selected images, increasing, and the numbers ``images_without`` (captions) and
+        ``captions_without`` (images); no numbers if the data set has no captions.
 
     Raises:
         KairosError: no image has a caption; or some have none, or captions have no image, and `dataset.unmatched` is
@@ -204,20 +214,20 @@ def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[in
     """
     if source.captions is None:
         return list(range(source.count)), {}
-    selected = [index for index, image_captions in enumerate(source.captions) if image_captions]
-    without = [index for index, image_captions in enumerate(source.captions) if not image_captions]
+    captioned = [index for index, image_captions in enumerate(source.captions) if image_captions]
+    uncaptioned = [index for index, image_captions in enumerate(source.captions) if not image_captions]
     unmatched_count = len(source.unmatched_captions)
-    example = f" (the first: {source.name(without[0])})" if without else ""
-    facts = f"{len(without)} of {source.count} images have no caption{example}, {unmatched_count} captions no image"
-    if not selected:
+    example = f" (the first: {source.name(uncaptioned[0])})" if uncaptioned else ""
+    facts = f"{len(uncaptioned)} of {source.count} images have no caption{example}, {unmatched_count} captions no image"
+    if not captioned:
         raise KairosError(f"dataset.captions: {config.captions!r} has none of the images: {facts}")
-    if without or unmatched_count:
+    if uncaptioned or unmatched_count:
         if config.unmatched == "refuse":
             raise KairosError(
                 f"dataset.unmatched: got {config.unmatched}, but {facts}; allowed: count, which leaves them out"
             )
         log(f"prepare: {facts}; they are left out")
-    return selected, {"images_without": len(without), "captions_without": unmatched_count}
+    return captioned, {"images_without": len(uncaptioned), "captions_without": unmatched_count}
 
 
 @dataclass(frozen=True)
@@ -236,10 +246,11 @@ class EncodedCaptions:
 
 
 def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCaptions:
-    """Open the folder that stage text wrote.
+    """Open the folder that stage text wrote for a data set; the states are read from the file on access.
 
     Raises:
         KairosError: the folder is missing, not complete, or belongs to another data set.
+        DamagedError: a file ends early, or is not an array.
     """
     command = f"text --config F --dataset {dataset.folder} --out {folder}"
     manifest = open_record(folder, command)

@@ -41,7 +41,7 @@ class PreparedDataset:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """Class of each image, int64 (count,); None if the data set has no classes."""
+        """Class of each image, int64 (count,), read from the file on each access; None if there are no classes."""
         return self.conditions["class"][:] if "class" in self.conditions else None
 
     @property
@@ -51,7 +51,7 @@ class PreparedDataset:
         return channels, height, width
 
     def load_tensor(self, indices: Any) -> "torch.Tensor":
-        """Read the images with the given indices (n,), as float32 (n, channels, height, width) in [-1, 1]."""
+        """Read the images with the given indices (n,), as CPU float32 (n, channels, height, width) in [-1, 1]."""
         import torch
 
         return to_float(torch.from_numpy(self.images[np.asarray(indices)]))
@@ -66,6 +66,10 @@ def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
     """Downsample images (n, channels, height, width) by averaging, then upsample them bilinearly to their old size.
 
     ADM's SuperResModel computes its low-resolution condition in this way.
+
+    Args:
+        images: float images.
+        factor: side in pixels of the squares that are averaged; it should divide height and width.
     """
     from torch.nn.functional import avg_pool2d, interpolate
 
@@ -73,7 +77,10 @@ def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
 
 
 def to_uint8(images: "torch.Tensor") -> np.ndarray:
-    """Convert float images (n, channels, height, width) in [-1, 1] to uint8 (n, height, width, channels), clipped."""
+    """Convert float images (n, channels, height, width) in [-1, 1] to uint8 (n, height, width, channels) on the CPU.
+
+    Values are rounded; values outside [-1, 1] are clipped.
+    """
     pixels = ((images.float() + 1) * 127.5).round().clamp(0, 255).byte()
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
 

@@ -41,12 +41,13 @@ def to_pixels(
     * ``pad``: centre the image on a black square with side `resolution`, or with the image's longer side.
     * ``none``: accept square images only.
     * ``adm``: the cropping of ADM, DiT, U-ViT and SpeeD. Halve the image by averaging while its short side is at least
-      twice the resolution, resize it, then cut out the centre.
+      twice the resolution, resize it, then cut out the centre. It needs a resolution.
 
-    Images with more than 8 bits or with transparency are converted by `_to_eight_bit`.
+    Except with ``adm``, the image is resized after cropping. Images with more than 8 bits or with transparency are
+    converted by `_to_eight_bit`.
 
     Args:
-        image: the decoded image.
+        image: the decoded image, in any mode of PIL.
         color: ``grey`` (1 channel) or ``rgb`` (3 channels).
         crop: how the image becomes square.
         resolution: side in pixels after resizing (with antialiasing); None: the image is not resized.
@@ -92,14 +93,14 @@ def _resize_short_side(image: Image.Image, resolution: int, resample: Image.Resa
 def _to_eight_bit(image: Image.Image) -> Image.Image:
     """Convert an image to an opaque one with 8 bits per channel, grey or RGB.
 
-    Transparency is composed over white. Values of 16 bits are divided by 257. Floats in [0, 1] are multiplied by 255;
-    floats in a larger range are clipped to [0, 255].
+    Transparency is composed over white. Integers of 16 or 32 bits are clipped to [0, 65535] and divided by 257. Floats
+    are multiplied by 255 if none exceeds 1, and then clipped to [0, 255].
     """
     if image.mode.startswith("I"):  # 16 or 32 bits; PIL has no 16-bit colour, so these images are grey
-        wide = np.asarray(image).astype(np.int64).clip(0, 65535)
-        rounded = (wide + 128) // 257  # 65535 = 255 * 257; 128 rounds to the nearest value
+        sixteen_bit = np.asarray(image).astype(np.int64).clip(0, 65535)
+        rounded = (sixteen_bit + 128) // 257  # 65535 = 255 * 257; 128 rounds to the nearest value
         return Image.fromarray(rounded.astype(np.uint8))
-    if image.mode == "F":
+    if image.mode == "F":  # floats of 32 bits, grey
         values = np.asarray(image)
         white = 1.0 if values.max() <= 1.0 else 255.0
         return Image.fromarray((values / white * 255.0).round().clip(0, 255).astype(np.uint8))

@@ -15,10 +15,10 @@ GAP = 2  # width in pixels of the white lines between images
 
 
 def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> NDArray[np.uint8]:
-    """Arrange images in a grid with white lines between them.
+    """Arrange images in a grid, row by row, with white lines between them.
 
     Args:
-        images: (n, height, width, channels).
+        images: one or more images, (n, height, width, channels).
         columns: images per row; None: the square root of n, rounded up.
         side: each image is enlarged, by an integer factor, until its longer side has at least this many pixels.
 

@@ -21,7 +21,7 @@ from kairos.shapes import Images
 from kairos_timesteps.errors import KairosError
 
 _MOST_MEASURED = 2000  # images that `Latents.measure_sigma_data` reads
-_SMALL = 16 * 2**20  # largest size in bytes of an array that `Latents.with_small_arrays_in_memory` loads
+_SMALL_BYTES = 16 * 2**20  # largest array that `Latents.with_small_arrays_in_memory` loads
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,18 @@ class Latents:
 
     @property
     def are_in_memory(self) -> bool:
-        """True if reading rows and conditions reads no file."""
-        arrays = [*self.dataset.conditions.values(), *(self.moments.values() or [self.dataset.images])]
-        return self.text is None and all(isinstance(array, np.ndarray) for array in arrays)
+        """True if `read_rows` and `load_conditions` read no file; False with encoded captions, which stay in a file."""
+        if self.text is not None:
+            return False
+        arrays_of_x0 = list(self.moments.values()) or [self.dataset.images]
+        arrays = [*self.dataset.conditions.values(), *arrays_of_x0]
+        return all(isinstance(array, np.ndarray) for array in arrays)
 
     def with_small_arrays_in_memory(self) -> "Latents":
-        """Return these latents with each array of at most 16 MiB in memory: reading a row of a file takes longer.
+        """Return a copy that holds each array of at most 16 MiB in memory, so that rows are read faster.
 
-        Images of the data set are loaded only if x0 is pixels.
+        Images of the data set are loaded only if x0 is pixels and if they are not linked. Encoded captions stay in
+        their file.
         """
         moments = {name: _read_if_small(array) for name, array in self.moments.items()}
         conditions = {name: _read_if_small(array) for name, array in self.dataset.conditions.items()}
@@ -97,12 +101,13 @@ class Latents:
     def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """Read the stored arrays that x0 and the low-resolution condition of some images are computed from.
 
-        Each row is read once. The result contains, by name and on the CPU, moments (n, c, h, w) in float32, or pixels
-        (n, h, w, c) in uint8.
-
         Args:
             indices: indices of the images, (n,).
             flips: True for each image to flip, bool (n,); None: none.
+
+        Returns:
+            Tensors by name, on the CPU. Without an autoencoder: ``pixels``, uint8 (n, h, w, c). Otherwise ``mean``, and
+            ``logvar`` and ``low_mean`` if they were encoded, each float32 (n, c, h, w).
 
         Raises:
             KairosError: `flips` selects images, but flipped images were not encoded.
@@ -119,11 +124,11 @@ class Latents:
         for name in ("mean", "logvar", "low_mean"):
             if name not in self.moments:
                 continue
-            values = np.empty((len(indices), *self.shape), np.float32)
-            values[~flips] = self.moments[name][indices[~flips]]
+            moment = np.empty((len(indices), *self.shape), np.float32)
+            moment[~flips] = self.moments[name][indices[~flips]]
             if flips.any():
-                values[flips] = self.moments[f"{name}_flipped"][indices[flips]]
-            rows[name] = torch.from_numpy(values)
+                moment[flips] = self.moments[f"{name}_flipped"][indices[flips]]
+            rows[name] = torch.from_numpy(moment)
         return rows
 
     def compute_x0(self, rows: dict[str, Tensor], noise: Images | None = None) -> Images:
@@ -140,13 +145,17 @@ class Latents:
         return self._in_model_space(z)
 
     def compute_low_resolution(self, rows: dict[str, Tensor]) -> Images:
-        """Compute the condition ``low_resolution``, float32 (n, c, h, w), in model space.
+        """Compute the condition ``low_resolution``, float32 (n, c, h, w), in model space, on the device of the rows.
+
+        It is the latent of the images in low resolution if that was encoded. Otherwise pixels are reduced, see
+        `reduce_resolution`.
 
         Args:
             rows: result of `read_rows`, on any device.
         """
         if "low_mean" in rows:
             return self._in_model_space(rows["low_mean"])
+        # without an autoencoder, model space has shift 0 and scale 1
         return reduce_resolution(to_float(rows["pixels"]), self.condition_kinds["low_resolution"]["factor"])
 
     def _in_model_space(self, z: Images) -> Images:
@@ -180,7 +189,8 @@ class Latents:
     ) -> dict[str, Tensor]:
         """Load the conditions that are stored in files, as opposed to those that are computed from the images.
 
-        Conditions of kind image are flipped with the images. The arguments and tensors are those of `load_conditions`.
+        Conditions of kind image are flipped with the images. Captions are included if they were encoded. The arguments
+        and tensors are those of `load_conditions`.
         """
         indices = np.asarray(indices)
         conditions = {}
@@ -190,38 +200,42 @@ class Latents:
                 rows[flips] = rows[flips][..., ::-1]  # the last axis is the width
             conditions[name] = torch.from_numpy(rows)
         if self.text is not None and self.dataset.captions is not None:
-            captions = self.dataset.captions.caption_indices(indices, caption_numbers)
-            conditions["text"] = torch.from_numpy(self.text.states[captions].astype(np.float32, copy=False))
+            caption_indices = self.dataset.captions.caption_indices(indices, caption_numbers)
+            states = self.text.states[caption_indices].astype(np.float32, copy=False)
+            conditions["text"] = torch.from_numpy(states)
         return conditions
 
     def measure_sigma_data(self) -> float:
         """Measure the standard deviation of x0 over the training images, to four significant digits.
 
         At most 2,000 training images are read, evenly spaced. The variance of stochastic latents is included. Flipped
-        images are not measured.
+        images are not measured. The sums are in float64.
         """
         count = min(len(self.train), _MOST_MEASURED)
-        selected = self.train[np.linspace(0, len(self.train) - 1, count).astype(np.int64)]
-        rows = {name: values.double() for name, values in self.read_rows(selected).items()}
+        positions = np.linspace(0, len(self.train) - 1, count).astype(np.int64)
+        rows = {name: values.double() for name, values in self.read_rows(self.train[positions]).items()}
         # law of total variance: the variance of the means plus the mean of the variances
         variance = self.compute_x0(rows).var(correction=0)
         if "logvar" in rows:
             variance = variance + rows["logvar"].exp().mean() * self.manifest["scaling_factor"] ** 2
-        return float(f"{float(variance.sqrt()):.4g}")
+        return float(f"{float(variance.sqrt()):.4g}")  # four significant digits
 
 
 def _read_if_small(array: Any) -> Any:
-    """Return the content of an array file of at most 16 MiB; return another array as it is."""
-    is_small = isinstance(array, ArrayFile) and math.prod(array.shape) * array.dtype.itemsize <= _SMALL
+    """Return the content of an array file of at most 16 MiB; return larger files and other arrays as they are."""
+    is_small = isinstance(array, ArrayFile) and math.prod(array.shape) * array.dtype.itemsize <= _SMALL_BYTES
     return array[:] if is_small else array
 
 
 def open_latents(folder: Path | str) -> Latents:
-    """Open the folder that stage encode wrote.
+    """Open the folder that stage encode wrote, its data set, and its encoded captions if it has any.
+
+    Images and moments are read from files on access.
 
     Raises:
         KairosError: the folder, its data set or its encoded captions are missing or incomplete, or do not belong
             together.
+        DamagedError: an array file ends early.
     """
     folder = Path(folder)
     command = f"encode --config F --out {folder}"

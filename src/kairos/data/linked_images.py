@@ -25,7 +25,7 @@ from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import DamagedError, KairosError
 
 TEMPORARY_COPY = ".tmp-pixels.npy"  # in the folder of the data set; the name is one that DVC ignores
-_LEAST_FREE_SPACE = 10  # a temporary copy is created if this many copies fit in the free space
+_COPIES_IN_FREE_SPACE = 10  # a temporary copy is created if this many copies fit in the free space
 _LARGEST_COPY = 32 * 2**30  # bytes of a temporary copy; file systems that many users share have quotas
 _ADVICE = "bring it back as it was, or make the folder again with: kairos prepare"
 
@@ -38,14 +38,14 @@ def checksum(pixels: np.ndarray) -> np.ndarray:
 def create_temporary_copy(folder: Path, shape: tuple[int, ...]) -> ArrayFile | None:
     """Create the file of a temporary copy of decoded images; return None if it is large or its disk has little space.
 
-    None is also returned if the file cannot be created.
+    None is also returned if the file cannot be created. The file is open for writing, and all its pixels are 0.
 
     Args:
         folder: folder of the prepared data set.
         shape: (count, height, width, channels) of the images.
     """
-    size = math.prod(shape)
-    if size > _LARGEST_COPY or size * _LEAST_FREE_SPACE > shutil.disk_usage(folder).free:
+    size = math.prod(shape)  # bytes
+    if size > _LARGEST_COPY or size * _COPIES_IN_FREE_SPACE > shutil.disk_usage(folder).free:
         return None
     try:
         return create_array(folder / TEMPORARY_COPY, shape, np.uint8)
@@ -90,18 +90,22 @@ class LinkedImages:
     def __getitem__(self, index: Any) -> np.ndarray:
         """Read some images, selected by an integer, a slice, a mask, or an array of indices (n,).
 
+        The result is uint8 (n, height, width, channels); an integer selects one image without the first axis. The
+        threads of the job read the images.
+
         Raises:
+            IndexError: an index is out of range.
             KairosError: the source cannot be opened on this machine.
             DamagedError: an image is missing or differs from the one that stage prepare read.
         """
         rows = row_indices(index, len(self))
         image_dtype = np.dtype((np.uint8, self.shape[1:]))
         decoded = map_in_order(self._read, rows.flat, count_job_threads())
-        images = np.fromiter(decoded, image_dtype, count=rows.size)
+        images = np.fromiter(decoded, image_dtype, count=rows.size)  # stores each image as it arrives
         return images.reshape((*rows.shape, *self.shape[1:]))
 
     def _open_copy(self) -> ArrayFile | None:
-        """Open the temporary copy; return None if there is none, or if it does not fit the record."""
+        """Open the temporary copy; return None if there is none, or if it is damaged or does not fit the record."""
         try:
             copy = ArrayFile(self._folder / TEMPORARY_COPY)
         except (OSError, ValueError, EOFError):
@@ -124,31 +128,31 @@ class LinkedImages:
         """Decode and verify one image of the source, uint8 (height, width, channels).
 
         Raises:
-            KairosError: the source cannot be opened on this machine.
+            KairosError: the source cannot be opened on this machine, or the image no longer fits `dataset.crop`.
             DamagedError: the image is missing or differs from the one that stage prepare read.
         """
         index = int(self._indices[row])  # of the image in the source
         config = self._config
-        name = f"{self._folder}: refers to {self._source.name(index)}, which"  # start of an error message
+        image_description = f"{self._folder}: refers to {self._source.name(index)}, which"  # begins error messages
         try:
             image = self._source.read(index)
         except ValueError as error:
-            raise DamagedError(f"{name} cannot be read any more ({error}); {_ADVICE}") from None
+            raise DamagedError(f"{image_description} cannot be read any more ({error}); {_ADVICE}") from None
         pixels = to_pixels(
             image,
             color=config.color,
             crop=config.crop,
             resolution=config.resolution,
-            name=name,
+            name=image_description,
             resample=config.resample,
         )
         if pixels.shape != self.shape[1:] or (checksum(pixels) != self._checksums[row]).any():
-            raise DamagedError(f"{name} has changed since kairos prepare; {_ADVICE}")
+            raise DamagedError(f"{image_description} has changed since kairos prepare; {_ADVICE}")
         return pixels
 
     @property
     def _source(self) -> Source:
-        """The source of the images, which the first of several threads opens."""
+        """The source of the images, which the first access opens; other threads wait for it."""
         with self._source_lock:
             if self._opened_source is None:
                 self._opened_source = self._open_source()
@@ -169,10 +173,10 @@ class LinkedImages:
                 "folder that kairos prepare ran in; or copy the images: dataset.store: copy"
             ) from None
         for index, recorded_name in zip(self._indices[:].tolist(), self._names[:].tolist()):
-            name = source.name(index) if index < source.count else "nothing"
-            if os.fsencode(name) != recorded_name:
+            present_name = source.name(index) if index < source.count else "nothing"
+            if os.fsencode(present_name) != recorded_name:
                 raise DamagedError(
                     f"{self._folder}: image {index} of the source was {os.fsdecode(recorded_name)} at kairos prepare, "
-                    f"and is {name} now; {_ADVICE}"
+                    f"and is {present_name} now; {_ADVICE}"
                 )
         return source

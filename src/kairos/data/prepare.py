@@ -81,7 +81,7 @@ class _DecodedImages:
 
 
 class _ImageWriter:
-    """Array file that images are appended to; its hash is computed while other threads decode.
+    """Array file that images are appended to; its hash is computed meanwhile.
 
     Args:
         path: file to write.
@@ -108,7 +108,7 @@ class _ImageWriter:
         self._file.flush()
         if self._count == self._most:
             return self._hash.hexdigest()
-        truncate_array(self._path, self._count)
+        truncate_array(self._path, self._count)  # changes the header, which the hash includes
         return sha256_file(self._path)
 
 
@@ -132,12 +132,14 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     decoded = _decode_images(config, source, selected, out)
     train, heldout = _split(config, source, decoded.indices)
 
+    # write all files but the manifest
     conditions: dict[str, dict[str, Any]] = {}
     for name, (description, _) in source.conditions.items():
         conditions[name] = {**description, "file": f"conditions/{name}.npy"}
     arrays = {"train": train, "heldout": heldout, **_collect_arrays(config, source, decoded)}
     files = _write_arrays(out, arrays, decoded.images_hash)
 
+    # write the manifest, which marks the folder as complete
     height, width, channels = decoded.shape
     mean, std = _pixel_statistics(decoded, train)
     manifest = {
@@ -179,7 +181,7 @@ def _delete_old_files(out: Path) -> None:
 def _write_arrays(out: Path, arrays: dict[str, np.ndarray], images_hash: str | None) -> dict[str, str]:
     """Write arrays durably, give the temporary file of the images its name, and return the hash of each file.
 
-    The keys of the result are paths in the folder, such as ``conditions/class.npy``.
+    The keys of the result are paths in the folder, such as ``conditions/class.npy``. The images are ``images.npy``.
 
     Args:
         out: folder of the data set.
@@ -207,7 +209,8 @@ def _pixel_statistics(decoded: _DecodedImages, train: np.ndarray) -> tuple[np.nd
         train: positions of the training images in `decoded`, int64.
     """
     height, width, _ = decoded.shape
-    mean, mean_square = decoded.sums[train].sum(axis=0) / (len(train) * height * width)
+    pixel_count = len(train) * height * width  # per channel
+    mean, mean_square = decoded.sums[train].sum(axis=0) / pixel_count  # (channels,) each, on a scale of 0 to 255
     variance = np.maximum(mean_square - mean**2, 0.0)  # rounding can make the difference negative
     return mean / 255, np.sqrt(variance) / 255
 
@@ -215,7 +218,8 @@ def _pixel_statistics(decoded: _DecodedImages, train: np.ndarray) -> tuple[np.nd
 def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], dict[str, int]]:
     """Select the images to decode: those with captions, if there are captions, and at most `dataset.limit` of them.
 
-    The limit does not count held-out images of another path.
+    The limit selects a random subset by `dataset.split_seed`. It does not count held-out images of another path, which
+    are all selected.
 
     Returns:
         Indices of the images in the source, increasing, and numbers of images and captions that do not match, see
@@ -233,12 +237,15 @@ def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], di
         raise KairosError(
             f"dataset.heldout_captions: {captions!r} has none of the {source.heldout_count} held-out images"
         )
-    limited = _random_subset(train, config.limit or first_heldout, config.split_seed, "limit")
+    limit = config.limit or first_heldout  # without a limit: all
+    limited = _random_subset(train, limit, config.split_seed, stream="limit")
     return [*limited, *heldout], unmatched_counts
 
 
 def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split the prepared images into training and held-out images.
+
+    If `dataset.heldout` is a share, a random subset by `dataset.split_seed` is held out.
 
     Args:
         config: section `dataset`.
@@ -246,7 +253,7 @@ def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[
         indices: index of each prepared image in the source, (n,).
 
     Returns:
-        Positions of the training images and of the held-out images in `indices`, int64.
+        Positions of the training images and of the held-out images in `indices`, increasing, int64.
 
     Raises:
         KairosError: fewer than two images are usable, or none is left for training.
@@ -256,7 +263,8 @@ def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[
         is_heldout = indices >= source.count - source.heldout_count
     else:
         count = config.heldout_count(len(indices))
-        is_heldout = np.isin(indices, _random_subset(indices.tolist(), count, config.split_seed, "heldout"))
+        heldout_indices = _random_subset(indices.tolist(), count, config.split_seed, stream="heldout")
+        is_heldout = np.isin(indices, heldout_indices)
     train = np.flatnonzero(~is_heldout)
     heldout = np.flatnonzero(is_heldout)
     if len(indices) < 2 or not len(train):
@@ -268,10 +276,16 @@ def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[
 
 
 def _random_subset(indices: Sequence[int], count: int, seed: int, stream: str) -> list[int]:
-    """Return a random subset of `count` indices, in their order.
+    """Return a random subset of `count` indices, increasing.
 
     The indices with the lowest hashes are selected, so that further images change few of the selected ones. All indices
     are returned if there are at most `count`.
+
+    Args:
+        indices: increasing indices.
+        count: number of indices to select.
+        seed: seed of the selection.
+        stream: name of the random stream.
     """
     if count >= len(indices):
         return list(indices)
@@ -280,10 +294,10 @@ def _random_subset(indices: Sequence[int], count: int, seed: int, stream: str) -
 
 
 def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImages) -> dict[str, np.ndarray]:
-    """Return the conditions and captions of the images by name of the array.
+    """Return the arrays of the images other than pixels and split, by file name without suffix.
 
-    With ``store: refer`` the images stay in their source. Then numbers, checksums and names (as bytes) of the images
-    are added.
+    Names are ``conditions/<name>``, and with captions those of `captions.ARRAYS`. With ``store: refer`` the images stay
+    in their source. Then ``numbers`` (indices in the source), ``checksums`` and ``names`` (as bytes) are added.
     """
     indices = decoded.indices.tolist()
     arrays: dict[str, np.ndarray] = {}
@@ -300,19 +314,22 @@ def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImag
 def _decode_images(config: DatasetConfig, source: Source, selected: list[int], out: Path) -> _DecodedImages:
     """Decode the selected images, and copy the usable ones into a temporary array file unless they are linked.
 
-    Linked images are copied into a temporary copy if there is space, see `create_temporary_copy`.
+    Linked images are copied into a temporary copy if there is space, see `create_temporary_copy`. Messages report
+    skipped images and the progress.
 
     Raises:
         KairosError: no image is usable, or one is broken and `dataset.broken` is ``refuse``.
         ConfigError: images differ in size and no resolution is configured.
     """
+    # rows for all selected images; those after `count` stay unused if images are broken
     indices = np.empty(len(selected), np.int64)
     checksums = np.empty((len(selected), 16), np.uint8)
-    skipped: list[str] = []
-    images: _ImageWriter | None = None  # it and `sums` are created when the first image shows the shape
-    sums: Any = None
     count = 0  # usable images so far
-    temporary_copy: ArrayFile | None = None  # of images that are not copied
+    skipped: list[str] = []
+    # created when the first usable image shows the shape of all images
+    sums: Any = None
+    images: _ImageWriter | None = None  # None if the images are linked
+    temporary_copy: ArrayFile | None = None  # None if the images are not linked, or lack space
     progress = Progress(len(selected), f"prepare {config.source}", "image")
     decode = functools.partial(_decode_image, config, source)
     for image in map_in_order(decode, selected, count_job_threads()):
@@ -323,7 +340,7 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
             _skip_broken(config, name, image.damage)
             skipped.append(name)
             continue
-        if count == 0:
+        if count == 0:  # the first usable image
             shape = pixels.shape
             sums = np.empty((len(selected), 2, shape[2]), np.int64)
             if config.store == "refer":
@@ -335,16 +352,18 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
                 f"dataset.resolution: got null, but {name} has {pixels.shape[1]}×{pixels.shape[0]} "
                 f"pixels and those before it {shape[1]}×{shape[0]}; allowed: a resolution for all"
             )
-        if image.checksum is not None:
-            checksums[count] = image.checksum
+        # store the image and its properties in row `count`
         if images is not None:
             images.append(pixels)
         if temporary_copy is not None:
             temporary_copy.write(count, pixels)
+        if image.checksum is not None:
+            checksums[count] = image.checksum
         sums[count] = image.sums
         indices[count] = image.index
         count += 1
     progress.close()
+
     if count == 0:
         raise KairosError(f"dataset: none of the {len(selected)} images is usable; the first is {skipped[0]}")
     if temporary_copy is not None and skipped:
@@ -360,7 +379,7 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
 
 
 def _skip_broken(config: DatasetConfig, name: str, damage: str) -> None:
-    """Log that a broken image is skipped; raise KairosError if `dataset.broken` is ``refuse``.
+    """Log that a broken image is skipped; if `dataset.broken` is ``refuse``, raise KairosError instead.
 
     Args:
         config: section `dataset`.
@@ -392,7 +411,12 @@ def _decode_image(config: DatasetConfig, source: Source, index: int) -> _Decoded
         name=source.name(index),
         resample=config.resample,
     )
-    return _DecodedImage(index, pixels, _sum_pixels(pixels), checksum(pixels) if config.store == "refer" else None)
+    return _DecodedImage(
+        index=index,
+        pixels=pixels,
+        sums=_sum_pixels(pixels),
+        checksum=checksum(pixels) if config.store == "refer" else None,
+    )
 
 
 def _sum_pixels(pixels: np.ndarray) -> np.ndarray:
@@ -405,6 +429,6 @@ def _sum_pixels(pixels: np.ndarray) -> np.ndarray:
     """
     channels = pixels.shape[2]
     image = Image.fromarray(pixels if channels > 1 else pixels[:, :, 0])
-    counts = np.array(image.histogram(), np.int64).reshape(channels, 256)
+    counts = np.array(image.histogram(), np.int64).reshape(channels, 256)  # pixels of each channel and value
     values = np.arange(256)
     return np.stack([counts @ values, counts @ values**2])

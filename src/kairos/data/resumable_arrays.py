@@ -22,9 +22,10 @@ _SAVE_SECONDS = 2.0  # least time between two records of the progress
 
 
 def prepare_folder(out: Path, names: Iterable[str]) -> Path:
-    """Delete old results of a stage, and return its private folder, which may contain arrays of a killed job.
+    """Create the folder of a stage if necessary, delete old results in it, and return the path of its private folder.
 
-    The private folder may not exist yet. It is deleted too if a manifest shows that the stage was complete.
+    The private folder may not exist yet, and may contain arrays of a killed job. It is deleted too if a manifest shows
+    that the stage was complete.
 
     Args:
         out: folder of the stage.
@@ -33,7 +34,7 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     if (out / "manifest.json").exists():  # the stage was complete and is repeated from the beginning
         shutil.rmtree(out / PARTIAL, ignore_errors=True)
-        (out / "manifest.json").unlink()
+        (out / "manifest.json").unlink()  # before the files that it records
     for name in names:
         (out / name).unlink(missing_ok=True)
     return out / PARTIAL
@@ -63,13 +64,15 @@ def fill_arrays(
 ) -> dict[str, str]:
     """Compute arrays in batches, write them into a private folder, and return the hash of each file by name.
 
-    The file of an array is ``<name>.npy`` in the private folder. Its first row has the first index of `rows`.
+    The file of an array is ``<name>.npy`` in the private folder. Its first row has the first index of `rows`. The keys
+    of the result are file names. Every two seconds and at the end, the written rows are made durable and recorded.
+    Messages report the progress, and after which row a killed job resumes.
 
     Args:
         partial: the private folder; an interrupted computation with equal identity and rows resumes there.
         identity: settings that, together with the rows, determine the content of the arrays.
         arrays: shape of a row, and dtype, of each array by name.
-        rows: indices of the rows to compute.
+        rows: consecutive indices of the rows to compute.
         batch_size: rows per call of `compute`.
         compute: function that returns the arrays' rows for some indices of `rows`, int64 (n,), by name of the array.
         label: name of the job in progress messages.
@@ -77,22 +80,25 @@ def fill_arrays(
     """
     key = sha256_json({**identity, "rows": [rows.start, rows.stop]})
     count = len(rows)
-    shapes = {partial / f"{name}.npy": (count, *row_shape) for name, (row_shape, _) in arrays.items()}
+    paths = {name: partial / f"{name}.npy" for name in arrays}
+    shapes = {paths[name]: (count, *row_shape) for name, (row_shape, _) in arrays.items()}
     done = _rows_done(partial, key, shapes)
+    # open the arrays of the killed job, or create arrays
     if done:
         log(f"{label}: resumes after {unit} {rows.start + done}")
     else:
         shutil.rmtree(partial, ignore_errors=True)  # with the old record, which must not vouch for the new arrays
         partial.mkdir()
-        for path, shape in shapes.items():
-            _, dtype = arrays[path.stem]
-            create_array(path, shape, dtype)
-    files = {path.stem: ArrayFile(path, writable=True) for path in shapes}
+        for name, (_, dtype) in arrays.items():
+            create_array(paths[name], shapes[paths[name]], dtype)
+    files = {name: ArrayFile(path, writable=True) for name, path in paths.items()}
+    # compute the other rows; `start` and `end` are rows of the files
     progress = Progress(count, label, unit, start=done)
     last_save = time.monotonic()
     for start in range(done, count, batch_size):
         end = min(start + batch_size, count)
-        for name, values in compute(np.arange(rows.start + start, rows.start + end)).items():
+        computed = compute(np.arange(rows.start + start, rows.start + end))
+        for name, values in computed.items():
             files[name].write(start, values)
         progress.advance(end - start)
         if time.monotonic() - last_save > _SAVE_SECONDS or end == count:
@@ -101,13 +107,19 @@ def fill_arrays(
             write_json(partial / "progress.json", {"key": key, "done": end})
             last_save = time.monotonic()
     progress.close()
-    return {path.name: sha256_file(path) for path in shapes}
+    return {path.name: sha256_file(path) for path in paths.values()}
 
 
 def _rows_done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
     """Return the number of rows that an interrupted computation has finished.
 
-    The result is 0 if no computation was interrupted, or if its key or the shape of an array differs.
+    The result is 0 if no computation was interrupted, if its record or an array is damaged, or if its key or the shape
+    of an array differs.
+
+    Args:
+        partial: the private folder.
+        key: hash of the settings and rows of the computation.
+        shapes: shape of the array in each file.
     """
     try:
         record = read_json(partial / "progress.json")

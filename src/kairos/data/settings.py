@@ -142,8 +142,9 @@ class DatasetConfig(Section):
     def heldout_section(self) -> "DatasetConfig | None":
         """The section that describes the held-out images alone, if they come from another path, split or list.
 
-        None if `heldout` is a share. In the returned section, `heldout` is 0, any number of images is allowed, and the
-        captions are `heldout_captions` or else `captions`.
+        None if `heldout` is a share. In the returned section, the value of `heldout` replaces the split (hub), the list
+        of files (if there is one) or the path. `heldout` is 0, any number of images is allowed, and the captions are
+        `heldout_captions` or else `captions`.
         """
         if not isinstance(self.heldout, str):
             return None
@@ -165,11 +166,11 @@ class DatasetConfig(Section):
 
     @property
     def caption_files(self) -> list[str]:
-        """Paths of the JSON files of captions."""
+        """Paths of the JSON files of captions, of training and then of held-out images; a shared file occurs twice."""
         return [str(section.captions) for section in self.sections if str(section.captions).endswith(".json")]
 
     def check_count(self, count: int) -> None:
-        """Compare the number of images of the source with `dataset.images`.
+        """Compare the number of images of the source with `dataset.images`, if that is set.
 
         Raises:
             ConfigError: the numbers differ.
@@ -178,13 +179,18 @@ class DatasetConfig(Section):
             raise ConfigError(f"dataset.images: got {self.images}, but {self.path or self.source} holds {count} images")
 
     def find_label_column(self, columns: Collection[str]) -> str | None:
-        """Return the column of the classes in a table with the given columns; None without classes."""
-        return self.label_column or ("label" if "label" in columns else None)
+        """Return the column of the classes: `label_column`, or else ``label`` if it is in `columns`; else None.
+
+        A configured `label_column` is returned even if it is not in `columns`.
+        """
+        if self.label_column:
+            return self.label_column
+        return "label" if "label" in columns else None
 
     def heldout_count(self, count: int) -> int:
-        """Return the number of held-out images of `count` if `heldout` is a share.
+        """Return the number of held-out images of `count` if `heldout` is a share; a path raises ValueError.
 
-        It is at least one and not all images, or 0 if the share is 0.
+        The product is rounded. It is at least one and not all images, or 0 if the share is 0.
         """
         share = float(self.heldout)
         if share == 0:

@@ -29,7 +29,8 @@ class ImageCounts:
         train: number of training images; None if unknown.
         smallest: number of images of the smallest class, training and held out; None without labels.
         unknown: reason why the source could not be counted; empty if the counts are known.
-        count: number of images, training and held out, without held-out images from another path.
+        count: number of images within the limit, training and held out, without held-out images from another path; None
+            if unknown.
         classes: number of classes; None without labels.
     """
 
@@ -50,29 +51,43 @@ def count_images(config: DatasetConfig) -> ImageCounts:
     Raises:
         ConfigError: the number of images is known, and is not `dataset.images`.
     """
-    count_by_source = {"digits": _count_digits, "parquet": _count_parquet, "hub": _count_hub}
+    counting_functions = {"digits": _count_digits, "parquet": _count_parquet, "hub": _count_hub}
+    count_source = counting_functions.get(config.source, _count_files)
     try:
-        count, labels = count_by_source.get(config.source, _count_files)(config)
+        count, class_sizes = count_source(config)
     except (ConfigError, OSError, ValueError, LookupError) as error:  # errors of arrow are of the latter two types
         return ImageCounts(unknown=" ".join(str(error).split()))
     config.check_count(count)
-    kept = min(count, config.limit or count)
-    heldout = 0 if isinstance(config.heldout, str) else config.heldout_count(kept)
-    smallest = min(labels.values()) * kept // count if labels else None
-    return ImageCounts(train=kept - heldout, smallest=smallest, count=kept, classes=len(labels) or None)
+    used_count = min(count, config.limit or count)
+    heldout_count = 0 if isinstance(config.heldout, str) else config.heldout_count(used_count)
+    smallest = min(class_sizes.values()) * used_count // count if class_sizes else None
+    return ImageCounts(
+        train=used_count - heldout_count, smallest=smallest, count=used_count, classes=len(class_sizes) or None
+    )
+
+
+# Each of the following functions returns the number of images, and the number of images of each class, which is empty
+# without classes. Held-out images of another path and the limit do not count.
 
 
 def _count_digits(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Return the known counts of scikit-learn's digits: of all images, and of each class at least."""
+    """Return the known counts of scikit-learn's digits: of all images, and for each class that of the rarest one."""
     return _DIGIT_COUNT, dict.fromkeys(range(10), _RAREST_DIGIT_COUNT)
 
 
 def _count_files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Count the images of a folder or a zip, and the images of each class; only names of files are read."""
+    """Count the images of a folder or a zip, and the images of each class.
+
+    Only names of files, `dataset.files` and the labels of a zip are read.
+
+    Raises:
+        ConfigError: the folder, zip or list is missing or contains no image.
+    """
     from kairos.data.sources import OPENERS
 
     source = OPENERS[config.source](config)
-    return source.count, Counter([] if source.labels is None else source.labels.tolist())
+    labels = [] if source.labels is None else source.labels.tolist()
+    return source.count, Counter(labels)
 
 
 def _count_parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
@@ -82,14 +97,16 @@ def _count_parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     from kairos.data.sources import parquet_files
 
     files = [pq.ParquetFile(file) for file in parquet_files(config)]
-    column = config.find_label_column(files[0].schema_arrow.names)
-    return _count_rows([file.read([column] if column else []) for file in files], column)
+    label_column = config.find_label_column(files[0].schema_arrow.names)
+    columns = [label_column] if label_column else []  # a table without columns still has its number of rows
+    return _count_rows([file.read(columns) for file in files], label_column)
 
 
 def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     """Count images and classes in the hub's cache, which contains each split as Arrow files of `datasets`.
 
-    Nothing is downloaded. If the cache has several versions of the data set, the first folder counts.
+    Nothing is downloaded. If the cache has several versions of the data set, the first folder counts, by its name. The
+    variables HF_DATASETS_CACHE and HF_HOME set the cache's folder, in this order.
 
     Raises:
         ConfigError: the split is not in the cache.
@@ -102,8 +119,8 @@ def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     files = sorted(cache.glob(f"{_cache_folder_name(str(config.path))}/*/*/*/*-{config.split}*.arrow"))
     if not files:
         raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; run kairos fetch")
-    one_version = (str(file) for file in files if file.parent == files[0].parent)
-    tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in one_version]
+    files_of_one_version = [str(file) for file in files if file.parent == files[0].parent]
+    tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files_of_one_version]
     return _count_rows(tables, config.find_label_column(tables[0].column_names))
 
 
@@ -116,11 +133,11 @@ def _cache_folder_name(hub_id: str) -> str:
 
 def _count_rows(tables: list[Any], label_column: str | None) -> tuple[int, dict[Any, int]]:
     """Count the rows of several tables of arrow, and the rows of each class; no classes without a label column."""
-    labels: Counter[Any] = Counter()
+    class_sizes: Counter[Any] = Counter()
     if label_column:
         for table in tables:
-            labels.update(table[label_column].to_pylist())
-    return sum(map(len, tables)), labels
+            class_sizes.update(table[label_column].to_pylist())
+    return sum(map(len, tables)), class_sizes
 
 
 @dataclass(frozen=True)
@@ -145,15 +162,16 @@ class ImageProperties:
         """
         not_square = {(width, height): count for (width, height), count in self.sizes.items() if width != height}
         area = sum(width * height * count for (width, height), count in not_square.items())
-        kept_area = sum(min(size) ** 2 * count for size, count in not_square.items())
-        removed_share = 1 - kept_area / area if area else 0.0
+        cropped_area = sum(min(size) ** 2 * count for size, count in not_square.items())
+        removed_share = 1 - cropped_area / area if area else 0.0
         return sum(not_square.values()), removed_share
 
 
 def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperties:
     """Determine sizes and colours of a folder's images; of more than 20,000, evenly spaced ones are read.
 
-    Images that cannot be read are in the result, without an error.
+    Images that cannot be read are in the result, without an error. Sizes are those after the EXIF orientation, which is
+    ignored in the header of a PNG file.
 
     Args:
         config: section `dataset`, of source ``folder``.

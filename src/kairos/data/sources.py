@@ -57,7 +57,7 @@ class Source:
 
     @property
     def conditions(self) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
-        """All conditions of the images by name, including the class if there are classes."""
+        """Description and values of all conditions by name; ``class`` is the first if there are classes."""
         if self.labels is None or self.classes is None:
             return self.other_conditions
         description = {"kind": "class", "num_classes": len(self.classes)}
@@ -67,11 +67,12 @@ class Source:
 def open_source(config: DatasetConfig) -> Source:
     """Open the images of section `dataset`, with their captions and the held-out images.
 
-    Held-out images of another path, split or list are the last images of the source.
+    Held-out images of another path, split or list are the last images of the source. `dataset.limit` is not applied.
 
     Raises:
         ConfigError: the folder, file, data set or column does not exist, or contains no image. Also if the number of
             images is not `dataset.images`, or if held-out images have classes or files that do not fit the others.
+        KairosError: `datasets` cannot load the data set.
     """
     opener = OPENERS[config.source]
     source = add_captions(opener(config), config)
@@ -106,7 +107,7 @@ def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> No
 def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> Source:
     """Return a source with the training images followed by the held-out images.
 
-    Captions are dropped unless both sources have them.
+    Captions are dropped unless both sources have them. The names of the classes are those of the training images.
 
     Args:
         train: the training images.
@@ -147,7 +148,8 @@ def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> S
 def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
     """Return the classes of the training images and then of the held-out images, int64 (n,); None without classes.
 
-    Both sources number their classes from 0. The result has the numbers of the training images' classes.
+    Both sources number their classes from 0. The held-out images get the numbers of the training images' classes, by
+    name.
 
     Raises:
         ConfigError: the held-out images have classes that the training images do not have, or only one of the sources
@@ -162,12 +164,15 @@ def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
         )
     if train.classes is None or heldout.classes is None or train.labels is None:
         return None
-    train_class = np.array([train.classes.index(name) for name in heldout.classes], np.int64)  # by held-out class
-    return np.concatenate([train.labels, train_class[heldout.labels]])
+    # element i is the number among the training classes of held-out class i
+    train_number_of_class = np.array([train.classes.index(name) for name in heldout.classes], np.int64)
+    return np.concatenate([train.labels, train_number_of_class[heldout.labels]])
 
 
 def _concatenate_conditions(train: Source, heldout: Source) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
-    """Return the conditions other than the class, with the values of the training and then of the held-out images.
+    """Return the conditions other than the class, each with its description and the values of all images.
+
+    The values of the training images come first, then those of the held-out images.
 
     Raises:
         ConfigError: the two sources have different conditions, or describe a condition differently.
@@ -187,7 +192,7 @@ def _concatenate_conditions(train: Source, heldout: Source) -> dict[str, tuple[d
 
 
 def _open_digits(config: DatasetConfig) -> Source:
-    """Open the 8×8 images of digits in scikit-learn.
+    """Open the 8×8 images of digits in scikit-learn, with values from 0 to 255 and the digits as classes.
 
     They are read from its file, since the import of sklearn.datasets takes 2 s of CPU time.
     """
@@ -210,8 +215,9 @@ def _open_digits(config: DatasetConfig) -> Source:
 def _open_folder(config: DatasetConfig) -> Source:
     """Open all images below a folder; if all are in two or more subfolders, the subfolders are the classes.
 
-    Without such subfolders there are no classes. Hidden files are skipped. With `dataset.files`, only the listed images
-    and their classes remain.
+    The subfolders are those directly below the folder. Otherwise there are no classes. Hidden files are skipped. Images
+    are named by their path relative to the folder, and sorted by it. With `dataset.files`, only the listed images, in
+    the order of the list, and their classes remain.
 
     Raises:
         ConfigError: the folder does not exist or contains no image, or the list of files cannot be used.
@@ -223,11 +229,10 @@ def _open_folder(config: DatasetConfig) -> Source:
     names = sorted(name for name in files if name.lower().endswith(SUFFIXES) and not (root / name).is_dir())
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
-    class_names = [name.split("/")[0] for name in names]
+    subfolders = [name.split("/")[0] for name in names]
     all_in_subfolders = all("/" in name for name in names)
-    if not all_in_subfolders or len(set(class_names)) < 2:
-        class_names = []
-    names, class_names = select_listed_files(config, names, class_names)
+    has_classes = all_in_subfolders and len(set(subfolders)) >= 2
+    names, class_names = select_listed_files(config, names, labels=subfolders if has_classes else [])
     labels, classes = None, None
     if class_names:
         labels, classes = _number_classes(class_names)
@@ -243,7 +248,11 @@ def _open_folder(config: DatasetConfig) -> Source:
 def _open_zip(config: DatasetConfig) -> Source:
     """Open the images in a zip, which is not unpacked; their classes are in its dataset.json.
 
-    The classes are named 0 to the largest label. Without labels there are no classes.
+    The classes are named 0 to the largest label. Without labels there are no classes. Images are sorted by name; with
+    `dataset.files`, only the listed images remain, in the order of the list.
+
+    Raises:
+        ConfigError: the zip is missing or contains no image, or its labels or the list of files cannot be used.
     """
     archive = ZipArchive(config)
     names, class_numbers = select_listed_files(config, *archive.list_images())
@@ -261,7 +270,14 @@ def _open_zip(config: DatasetConfig) -> Source:
 
 
 def _number_classes(names: list[str]) -> tuple[np.ndarray, list[str]]:
-    """Return the number of each image's class, int64 (n,), and the sorted names of the classes."""
+    """Number classes by their sorted names.
+
+    Args:
+        names: name of each image's class.
+
+    Returns:
+        The number of each image's class, int64 (n,), and the sorted names of the classes.
+    """
     classes, labels = np.unique(names, return_inverse=True)
     return labels.astype(np.int64), classes.tolist()
 
@@ -287,7 +303,7 @@ def parquet_files(config: DatasetConfig) -> list[str]:
 
 
 def _open_parquet(config: DatasetConfig) -> Source:
-    """Open the images in the rows of parquet files.
+    """Open the images in the rows of parquet files, in the order of the files.
 
     Raises:
         ConfigError: a file is missing or is not parquet, or the table cannot be used, see `_open_table`.
@@ -304,8 +320,8 @@ def _open_parquet(config: DatasetConfig) -> Source:
         raise KairosError(f"dataset.path: {path!r} cannot be read as parquet ({error.__cause__ or error})") from None
 
     def name(index: int) -> str:
-        file = int(np.searchsorted(first_rows, index, side="right")) - 1
-        return f"row {index - first_rows[file]} of {os.path.basename(files[file])}"
+        file_index = int(np.searchsorted(first_rows, index, side="right")) - 1  # the last file that begins before it
+        return f"row {index - first_rows[file_index]} of {os.path.basename(files[file_index])}"
 
     return _open_table(table, config, name)
 
@@ -345,7 +361,14 @@ def _open_hub(config: DatasetConfig) -> Source:
 
 
 def _load_dataset(source: str, **options: Any) -> Any:
-    """Load a `datasets.Dataset` without progress bars: kairos shows its progress in images."""
+    """Load a `datasets.Dataset` without progress bars: kairos shows its progress in images.
+
+    The bars of `datasets` stay off in this process.
+
+    Args:
+        source: hub id, or a format of `datasets` such as ``parquet``.
+        options: further arguments of `datasets.load_dataset`.
+    """
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
@@ -353,16 +376,21 @@ def _load_dataset(source: str, **options: Any) -> Any:
 
 
 def _open_table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Source:
-    """Return a source for the rows of a `datasets.Dataset`.
+    """Return a source for the rows of a `datasets.Dataset`, with their labels and captions.
+
+    Args:
+        table: the `datasets.Dataset`.
+        config: section `dataset`, which selects the columns.
+        name: function that returns the name of a row.
 
     Raises:
-        ConfigError: the table is empty, or lacks a column of images, labels or captions.
+        ConfigError: the table is empty, or lacks a column of images, labels or captions; or values cannot be used.
     """
     from datasets import Image as ImageFeature
 
     column = _find_image_column(table.features, config)
     if isinstance(table.features[column], ImageFeature):
-        table = table.cast_column(column, ImageFeature(decode=False))
+        table = table.cast_column(column, ImageFeature(decode=False))  # kairos decodes, see the module's docstring
     labels, classes = _read_labels(table, config)
     if len(table) == 0:
         raise ConfigError(f"dataset.path: {config.path!r} holds no rows")
@@ -439,7 +467,16 @@ def _find_image_column(features: Any, config: DatasetConfig) -> str:
 
 
 def _read_column(table: Any, name: str, field: str) -> list[Any]:
-    """Return the values of a column; raise ConfigError, about a field of section `dataset`, if it does not exist."""
+    """Return the values of a column as Python values.
+
+    Args:
+        table: a `datasets.Dataset`.
+        name: name of the column.
+        field: field of section `dataset` that selects the column, for the error message.
+
+    Raises:
+        ConfigError: the column does not exist.
+    """
     if name not in table.features:
         raise ConfigError(f"dataset.{field}: got {name!r}, allowed: one of {', '.join(table.features)}")
     values: list[Any] = table.select_columns(name).with_format("arrow")[:][name].to_pylist()
@@ -450,10 +487,10 @@ def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, 
     """Return the class of each row, int64 (rows,), and the names of the classes; None, None without a label column.
 
     Classes given as texts are numbered in sorted order. Classes given as integers have the names that the table
-    declares, or else their numbers.
+    declares, or else their numbers, from 0 to the largest one.
 
     Raises:
-        ConfigError: the column contains a value that is no class.
+        ConfigError: the column does not exist, or contains a value that is no class, such as null.
     """
     column = config.find_label_column(table.features)
     if column is None:
@@ -465,7 +502,10 @@ def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, 
     if invalid:
         raise ConfigError(f"dataset.label_column: {column!r} holds {invalid[0]!r}, allowed: integers from 0 or texts")
     class_names = getattr(table.features[column], "names", None)
-    classes = list(class_names or map(str, range(max(values) + 1)))
+    if class_names:
+        classes = list(class_names)
+    else:
+        classes = [str(number) for number in range(max(values) + 1)]
     if max(values) >= len(classes):
         raise ConfigError(f"dataset.label_column: {column!r} holds {max(values)}, allowed: below {len(classes)}")
     return np.array(values, dtype=np.int64), classes
