@@ -47,7 +47,7 @@ class Classifier(nn.Module):
         super().__init__()
         height, width, inputs = shape
         layers: list[nn.Module] = [nn.Conv2d(inputs, channels, 3, padding=1), nn.ReLU()]
-        level_channels = channels
+        level_channels = channels  # of the last layer so far; height and width are its sides
         while max(height, width) > SMALLEST_SIDE:
             next_channels = min(2 * level_channels, 4 * channels)
             layers += [nn.Conv2d(level_channels, next_channels, 3, stride=2, padding=1), nn.ReLU()]
@@ -58,13 +58,18 @@ class Classifier(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def forward(self, images: Pixels) -> tuple[Features, Logits]:
-        """Return features (batch, features) and logits (batch, classes) of uint8 (batch, channels, height, width)."""
+        """Return features (batch, features) and logits (batch, classes) of uint8 (batch, channels, height, width).
+
+        The features are not negative: they are the output of a ReLU.
+        """
         features = self.body(images.float() / 127.5 - 1)
         return features, self.head(features)
 
 
 def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
     """Train the classifier on labels, write its weights into `folder` and return its manifest fields.
+
+    See `train_on_task`.
 
     Raises:
         KairosError: the data set has no classes.
@@ -79,25 +84,30 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
     def task(indices: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
         return load_pixels(dataset, indices), labels[indices]
 
-    return train_on_task("classifier", options, dataset, classes, task, folder)
+    return train_on_task("classifier", options, dataset, classes=classes, task=task, folder=folder)
 
 
 def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
     """Train the classifier without labels, on the rotation of images, and write its weights into `folder`.
 
+    The classes are the numbers of quarter turns, 0 to 3. They are drawn by step and position in the batch.
+
     Returns:
-        The classifier's manifest fields.
+        The classifier's manifest fields, see `train_on_task`.
     """
 
     def task(indices: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
         quarters = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(indices)))
         return rotate_images(load_pixels(dataset, indices), quarters), quarters
 
-    return train_on_task("selfsupervised", options, dataset, 4, task, folder)
+    return train_on_task("selfsupervised", options, dataset, classes=4, task=task, folder=folder)
 
 
 def rotate_images(images: Tensor, quarters: Tensor) -> Tensor:
-    """Return square images (n, channels, side, side), each rotated by its number of quarter turns, `quarters` (n,)."""
+    """Return square images (n, channels, side, side), each rotated by its number of quarter turns, `quarters` (n,).
+
+    Images turn counterclockwise.
+    """
     rotated = [image.rot90(int(count), dims=(1, 2)) for image, count in zip(images, quarters)]
     return torch.stack(rotated)
 
@@ -107,8 +117,9 @@ def train_on_task(
 ) -> dict[str, Any]:
     """Train the network on a classification task, write its weights into `folder` and return its manifest fields.
 
-    Training runs on the CPU and does not change torch's global generator. Without held-out images the accuracy is None;
-    otherwise a message reports it.
+    Training runs on the CPU and does not change torch's global generator. Field ``name`` is `kind` and the number of
+    features, such as ``classifier64``. Field ``accuracy`` is the share of held-out images that are classified
+    correctly, which a message reports; None without held-out images.
 
     Args:
         kind: name of the extractor without its width; also names the random streams.
@@ -143,7 +154,10 @@ def train_on_task(
 
 
 def _optimise(kind: str, model: Classifier, options: ClassifierOptions, dataset: PreparedDataset, task: Task) -> None:
-    """Train the network in place on random batches of training images, by AdamW with a one-cycle learning rate."""
+    """Train the network in place on random batches of training images, by AdamW with a one-cycle learning rate.
+
+    The images of a batch are drawn with replacement, from a stream named after `kind`. The loss is the cross entropy.
+    """
     optimizer = AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
     order = Stream(options.seed, f"{kind} order")
@@ -166,14 +180,14 @@ def _heldout_accuracy(model: Classifier, dataset: PreparedDataset, task: Task) -
     heldout = dataset.heldout
     if not len(heldout):
         return None
-    correct = 0
+    correct_count = 0
     batches = np.split(heldout, range(BATCH, len(heldout), BATCH))
     with torch.inference_mode():
         for batch_number, indices in enumerate(batches):
             images, labels = task(indices, batch_number)  # the number stands for the step that rotations are drawn from
             _, logits = model(images)
-            correct += int((logits.argmax(1) == labels).sum())
-    return correct / len(heldout)
+            correct_count += int((logits.argmax(1) == labels).sum())
+    return correct_count / len(heldout)
 
 
 def _save_weights(model: Classifier, path: Path) -> str:
@@ -187,7 +201,7 @@ def _save_weights(model: Classifier, path: Path) -> str:
 
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     """Open the extractor in a folder that `train` or `train_on_rotations` filled."""
-    return Extractor(manifest, ClassifierExtractor(folder, manifest), ("features",))
+    return Extractor(manifest, module=ClassifierExtractor(folder, manifest), layers=("features",))
 
 
 class ClassifierExtractor(nn.Module):

@@ -24,7 +24,10 @@ Network = tuple[Any, Any, Any]  # CLIP, its tokenizer and its image processor
 
 
 def clip(options: ClipOptions, statistics: ImageStatistics, comparison: Any) -> dict[str, float]:
-    """Return the CLIP score of a set of images as column ``clip_score``; no column if the images have no captions."""
+    """Return the CLIP score of a set of images as column ``clip_score``; no column if the images have no captions.
+
+    The captions of `statistics` can be iterated once. The network is loaded with the first call.
+    """
     if statistics.captioned is None:
         return {}
     network = _load_network(options.path, statistics.device)
@@ -36,7 +39,7 @@ def clip(options: ClipOptions, statistics: ImageStatistics, comparison: Any) -> 
 def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> Tensor:
     """Return the cosine of each image's embedding with that of its text, float32 (n,).
 
-    Texts that are too long are truncated. The result is on the CPU.
+    Texts that are too long are truncated. Grey images are converted to RGB. The result is on the CPU.
 
     Args:
         network: CLIP, its tokenizer and its image processor.
@@ -46,8 +49,8 @@ def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> T
     model, tokenizer, processor = network
     rgb = [image.repeat(3, axis=2) if image.shape[2] == 1 else image for image in images]
     pixels = processor(images=rgb, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
-    length = model.config.text_config.max_position_embeddings
-    tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    max_tokens = model.config.text_config.max_position_embeddings
+    tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=max_tokens, return_tensors="pt")
     device = next(model.parameters()).device
     output = model(input_ids=tokens["input_ids"].to(device), pixel_values=pixels.to(device))
     return torch.cosine_similarity(output.image_embeds.float(), output.text_embeds.float()).cpu()
@@ -57,7 +60,7 @@ def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> T
 def _load_network(path: str, device: torch.device) -> Network:
     """Load CLIP, its tokenizer and its image processor from a folder or hub id.
 
-    The network that was loaded last stays in memory for further calls.
+    A network on the hub is downloaded if necessary. The network that was loaded last stays in memory for further calls.
 
     Raises:
         ConfigError: the network is not a CLIP, or the preprocessor's file is missing.

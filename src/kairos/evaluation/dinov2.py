@@ -28,7 +28,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's RGB va
 def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Put the network into `folder` and return the extractor's manifest fields.
 
-    A network on the hub is downloaded if necessary. An earlier network in the folder is replaced.
+    A network on the hub is downloaded if necessary. The network is written into subfolder ``model``, after an earlier
+    network there is deleted. The extractor's hash is the hash of all files' hashes.
 
     Raises:
         KairosError: the network is missing or is not a DINOv2; the message contains the expected files.
@@ -53,7 +54,7 @@ def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     """Open the extractor in a folder that `prepare` filled."""
     from transformers import AutoModel
 
-    return Extractor(manifest, Dino(AutoModel.from_pretrained(folder / "model")), ("features",))
+    return Extractor(manifest, module=Dino(AutoModel.from_pretrained(folder / "model")), layers=("features",))
 
 
 class Dino(nn.Module):
@@ -64,7 +65,10 @@ class Dino(nn.Module):
         self.model = model.eval()
 
     def forward(self, images: Tensor) -> tuple[Tensor]:
-        """Return the features, (batch, width), of uint8 images (batch, 1 or 3, height, width)."""
+        """Return the features, (batch, width), of uint8 images (batch, 1 or 3, height, width).
+
+        Images are resized on the CPU by PIL. The network computes on the device of the images.
+        """
         rgb = images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu().numpy()
         resized = [np.asarray(Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for image in rgb]
         pixels = torch.from_numpy(np.stack(resized)).to(images.device) / 255

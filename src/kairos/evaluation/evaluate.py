@@ -51,8 +51,8 @@ def run(
 ) -> None:
     """Evaluate every job, write its record, and print the warnings about numbers of images once.
 
-    Threads and determinism of this process are those of the first snapshot's training run; without a snapshot one
-    thread computes, deterministically.
+    Threads, device and determinism of this process are those of the first snapshot's training run; without a snapshot
+    one thread computes, deterministically, on a GPU if one is usable. The reference fixes the extractor's precision.
 
     Args:
         jobs: samples to evaluate.
@@ -64,6 +64,7 @@ def run(
         metric_names: with an npz reference: names of metrics; None: the default metrics of the extractor.
 
     Raises:
+        ConfigError: `metric_names` are given with another reference.
         KairosError: a file is missing or damaged, or files do not belong together.
     """
     is_external = reference.suffix == ".npz"
@@ -73,28 +74,34 @@ def run(
             f"{reference} fixes its metrics"
         )
     extractor_folder = _find_extractor(reference, extractor, metric_names or [])
+
+    # set up the process, and open extractor and reference
     milestones = [job.milestone for job in jobs if job.milestone is not None]
     if milestones:  # threads and determinism as in training
         _, snapshot_record = load_settings(milestones[0], overrides={})
         device = set_up_device(snapshot_record)
     else:
         device = compute.setup(1, "auto")
-    opened = open_extractor(extractor_folder, device)
+    opened_extractor = open_extractor(extractor_folder, device)
     resource_usage.end_startup()
     if is_external:
-        opened_reference = open_external_reference(reference, opened, metric_names)
+        opened_reference = open_external_reference(reference, opened_extractor, metric_names)
     else:
-        opened_reference = open_reference(reference, opened)
-    opened = replace(opened, precision=opened_reference.record["precision"])
+        opened_reference = open_reference(reference, opened_extractor)
+    opened_extractor = replace(opened_extractor, precision=opened_reference.record["precision"])
+
+    # evaluate, and collect equal warnings of several files
     files_by_warning: dict[str, list[str]] = {}
     for job in jobs:
-        for warning in evaluate(job, opened_reference, opened, sets, latents):
+        for warning in evaluate(job, opened_reference, opened_extractor, sets, latents):
             files_by_warning.setdefault(warning, []).append(str(job.samples))
     _print_warnings(files_by_warning, opened_reference.record.get("warnings", []))
 
 
 def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[str]) -> Path:
     """Return the folder of the extractor; a published extractor given by its name is built in the cache.
+
+    Other folders are returned without a check that they exist.
 
     Args:
         reference: folder or reference.json of stage reference, or an npz file.
@@ -104,11 +111,11 @@ def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[
     Raises:
         ConfigError: the metrics decide no extractor, or a folder here has the name of the published extractor.
     """
-    if extractor is None and reference.suffix != ".npz":
-        folder = reference if reference.is_dir() else reference.parent
-        return folder / "../extractor"
-    if extractor is None:
+    if extractor is None and reference.suffix == ".npz":
         return cache_published_extractor(_extractor_of_metrics(metric_names))
+    if extractor is None:
+        reference_folder = reference if reference.is_dir() else reference.parent
+        return reference_folder / "../extractor"
     name = str(extractor)
     if name not in PUBLISHED_EXTRACTORS:
         return extractor
@@ -143,7 +150,8 @@ def _print_warnings(files_by_warning: dict[str, list[str]], printed: list[str]) 
         printed: warnings that stage reference has printed, maybe with a prefix; they are not repeated.
     """
     for warning, (first, *others) in files_by_warning.items():
-        if any(line == warning or line.endswith(f": {warning}") for line in printed):
+        was_printed = any(line == warning or line.endswith(f": {warning}") for line in printed)
+        if was_printed:
             continue
         files = first
         if others:
@@ -157,6 +165,9 @@ def cache_published_extractor(name: str) -> Path:
 
     The folder is replaced as a whole, because other evaluations may read it at the same time. Building may download
     weights.
+
+    Raises:
+        KairosError: the weights are missing and cannot be downloaded.
     """
     folder = metrics.CACHE / name
     try:
@@ -164,16 +175,18 @@ def cache_published_extractor(name: str) -> Path:
         check_files(folder, manifest["files"], "run the evaluation again")
     except KairosError:
         with atomic_folder(folder) as new_folder:
-            build_extractor(EXTRACTORS.select({"name": name}), None, new_folder)
+            build_extractor(EXTRACTORS.select({"name": name}), dataset=None, folder=new_folder)
     return folder
 
 
 def evaluate(
     job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int, latents: Path | None
 ) -> list[str]:
-    """Evaluate one samples file, write its record, and return the warnings about its number of images.
+    """Evaluate one samples file, write its record, and return the warnings that its images are few.
 
-    A message reports the distance.
+    The caller prints these warnings. A message reports the distance, and a warning images that fill no set. The record
+    contains ``step``, ``metrics``, ``protocol`` and ``warnings``; with metrics of the snapshot's network also
+    ``validation``. Without a snapshot, metrics that need one are left out.
 
     Args:
         job: the samples and the record to write.
@@ -188,13 +201,14 @@ def evaluate(
     samples = open_samples(job.samples)
     needs = reference.comparison.needs
     file = str(job.samples)
-    image_sets, unused_images = split_into_sets(len(samples.images), reference.record["num_samples"], sets, file)
-    few_images = metrics.check_image_count(len(image_sets[0]), extractor.width, file)
-    training_latents = None
+    image_sets, unused_warnings = split_into_sets(len(samples.images), reference.record["num_samples"], sets, file)
+    few_images_warnings = metrics.check_image_count(len(image_sets[0]), extractor.width, file)
+    training_latents = None  # of the snapshot, if metrics need it
     if job.milestone is not None and needs & {"pairs", "milestone"}:
         snapshot_record = read_json(job.milestone / "milestone.json")
         training_latents = _open_training_latents(job, samples.protocol, snapshot_record, latents)
-    scores = []
+
+    scores = []  # columns of each set
     for indices in image_sets:
         statistics = measure(extractor, iterate_rows(samples.images, indices), needs)
         if "captions" in needs:
@@ -203,18 +217,19 @@ def evaluate(
             pairs = pair_with_real_images(samples, indices, training_latents, snapshot_record["conditions"])
             statistics = replace(statistics, pairs=pairs)
         scores.append(reference.comparison.score(statistics))
+
     columns = metrics.summarise(scores)
     record = {
         "step": samples.protocol.get("step"),
         "metrics": columns,
         "protocol": _evaluation_protocol(samples.protocol, reference.record, extractor, image_sets),
-        "warnings": unused_images + few_images,
+        "warnings": unused_warnings + few_images_warnings,
     }
     if "milestone" in needs and training_latents is not None:
         record["validation"] = _compute_losses(job, samples.protocol, reference, training_latents, extractor)
     write_json(job.out, record)
     log(f"evaluate {file}: {metrics.format_metric(columns, reference.comparison.distance_column)}")
-    return few_images
+    return few_images_warnings
 
 
 def _compute_losses(
@@ -222,12 +237,20 @@ def _compute_losses(
 ) -> dict[str, Any]:
     """Return the results of all metrics that evaluate the snapshot's network on held-out images.
 
-    The dictionary is flat: it contains the fields of all these metrics, such as ``loss`` and ``mlperf8``.
+    The dictionary is flat: it contains the fields of all these metrics, such as ``loss`` and ``mlperf8``. The network
+    has the weights that generated the samples, or the averaged ones if the protocol does not contain ``weights``.
+
+    Args:
+        job: the job, with a snapshot.
+        protocol: sampling protocol of the samples.
+        reference: its record fixes the settings of the losses.
+        latents: latents that the snapshot was trained on.
+        extractor: its device and precision are used.
     """
     from kairos.milestones import open_milestone
 
     assert job.milestone is not None
-    weights = protocol.get("weights") or "ema"  # the weights that were sampled, or the average if they are unknown
+    weights = protocol.get("weights") or "ema"
     snapshot = open_milestone(job.milestone, weights, extractor.device)
     settings = LossSettings(**reference.record["validation"], precision=extractor.precision)
     results: dict[str, Any] = {}
@@ -247,7 +270,7 @@ def pair_with_captions(file: str, samples: SamplesFile, indices: range) -> Itera
         KairosError: the samples file contains no captions.
     """
     captions = samples.conditions.get("text")
-    if captions is None or captions.dtype.kind != "S":
+    if captions is None or captions.dtype.kind != "S":  # S: UTF-8 bytes
         raise KairosError(
             f"{file}: contains no captions, which metric clip needs; evaluate samples of a model with condition text"
         )
@@ -284,6 +307,8 @@ def pair_with_real_images(
 def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) -> tuple[list[range], list[str]]:
     """Split images into consecutive sets of equal size; print and return a warning about images that are left over.
 
+    The result contains the indices of each set, and a list that is empty if no image is left over.
+
     Args:
         images: number of images.
         num_samples: images per set, fixed by the reference; None: `sets` sets.
@@ -293,25 +318,26 @@ def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) 
     Raises:
         KairosError: fewer images than one set has.
     """
-    size = images // sets if num_samples is None else num_samples
-    count = images // size if size > 0 else 0
-    if count == 0:
+    set_size = images // sets if num_samples is None else num_samples
+    set_count = images // set_size if set_size > 0 else 0
+    if set_count == 0:
         raise KairosError(f"{file}: got {images} images, allowed: at least {num_samples or sets}, one full set")
     warnings = []
-    unused = images - count * size
+    unused = images - set_count * set_size
     if unused > 0:
-        warnings.append(f"the last {unused} images fill no set of {size} and are not used")
+        warnings.append(f"the last {unused} images fill no set of {set_size} and are not used")
         metrics.warn(file, warnings[0])
-    return [range(number * size, (number + 1) * size) for number in range(count)], warnings
+    image_sets = [range(start, start + set_size) for start in range(0, set_count * set_size, set_size)]
+    return image_sets, warnings
 
 
 def _evaluation_protocol(
     sampling: dict[str, Any], reference: dict[str, Any], extractor: Extractor, image_sets: list[range]
 ) -> dict[str, Any]:
-    """Return all settings that decide the metrics; those that an external samples file lacks are null.
+    """Return all settings that decide the metrics; those that an external samples file lacks are None.
 
-    The settings are flat: options of the solver are keys next to ``steps`` and ``weights``, and ``n_samples`` is the
-    number of images in a set.
+    The settings are flat: options of the solver are keys next to ``steps`` and ``weights``. Common options that the
+    solver does not have are None. ``n_samples`` is the number of images in a set.
 
     Args:
         sampling: sampling protocol of the samples file.
@@ -322,7 +348,7 @@ def _evaluation_protocol(
     scheduler = sampling.get("scheduler") or {}
     return {
         **{name: sampling.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
-        **dict.fromkeys(("spacing", "clip", "eta", "variance")),  # null unless the solver has them
+        **dict.fromkeys(("spacing", "clip", "eta", "variance")),  # None unless the solver has them
         **but_name(scheduler),  # options of the solver
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
@@ -341,10 +367,10 @@ def _evaluation_protocol(
 def _open_training_latents(
     job: EvaluationJob, protocol: dict[str, Any], record: dict[str, Any], latents: Path | None
 ) -> Latents:
-    """Open the latents that a snapshot was trained on.
+    """Open the latents that a snapshot was trained on, and check that samples, snapshot and latents belong together.
 
     Args:
-        job: samples and snapshot.
+        job: samples, and a snapshot.
         protocol: sampling protocol of the samples.
         record: record of the snapshot.
         latents: folder of the latents; None: ``../../../../latents``, relative to the snapshot.
@@ -354,19 +380,20 @@ def _open_training_latents(
     """
     assert job.milestone is not None
     snapshot = (record["identity"], record["step"])
+    # samples of other projects have neither field, and are accepted
     sampled_snapshot = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
-    if sampled_snapshot != snapshot:  # samples of other projects have neither field
+    if sampled_snapshot != snapshot:
         raise KairosError(
             f"{job.samples}: generated from another snapshot than {job.milestone}; generate the samples again"
         )
     folder = latents or job.milestone / "../../../../latents"
-    opened = open_latents(folder)
+    training_latents = open_latents(folder)
     for name in ("autoencoder_sha256", "dataset_sha256"):
         # imported weights have None: the data that they were trained on is unknown
-        if record[name] not in (None, opened.manifest[name]):
+        if record[name] not in (None, training_latents.manifest[name]):
             raise KairosError(
                 f"{folder}: {name} differs from {job.milestone}; pass the latents that the snapshot was trained on as "
                 "--latents DIR"
             )
-    check_conditions(opened, record["conditions"], folder)
-    return opened
+    check_conditions(training_latents, record["conditions"], folder)
+    return training_latents

@@ -27,8 +27,8 @@ def read_moments(
         where: the experiment's field or the option that sets the file, for messages.
 
     Returns:
-        Mean (d,) and covariance (d, d) by measurement, ``moments`` or ``spatial``. Other measurements are to be taken
-        of the images in the file.
+        Mean (d,) and covariance (d, d), float64, by measurement: ``moments`` and ``spatial``, if they are needed and in
+        the file. Other measurements are to be taken of the images in the file.
 
     Raises:
         KairosError: the file is not an npz, has features of another width, or lacks a measurement and images.
@@ -37,10 +37,11 @@ def read_moments(
         with np.load(path, allow_pickle=False) as file:
             names = set(file.files)
             moments = {}
-            for need, measurement in GAUSSIAN_MEASUREMENTS.items():
+            for name, measurement in GAUSSIAN_MEASUREMENTS.items():
                 mean_name, covariance_name = measurement.arrays
-                if need in needs and {mean_name, covariance_name} <= names:
-                    moments[need] = (file[mean_name].astype(float), file[covariance_name].astype(float))
+                file_has_both = mean_name in names and covariance_name in names
+                if name in needs and file_has_both:
+                    moments[name] = (file[mean_name].astype(float), file[covariance_name].astype(float))
     except FileNotFoundError:
         raise KairosError(f"{where}: {path}: no such file; allowed: an npz of images, or of mu and sigma") from None
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:

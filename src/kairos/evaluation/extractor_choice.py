@@ -32,28 +32,34 @@ def choose_extractor(
 
     Raises:
         ConfigError: the images are too few or lack labels that extractor or conditions need. The weights are missing
-            and cannot be downloaded. A metric or the reference lacks something. The message contains all problems.
+            and cannot be downloaded. A metric or the reference lacks something. The message has a line per problem.
     """
     counts = count_images(dataset)
     messages: list[str] = []
-    problems: list[str] = []
+    problems: list[str] = []  # messages of the error
     if counts.unknown:
         messages.append(
             f"warning: the number and labels of the images are unknown before kairos prepare ({counts.unknown})"
         )
+
+    # the extractor
     name = evaluation.extractor.name
     if name == "auto":
         name, reason = _resolve_auto(evaluation, counts)
         messages.insert(0, f"extractor: {name} (auto: {reason})")
-        evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, messages[0])
+        evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, source=messages[0])
     elif name == "classifier" and not counts.unknown:
         problems += _classifier_problems(counts)
+
+    # numbers and labels of the images
     if "class" in conditions and not counts.unknown and counts.smallest is None:
         problems.append("model.conditions: got class, but the images have no labels; allowed: images with labels")
     problems += _too_few_images(evaluation, dataset, counts)
+
+    # weights, metrics and reference; the first problem among them is reported
     try:
         messages += _check_weights(evaluation)
-        metrics = evaluation.metrics_for(name, dataset.heldout != 0)
+        metrics = evaluation.metrics_for(name, heldout=dataset.heldout != 0)
         if evaluation.reference not in ("train", "all"):
             width = evaluation.extractor.feature_count
             needs = needs_of_real_images(metrics)
@@ -67,14 +73,14 @@ def choose_extractor(
 
 
 def _resolve_auto(evaluation: EvaluationConfig, counts: ImageCounts) -> tuple[str, str]:
-    """Return the extractor that ``auto`` selects, and the reason.
+    """Return the name of the extractor that ``auto`` selects, and the reason.
 
-    Inception is selected if its weights are present and every set of images is large enough for it. Otherwise a
+    Inception is selected if its weights are at the default path and every set of images is large enough. Otherwise a
     classifier is trained if the images are known to have labels, `MIN_IMAGES_PER_CLASS` or more of each class. If not,
     a self-supervised network is trained.
     """
     path = inception_weights.default_path()
-    smallest_set = evaluation.num_samples
+    smallest_set = evaluation.num_samples  # images of the smallest set that features are computed of
     if counts.train is not None:
         smallest_set = min(smallest_set, counts.train)
     if path.is_file() and smallest_set > _INCEPTION_WIDTH:
@@ -101,7 +107,7 @@ def _classifier_obstacle(counts: ImageCounts) -> str:
 
 
 def _classifier_problems(counts: ImageCounts) -> list[str]:
-    """Return the error message if a classifier cannot be trained on the images, else an empty list."""
+    """Return a list with the error message if a classifier cannot be trained on the images, else an empty list."""
     obstacle = _classifier_obstacle(counts)
     if not obstacle:
         return []
@@ -110,7 +116,7 @@ def _classifier_problems(counts: ImageCounts) -> list[str]:
 
 
 def _check_weights(evaluation: EvaluationConfig) -> list[str]:
-    """Return a warning if the extractor's published weights will be downloaded, else an empty list.
+    """Return a list with a warning if the extractor's published weights will be downloaded, else an empty list.
 
     Raises:
         KairosError: the weights are missing and cannot be downloaded.
@@ -134,11 +140,12 @@ def _too_few_images(evaluation: EvaluationConfig, dataset: DatasetConfig, counts
     The list is empty if all numbers are large enough, or if the number of features is not known yet.
     """
     name = evaluation.extractor.name
-    width = evaluation.extractor.feature_count or 0
+    width = evaluation.extractor.feature_count or 0  # 0: unknown, so that no number is too small
     image_counts = [("evaluation.num_samples", evaluation.num_samples, "images a set")]  # field, number and unit
     if counts.train is not None and evaluation.reference == "train":
         image_counts.append(("dataset", counts.train, "training images"))
     if counts.count is not None and evaluation.reference == "all" and counts.count <= width:
+        # too few unless held-out images from another path, which `counts` leaves out, are added
         heldout_count = _count_separate_heldout(dataset)
         if heldout_count is not None:
             image_counts.append(("dataset", counts.count + heldout_count, "images with the held-out ones"))
@@ -153,5 +160,5 @@ def _count_separate_heldout(dataset: DatasetConfig) -> int | None:
     """Return the number of held-out images from another path, split or list; 0 without them, None if it is unknown."""
     if dataset.heldout_section is None:
         return 0
-    # the limit of the data set is one of the training images
+    # `dataset.limit` does not apply to these images
     return count_images(dataset.heldout_section.model_copy(update={"limit": None})).count

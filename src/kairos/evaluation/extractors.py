@@ -58,7 +58,7 @@ class Extractor:
         return int(self.manifest["features"])
 
     def compute_layers(self, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
-        """Return the features of images by layer, each float32 (n, width) on the CPU.
+        """Return the values of all layers of the images by name, each flattened to float32 (n, width), on the CPU.
 
         Args:
             images: uint8 (n, height, width, channels).
@@ -82,7 +82,8 @@ class Extractor:
 def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Run stage `extractor`: fill the extractor's folder, write the manifest last and return it.
 
-    An earlier manifest is deleted first, so that a folder with a manifest is complete.
+    An earlier manifest is deleted first, so that a folder with a manifest is complete. The folder is created if
+    necessary. The manifest contains kind and options of the extractor, and the fields that its code returns.
 
     Args:
         extractor: field `evaluation.extractor` of the experiment.
@@ -103,6 +104,8 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
 def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: str = "fp32") -> Extractor:
     """Open the folder of stage `extractor`, to compute features on `device` in `precision`.
 
+    The network is loaded, after its files are compared with their hashes.
+
     Raises:
         KairosError: the folder contains no extractor.
         DamagedError: a file is missing or has changed.
@@ -110,6 +113,6 @@ def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: 
     manifest = open_record(folder, f"extractor --config F --dataset DIR --out {folder}")
     check_files(folder, manifest["files"], "build it again with: kairos extractor")
     module = importlib.import_module(EXTRACTORS.find(manifest["kind"]).module())
-    opened: Extractor = module.load(folder, manifest)
-    opened.module.to(torch.device(device))
-    return dataclasses.replace(opened, device=torch.device(device), precision=precision)
+    extractor: Extractor = module.load(folder, manifest)
+    extractor.module.to(torch.device(device))
+    return dataclasses.replace(extractor, device=torch.device(device), precision=precision)

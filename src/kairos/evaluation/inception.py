@@ -19,6 +19,8 @@ WEIGHTS = inception_weights.NAME
 def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Put the weights into `folder`, after downloading them if they are missing, and return the manifest fields.
 
+    The file in `folder` is a hard link if possible, otherwise a copy.
+
     Raises:
         KairosError: the weights are missing and cannot be downloaded; the message contains their URL and path.
     """
@@ -57,15 +59,16 @@ class Inception(FeatureExtractorInceptionV3):
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     """Open the extractor in a folder that `prepare` filled.
 
-    Its layers are ``features`` (n, 2048), ``logits`` and ``spatial``.
+    Its layers are ``features`` (n, 2048), ``logits`` (n, 1008) and ``spatial`` (n, 2023).
 
     Raises:
         KairosError: the file is missing or contains no Inception weights.
     """
     # torch-fidelity's names of features and logits; `Inception.forward` appends ``spatial``
-    layers, path = ["2048", "logits_unbiased"], str(folder / WEIGHTS)
+    fidelity_layers = ["2048", "logits_unbiased"]
+    path = str(folder / WEIGHTS)
     try:
-        module = Inception("inception", layers, feature_extractor_weights_path=path, verbose=False)
+        module = Inception("inception", fidelity_layers, feature_extractor_weights_path=path, verbose=False)
     except Exception as error:  # unpickling and loading raise many kinds
         raise KairosError(f"{folder / WEIGHTS}: not torch-fidelity's Inception weights ({error})") from None
-    return Extractor(manifest, module, ("features", "logits", "spatial"))
+    return Extractor(manifest, module, layers=("features", "logits", "spatial"))

@@ -23,7 +23,10 @@ _TIMEOUT_S = 60.0  # without a byte until a download fails
 
 
 def default_path() -> Path:
-    """Return the path to which torch-fidelity downloads the weights: in `torch.hub`'s folder."""
+    """Return the path to which torch-fidelity downloads the weights: in `torch.hub`'s folder.
+
+    The variable TORCH_HOME sets the folder, or else XDG_CACHE_HOME. The file may be missing.
+    """
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("TORCH_HOME", f"{cache}/torch")).expanduser()
     return home / "hub" / "checkpoints" / NAME
@@ -50,10 +53,14 @@ def find_weights(configured: str | None) -> tuple[Path, bool]:
 def find_network(path: str) -> tuple[str, bool]:
     """Return the path or hub id of a network of transformers, and True if its files are in the folder or hub cache.
 
+    A folder counts if it contains config.json, a network of the cache if it has model.safetensors. Other files are not
+    checked. Nothing is downloaded.
+
     Raises:
         KairosError: files are missing and cannot be downloaded; the message contains the expected files.
     """
-    if is_available(path, "config.json" if Path(path).is_dir() else "model.safetensors"):
+    decisive_file = "config.json" if Path(path).is_dir() else "model.safetensors"
+    if is_available(path, decisive_file):
         return path, True
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None  # such as facebook/dinov2-large
     if not is_hub_id:
@@ -70,7 +77,7 @@ def _offline() -> bool:
 
 
 def missing_network_message(path: str, why: str) -> str:
-    """Return the error message for a user without the DINOv2 network."""
+    """Return the error message for a user without the DINOv2 network; `why` completes the words "but ..."."""
     return (
         f"evaluation.extractor: dinov2 needs the network {path} (config.json, model.safetensors), but {why}. Run "
         "`kairos fetch` on a machine with a network, or put the files of facebook/dinov2-large into a folder and set "
@@ -79,7 +86,7 @@ def missing_network_message(path: str, why: str) -> str:
 
 
 def missing_weights_message(path: Path, why: str) -> str:
-    """Return the error message for a user without the weights of Inception."""
+    """Return the error message for a user without the weights of Inception; `why` completes the words "but ..."."""
     return (
         f"evaluation.extractor: inception needs the weights {path}, but {why}. Run `kairos fetch` on a machine with "
         f"a network; or put the file from {URL} there, or set evaluation.extractor.path to it; extractors classifier "
@@ -90,7 +97,7 @@ def missing_weights_message(path: Path, why: str) -> str:
 def matches_hash_in_name(path: Path, name: str = "") -> bool:
     """Return True if the SHA-256 of a file begins with the hex digits in its name, or in `name`.
 
-    A name contains the digits in the form ``-6726825d.pth``. A name without them matches every file.
+    A name contains the digits, eight or more, in the form ``-6726825d.pth``. A name without them matches every file.
     """
     digest = re.search(r"-([0-9a-f]{8,})\.", name or path.name)
     return digest is None or sha256_file(path).startswith(digest[1])
@@ -99,6 +106,8 @@ def matches_hash_in_name(path: Path, name: str = "") -> bool:
 def download(url: str, path: Path) -> None:
     """Download a file atomically and check it against the hash in its name, the URL's last part.
 
+    An error leaves `path` as it was. Messages report the progress.
+
     Raises:
         KairosError: the server does not answer or has no such file, or the file is incomplete or has another hash.
         OSError: the file cannot be written.
@@ -106,13 +115,14 @@ def download(url: str, path: Path) -> None:
     name = url.rsplit("/", 1)[1]
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response, atomic(path) as file:
-            size = int(response.headers.get("Content-Length") or 0)
+            size = int(response.headers.get("Content-Length") or 0)  # bytes; 0: unknown
             progress = Progress(_mebibytes(size), f"fetch {name}", "MiB")
             while chunk := response.read(_CHUNK):
                 file.write(chunk)
                 progress.advance(_mebibytes(file.tell()) - progress.done)
             progress.close()
-            file.flush()
+            # errors inside the context keep the file from appearing at `path`
+            file.flush()  # before the file is hashed
             if size and file.tell() != size:
                 raise KairosError(f"it ended after {file.tell()} of {size} bytes")
             if not matches_hash_in_name(Path(file.name), name):

@@ -25,15 +25,18 @@ class MomentSums:
     """Mean and covariance of vectors that are added in batches, summed in float64.
 
     The sums are of differences from the first batch's mean, so that a large mean costs no digits.
+
+    Attributes:
+        count: number of added vectors, each counted as often as its weight.
     """
 
     def __init__(self) -> None:
         self.count = 0.0
 
     def add(self, values: Features, weights: Counts | None = None) -> None:
-        """Add vectors (n, d), each `weights` times if they are given, (n,)."""
+        """Add vectors (n, d), on the CPU; vector i counts `weights[i]` times, or once without weights (n,)."""
         values = values.double()
-        if not self.count:
+        if not self.count:  # the first batch
             self._shift = values.mean(0)
             self._sum = torch.zeros_like(self._shift)
             self._products = torch.zeros(values.shape[1], values.shape[1], dtype=torch.float64)
@@ -45,7 +48,7 @@ class MomentSums:
 
     @property
     def mean_and_covariance(self) -> Gaussian:
-        """Mean (d,) and unbiased covariance (d, d), as by numpy.cov, of all added vectors."""
+        """Mean (d,) and unbiased covariance (d, d), as by numpy.cov, of all added vectors, two or more; float64."""
         mean = self._sum / self.count
         covariance = (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
         return (self._shift + mean).numpy(), covariance.numpy()
@@ -59,7 +62,7 @@ class Spool:
         self._shape = (0, 0)
 
     def add(self, values: Features) -> None:
-        """Append vectors, float32 (n, d)."""
+        """Append vectors on the CPU, float32 (n, d)."""
         self._shape = (self._shape[0] + len(values), values.shape[1])
         is_empty = self._file.tell() == 0
         if is_empty:
@@ -69,10 +72,11 @@ class Spool:
     def rows(self) -> ArrayFile:
         """Return all added vectors, float32 (n, d), which are read from the file on access.
 
-        The header at the beginning is overwritten, because only now the number of vectors is known.
+        At least one batch must have been added. The file is deleted with this object; the rows remain readable.
         """
+        # only now the number of vectors is known; the header has the length of the first one, since both are padded
         self._file.seek(0)
-        self._write_header()  # has the length of the first header, which `write_npy_header` pads
+        self._write_header()
         self._file.flush()
         return ArrayFile(Path(self._file.name))
 
@@ -87,11 +91,12 @@ class ImageStatistics:
 
     Attributes:
         count: number of images.
-        gaussians: mean (d,) and covariance (d, d) of each requested layer.
-        features: all feature vectors, or those selected for storage; or None.
-        logits: logits of the classes, (n, classes); or None.
-        captioned: the images again with their captions, in batches; or None.
-        pairs: the images again with the real images that their conditions come from, in batches; or None.
+        gaussians: mean (d,) and covariance (d, d) by layer, for the requested layers.
+        features: all feature vectors, or those selected for storage, float32 (n, d); None if they were not requested.
+        logits: logits of the classes of these images, float32 (n, classes); None if they were not requested.
+        captioned: the images again with their captions, in batches that can be iterated once; or None.
+        pairs: the images again with the real images that their conditions come from, in batches that can be iterated
+            once; or None.
         device: device of the networks that measure the images.
     """
 
@@ -120,30 +125,31 @@ def measure(
         images: batches of uint8 (n, height, width, channels).
         needs: measurements to take, see `settings.MEASUREMENTS`. Captions, pairs and snapshots are ignored: stage
             evaluate adds them.
-        stored_indices: indices of the images whose features and logits are stored; None: all.
+        stored_indices: positions among the measured images whose features and logits are stored; None: all. Mean and
+            covariance are always of all images.
     """
-    sums_by_layer = {}
+    sums_by_layer = {}  # for mean and covariance
     for name, measurement in GAUSSIAN_MEASUREMENTS.items():
         if name in needs:
             sums_by_layer[measurement.layer] = MomentSums()
     spools = {name: Spool() for name in ("features", "logits") if name in needs}
-    count = 0
+    count = 0  # images so far
     for batch in images:
         layers = extractor.compute_layers(batch)
         for layer, sums in sums_by_layer.items():
             sums.add(layers[layer])
-        is_stored: Any = slice(None)
+        is_stored: Any = slice(None)  # all images of the batch
         if stored_indices is not None:
             is_stored = np.isin(np.arange(count, count + len(batch)), stored_indices)
         for layer, spool in spools.items():
             spool.add(layers[layer][is_stored])
         count += len(batch)
-    rows = {layer: spool.rows() for layer, spool in spools.items()}
+    array_files = {layer: spool.rows() for layer, spool in spools.items()}
     return ImageStatistics(
         count=count,
         gaussians={layer: sums.mean_and_covariance for layer, sums in sums_by_layer.items()},
-        features=rows.get("features"),
-        logits=rows.get("logits"),
+        features=array_files.get("features"),
+        logits=array_files.get("logits"),
         device=extractor.device,
     )
 
@@ -151,11 +157,11 @@ def measure(
 def iterate_rows(images: Any, indices: NDArray[np.int64] | range, size: int = BATCH) -> Iterator[Any]:
     """Yield rows of `images` (or another sequence) in the order of `indices`, in batches of at most `size`.
 
-    A range, whose step must be 1, is read by slices.
+    A range, whose step must be 1, is read by slices, so that `images` may also be a list.
     """
     for start in range(0, len(indices), size):
-        batch = indices[start : start + size]
-        if isinstance(batch, range):
-            yield images[batch.start : batch.stop]
+        batch_indices = indices[start : start + size]
+        if isinstance(batch_indices, range):
+            yield images[batch_indices.start : batch_indices.stop]
         else:
-            yield images[batch]
+            yield images[batch_indices]

@@ -60,13 +60,13 @@ class RealStatistics:
 
     @functools.cached_property
     def hash(self) -> str:
-        """SHA-256 of the features' mean and covariance and of the number of images."""
+        """SHA-256 of the features' mean and covariance and of the number of images; other layers do not count."""
         mean, covariance = self.gaussians["features"]
         return sha256_bytes(mean.tobytes() + covariance.tobytes() + str(self.count).encode())
 
     @functools.cached_property
     def roots(self) -> dict[str, NDArray[np.float64]]:
-        """Symmetric root of the covariance of each layer."""
+        """Symmetric root of the covariance (d, d) by layer, computed on the first access."""
         return {name: _root(covariance) for name, (_, covariance) in self.gaussians.items()}
 
     def save(self, path: Path) -> None:
@@ -80,7 +80,7 @@ class RealStatistics:
 
     @staticmethod
     def load(path: Path) -> "RealStatistics":
-        """Read statistics from an npz file that `save` wrote."""
+        """Read statistics from an npz file that `save` wrote, completely into memory; layers may be missing."""
         with np.load(path, allow_pickle=False) as file:
             gaussians = {}
             for layer, (mean_name, covariance_name) in _ARRAY_NAMES.items():
@@ -109,7 +109,10 @@ class Comparison:
         return needs_of(self.metrics)
 
     def score(self, statistics: ImageStatistics) -> dict[str, float]:
-        """Return the columns of all metrics for one set of images, except those that evaluate a snapshot's network."""
+        """Return the columns of all metrics for one set of images, except those that evaluate a snapshot's network.
+
+        A metric without its captions or pairs has no columns.
+        """
         columns: dict[str, float] = {}
         for metric in self.metrics:
             if "milestone" not in metric.needs:
@@ -120,17 +123,17 @@ class Comparison:
 def statistics_to_store(statistics: ImageStatistics) -> RealStatistics:
     """Return the statistics to store, given the measurements of real images.
 
-    Features that were not measured become an array (0, 0).
+    Features are read into memory. Features that were not measured become an array (0, 0).
     """
     if statistics.features is None:
         features = np.zeros((0, 0), np.float32)
     else:
-        features = statistics.features[:]  # read from the file
+        features = statistics.features[:]
     return RealStatistics(statistics.gaussians, features, statistics.count)
 
 
 def indices_to_store(count: int) -> NDArray[np.int64]:
-    """Return the indices of at most `MAX_STORED` of `count` feature vectors, evenly spread, int64 (n,)."""
+    """Return the increasing indices of at most `MAX_STORED` of `count` feature vectors, evenly spread, int64 (n,)."""
     return np.unique(np.linspace(0, count - 1, min(count, MAX_STORED)).astype(np.int64))
 
 
@@ -151,13 +154,15 @@ def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStat
         pass
     except Exception:  # numpy and zipfile raise many kinds for a damaged file
         log(f"{path}: damaged, computed again")
-    result = compute()
-    result.save(path)
-    return result
+    computed = compute()
+    computed.save(path)
+    return computed
 
 
 def check_image_count(count: int, width: int, what: str) -> list[str]:
     """Check that a number of images is large enough for the covariance of the features, and return the warnings.
+
+    The list is empty from 10 images per feature on, and contains one warning below that. Nothing is printed.
 
     Args:
         count: number of images.
@@ -178,12 +183,15 @@ def check_image_count(count: int, width: int, what: str) -> list[str]:
 
 
 def warn(what: str, warning: str) -> None:
-    """Print a warning about `what`, such as a file or a field."""
+    """Print a warning on stderr about `what`, such as a file or a field."""
     log(f"warning: {what}: {warning}")
 
 
 def frechet(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
-    """Compute the Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017)."""
+    """Compute the Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017).
+
+    The column is `Comparison.distance_column`.
+    """
     samples = statistics.gaussians["features"]
     return {comparison.distance_column: frechet_distance(samples, comparison.real, layer="features")}
 
@@ -200,8 +208,8 @@ def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> flo
     The trace of the root is the trace of the symmetric (R C1 R)^½ with R = C2^½, which has no complex eigenvalues.
 
     Args:
-        samples: mean and covariance of the samples' features.
-        real: statistics of the real images.
+        samples: mean and covariance of the samples' features, m1 and C1.
+        real: statistics of the real images, with m2 and C2.
         layer: layer of the features.
     """
     mean, covariance = samples
@@ -209,12 +217,13 @@ def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> flo
     root = real.roots[layer]
     eigenvalues = np.linalg.eigvalsh(root @ covariance @ root)
     difference = mean - real_mean
+    # rounding can make eigenvalues negative
     trace = np.trace(covariance) + np.trace(real_covariance) - 2 * np.sqrt(eigenvalues.clip(0)).sum()
     return float(difference @ difference + trace)
 
 
 def _root(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the symmetric root of a covariance (d, d)."""
+    """Return the symmetric root of a covariance (d, d); negative eigenvalues count as 0."""
     values, vectors = np.linalg.eigh(covariance)
     return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
 
@@ -224,22 +233,28 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
 
     The kernel is (gamma x·y + 1)³. For Inception, gamma is the published 1/d. Features of an extractor that kairos
     trains have an arbitrary scale. For them gamma is 1 / mean |x|² of the real features, which makes the distance
-    independent of the scale. There is no column if a subset would have fewer than two images.
+    independent of the scale. At most `MAX_STORED` evenly spread samples count. There is no column if
+    a subset would have fewer than two images.
     """
     assert statistics.features is not None
     from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric  # its import takes a second
 
     real = torch.from_numpy(comparison.real.features).double()
     samples = torch.from_numpy(statistics.features[indices_to_store(len(statistics.features))]).double()
-    size = min(options.subset_size, len(samples) // 2, len(real) // 2)
-    if size < 2:
+    subset_size = min(options.subset_size, len(samples) // 2, len(real) // 2)
+    if subset_size < 2:
         return {}
     if comparison.distance_column == "fid":
         gamma = None  # torch-fidelity's default, 1/d
     else:
         gamma = 1 / float(real.square().sum(1).mean())
     result = kid_features_to_metric(
-        samples, real, kid_subsets=options.subsets, kid_subset_size=size, kid_kernel_poly_gamma=gamma, verbose=False
+        samples,
+        real,
+        kid_subsets=options.subsets,
+        kid_subset_size=subset_size,
+        kid_kernel_poly_gamma=gamma,
+        verbose=False,
     )
     return {"kid": result[KEY_METRIC_KID_MEAN]}
 
@@ -258,11 +273,15 @@ def isc(options: MetricOptions, statistics: ImageStatistics, comparison: Compari
 
 
 def psnr(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
-    """Compute the mean peak signal-to-noise ratio in dB of image pairs; no column if the images have no pairs."""
+    """Compute the mean peak signal-to-noise ratio in dB of image pairs; no column if the images have no pairs.
+
+    The ratio is computed for each pair and then averaged. Equal images count as a mean squared error of 1e-12.
+    """
     if statistics.pairs is None:
         return {}
+    # mean squared error of each image, of pixels from 0 to 255
     batches = [np.square(samples.astype(float) - real).mean((1, 2, 3)) for samples, real in statistics.pairs]
-    errors = np.concatenate(batches).clip(1e-12)  # mean squared error of each image; clipped: of equal images it is 0
+    errors = np.concatenate(batches).clip(1e-12)  # no division by zero
     decibels = 10 * np.log10(255**2 / errors)
     return {"psnr": float(np.mean(decibels))}
 
@@ -288,24 +307,25 @@ def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
         manifold: feature vectors, float32 (m, d).
         neighbours: number of the nearest neighbour.
     """
-    # distances to the nearest vectors, (m, neighbours + 1); the nearest one is the vector itself
+    # radius of each ball: distances to the nearest vectors, (m, neighbours + 1); the nearest one is the vector itself
     nearest_distances = torch.full((len(manifold), neighbours + 1), torch.inf)
     for vectors, nearest in zip(_iterate_vectors(manifold), nearest_distances.split(ROWS)):  # `nearest` is a view
         for others in _iterate_vectors(manifold):
             candidates = torch.cat([nearest, torch.cdist(vectors, others)], 1)
             nearest[:] = candidates.topk(neighbours + 1, largest=False).values
     radii = nearest_distances.max(1).values
-    count = 0
+    # points inside any ball
+    inside_count = 0
     for block in _iterate_vectors(points):
         is_inside = torch.zeros(len(block), dtype=torch.bool)
-        for centres, radius in zip(_iterate_vectors(manifold), radii.split(ROWS)):
-            is_inside |= (torch.cdist(block, centres) <= radius).any(1)
-        count += int(is_inside.sum())
-    return count / len(points)
+        for centres, centre_radii in zip(_iterate_vectors(manifold), radii.split(ROWS)):
+            is_inside |= (torch.cdist(block, centres) <= centre_radii).any(1)
+        inside_count += int(is_inside.sum())
+    return inside_count / len(points)
 
 
 def _iterate_vectors(vectors: Any, size: int = ROWS) -> Iterator[Tensor]:
-    """Yield all vectors (n, d) in blocks of at most `size`."""
+    """Yield the rows of an array or array file (n, ...) in order, as tensors of at most `size` rows."""
     return map(torch.from_numpy, iterate_blocks([vectors], size))
 
 
@@ -313,17 +333,18 @@ def bootstrap(statistics: ImageStatistics, comparison: Comparison, resamples: in
     """Return the standard deviation of the Fréchet distance over bootstrap resamples of one set of images.
 
     Args:
-        statistics: measurements of the set, with features.
+        statistics: measurements of the set, with the features of all its images.
         comparison: statistics of the real images.
         resamples: number of resamples, drawn with replacement.
         seed: seed of the resamples.
     """
     assert statistics.features is not None
     random = np.random.default_rng(seed)
+    count = statistics.count
     distances = []
     for _ in range(resamples):
-        indices = random.integers(0, statistics.count, statistics.count)
-        multiplicities = np.bincount(indices, minlength=statistics.count)  # how often each image is drawn
+        indices = random.integers(0, count, count)
+        multiplicities = np.bincount(indices, minlength=count)  # how often each image is drawn
         sums = MomentSums()
         for features, weights in zip(_iterate_vectors(statistics.features), _iterate_vectors(multiplicities)):
             sums.add(features, weights)
@@ -334,8 +355,8 @@ def bootstrap(statistics: ImageStatistics, comparison: Comparison, resamples: in
 def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
     """Return means, standard deviations and values over sets of images, by column.
 
-    For a column ``x`` of every set's `scores` there are ``x`` (mean), ``x_spread`` (standard deviation, None for one
-    set) and ``x_sets`` (values).
+    For a column ``x`` of every set's `scores` there are ``x`` (mean), ``x_spread`` (standard deviation with divisor
+    n - 1, None for one set) and ``x_sets`` (values). All sets must have the columns of the first.
     """
     result: dict[str, Any] = {}
     for name in scores[0]:
@@ -347,7 +368,12 @@ def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def format_metric(columns: dict[str, Any], name: str) -> str:
-    """Return a metric for the terminal, with its standard deviation if there is one."""
+    """Return name and value of a metric as text, with its standard deviation if there is one: ``fid 12.34 ± 0.5``.
+
+    Args:
+        columns: result of `summarise`, or a reference row.
+        name: column of the metric.
+    """
     text = f"{name} {columns[name]:.4g}"
     deviation = columns[f"{name}_spread"]
     if deviation is None:

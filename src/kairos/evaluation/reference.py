@@ -78,7 +78,8 @@ def build_reference(
     """Write the folder of stage `reference` and return its record.
 
     The files are statistics.npz and reference.json. The statistics of the real images are also stored in the cache, see
-    `metrics.load_or_compute`. The temporary copy of the data set's images is deleted.
+    `metrics.load_or_compute`. The temporary copy of the data set's images is deleted. Messages report the rows and
+    warnings.
 
     Args:
         evaluation: section `evaluation`.
@@ -89,39 +90,43 @@ def build_reference(
     Raises:
         KairosError: too few images for the extractor's features, or an external file that lacks something.
     """
-    images = open_dataset(dataset)
-    opened = open_extractor(extractor, device, evaluation.precision)
+    prepared = open_dataset(dataset)
+    opened_extractor = open_extractor(extractor, device, evaluation.precision)
     codec = load_codec(autoencoder, device)
     training_latents = open_latents(latents)
     resource_usage.end_startup()
-    selected = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
-    real = _real_statistics(evaluation.reference, images, opened, selected)
-    comparison = Comparison(distance_column=opened.manifest["metric"], real=real, metrics=selected)
-    num = evaluation.num_samples
-    warnings = _check_image_counts(num, real.count, opened.width)
-    fitted, gaussian = _gaussian_source(training_latents, codec, num, evaluation.seed)
-    noise = _noise_source(images.images.shape[1:], num, evaluation.seed)
+
+    # statistics of the real images
+    selected = tuple(evaluation.metrics_for(opened_extractor.manifest["kind"], heldout=len(prepared.heldout) > 0))
+    real = _real_statistics(evaluation.reference, prepared, opened_extractor, selected)
+    comparison = Comparison(distance_column=opened_extractor.manifest["metric"], real=real, metrics=selected)
+    num_samples = evaluation.num_samples
+    warnings = _check_image_counts(num_samples, real.count, opened_extractor.width)
+
+    # reference rows
+    fitted_count, gaussian = _gaussian_source(training_latents, codec, num_samples, evaluation.seed)
+    noise = _noise_source(prepared.images.shape[1:], num_samples, evaluation.seed)
     generated = {"gaussian": gaussian, "noise": noise}
-    rows = _compute_rows(evaluation, images, codec, generated, opened, comparison)
+    rows = _compute_rows(evaluation, prepared, codec, generated, opened_extractor, comparison)
 
     real.save(out / "statistics.npz")
     record = {
-        "extractor": opened.name,
-        "extractor_hash": opened.hash,
+        "extractor": opened_extractor.name,
+        "extractor_hash": opened_extractor.hash,
         "metric": comparison.distance_column,
         "metrics": [metric.plain() for metric in selected],
-        "features": opened.width,
-        "accuracy": opened.manifest["accuracy"],
+        "features": opened_extractor.width,
+        "accuracy": opened_extractor.manifest["accuracy"],
         "reference": evaluation.reference,
-        "dataset_sha256": images.manifest["content_sha256"],
+        "dataset_sha256": prepared.manifest["content_sha256"],
         "autoencoder_sha256": codec.manifest["sha256"],
         "real_images": real.count,
-        "num_samples": num,
+        "num_samples": num_samples,
         "sets": evaluation.sets,
-        **_fixed_settings(evaluation, real, opened),
+        **_fixed_settings(evaluation, real, opened_extractor),
         "rows": rows,
         "spread_of": {name: SPREADS[name] for name in rows},
-        "gaussian": f"mean and sample covariance of {fitted} training latents",
+        "gaussian": f"mean and sample covariance of {fitted_count} training latents",
         "warnings": warnings,
         "files": {"statistics.npz": sha256_file(out / "statistics.npz")},
     }
@@ -145,7 +150,7 @@ def _check_image_counts(num_samples: int, real_images: int, width: int) -> list[
     """
     warnings = []
     for name, count in {"evaluation.num_samples": num_samples, "real images": real_images}.items():
-        if count == 0:
+        if count == 0:  # unknown
             continue
         for warning in metrics.check_image_count(count, width, name):
             metrics.warn(name, warning)
@@ -161,15 +166,19 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
         DamagedError: the file of statistics has changed.
     """
     path = path / "reference.json" if path.is_dir() else path
-    record = open_record(path.parent, "reference", path.name)
+    record = open_record(path.parent, command="reference", name=path.name)
     check_files(path.parent, record["files"], "make it again with: kairos reference")
     if record["extractor_hash"] != extractor.hash:
         raise KairosError(
             f"{path}: got extractor {extractor.name} {extractor.hash[:12]}, expected {record['extractor']} "
             f"{record['extractor_hash'][:12]}, with which the reference was computed; pass it as --extractor DIR"
         )
-    real = RealStatistics.load(path.parent / "statistics.npz")
-    return Reference(record, Comparison(record["metric"], real, tuple(map(METRICS.select, record["metrics"]))))
+    comparison = Comparison(
+        distance_column=record["metric"],
+        real=RealStatistics.load(path.parent / "statistics.npz"),
+        metrics=tuple(METRICS.select(metric) for metric in record["metrics"]),
+    )
+    return Reference(record, comparison)
 
 
 def open_external_reference(path: Path, extractor: Extractor, metric_names: list[str] | None) -> Reference:
@@ -187,11 +196,13 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
         KairosError: the file lacks something that the metrics need, or contains too few images for the extractor.
     """
     kind = extractor.manifest["kind"]
-    selected = metrics_with_options(metric_names or default_metrics(kind, True))
+    # the defaults include the validation loss, which is computed for samples with a snapshot
+    selected = metrics_with_options(metric_names or default_metrics(kind, heldout=True))
     check_metrics(selected, kind)
-    statistics = load_external_statistics(path, extractor, needs_of_real_images(selected))
-    record = {"num_samples": None, **_fixed_settings(EvaluationConfig(), statistics, extractor)}
-    return Reference(record, Comparison(extractor.manifest["metric"], statistics, tuple(selected)))
+    real = load_external_statistics(path, extractor, needs_of_real_images(selected))
+    record = {"num_samples": None, **_fixed_settings(EvaluationConfig(), real, extractor)}
+    comparison = Comparison(distance_column=extractor.manifest["metric"], real=real, metrics=tuple(selected))
+    return Reference(record, comparison)
 
 
 def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extractor) -> dict[str, Any]:
@@ -218,7 +229,8 @@ def _real_statistics(
     needs = needs_of_real_images(selected)
     if reference not in ("train", "all"):
         return load_external_statistics(Path(reference), extractor, needs)
-    indices = dataset.train if reference == "train" else np.arange(len(dataset.images))
+    all_indices = np.arange(len(dataset.images))
+    indices = dataset.train if reference == "train" else all_indices
     cache_key = {"dataset": dataset.manifest["content_sha256"], "split": reference}
     return _measure_cached(dataset.images, indices, extractor, needs, cache_key)
 
@@ -226,7 +238,8 @@ def _real_statistics(
 def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) -> RealStatistics:
     """Return the statistics of an npz file: published moments if it contains them, the rest measured on its images.
 
-    Measurements are cached by the content of the file. The number of images is 0 if a published moment is used.
+    Measurements are cached by the content of the file. The number of images is 0 if a published moment is used. A
+    warning about few images is printed.
 
     Args:
         path: the npz file.
@@ -242,7 +255,7 @@ def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) 
     if not missing:
         return RealStatistics(published_gaussians)
     images = open_samples(path).images
-    if "moments" in missing:
+    if "moments" in missing:  # the covariance of the images needs more images than features
         for warning in metrics.check_image_count(len(images), extractor.width, str(path)):
             metrics.warn(str(path), warning)
     statistics = _measure_cached(images, range(len(images)), extractor, missing, {"images": sha256_file(path)})
@@ -254,7 +267,7 @@ def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) 
 def _measure_cached(
     images: Any, indices: Any, extractor: Extractor, needs: set[str], cache_key: dict[str, Any]
 ) -> RealStatistics:
-    """Return the statistics of the images `indices`, from the cache if the code that measures has computed them.
+    """Return the statistics of the images `indices`, from the cache if the present code has computed them before.
 
     Features are stored for at most `metrics.MAX_STORED` images. Only measurements in `needs` are taken.
 
@@ -291,13 +304,15 @@ def _compute_rows(
 ) -> dict[str, dict[str, Any]]:
     """Return the reference rows by name, each with its number of images per set and the columns of the metrics.
 
-    The standard deviation of the distance is a bootstrap's for held-out images; for their other columns it is None.
+    Rows ``floor`` and ``reconstruction`` are of the first ``num_samples`` held-out images, or of all if they are fewer.
+    They are missing if too few images are held out, see `_heldout_sources`. If metrics need captions, the first caption
+    of each held-out image is used.
 
     Args:
         evaluation: section `evaluation`.
         dataset: data set with the held-out images.
         codec: the autoencoder.
-        generated: sources of the rows that have several sets of images, by name.
+        generated: sources of the rows that have ``evaluation.sets`` sets of images, by name.
         extractor: the feature extractor.
         comparison: statistics of the real images, and the metrics.
     """
@@ -312,18 +327,8 @@ def _compute_rows(
     rows = {}
     with torch.inference_mode():
         for name, heldout_images in heldout_sources.items():
-            needs = comparison.needs | {"features"}  # for the bootstrap
-            statistics = measure(extractor, heldout_images(), needs)
-            if captions is not None:
-                batches = zip(heldout_images(), iterate_rows(captions, range(len(heldout))))
-                statistics = replace(statistics, captioned=batches)
-            scores = comparison.score(statistics)
-            deviation = metrics.bootstrap(
-                statistics, comparison, resamples=RESAMPLES, seed=derived_seed(evaluation.seed, "bootstrap")
-            )
-            deviations = dict.fromkeys(f"{column}_spread" for column in scores)  # unknown for one set of images
-            deviations[f"{comparison.distance_column}_spread"] = deviation
-            rows[name] = {"n_samples": len(heldout), **scores, **deviations}
+            scores = _score_heldout(heldout_images, captions, evaluation.seed, extractor, comparison)
+            rows[name] = {"n_samples": len(heldout), **scores}
             progress.advance()
         for name, images_of_set in generated.items():
             set_scores = []
@@ -336,12 +341,43 @@ def _compute_rows(
     return rows
 
 
+def _score_heldout(
+    images: Callable[[], Iterator[np.ndarray]],
+    captions: list[str] | None,
+    seed: int,
+    extractor: Extractor,
+    comparison: Comparison,
+) -> dict[str, Any]:
+    """Return the columns of the metrics for one set of images, and the standard deviation of each column.
+
+    The standard deviation of the distance is a bootstrap's. Those of the other columns are None.
+
+    Args:
+        images: function that yields the images in batches; with captions it is called twice.
+        captions: one caption of each image; None: no metric needs captions.
+        seed: seed of the reference rows.
+        extractor: the feature extractor.
+        comparison: statistics of the real images, and the metrics.
+    """
+    needs = comparison.needs | {"features"}  # for the bootstrap
+    statistics = measure(extractor, images(), needs)
+    if captions is not None:
+        batches = zip(images(), iterate_rows(captions, range(len(captions))))
+        statistics = replace(statistics, captioned=batches)
+    scores = comparison.score(statistics)
+    deviation = metrics.bootstrap(statistics, comparison, resamples=RESAMPLES, seed=derived_seed(seed, "bootstrap"))
+    deviations = dict.fromkeys(f"{column}_spread" for column in scores)  # None: unknown for one set of images
+    deviations[f"{comparison.distance_column}_spread"] = deviation
+    return {**scores, **deviations}
+
+
 def _heldout_sources(
     heldout: np.ndarray, dataset: PreparedDataset, codec: Codec, num_samples: int, width: int
 ) -> dict[str, Callable[[], Iterator[np.ndarray]]]:
-    """Return functions that yield the images of the rows ``floor`` and ``reconstruction``, in uint8 batches.
+    """Return functions by row, ``floor`` and ``reconstruction``, that yield the row's images in uint8 batches.
 
-    Without more held-out images than features there are no such rows; a message reports that.
+    Without more held-out images than features there are no such rows; a message reports that. A message also reports
+    fewer held-out images than `num_samples`.
 
     Args:
         heldout: dataset indices of the held-out images, (n,).
@@ -370,12 +406,12 @@ def _heldout_sources(
 
 
 def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, ImageSource]:
-    """Fit a Gaussian to the training latents and return the number of fitted latents and a source of its images.
+    """Fit a Gaussian to the training latents; return the number of fitted latents and a source of decoded samples.
 
     At most `GAUSSIAN_IMAGES` latents are fitted, fewer if they are large; the encoder's noise is drawn as in training.
     A sample is mean + z rows / sqrt(n - 1), with z ~ N(0, I_n) and the n centred latents as rows. The covariance of
     such samples is the sample covariance of the latents, which is never formed. Its rank is n - 1, or the number of
-    dimensions if that is smaller.
+    dimensions if that is smaller. The latents stay in memory as long as the source.
 
     Args:
         latents: latents of the data set.
@@ -384,11 +420,11 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
         seed: seed of the choice of latents and of the samples.
     """
     dimension = int(np.prod(latents.shape))
-    fitted = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
+    fitted_count = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
     order = Stream(seed, "gaussian images").permutation(len(latents.train))
-    selected = latents.train[order[:fitted].sort().values.numpy()]
+    selected = latents.train[order[:fitted_count].sort().values.numpy()]
     batches = []
-    for indices in iterate_rows(selected, range(fitted)):
+    for indices in iterate_rows(selected, range(fitted_count)):
         noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(indices), latents.shape)
         batches.append(latents.load_x0(indices, noise=noise).flatten(1))
     rows = torch.cat(batches)  # (n, d)
@@ -397,15 +433,18 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
 
     def images_of_set(number: int) -> Iterator[np.ndarray]:
         for image_indices in iterate_rows(range(count), range(count)):
-            z = Stream(seed, "gaussian draws").normal(number, image_indices, (fitted,))
-            x0 = mean + z @ rows / (fitted - 1) ** 0.5
+            z = Stream(seed, "gaussian draws").normal(number, image_indices, (fitted_count,))
+            x0 = mean + z @ rows / (fitted_count - 1) ** 0.5
             yield to_uint8(codec.decode(x0.view(-1, *latents.shape)))
 
-    return fitted, images_of_set
+    return fitted_count, images_of_set
 
 
 def _noise_source(shape: tuple[int, ...], count: int, seed: int) -> ImageSource:
-    """Return a source of sets of `count` uniformly random images, in uint8 batches (n, *shape)."""
+    """Return a source of sets of `count` uniformly random images, in uint8 batches (n, *shape).
+
+    A set is a function of the seed and of its number.
+    """
 
     def images_of_set(number: int) -> Iterator[np.ndarray]:
         random = np.random.default_rng(derived_seed(seed, "noise images", number))

@@ -26,6 +26,8 @@ ADVICE = (
 def cannot_rank(reference: Mapping[str, Any]) -> str | None:
     """Return why the distance cannot rank methods, or None if it can or if a reference row is missing.
 
+    It can if real held-out images score more than `CLEAR` standard deviations of the difference below a fitted Gaussian.
+
     Args:
         reference: content of reference.json; rows ``floor`` and ``gaussian`` are used. The standard deviation of a
             Gaussian row with one set of samples is unknown; the deviation of the real images replaces it.
@@ -34,7 +36,7 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
     real, gaussian = rows.get("floor", {}), rows.get("gaussian", {})
     if metric not in real or metric not in gaussian:
         return None
-    real_deviation = real.get(f"{metric}_spread") or 0.0
+    real_deviation = real.get(f"{metric}_spread") or 0.0  # 0 if it is missing
     gaussian_deviation = gaussian.get(f"{metric}_spread")
     if gaussian_deviation is None:
         gaussian_deviation = real_deviation
@@ -54,8 +56,8 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
 def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
     """Return a warning if the distance is unlikely to rank methods, else None.
 
-    The warning is based on existing reference rows, or on the number of images if there are none. None if methods are
-    ranked by the validation loss.
+    The warning is based on existing reference rows. If there are none, it is given for extractors that are trained on
+    fewer than `ENOUGH_IMAGES` images. None if methods are ranked by the validation loss.
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.
@@ -63,14 +65,17 @@ def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, res
     """
     if evaluation.primary_metric != "distance":
         return None
-    record = glance(results / "reference/reference.json")
+    # existing reference rows
+    record = glance(results / "reference/reference.json")  # empty without the file
     manifest = glance(results / "extractor/manifest.json")
     recorded_settings = (manifest.get("options"), record.get("num_samples"), record.get("reference"))
     settings = (evaluation.extractor.plain(), evaluation.num_samples, evaluation.reference)
     if record and recorded_settings == settings:
         reason = cannot_rank(record)
         return f"{reason} {ADVICE}" if reason else None
-    name, images = evaluation.extractor.name, count_images(dataset).train
+    # number of images
+    name = evaluation.extractor.name
+    images = count_images(dataset).train  # training images; None: unknown
     if name not in TRAINED or images is None or images >= ENOUGH_IMAGES:
         return None
     return (

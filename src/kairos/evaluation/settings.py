@@ -381,7 +381,10 @@ FRECHET_METRICS = ("frechet", "fid", "fd_dinov2")  # metrics that methods are ra
 
 
 def is_higher_better(column: str) -> bool:
-    """Return True if higher values of the column are better, such as ``precision``."""
+    """Return True if higher values of the column are better for samples, such as ``precision``.
+
+    False for columns of no metric, and for columns with a suffix such as ``_spread``.
+    """
     return any(column in options.higher_is_better for options in METRICS.values())
 
 
@@ -399,10 +402,14 @@ def needs_of_real_images(metrics: Iterable[MetricOptions]) -> set[str]:
 
 
 def default_metrics(extractor: str, heldout: bool) -> list[str]:
-    """Return the metrics of an experiment that lists none; `heldout` is True if images are held out.
+    """Return the names of the metrics of an experiment that lists none.
 
     They are the Fréchet distance and KID, with Inception also the Inception score, and with held-out images also the
     validation loss.
+
+    Args:
+        extractor: name of the extractor.
+        heldout: True if images are held out.
     """
     by_extractor = {"inception": ["fid", "kid", "isc"], "dinov2": ["fd_dinov2", "kid"]}
     names = by_extractor.get(extractor, ["frechet", "kid"])
@@ -431,7 +438,11 @@ class EvaluationConfig(Section):
     seed: int = field(0, "seed of validation noise and reference rows", ge=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Check the reference and the metrics, as far as this section alone determines them."""
+        """Check the reference and the metrics, as far as this section alone determines them.
+
+        Raises:
+            ConfigError: the reference has another form, or the metrics do not fit the extractor.
+        """
         if self.metrics is not None:
             check_metrics(self.metrics, self.extractor.name)
         is_valid = self.reference in ("train", "all") or self.reference.endswith(".npz")
@@ -439,7 +450,10 @@ class EvaluationConfig(Section):
 
     @model_serializer(mode="wrap")
     def _omit_default_primary_metric(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Keep the plain values, and so the hashes, of experiments that do not set `primary_metric`."""
+        """Leave `primary_metric` out of the plain values if it has its default.
+
+        The field is newer than others. Experiments that do not set it keep their plain values, and so their hashes.
+        """
         values: dict[str, Any] = serialize(self)
         if self.primary_metric == "distance":
             values.pop("primary_metric", None)
@@ -468,7 +482,7 @@ class EvaluationConfig(Section):
                 f"evaluation.primary_metric: got validation, which is not among the metrics {', '.join(names)}; "
                 "add it to evaluation.metrics and hold images out (dataset.heldout), or set distance"
             )
-        if self.metrics is None:
+        if self.metrics is None:  # the defaults fit extractor and split
             return metrics
         check_metrics(metrics, extractor)
         # metrics of a snapshot's weights, not of its samples: losses on held-out images
@@ -495,9 +509,9 @@ def check_metrics(metrics: list[MetricOptions], extractor: str) -> None:
         if required and extractor not in (required, "auto"):
             raise ValueRejected(f"evaluation.metrics: {name} needs evaluation.extractor {required}, got {extractor}")
         demand(names.count(name) == 1, "evaluation.metrics", f"{name} twice", "each once")
-    ranking = set(names) & set(FRECHET_METRICS)
+    ranking_metrics = set(names) & set(FRECHET_METRICS)
     allowed = f"exactly one of {', '.join(FRECHET_METRICS)}, by which methods are ranked, and any others"
-    demand(len(ranking) == 1, "evaluation.metrics", ", ".join(names) or "none", allowed)
+    demand(len(ranking_metrics) == 1, "evaluation.metrics", ", ".join(names) or "none", allowed)
 
 
 @dataclass(frozen=True)

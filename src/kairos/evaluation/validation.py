@@ -23,17 +23,23 @@ def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
     """Return half-open intervals of fractions that cover [0, 1): the first cell, `strata` intervals, the last cell.
 
     There are fewer than `strata` intervals if fewer cells are between the first and the last. Every interval begins and
-    ends at the edge of a cell.
+    ends at the edge of a cell. The intervals between have nearly equal lengths.
+
+    Args:
+        cells: number of cells, the timesteps of a discrete process.
+        strata: number of intervals between the first and the last cell.
     """
     inner_cells = max(cells - 2, 0)  # without the first and the last
     inner_strata = min(strata, inner_cells)
     inner_edges = np.unique(np.round(np.linspace(1, cells - 1, inner_strata + 1)))  # in cells
-    edges = np.concatenate([[0], inner_edges, [cells]]) / cells
+    edges = np.concatenate([[0], inner_edges, [cells]]) / cells  # as fractions
     return list(itertools.pairwise(edges.tolist()))
 
 
 def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
     """Compute the loss of a snapshot's network on held-out images, by time.
+
+    The loss is the squared error of epsilon. The means weight each stratum by its length.
 
     Args:
         milestone: ``model``, ``process`` and ``record`` of an opened snapshot.
@@ -50,24 +56,26 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
         ``loss`` and ``vlb``.
     """
     process = milestone.process
-    c = torch.from_numpy(process.schedule.vlb)
+    c = torch.from_numpy(process.schedule.vlb)  # the VLB's coefficient of each cell
     fixed_loss = build_fixed_loss(milestone, latents, settings, device)
     count = len(fixed_loss.images)
-    rows, sizes = [], []
+    rows = []
+    sizes = []  # length of each stratum
     for number, (start, end) in enumerate(build_strata(len(c), settings.strata)):
-        u = spread_over((start, end), count)
+        u = spread_over((start, end), count)  # fraction of each image, (images,)
         with compute.precision(settings.precision, torch.device(device)):
-            loss = fixed_loss.errors(milestone.model, number, u, "epsilon")  # (images,)
+            # the number of the stratum selects the noise; (images,)
+            loss = fixed_loss.errors(milestone.model, number, u, of="epsilon")
         vlb = c[(u * len(c)).long()] * loss  # c at the cell of each fraction
         centre = process.times(torch.tensor((start + end) / 2, dtype=torch.float64)).item()
         rows.append({"u": [start, end], "t": centre, "loss": float(loss.mean()), "vlb": float(vlb.mean())})
         sizes.append(end - start)
-    loss_parts = [size * row["loss"] for size, row in zip(sizes, rows)]
-    vlb_parts = [size * row["vlb"] for size, row in zip(sizes, rows)]
+    loss_contributions = [size * row["loss"] for size, row in zip(sizes, rows)]
+    vlb_contributions = [size * row["vlb"] for size, row in zip(sizes, rows)]
     return {
-        "loss": sum(loss_parts),
-        "vlb": sum(vlb_parts),
-        "vlb_without_last": sum(vlb_parts[:-1]),
+        "loss": sum(loss_contributions),
+        "vlb": sum(vlb_contributions),
+        "vlb_without_last": sum(vlb_contributions[:-1]),
         "images": count,
         "per_timestep": rows,
     }
@@ -97,8 +105,11 @@ def build_fixed_loss(
 ) -> ValidationLoss:
     """Build the loss on `settings.images` held-out images (or all, if there are fewer), equal for all methods.
 
+    The images are a random choice by the seed. They and their conditions are in memory on the CPU. If latents have a
+    variance, their noise is drawn by the seed too.
+
     Args:
-        milestone: opened snapshot.
+        milestone: opened snapshot, whose process and conditions are used.
         latents: latents that the network was trained on.
         settings: number of images, and the seed that selects them.
         device: device of the network.
