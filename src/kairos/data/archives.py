@@ -120,8 +120,9 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
     if config.files is None:
         return names, labels
     path, line_value = _split_list_option(config.files)
+    # names without suffix, and complete names, which take precedence
     index_by_name = {os.path.splitext(name)[0]: index for index, name in enumerate(names)}
-    index_by_name |= {name: index for index, name in enumerate(names)}  # complete names take precedence
+    index_by_name |= {name: index for index, name in enumerate(names)}
     listed = list(dict.fromkeys(_read_list(path, line_value)))  # each name once
     selected, missing = [], []
     for name in listed:

@@ -71,17 +71,13 @@ class ArrayFile:
         rows = np.empty((*indices.shape, *self.shape[1:]), self.dtype)
         rows_as_bytes = rows.reshape(-1).view(np.uint8)  # shares memory with `rows`
         indices = indices.reshape(-1)  # a single index becomes (1,)
-        # consecutive rows of the file are read at once: a run starts where an index does not follow its predecessor.
-        # Indices 5, 6, 7, 2, 3 have the runs 5, 6, 7 and 2, 3. The first index follows -2, so it always starts a run.
-        run_starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1)
-        run_ends = [*run_starts[1:].tolist(), indices.size]
 
         def read_run(run: tuple[int, int]) -> None:
             start, end = run
             run_bytes = rows_as_bytes[start * self._row_size : end * self._row_size]
             self._transfer(os.preadv, run_bytes, first_row=int(indices[start]))
 
-        read_all(read_run, list(zip(run_starts.tolist(), run_ends)))
+        read_all(read_run, _find_runs(indices))  # consecutive rows of the file are read at once
         return rows
 
     def write(self, first: int, rows: np.ndarray) -> None:
@@ -136,6 +132,18 @@ def row_indices(index: Any, count: int) -> np.ndarray:
     if ((indices < -count) | (indices >= count)).any():
         raise IndexError(f"row {indices} of {count}")
     return indices % count
+
+
+def _find_runs(indices: np.ndarray) -> list[tuple[int, int]]:
+    """Return start and end of each run of consecutive indices: (0, 3) and (3, 5) for indices 5, 6, 7, 2, 3.
+
+    Args:
+        indices: indices from 0, int64 (n,).
+    """
+    # a run starts where an index does not follow its predecessor; the first index, with predecessor -2, always does
+    starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1).tolist()
+    ends = [*starts[1:], indices.size]
+    return list(zip(starts, ends))
 
 
 def iterate_blocks(arrays: Iterable[ArrayFile], size: int) -> Iterator[np.ndarray]:

@@ -58,6 +58,7 @@ def to_pixels(
         KairosError: the image is not square and `crop` is ``none``, or it is too large for padding.
     """
     image = _to_eight_bit(image).convert("L" if color == "grey" else "RGB")
+    # side of the square to cut out
     if crop == "adm":
         assert resolution is not None  # DatasetConfig checks that
         image = _resize_short_side(image, resolution, RESAMPLING[resample])
@@ -73,13 +74,13 @@ def to_pixels(
             )
     else:
         side = min(width, height)
-    # with pad the corner is negative and rounded towards 0, which // would not do
+    # cut it out; with pad the corner is negative and rounded towards 0, which // would not do
     left = int((width - side) / 2)
     top = int((height - side) / 2)
     image = image.crop((left, top, left + side, top + side))  # black beyond the edges of the image
     if resolution is not None and image.size != (resolution, resolution):
         image = image.resize((resolution, resolution), RESAMPLING[resample])
-    return np.atleast_3d(np.asarray(image))
+    return np.atleast_3d(np.asarray(image))  # grey images get a channel axis
 
 
 def _resize_short_side(image: Image.Image, resolution: int, resample: Image.Resampling) -> Image.Image:

@@ -93,7 +93,7 @@ def open_source(config: DatasetConfig) -> Source:
 
 
 def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> None:
-    """Raise ConfigError if the two lists of files, of one folder or zip, have a file in common."""
+    """Raise ConfigError if the training and the held-out list of files, of one folder or zip, have a file in common."""
     train_names = {train.name(index) for index in range(train.count)}
     heldout_names = {heldout.name(index) for index in range(heldout.count)}
     common = sorted(train_names & heldout_names)
@@ -443,6 +443,8 @@ class _ImageColumn:
 def _find_image_column(features: Any, config: DatasetConfig) -> str:
     """Return the column of the images: `dataset.image_column`, or else the only column that contains images.
 
+    Columns of bytes count as images too. `features` are those of the `datasets.Dataset`.
+
     Raises:
         ConfigError: there is no such column, or there are several.
     """
@@ -454,16 +456,16 @@ def _find_image_column(features: Any, config: DatasetConfig) -> str:
         return is_binary or has_bytes or isinstance(feature, ImageFeature)
 
     image_columns = [name for name, feature in features.items() if holds_images(feature)]
-    columns = f"columns: {', '.join(features)}; of images: {', '.join(image_columns) or 'none'}"
-    selected = config.image_column
-    if selected is not None and selected not in image_columns:
-        raise ConfigError(f"dataset.image_column: got {selected!r}, allowed: a column of images ({columns})")
-    if selected is None and len(image_columns) != 1:
+    all_columns = f"columns: {', '.join(features)}; of images: {', '.join(image_columns) or 'none'}"  # for messages
+    configured = config.image_column
+    if configured is not None and configured not in image_columns:
+        raise ConfigError(f"dataset.image_column: got {configured!r}, allowed: a column of images ({all_columns})")
+    if configured is None and len(image_columns) != 1:
         raise ConfigError(
             f"dataset.image_column: got null, but {config.path!r} has {len(image_columns)} image columns, name one "
-            f"({columns})"
+            f"({all_columns})"
         )
-    return selected or image_columns[0]
+    return configured or image_columns[0]
 
 
 def _read_column(table: Any, name: str, field: str) -> list[Any]:

@@ -26,7 +26,8 @@ ADVICE = (
 def cannot_rank(reference: Mapping[str, Any]) -> str | None:
     """Return why the distance cannot rank methods, or None if it can or if a reference row is missing.
 
-    It can if real held-out images score more than `CLEAR` standard deviations of the difference below a fitted Gaussian.
+    It can if real held-out images score more than `CLEAR` standard deviations below a fitted Gaussian. The deviation is
+    that of the difference between both scores.
 
     Args:
         reference: content of reference.json; rows ``floor`` and ``gaussian`` are used. The standard deviation of a
@@ -56,8 +57,8 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
 def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
     """Return a warning if the distance is unlikely to rank methods, else None.
 
-    The warning is based on existing reference rows. If there are none, it is given for extractors that are trained on
-    fewer than `ENOUGH_IMAGES` images. None if methods are ranked by the validation loss.
+    The warning is based on existing reference rows, see `cannot_rank`. If there are none, it is given for extractors
+    that are trained on fewer than `ENOUGH_IMAGES` images. None if methods are ranked by the validation loss.
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.
