@@ -105,7 +105,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     channels, height, width = images.shape[1:]
     taps = len(_SYM6)
     kernel = _filter(images.device, images.dtype).expand(channels, 1, 1, taps)
-    # `fine`: the images at twice their resolution
+    # `fine` holds the padded images, which are upsampled, transformed and downsampled
     fine = functional.pad(images, (width - 1, width - 1, height - 1, height - 1), mode="reflect")
     # upsample by 2 along the width, then along the height; the padding makes each size exactly twice the input's
     # the taps sum to sqrt(2), half of it on even and half on odd ones; the factors sqrt(2) here and 1 / sqrt(2) below

@@ -113,9 +113,9 @@ class LinkedImages:
         return copy if copy.shape == self.shape and copy.dtype == np.uint8 else None
 
     def _read(self, row: int) -> np.ndarray:
-        """Read and verify one image, uint8 (height, width, channels).
+        """Read and verify one image, uint8 (height, width, channels), from the temporary copy or else from the source.
 
-        A temporary copy that is damaged is ignored: the image is then decoded. The errors are those of `__getitem__`.
+        If the pixels of the copy do not match their checksum, the image is decoded. The errors are those of `_decode`.
         """
         if self._copy is not None:
             with suppress(DamagedError, OSError):  # the copy has become shorter, or its disk fails

@@ -41,7 +41,7 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
 
 
 def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
-    """Move the files of a manifest, which are complete, out of the private folder, and write the manifest last.
+    """Move the files of a manifest, which are complete, from the private folder to `out`, and write the manifest last.
 
     The private folder is deleted with its other files.
     """

@@ -184,9 +184,9 @@ def evaluate(
 ) -> list[str]:
     """Evaluate one samples file, write its record, and return the warnings that its images are few.
 
-    The caller prints these warnings. A message reports the distance, and a warning images that fill no set. The record
-    contains ``step``, ``metrics``, ``protocol`` and ``warnings``; with metrics of the snapshot's network also
-    ``validation``. Without a snapshot, metrics that need one are left out.
+    The caller prints these warnings. Messages report the distance, and images that fill no set. The record contains
+    ``step``, ``metrics``, ``protocol`` and ``warnings``; with metrics of the snapshot's network also ``validation``.
+    Without a snapshot, metrics that need one are left out.
 
     Args:
         job: the samples and the record to write.

@@ -33,9 +33,10 @@ def default_path() -> Path:
 
 
 def find_weights(configured: str | None) -> tuple[Path, bool]:
-    """Return the path of the weights, and True if the file exists; if not, they are downloaded to this path.
+    """Return the path of the weights, and True if the file exists; if not, the caller may download it to this path.
 
-    `configured` replaces the default path; a missing file there is an error, as it is never downloaded.
+    Nothing is downloaded here. `configured` replaces the default path; a missing file there is an error, as it is never
+    downloaded.
 
     Raises:
         KairosError: the file is missing and cannot be downloaded; the message contains URL and path.

@@ -206,7 +206,10 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
 
 
 def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extractor) -> dict[str, Any]:
-    """Return the settings that a reference's record fixes for all its evaluations, and the hash of the reference."""
+    """Return the fields of a reference's record that fix settings for all its evaluations, and its hash.
+
+    The hash is that of the statistics of the real images and of the extractor.
+    """
     return {
         "reference_hash": sha256_json({"statistics": real.hash, "extractor": extractor.hash}),
         "eval_seed": evaluation.seed,
