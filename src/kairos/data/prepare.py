@@ -118,9 +118,9 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
     An earlier data set in `out` is deleted once the source is open. Messages report the progress.
 
     Raises:
-        ConfigError: the source cannot be used as configured.
-        KairosError: an image is broken and `dataset.broken` is ``refuse``, or images differ in size and no resolution
-            is configured.
+        ConfigError: the source cannot be used as configured, or images differ in size and no resolution is configured.
+        KairosError: an image is broken and `dataset.broken` is ``refuse``, an image does not fit `dataset.crop`, or too
+            few images are usable.
     """
     return write_dataset(config, open_source(config), out)
 

@@ -87,7 +87,7 @@ def fill_arrays(
     if done:
         log(f"{label}: resumes after {unit} {rows.start + done}")
     else:
-        shutil.rmtree(partial, ignore_errors=True)  # with the old record, which must not vouch for the new arrays
+        shutil.rmtree(partial, ignore_errors=True)  # also the old record, which would count new rows as done
         partial.mkdir()
         for name, (_, dtype) in arrays.items():
             create_array(paths[name], shapes[paths[name]], dtype)

@@ -376,7 +376,8 @@ def _open_training_latents(
         latents: folder of the latents; None: ``../../../../latents``, relative to the snapshot.
 
     Raises:
-        KairosError: the samples were generated from another snapshot, or the latents are not the snapshot's.
+        KairosError: the samples were generated from another snapshot, or the latents are not the snapshot's or lack a
+            condition of its model.
     """
     assert job.milestone is not None
     snapshot = (record["identity"], record["step"])

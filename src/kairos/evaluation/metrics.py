@@ -311,6 +311,7 @@ def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
     nearest_distances = torch.full((len(manifold), neighbours + 1), torch.inf)
     for vectors, nearest in zip(_iterate_vectors(manifold), nearest_distances.split(ROWS)):  # `nearest` is a view
         for others in _iterate_vectors(manifold):
+            # keep the smallest of the distances so far and those to the next block
             candidates = torch.cat([nearest, torch.cdist(vectors, others)], 1)
             nearest[:] = candidates.topk(neighbours + 1, largest=False).values
     radii = nearest_distances.max(1).values
