@@ -83,7 +83,7 @@ class Latents:
         """True if `read_rows` and `load_conditions` read no file; False with encoded captions, which stay in a file."""
         if self.text is not None:
             return False
-        arrays_of_x0 = list(self.moments.values()) or [self.dataset.images]
+        arrays_of_x0 = self.moments.values() or [self.dataset.images]
         arrays = [*self.dataset.conditions.values(), *arrays_of_x0]
         return all(isinstance(array, np.ndarray) for array in arrays)
 
