@@ -26,9 +26,9 @@ class OptimizerOptions(Component):
     grad_clip: float | None = field(1.0, "largest gradient norm; null: no clipping", gt=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that there are two decay rates, each in [0, 1)."""
-        valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        demand(valid, "betas", self.betas, "two numbers, each in [0, 1)")
+        """Check that there are two decay rates, each in [0, 1); else raise ConfigError."""
+        is_valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        demand(is_valid, "betas", self.betas, "two numbers, each in [0, 1)")
 
 
 OPTIMIZERS: Components[OptimizerOptions] = Components("optimizer")
@@ -90,9 +90,9 @@ class DecaysOptions(ScheduleOptions):
     share: float = field(0.2, "length of a decay, as a fraction of the steps before its end", gt=0, le=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the steps increase."""
-        valid = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})
-        demand(valid, "at", self.at, "steps, 1 or more, increasing")
+        """Check that there are steps, all at least 1 and increasing; else raise ConfigError."""
+        is_valid = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})  # the set removes equal steps
+        demand(is_valid, "at", self.at, "steps, 1 or more, increasing")
 
 
 @SCHEDULES.register
@@ -246,7 +246,7 @@ class TrainingConfig(Section):
             )
 
     def _check_microbatch(self) -> None:
-        """Check that every process has at least one micro-batch of the batch.
+        """Check that `microbatch` is at most the batch, and leaves at least one micro-batch for every process.
 
         Raises:
             ConfigError: `microbatch` is too large.
