@@ -26,7 +26,11 @@ class OptimizerOptions(Component):
     grad_clip: float | None = field(1.0, "largest gradient norm; null: no clipping", gt=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that there are two decay rates, each in [0, 1); else raise ConfigError."""
+        """Check that there are two decay rates, each in [0, 1).
+
+        Raises:
+            ConfigError: there are not.
+        """
         is_valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         demand(is_valid, "betas", self.betas, "two numbers, each in [0, 1)")
 
@@ -90,7 +94,11 @@ class DecaysOptions(ScheduleOptions):
     share: float = field(0.2, "length of a decay, as a fraction of the steps before its end", gt=0, le=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that there are steps, all at least 1 and increasing; else raise ConfigError."""
+        """Check that there are steps, all at least 1 and increasing.
+
+        Raises:
+            ConfigError: there are none, or they are not.
+        """
         is_valid = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})  # the set removes equal steps
         demand(is_valid, "at", self.at, "steps, 1 or more, increasing")
 
