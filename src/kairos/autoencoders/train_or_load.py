@@ -30,7 +30,7 @@ _STATE = ".state.pt"  # checkpoint of an interrupted training run
 def make_autoencoder(
     config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool = False
 ) -> dict[str, Any]:
-    """Train or load the autoencoder, write its folder and return its manifest; with kind ``none`` it stands for pixels.
+    """Train or load the autoencoder, write its folder and return its manifest; kind ``none`` has only a manifest.
 
     The manifest contains kind, class, scaling and shift factor, and image_shape and latent_shape (channels, height,
     width). It also contains the hash of weights and configuration, and the PSNR in dB, with the kind of the measured

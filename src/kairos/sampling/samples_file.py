@@ -107,7 +107,8 @@ def open_samples(path: Path) -> SamplesFile:
                 conditions["class"] = _open_array(path, file.zip, "arr_1")
     except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
         raise KairosError(f"{path}: cannot be read as npz with `images` or `arr_0` ({error})") from None
-    if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] not in (1, 3):
+    has_image_shape = len(images.shape) == 4 and images.shape[-1] in (1, 3)
+    if images.dtype != np.uint8 or not has_image_shape:
         raise KairosError(
             f"{path}: images: got {images.dtype} {images.shape}, allowed: uint8, N×H×W×C with 1 or 3 channels"
         )

@@ -68,7 +68,8 @@ def code_roots(run: "RunSettings") -> list[str]:
 def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -> dict[str, Any]:
     """Return everything that decides the trajectory of a run, as plain values with their hash under ``identity``.
 
-    In the result, the hash of the weights replaces the path in `training.start_from`.
+    The other keys are data, autoencoder, model, diffusion, method, seed, training, device and code. In ``training``, a
+    hash of the weights replaces the path `start_from`.
 
     Args:
         run: settings of the training run; the content of the method counts, not its name.

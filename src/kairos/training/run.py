@@ -285,23 +285,24 @@ class TrainingJob:
             DivergedError: a loss or gradient is not finite.
             KairosError: a step does not fit into the device's memory.
         """
-        training, last = self.training, milestones[-1]
+        training = self.training
+        last_milestone = milestones[-1]
         checkpoint_interval = training.settings.checkpoint_every
         collective_stop = CollectiveStop(self.stop_request)
-        progress_bar = Progress(last, self.label, "step", start=training.step) if self.is_first else None
+        progress_bar = Progress(last_milestone, self.label, "step", start=training.step) if self.is_first else None
         latest_loss = ""
         metrics_path = self.run_folder.metrics if self.is_first else os.devnull
         with open(metrics_path, "a", encoding="utf-8") as metrics_file:
             self.progress.update(training.step, self.seconds)
             step_begun = time.perf_counter()
-            for metrics in explain_out_of_memory(training, train_steps(training, last)):
+            for metrics in explain_out_of_memory(training, train_steps(training, last_milestone)):
                 self.seconds += time.perf_counter() - step_begun
                 self.steps_run += 1
                 if metrics is not None:
                     metrics_file.write(json.dumps(metrics) + "\n")
                     latest_loss = f"loss {metrics['loss']:.4g}"
 
-                is_last = training.step == last
+                is_last = training.step == last_milestone
                 is_milestone = training.step in milestones
                 is_checkpoint = training.step % checkpoint_interval == 0
                 stops_now = not is_last and collective_stop.after_step(self.longest_save)
@@ -310,7 +311,7 @@ class TrainingJob:
                     self._save(with_snapshot=is_milestone)
                 self.progress.update(training.step, self.seconds)
                 if stops_now:
-                    self._stop(last)
+                    self._stop(last_milestone)
                 if progress_bar is not None:
                     progress_bar.advance(facts=latest_loss)
                 step_begun = time.perf_counter()  # leaves out the time of saving
@@ -364,18 +365,18 @@ class TrainingJob:
         ranks.meet()
         self.longest_save = max(self.longest_save, time.monotonic() - begun)
 
-    def _stop(self, last: int) -> None:
+    def _stop(self, last_milestone: int) -> None:
         """Leave the process group after a save, and end the job early.
 
         Args:
-            last: last milestone, for the message.
+            last_milestone: step at which the job would have ended, for the message.
 
         Raises:
             StoppedEarly: always.
         """
         ranks.leave()  # waits for rank 0, which writes
         reason = self.stop_request.reason or "another process of the training run was asked to stop"
-        raise StoppedEarly(f"{reason}: stopped after step {self.training.step} of {last}, which is saved")
+        raise StoppedEarly(f"{reason}: stopped after step {self.training.step} of {last_milestone}, which is saved")
 
     def _write_snapshot(self) -> None:
         """Write a snapshot of this step: weights, the strategy's density, and a record; every rank must call this.
@@ -390,6 +391,8 @@ class TrainingJob:
             return
         manifest = training.latents.manifest
         columns = training.strategy.table(training.density_images())
+        strategy_facts: dict[str, Any] = {name: statistics.get(name) for name in ("updates", "a", "b")}
+        strategy_facts["tv_from_start"] = float(abs(columns["p"] - self.start_density).sum() / 2)
         facts = {
             "identity": self.run_folder.identity,
             "method": training.run.method_name,
@@ -410,10 +413,7 @@ class TrainingJob:
             "step": training.step,
             "images_seen": training.step * training.settings.batch_size,
             "learned": isinstance(sampler, Learned),
-            "strategy": {
-                **{name: statistics.get(name) for name in ("updates", "a", "b")},
-                "tv_from_start": float(abs(columns["p"] - self.start_density).sum() / 2),
-            },
+            "strategy": strategy_facts,
         }
         scheduler = scheduler_config(training.process, clip=manifest["kind"] == "pixels")
         folder = self.run_folder.snapshot_folder(training.step)

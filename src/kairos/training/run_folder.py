@@ -65,7 +65,8 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
 
     The kernel releases the lock when its holder dies. flock works between processes of a machine, and between machines
     on NFS (Linux 2.6.12 and later) and other shared file systems that are mounted with locks. If locks end at the
-    machine, the progress file shows whether a job on another machine is training.
+    machine, the progress file shows whether a job on another machine is training. The file ``lock`` contains process
+    id, host and SLURM job of its holder, for the messages of other processes.
 
     Args:
         state_folder: ``.state`` of the run's folder.
@@ -111,9 +112,10 @@ def _reject_job_on_another_machine(state_folder: Path) -> None:
             progress = read_json(path)
         except (OSError, DamagedError):
             return
-        is_here = progress["host"] == socket.gethostname()
+        is_on_this_machine = progress["host"] == socket.gethostname()
+        has_ended = progress["state"] != "running"
         is_stale = time.time() - progress["updated"] > _STALE_SECONDS
-        if is_here or progress["state"] != "running" or is_stale:
+        if is_on_this_machine or has_ended or is_stale:
             return
         if first_update is not None and progress["updated"] != first_update:
             raise KairosError(
@@ -169,10 +171,10 @@ class RunFolder:
         missing = [step for step in milestones if not _is_intact(self.snapshot_folder(step))]
         if missing or milestones_only:
             return missing
-        last = milestones[-1]
-        newest_checkpoint = self.newest_checkpoint(latest_step=last)
-        has_last_checkpoint = newest_checkpoint is not None and newest_checkpoint["step"] == last
-        return [] if has_last_checkpoint else [last]
+        last_milestone = milestones[-1]
+        newest_checkpoint = self.newest_checkpoint(latest_step=last_milestone)
+        has_last_checkpoint = newest_checkpoint is not None and newest_checkpoint["step"] == last_milestone
+        return [] if has_last_checkpoint else [last_milestone]
 
     def _report_other_states(self) -> None:
         """Log that a new run starts if the folder contains checkpoints, but only of other settings, data or code."""

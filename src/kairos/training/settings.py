@@ -259,7 +259,9 @@ class TrainingConfig(Section):
         Raises:
             ConfigError: `microbatch` is too large.
         """
-        microbatch, batch_size, processes = self.microbatch or 1, self.batch_size, self.processes
+        microbatch, batch_size, processes = self.microbatch, self.batch_size, self.processes
+        if microbatch is None:
+            return
         demand(microbatch <= batch_size, "training.microbatch", microbatch, f"at most batch_size = {batch_size}")
         if processes > 1:
             # at least `processes` micro-batches: ceil(batch_size / microbatch) >= processes
