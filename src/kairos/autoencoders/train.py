@@ -40,7 +40,7 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
     common_divisor = math.gcd(*config.channels)
     # groups of the normalisation divide the channels of all levels, and have at least 4 channels if possible
     most_groups = max(1, common_divisor // 4)
-    groups = max(n for n in range(1, most_groups + 1) if common_divisor % n == 0)
+    groups = max(count for count in range(1, most_groups + 1) if common_divisor % count == 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(config.seed, "autoencoder/weights"))
         return AutoencoderKL(

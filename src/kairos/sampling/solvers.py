@@ -8,7 +8,8 @@ A solver is a function ``solver(options, process, grid, predict_x0, noise)``:
   that interval k adds.
 
 Solvers compute in the coordinates of the grid, x = signal * x0 + noise * epsilon, with the coefficients of each grid
-point. There DDIM without noise, Euler's method on a flow and EDM's Euler are one step.
+point. There DDIM without noise, Euler's method on a flow and EDM's Euler are one step. The result is x at the end of
+the grid: x0, or for a grid that ends at the first timestep the x that latent diffusion takes for x0.
 """
 
 import math

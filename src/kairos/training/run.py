@@ -253,7 +253,7 @@ class TrainingJob:
             KairosError: other library versions computed the checkpoint, or device memory is too small.
         """
         training = self.training
-        self._resume(missing[0])
+        self._resume(latest_step=missing[0])
         if training.step == 0 and 0 in milestones:
             self._write_snapshot()
         self._begin_steps()

@@ -216,6 +216,7 @@ class TrainingConfig(Section):
         """Check that the processes can share the batch, and that the device supports the settings.
 
         * `processes` is a multiple of `nodes`, and at most `batch_size`.
+        * Every process has at least one micro-batch, see `_check_microbatch`.
         * Several processes share no GPU with other runs, and `device` has no number.
         * ``deterministic: portable`` needs a CPU and no compilation.
 
