@@ -81,7 +81,7 @@ def _train(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, devic
     """Train an autoencoder on the data set, and set its shift and scaling factor by the statistics of its latents.
 
     With them, x0 = (z - shift) · scale has mean 0 and standard deviation 1 over the training images. An interrupted
-    training run resumes from its checkpoint in `out`.
+    training run resumes from its checkpoint in `out`. Start-up ends after the imports.
     """
     from kairos.autoencoders.train import latent_statistics, train
 
@@ -96,7 +96,7 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
     """Load a pretrained autoencoder from a folder or the hub, and set its configured scaling factor.
 
     Without a configured factor, a VQModel that has diffusers' default gets factor 1, and others keep theirs. An
-    autoencoder on the hub is downloaded if necessary.
+    autoencoder on the hub is downloaded if necessary. Start-up ends after the loading.
 
     Raises:
         ConfigError: files are missing, or the autoencoder does not accept the size or the channels of the images.
