@@ -49,7 +49,10 @@ class Codec:
         return x0
 
     def reconstruct(self, images: Images) -> np.ndarray:
-        """Encode images (n, C, H, W) in [-1, 1] and decode the means of their latents, uint8 (n, H, W, C)."""
+        """Encode images (n, C, H, W) in [-1, 1] and decode the means of their latents.
+
+        The result is uint8 (n, H, W, C), in main memory.
+        """
         mean, _ = self.encode(images)
         return to_uint8(self.decode(self.to_model_space(mean)))
 
@@ -73,7 +76,8 @@ class AutoencoderCodec(Codec):
     def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
         """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w) of the latents z.
 
-        Both are on the codec's device. The log-variance is None if the encoder is deterministic.
+        Both are on the codec's device, and the images may be on another one. The log-variance is None if the encoder is
+        deterministic. The latents are not scaled, see `to_model_space`.
         """
         images = images.to(self.device)
         encoded = self.model.encode(images.expand(-1, 3, -1, -1) if self.grey else images)
@@ -83,17 +87,20 @@ class AutoencoderCodec(Codec):
 
     @torch.no_grad()
     def decode(self, x0: EncodedImages) -> Images:
-        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly."""
+        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly.
+
+        The images are on the codec's device.
+        """
         z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
         images: Images = self.model.decode(z).sample
         return images.mean(dim=1, keepdim=True) if self.grey else images
 
 
 def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
-    """Load the codec in a folder that stage autoencoder wrote.
+    """Load the codec in a folder that stage autoencoder wrote; a plain `Codec` with kind ``none``.
 
     Raises:
-        KairosError: the folder is missing or not complete.
+        KairosError: the folder is missing or not complete, or the autoencoder cannot be loaded.
         DamagedError: weights or configuration do not match the checksums in the manifest.
     """
     folder = Path(folder)
@@ -114,27 +121,28 @@ def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str)
     """
     model = model.to(device).eval().requires_grad_(False)
     image_channels, _, _ = manifest["image_shape"]
-    grey = image_channels == 1 and model.config.in_channels == 3
-    return AutoencoderCodec(manifest=manifest, device=torch.device(device), model=model, grey=grey)
+    is_grey = image_channels == 1 and model.config.in_channels == 3
+    return AutoencoderCodec(manifest=manifest, device=torch.device(device), model=model, grey=is_grey)
 
 
 def load_model(folder: Path | str) -> Any:
     """Load an autoencoder of diffusers from a folder, in float32; its config.json contains the class.
 
-    Warnings of diffusers are switched off for this process.
+    Warnings of diffusers are switched off for this process. Nothing is downloaded.
 
     Raises:
         ConfigError: the folder contains another kind of network.
         KairosError: the autoencoder cannot be loaded.
+        FileNotFoundError: the folder has no config.json.
     """
-    name = read_json(Path(folder) / "config.json").get("_class_name")
-    if name not in KINDS:
-        raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: {', '.join(KINDS)}")
+    class_name = read_json(Path(folder) / "config.json").get("_class_name")
+    if class_name not in KINDS:
+        raise ConfigError(f"autoencoder.path: {folder} holds {class_name!r}, allowed: {', '.join(KINDS)}")
     import diffusers  # slow, and not needed to reject the folder
 
     diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
     try:
-        model_class = getattr(diffusers, name)
+        model_class = getattr(diffusers, class_name)
         return model_class.from_pretrained(
             folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
         )
@@ -143,7 +151,7 @@ def load_model(folder: Path | str) -> Any:
 
 
 def downsampling(model: Any) -> int:
-    """Return the factor by which an autoencoder of diffusers reduces the sides of an image.
+    """Return the factor by which an autoencoder of diffusers reduces the sides of an image, a power of two.
 
     Every level except the last halves the sides.
     """
@@ -161,14 +169,14 @@ def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str)
         autoencoder: name of the autoencoder in the error message.
 
     Raises:
-        ConfigError: they are not; the message contains the nearest sizes that are.
+        ConfigError: they are not; the message contains the allowed sizes nearest to the height.
     """
     _, height, width = shape
     if height % factor or width % factor:
-        below = max(factor, math.floor(height / factor) * factor)
-        above = math.ceil(height / factor) * factor
-        near = " or ".join(str(size) for size in sorted({below, above}))  # below may equal above
+        size_below = max(factor, math.floor(height / factor) * factor)
+        size_above = math.ceil(height / factor) * factor
+        nearest_sizes = " or ".join(str(size) for size in sorted({size_below, size_above}))  # they may be equal
         raise ConfigError(
             f"dataset.resolution: images are {height}×{width}, but {autoencoder} needs sides that are multiples of "
-            f"{factor}; allowed: {near}, for example"
+            f"{factor}; allowed: {nearest_sizes}, for example"
         )

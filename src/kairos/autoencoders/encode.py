@@ -40,7 +40,8 @@ def encode(
     """Encode a data set, write the folder and return its manifest.
 
     With a shard, the folder and the manifest are those of a shard, which only a later call with `parts` reads. Without
-    an autoencoder no array is written, since training reads the pixels of the data set.
+    an autoencoder no array is written, since training reads the pixels of the data set. A complete earlier result in
+    `out` is deleted, and an interrupted call resumes.
 
     Args:
         dataset: the prepared data set.
@@ -48,7 +49,7 @@ def encode(
         out: the folder to write.
         flips: encode horizontally flipped images too.
         batch_size: images per encoding step.
-        shard: the shard of the images to encode; None: all images.
+        shard: the shard of the images to encode, without captions; None: all images.
         parts: folders of all shards, which are joined instead of encoding; empty: encode.
         factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
         text: folder of stage text, whose states are a condition of the training runs; None: no captions.
@@ -74,6 +75,8 @@ def encode(
     }
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
+
+    # arrays, in the private folder
     text_manifest = open_encoded_captions(text, dataset).manifest if text else None
     partial = prepare_folder(out, _ARRAYS)
     all_rows = range(len(dataset.images))
@@ -83,6 +86,8 @@ def encode(
         files = _join_shards(parts, identity, partial, all_rows)
     else:
         files = _encode_moments(dataset, codec, partial, identity, all_rows)
+
+    # manifest
     manifest = _describe_content(dataset, codec, files, flips, factor, text_manifest, dtype)
     manifest["dataset"] = _relative_path(dataset.folder, out)
     if text:
@@ -161,10 +166,10 @@ def _check_shapes(dataset: PreparedDataset, codec: Codec, factor: int | None) ->
             f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
             f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
         )
-    if any(side % (factor or 1) for side in dataset.shape[1:]):
+    _, height, width = dataset.shape
+    if factor and (height % factor or width % factor):
         raise ConfigError(
-            f"dataset.low_resolution: got {factor}, allowed: a divisor of both sides of the images, "
-            f"{dataset.shape[1]}×{dataset.shape[2]}"
+            f"dataset.low_resolution: got {factor}, allowed: a divisor of both sides of the images, {height}×{width}"
         )
 
 
@@ -173,7 +178,8 @@ def _encode_shard(
 ) -> dict[str, Any]:
     """Encode one shard of the images, write its folder atomically, and return its manifest.
 
-    An interrupted job resumes from the hidden folder ``.<name of out>`` next to `out`.
+    The manifest contains the fields of `identity`, ``shard`` and ``files``. An existing folder is replaced. An
+    interrupted job resumes from the hidden folder ``.<name of out>`` next to `out`.
 
     Raises:
         ConfigError: there is no autoencoder, so nothing is encoded.
@@ -208,12 +214,16 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
     """
     records = [open_record(part, "encode --shard KofN") for part in parts]
     batch_size = identity["batch_size"]
-    # joining computes nothing: it may run on another device than the shards, whose devices must agree
-    identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
-    identity |= {"dtype": identity.get("dtype")}  # shards in float32 have no data type in their records
-    order = in_order(list(zip(parts, records)), identity, len(rows), batch_size)
+
+    # check the shards; joining computes nothing, so it may run on another device than the shards, whose devices must
+    # agree
+    shard_identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
+    shard_identity["dtype"] = identity.get("dtype")  # None for float32, which is absent from the records of shards
+    order = in_order(list(zip(parts, records)), shard_identity, len(rows), batch_size)
     for part, record in zip(parts, records):
         check_files(part, record["files"], AGAIN)
+
+    # open the arrays of the shards, in the order of their images
     arrays, batches = {}, {}
     for file in records[0]["files"]:
         shard_arrays = [ArrayFile(parts[position] / file) for position in order]
@@ -228,7 +238,9 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
     def read_batch(indices: np.ndarray) -> dict[str, np.ndarray]:
         return {name: next(blocks) for name, blocks in batches.items()}
 
-    return fill_arrays(partial, identity, arrays, rows, batch_size, compute=read_batch, label="join", unit="image")
+    return fill_arrays(
+        partial, shard_identity, arrays, rows, batch_size, compute=read_batch, label="join", unit="image"
+    )
 
 
 def _encode_moments(
@@ -238,6 +250,9 @@ def _encode_moments(
 
     The arrays are those of `_moments` by name, with suffix ``_flipped`` for flipped images. An interrupted computation
     resumes.
+
+    Raises:
+        KairosError: a latent is too large for the data type on disk.
     """
     factor = identity["low_resolution"]
     dtype = np.dtype(identity.get("dtype", "float32"))
@@ -247,8 +262,9 @@ def _encode_moments(
         images = dataset.load_tensor(indices)
         arrays: dict[str, np.ndarray] = {}
         for suffix in suffixes:
-            moments = _moments(codec, images.flip(3) if suffix == "_flipped" else images, factor)
-            arrays |= {name + suffix: _convert(values.float().cpu().numpy(), dtype) for name, values in moments.items()}
+            oriented_images = images.flip(3) if suffix == "_flipped" else images  # dimension 3 is the width
+            for name, values in _moments(codec, oriented_images, factor).items():
+                arrays[name + suffix] = _convert(values.float().cpu().numpy(), dtype)
         return arrays
 
     names = list(compute(np.arange(1)))  # the first image shows which arrays the autoencoder has
@@ -258,13 +274,16 @@ def _encode_moments(
 
 
 def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Convert latents to the data type on disk; raise KairosError if one is too large for it.
+    """Convert latents to the data type on disk.
 
-    Infinite values and NaN are kept.
+    Infinite values and NaN are kept. The array is not copied if it has the data type already.
+
+    Raises:
+        KairosError: a finite value is too large for the data type.
     """
     largest = np.finfo(dtype).max
-    too_large = np.isfinite(values) & (np.abs(values) > largest)
-    if too_large.any():
+    is_too_large = np.isfinite(values) & (np.abs(values) > largest)
+    if is_too_large.any():
         raise KairosError(
             f"autoencoder.dtype: {dtype} holds values up to {largest:g}, and the latents have larger ones; set float32"
         )

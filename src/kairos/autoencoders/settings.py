@@ -34,7 +34,11 @@ class AutoencoderConfig(Section):
     shards: int = field(1, "number of jobs that encode the images in parallel; does not change the latents", ge=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that a pretrained autoencoder has a path, any other no configured scaling, and pixels no data type."""
+        """Check that a pretrained autoencoder has a path, any other no configured scaling, and pixels no data type.
+
+        Raises:
+            ConfigError: a field does not fit the kind.
+        """
         if self.kind == "pretrained":
             demand(self.path, "autoencoder.path", "null", "folder or hub id of the pretrained autoencoder")
         else:
@@ -46,7 +50,10 @@ class AutoencoderConfig(Section):
 
     @model_serializer(mode="wrap")
     def _omit_default_dtype(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Keep the plain values, and so the hashes, of experiments that do not set `dtype`."""
+        """Return the plain values, without `dtype` if it is float32.
+
+        The plain values, and so the hashes, of experiments from before the field existed do not change.
+        """
         values: dict[str, Any] = serialize(self)
         if self.dtype == "float32":
             values.pop("dtype", None)  # absent if a caller excludes it

@@ -40,7 +40,7 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
     common_divisor = math.gcd(*config.channels)
     # groups of the normalisation divide the channels of all levels, and have at least 4 channels if possible
     most_groups = max(1, common_divisor // 4)
-    groups = max(n for n in range(1, most_groups + 1) if common_divisor % n == 0)
+    groups = max(count for count in range(1, most_groups + 1) if common_divisor % count == 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(config.seed, "autoencoder/weights"))
         return AutoencoderKL(
@@ -64,7 +64,8 @@ def train(
 
     The loss is the mean squared error per pixel and, weighted, the KL divergence from a standard normal per latent
     dimension. The learning rate has a short linear warm-up and a cosine decay to zero. A checkpoint is written every
-    200 steps and at the end. The returned autoencoder is on the device, in evaluation mode.
+    200 steps and at the end, and a progress bar shows the steps. The returned autoencoder is on the device, in
+    evaluation mode, with diffusers' default for its scaling factor.
 
     Args:
         config: section `autoencoder`.
@@ -74,6 +75,7 @@ def train(
         device: device of the training run.
         flips: flip each image horizontally with probability 1/2.
     """
+    # model, optimiser, and their state in a checkpoint of this training run
     model = build_model(config, dataset.shape).to(device).train()
     optimizer = Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
     settings = {
@@ -87,19 +89,27 @@ def train(
     }
     identity = sha256_json(settings)  # a checkpoint with another identity is ignored
     first_step = _resume(state, identity, model, optimizer)
-    latent_shape = (config.latent_channels, *(side // downsampling(model) for side in dataset.shape[1:]))
+
+    # steps
+    factor = downsampling(model)
+    _, height, width = dataset.shape
+    latent_shape = (config.latent_channels, height // factor, width // factor)
     sample_indices = range(config.batch_size)
     progress = Progress(config.steps, "autoencoder", "step", start=first_step)
     for step in range(first_step, config.steps):
+        # images, noise and learning rate of the step
         images = _load_batch(config, dataset, step, flips).to(device)
         noise = Stream(config.seed, "autoencoder/latent").normal(step, sample_indices, latent_shape).to(device)
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(config, step)
 
+        # loss; the latents are samples from the posterior
         posterior = model.encode(images).latent_dist
         reconstruction = model.decode(posterior.mean + posterior.std * noise).sample
         mse = (reconstruction - images).square().mean()
         kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
+
+        # update, progress and checkpoint
         optimizer.zero_grad(set_to_none=True)
         (mse + config.kl_weight * kl).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
@@ -117,11 +127,11 @@ def _load_batch(config: AutoencoderConfig, dataset: PreparedDataset, step: int, 
     The images are drawn with replacement, and are on the CPU.
     """
     sample_indices = range(config.batch_size)
-    items = Stream(config.seed, "autoencoder/order").integers(step, len(dataset.train), sample_indices)
-    images = dataset.load_tensor(dataset.train[items.numpy()])
+    positions = Stream(config.seed, "autoencoder/order").integers(step, len(dataset.train), sample_indices)
+    images = dataset.load_tensor(dataset.train[positions.numpy()])
     if flips:
-        flipped = Stream(config.seed, "autoencoder/flips").uniform(step, sample_indices) < 0.5
-        images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
+        is_flipped = Stream(config.seed, "autoencoder/flips").uniform(step, sample_indices) < 0.5  # (batch,)
+        images = torch.where(is_flipped.view(-1, 1, 1, 1), images.flip(3), images)
     return images
 
 
@@ -144,7 +154,14 @@ def _save_checkpoint(state: Path, identity: str, step: int, model: Any, optimize
 def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optimizer) -> int:
     """Load model and optimiser from the checkpoint if its identity is equal, and return the number of steps done.
 
-    Without such a checkpoint, or with a damaged one, the result is 0.
+    Without such a checkpoint the result is 0, and model and optimiser are unchanged. A damaged checkpoint counts as
+    none, and is logged.
+
+    Args:
+        state: file of the checkpoint.
+        identity: hash of the settings of the training run.
+        model: autoencoder to load into.
+        optimizer: optimiser to load into.
     """
     if not state.is_file():
         return 0
@@ -166,7 +183,14 @@ def latent_statistics(
 ) -> tuple[float, float]:
     """Return mean and standard deviation of samples of the latents, over the training images and all dimensions.
 
-    They are computed from the moments, without drawing samples.
+    They are computed from mean and variance of each latent, without drawing samples. The overall variance is the mean
+    of the expected squares minus the square of the overall mean.
+
+    Args:
+        model: autoencoder of diffusers with a distribution of latents (AutoencoderKL).
+        dataset: the prepared data set.
+        batch_size: images per step.
+        device: device of the model.
     """
     total = total_square = count = 0.0
     with torch.no_grad():

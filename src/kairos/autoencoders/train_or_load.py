@@ -30,11 +30,12 @@ _STATE = ".state.pt"  # checkpoint of an interrupted training run
 def make_autoencoder(
     config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool = False
 ) -> dict[str, Any]:
-    """Train or load the autoencoder, write its folder and return its manifest; with kind ``none`` it stands for pixels.
+    """Train or load the autoencoder, write its folder and return its manifest; kind ``none`` has only a manifest.
 
     The manifest contains kind, class, scaling and shift factor, and image_shape and latent_shape (channels, height,
     width). It also contains the hash of weights and configuration, and the PSNR in dB, with the kind of the measured
-    images in ``psnr_of``. With kind ``none`` the class and the PSNR are None and the hash is ``pixels``.
+    images in ``psnr_of``. With kind ``none`` the class and the PSNR are None, the hash is ``pixels``, and ``psnr_of``
+    is missing. An existing manifest is deleted first, so that it exists only in a complete folder.
 
     Args:
         config: section `autoencoder`.
@@ -79,7 +80,8 @@ def make_autoencoder(
 def _train(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool) -> Any:
     """Train an autoencoder on the data set, and set its shift and scaling factor by the statistics of its latents.
 
-    An interrupted training run resumes from its checkpoint in `out`.
+    With them, x0 = (z - shift) · scale has mean 0 and standard deviation 1 over the training images. An interrupted
+    training run resumes from its checkpoint in `out`. Start-up ends after the imports.
     """
     from kairos.autoencoders.train import latent_statistics, train
 
@@ -94,7 +96,7 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
     """Load a pretrained autoencoder from a folder or the hub, and set its configured scaling factor.
 
     Without a configured factor, a VQModel that has diffusers' default gets factor 1, and others keep theirs. An
-    autoencoder on the hub is downloaded if necessary.
+    autoencoder on the hub is downloaded if necessary. Start-up ends after the loading.
 
     Raises:
         ConfigError: files are missing, or the autoencoder does not accept the size or the channels of the images.
@@ -132,15 +134,18 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
         out: folder of the stage, where ``config.json``, weights and ``reconstructions.png`` are written.
         batch_size: images per step.
     """
+    # reconstructions, and the shape of the latents of one image
     if len(dataset.heldout):
-        measured, indices = "held-out images", dataset.heldout[:_PSNR_IMAGES]
+        measured_kind, indices = "held-out images", dataset.heldout[:_PSNR_IMAGES]
     else:
-        measured, indices = "training images", dataset.train[:_PSNR_IMAGES]
-    batch_ends = range(batch_size, len(indices), batch_size)
+        measured_kind, indices = "training images", dataset.train[:_PSNR_IMAGES]
     images = dataset.images[indices]
-    batches = [codec.reconstruct(dataset.load_tensor(batch)) for batch in np.split(indices, batch_ends)]
-    reconstructions = np.concatenate(batches)
-    mean, _ = codec.encode(dataset.load_tensor(indices[:1]))  # of one image, for the shape of the latents
+    batch_starts = range(batch_size, len(indices), batch_size)  # without 0: `split` cuts there
+    index_batches = np.split(indices, batch_starts)
+    reconstructions = np.concatenate([codec.reconstruct(dataset.load_tensor(batch)) for batch in index_batches])
+    mean, _ = codec.encode(dataset.load_tensor(indices[:1]))
+
+    # files
     _write_picture(out / "reconstructions.png", images[:_PICTURE_IMAGES], reconstructions[:_PICTURE_IMAGES])
     # in the format of diffusers' `save_pretrained`, which itself would hide the error of a full disk
     codec.model.register_to_config(_name_or_path="")  # the path differs between machines and must not change the hash
@@ -151,19 +156,24 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
         "latent_shape": list(mean.shape[1:]),
         "sha256": sha256_json({name: files[name] for name in FILES}),
         "psnr": round(psnr(images, reconstructions), 3),
-        "psnr_of": measured,
+        "psnr_of": measured_kind,
         "files": files,
     }
 
 
 def psnr(images: np.ndarray, reconstructions: np.ndarray) -> float:
-    """Return the peak signal-to-noise ratio in dB of uint8 images, from the mean squared error over all images."""
-    error = np.mean((images.astype(np.float64) - reconstructions.astype(np.float64)) ** 2)
-    return 10 * math.log10(255**2 / max(float(error), 1e-12))  # finite for exact reconstructions
+    """Return the peak signal-to-noise ratio in dB of uint8 images, from the mean squared error over all images.
+
+    Exact reconstructions have 168 dB, since the mean squared error counts as at least 1e-12.
+    """
+    mean_squared_error = np.mean((images.astype(np.float64) - reconstructions.astype(np.float64)) ** 2)
+    return 10 * math.log10(255**2 / max(float(mean_squared_error), 1e-12))
 
 
 def _write_picture(path: Path, images: np.ndarray, reconstructions: np.ndarray) -> None:
-    """Write a picture of images and their reconstructions, as rows of originals above rows of reconstructions.
+    """Write a picture of images and their reconstructions, with each row of originals above its reconstructions.
+
+    A row has up to 8 images, and white images fill the last row.
 
     Args:
         path: the PNG file.
@@ -172,8 +182,9 @@ def _write_picture(path: Path, images: np.ndarray, reconstructions: np.ndarray) 
     """
     shape = images.shape[1:]
     columns = min(_PICTURE_COLUMNS, len(images))
-    white = np.full((-len(images) % columns, *shape), 255, np.uint8)  # fills the last row
+    missing_in_last_row = -len(images) % columns
+    white = np.full((missing_in_last_row, *shape), 255, np.uint8)
     original_rows = np.concatenate([images, white]).reshape(-1, columns, *shape)
     reconstruction_rows = np.concatenate([reconstructions, white]).reshape(-1, columns, *shape)
-    alternating_rows = np.stack([original_rows, reconstruction_rows], axis=1)
+    alternating_rows = np.stack([original_rows, reconstruction_rows], axis=1)  # (rows, 2, columns, *shape)
     write_image_grid(path, alternating_rows.reshape(-1, *shape), columns, _PICTURE_SIDE)

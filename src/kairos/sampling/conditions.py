@@ -27,8 +27,9 @@ def select_condition_sources(
         latents: opened latents with indices `train` and `heldout`.
         indices: indices of the generated images.
         descriptions: descriptions of the model's conditions.
-        labels: ``balanced`` takes the images in order, ``data`` draws them at random.
-        seed: seed of the random choice.
+        labels: ``balanced`` takes the images in order and begins again after the last one; ``data`` draws them at
+            random, with replacement.
+        seed: seed of the random choice for ``data``.
     """
     has_other_than_class = any(item["kind"] != "class" for item in descriptions.values())
     if has_other_than_class and len(latents.heldout):
@@ -59,44 +60,56 @@ class ImageConditions:
     seed: int
 
     def __call__(self, indices: range) -> dict[str, Tensor]:
-        """Return the model's conditions for the images `indices`, each (n, ...)."""
+        """Return the model's conditions for the images `indices` by name, each (n, ...), on the CPU.
+
+        Without latents, image i has class i modulo the number of classes.
+        """
         if self.latents is None:
-            image_numbers = torch.arange(indices.start, indices.stop)
-            return {name: image_numbers % item["num_classes"] for name, item in self.descriptions.items()}
-        sources, caption_choice = self._select_sources(self.latents, indices)
-        conditions = self.latents.load_conditions(sources, caption_numbers=caption_choice)
+            image_indices = torch.arange(indices.start, indices.stop)
+            return {name: image_indices % item["num_classes"] for name, item in self.descriptions.items()}
+        source_indices, caption_numbers = self._select_sources(self.latents, indices)
+        conditions = self.latents.load_conditions(source_indices, caption_numbers=caption_numbers)
         return {name: conditions[name] for name in self.descriptions}
 
     def values_to_store(self, name: str, indices: range) -> np.ndarray:
-        """Return the values of one condition to store with the images, (n, ...): captions as UTF-8 bytes for texts."""
+        """Return the values of one condition to store with the images, (n, ...).
+
+        A text condition is stored as the captions themselves, in UTF-8 bytes of the length of the longest caption of
+        the data set. Other conditions are stored as in the data set.
+
+        Args:
+            name: name of the condition, which must not be computed from the images, as ``low_resolution`` is.
+            indices: indices of the images.
+        """
         if self.latents is None:  # classes that are assigned in turn
             return self(indices)[name].numpy()
-        sources, caption_choice = self._select_sources(self.latents, indices)
+        source_indices, caption_numbers = self._select_sources(self.latents, indices)
         captions = self.latents.dataset.captions
         if captions is None or self.descriptions[name]["kind"] != "text":
-            return self.latents.dataset.conditions[name][sources]  # of an array with a row per image of the data set
-        texts = captions.texts(captions.caption_indices(sources, caption_choice))
+            condition_of_dataset = self.latents.dataset.conditions[name]  # a row per image
+            return condition_of_dataset[source_indices]
+        texts = captions.texts(captions.caption_indices(source_indices, caption_numbers))
         return np.array([text.encode() for text in texts], f"S{captions.longest_bytes}")
 
     def _select_sources(self, latents: Latents, indices: range) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset indices of the sources, and which caption of each source is used, both (n,).
+        """Return the dataset indices of the images whose conditions are used, and their caption numbers, both (n,).
 
-        Captions are drawn at random for labels ``data``. Otherwise each round through the images takes the next one.
-        The second array contains caption numbers, taken modulo the number of captions of the image.
+        A caption number counts modulo the number of captions of its image. It is drawn at random for labels ``data``.
+        Otherwise it is 0 in the first round through the images, 1 in the second, and so on.
         """
         if self.labels == "data":
-            caption_choice = Stream(self.seed, "sample_captions").integers(0, _CAPTION_NUMBERS, indices).numpy()
+            caption_numbers = Stream(self.seed, "sample_captions").integers(0, _CAPTION_NUMBERS, indices).numpy()
         else:
             images_per_round = len(latents.heldout) or len(latents.train)
-            caption_choice = np.arange(indices.start, indices.stop) // images_per_round
-        sources = select_condition_sources(latents, indices, self.descriptions, self.labels, self.seed)
-        return sources, caption_choice
+            caption_numbers = np.arange(indices.start, indices.stop) // images_per_round
+        source_indices = select_condition_sources(latents, indices, self.descriptions, self.labels, self.seed)
+        return source_indices, caption_numbers
 
 
 def load_conditions(
     names: list[str], descriptions: dict[str, dict[str, Any]], latents: Path, labels: str = "balanced", seed: int = 0
 ) -> ImageConditions:
-    """Return the conditions of generated images.
+    """Return the conditions of generated images, as a function of their indices.
 
     For labels ``balanced`` and a class as the only condition, image i has class i mod K, so that every set of images
     contains all classes equally often. Otherwise image i takes all its conditions from one image of the data set, see
@@ -114,7 +127,8 @@ def load_conditions(
     """
     required = {name: descriptions[name] for name in names}
     only_classes = all(item["kind"] == "class" for item in required.values())
-    if not names or (labels != "data" and only_classes):
+    needs_latents = bool(names) and (labels == "data" or not only_classes)
+    if not needs_latents:
         return ImageConditions(required, latents=None, labels=labels, seed=seed)
     if not latents.is_dir():
         raise KairosError(
@@ -127,7 +141,12 @@ def load_conditions(
 
 
 def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Check that latents in `folder` have the conditions that a model was trained with.
+    """Check that latents have the conditions that a model was trained with.
+
+    Args:
+        latents: the opened latents.
+        descriptions: descriptions of the model's conditions.
+        folder: folder of the latents, for the error message.
 
     Raises:
         KairosError: a condition is missing, or has another shape or text encoder.
@@ -143,5 +162,5 @@ def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], 
 
 
 def _comparable(description: dict[str, Any]) -> dict[str, Any]:
-    """Return a condition's description without the fields that may differ between latents and model."""
+    """Return a condition's description without ``file`` and ``null``, which may differ between latents and model."""
     return {key: value for key, value in description.items() if key not in ("file", "null")}

@@ -30,19 +30,21 @@ NoiseSource = Callable[[int], Tensor]  # from the number of an interval to noise
 def iterate_batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]:
     """Yield batches of image indices that cover `rows`, each with the number of its images that are kept.
 
-    A batch has at least `SMALLEST_BATCH` indices if `batch_size` allows it; the indices past the kept ones are padding.
+    A batch has at least `SMALLEST_BATCH` indices if `batch_size` allows it. The kept indices come first; those after
+    them are padding, and may exceed the end of `rows`.
     """
+    smallest_size = min(SMALLEST_BATCH, batch_size)
     for start in range(rows.start, rows.stop, batch_size):
-        kept = min(batch_size, rows.stop - start)
-        smallest_size = min(SMALLEST_BATCH, batch_size)
-        padded_size = max(kept, smallest_size)
-        yield range(start, start + padded_size), kept
+        kept_count = min(batch_size, rows.stop - start)
+        padded_size = max(kept_count, smallest_size)
+        yield range(start, start + padded_size), kept_count
 
 
 def make_noise_source(seed: int, indices: range, shape: tuple[int, ...], device: torch.device | str) -> NoiseSource:
-    """Return a function from k to the noise of the images `indices`, float64 (batch, *shape).
+    """Return a function from k to the standard normal noise of the images `indices`, float64 (batch, *shape).
 
-    The noise of k = 0 is the start of sampling; k = 1, 2, ... is the noise that interval k adds.
+    The noise of an image depends on seed, k and its index alone. The noise of k = 0 is the start of sampling; k = 1, 2,
+    ... is the noise that interval k adds.
     """
 
     def noise(k: int) -> Tensor:
@@ -100,7 +102,8 @@ def build_guided_predictor(
         model: ``model(x, t, conditions)``.
         conditions: conditions of the batch, each (batch, ...); empty for an unconditional model.
         descriptions: descriptions of the conditions, which define the null values.
-        guidance: strength of the guidance; with scale 1, only the conditional network is evaluated.
+        guidance: strength of the guidance; with scale 1, only the conditional network is evaluated, also where a scale
+            that depends on time is 1 for the whole batch.
     """
 
     def predict_conditional(x_t: Images, t: Times) -> Output:
@@ -114,7 +117,7 @@ def build_guided_predictor(
 
     def predict_guided(x_t: Images, t: Times) -> Output:
         scale = guidance.scales(process, t)
-        # only a scale that depends on t can be 1; a constant scale is not compared, which would synchronise a GPU
+        # a constant scale is not 1 here, and comparing it would synchronise a GPU
         depends_on_time = guidance.power is not None or guidance.interval is not None
         if depends_on_time and bool((scale == 1).all()):
             return predict_conditional(x_t, t)

@@ -38,7 +38,7 @@ class SamplingJob:
     Attributes:
         milestone: folder of the snapshot.
         out: npz file to write.
-        grid: PNG picture of the first images to write, or None.
+        grid: PNG picture of the first images to write; None: no picture.
         parts: files of all shards, which are joined; empty: the images are generated.
     """
 
@@ -71,7 +71,7 @@ class SamplingRequest:
 
 
 def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
-    """Generate and write the images of every job.
+    """Generate or join, and write, the images of every job, one job after another.
 
     Raises:
         KairosError: a snapshot or autoencoder is missing or damaged, or the two do not belong together.
@@ -100,13 +100,19 @@ def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingC
 
 
 def _condition_names(record: dict[str, Any]) -> list[str]:
-    """Return the names of the conditions of the network of a snapshot's record."""
+    """Return the names of the network's conditions from a snapshot's record; empty for an unconditional network."""
     names: list[str] = record["config"]["model"].get("conditions") or []
     return names
 
 
 def set_up_device(record: dict[str, Any]) -> torch.device:
-    """Set threads and determinism as in the training run of a snapshot's record, and return the device."""
+    """Set threads and determinism as in the training run of a snapshot's record, and return its configured device.
+
+    The settings are those of the whole process.
+
+    Raises:
+        KairosError: the configured device is not usable here.
+    """
     training = record["config"]["training"]
     return compute.setup(training["threads"], training["device"], training["deterministic"])
 
@@ -138,12 +144,17 @@ class _SnapshotSampler:
     label: str
 
     def generate(self) -> Iterator[np.ndarray]:
-        """Yield the images in batches, uint8 (n, height, width, channels); the network is loaded at the first.
+        """Yield the images in batches, uint8 (n, height, width, channels); the network is loaded before the first one.
 
-        Threads and determinism of this process are set as in the training run.
+        Threads and determinism of this process are set as in the training run. Start-up ends with the loading, and a
+        progress bar shows the images.
+
+        Raises:
+            KairosError: the snapshot or the autoencoder is missing or damaged, or they do not belong together.
         """
         from kairos.milestones import open_milestone
 
+        # network, autoencoder and time grid
         device = set_up_device(self.record)
         snapshot = open_milestone(self.milestone, self.options.weights, device)
         codec = open_codec(self.milestone, self.record, self.autoencoder, device)
@@ -151,8 +162,10 @@ class _SnapshotSampler:
         shape = tuple(self.record["shape"])
         grid = build_time_grid(process, self.options.steps, solver)
         resource_usage.end_startup()
+
+        # images
         progress = Progress(len(self.rows), self.label, "image")
-        for indices, kept in iterate_batches(self.rows, self.options.batch_size):
+        for indices, kept_count in iterate_batches(self.rows, self.options.batch_size):
             with torch.inference_mode():
                 batch_conditions = {name: values.to(device) for name, values in self.conditions(indices).items()}
                 predictor = build_guided_predictor(
@@ -161,22 +174,23 @@ class _SnapshotSampler:
                 predict_x0 = DataPrediction(process, predictor, solver.clip, self.options.precision)
                 noise = make_noise_source(self.seed, indices, shape, device)
                 x0 = solver.build(process, grid, predict_x0, noise)  # (batch, c, h, w)
-                images = to_uint8(codec.decode(x0.float()))[:kept]
+                images = to_uint8(codec.decode(x0.float()))[:kept_count]
             yield images
-            progress.advance(kept)
+            progress.advance(kept_count)
         progress.close()
 
     def stored_conditions(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of one condition to store with the images, in batches (n, ...)."""
-        for indices, kept in iterate_batches(self.rows, self.options.batch_size):
-            yield self.conditions.values_to_store(name, indices)[:kept]
+        for indices, kept_count in iterate_batches(self.rows, self.options.batch_size):
+            yield self.conditions.values_to_store(name, indices)[:kept_count]
 
 
 def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
     """Write the images of one snapshot or of a shard, and log their number and file.
 
-    The images are generated and decoded, or joined if the job lists the files of all shards. Conditions and sampling
-    protocol are stored with them. The picture of the first images is written if the job asks for one.
+    The images are generated and decoded, or joined if the job lists the files of all shards. The sampling protocol and
+    the conditions, except for images as conditions, are stored with them. The picture of the first images is written if
+    `job.grid` is set.
 
     Raises:
         ConfigError: a setting does not fit the snapshot, or there are more shards than batches.
@@ -198,12 +212,15 @@ def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
 
 
 def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_SnapshotSampler, dict[str, Any]]:
-    """Resolve all settings of a job, and return its sampler and the sampling protocol to store.
+    """Resolve all settings of a job, and return its sampler and the sampling protocol to store; nothing is loaded yet.
+
+    With a shard, the sampler generates its images alone, and the protocol contains its record under ``shard``.
 
     Raises:
         ConfigError: a setting does not fit the snapshot, or there are more shards than batches.
         KairosError: the snapshot is missing, or the latents do not belong to it.
     """
+    # settings of the snapshot and of the request
     options, record = load_settings(job.milestone, request.overrides)
     seed = options.seed if request.seed is None else request.seed
     latents = request.latents or job.milestone / "../../../../latents"
@@ -211,6 +228,8 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
     guidance = _guidance(options, record["shape"][0])
     protocol = _sampling_protocol(record, options, seed, request.num)
     label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
+
+    # images to generate
     rows = range(request.num)
     shard = request.shard
     if shard is not None:
@@ -244,18 +263,18 @@ def _sampling_protocol(record: dict[str, Any], options: SamplingConfig, seed: in
     ``model_files`` contains the hashes of the sampled weights by file.
     """
     has_conditions = bool(_condition_names(record))
-    of_snapshot = {name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")}
-    of_sampling = {name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", *GUIDANCE)}
+    snapshot_fields = {name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")}
+    sampling_fields = {name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", *GUIDANCE)}
     model_files = {}
     for name, sha256 in record["files"].items():
         if name.startswith(f"{options.weights}/"):  # the folder of the weights that are sampled
             model_files[name] = sha256
     return {
-        **of_snapshot,
+        **snapshot_fields,
         "training_seed": record["seed"],
         "model_files": model_files,
         "scheduler": options.scheduler.plain(),
-        **of_sampling,
+        **sampling_fields,
         "labels": options.labels if has_conditions else None,
         "seed": seed,
         "num": num,
@@ -291,8 +310,9 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
         device: device for the autoencoder.
 
     Raises:
-        KairosError: the autoencoder is missing, or is another one: its hash differs, or for imported weights the
-            shape of its latents.
+        KairosError: the autoencoder is missing, or is another one. Its hash is compared; for imported weights without
+            a recorded autoencoder, the shape of its latents.
+        DamagedError: a file of the autoencoder has changed.
     """
     from kairos.autoencoders.codec import load_codec
 

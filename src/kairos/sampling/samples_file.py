@@ -57,6 +57,8 @@ def write_samples(
 ) -> None:
     """Write images with their sampling protocol and conditions, atomically; equal arguments give equal bytes.
 
+    The arrays are not compressed. Missing parent folders are created.
+
     Args:
         path: the file.
         images: uint8 (num, height, width, channels), in one array or in batches.
@@ -83,8 +85,9 @@ def write_samples(
 def open_samples(path: Path) -> SamplesFile:
     """Open a file of generated images after checking the checksums of its arrays.
 
-    The rows of an array are read from the file on access. A compressed array is unpacked into a temporary file. The
-    classes in ``arr_1`` of ADM's files become the condition ``class``. Further arrays are ignored.
+    The rows of an array are read from the file on access. A compressed array is unpacked into a temporary file. In a
+    file with ``arr_0``, the classes in ``arr_1`` become the condition ``class``, as ADM writes them. Further arrays are
+    ignored. If a file contains both ``images`` and ``arr_0``, the result has ``images``.
 
     Raises:
         KairosError: the file is missing or damaged, or lacks images in the form of `kairos sample` or ADM.
@@ -104,7 +107,8 @@ def open_samples(path: Path) -> SamplesFile:
                 conditions["class"] = _open_array(path, file.zip, "arr_1")
     except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
         raise KairosError(f"{path}: cannot be read as npz with `images` or `arr_0` ({error})") from None
-    if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] not in (1, 3):
+    has_image_shape = len(images.shape) == 4 and images.shape[-1] in (1, 3)
+    if images.dtype != np.uint8 or not has_image_shape:
         raise KairosError(
             f"{path}: images: got {images.dtype} {images.shape}, allowed: uint8, N×H×W×C with 1 or 3 channels"
         )
@@ -112,7 +116,9 @@ def open_samples(path: Path) -> SamplesFile:
 
 
 def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[np.ndarray]:
-    """Return the images of all shards of a job in their order, in batches; every file is checked before the first.
+    """Return the images of all shards of a job in their order, in batches; every file is checked before the return.
+
+    Marks the end of start-up, see `resource_usage.end_startup`.
 
     Args:
         paths: files of the shards, in any order.
@@ -123,16 +129,16 @@ def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_
     Raises:
         KairosError: a shard is missing, damaged, duplicate or of another job; the message contains its file.
     """
-    opened = []
+    shards: list[SamplesFile] = []
     resource_usage.end_startup()
     for path in paths:
         try:
-            opened.append(open_samples(path))
+            shards.append(open_samples(path))
         except KairosError as error:
             raise KairosError(f"{error}; {AGAIN}") from None
-    shard_records = [(path, shard.protocol) for path, shard in zip(paths, opened)]
-    order = in_order(shard_records, protocol, count=num, batch_size=batch_size)
-    return iterate_blocks([opened[index].images for index in order], batch_size)
+    shard_protocols = [(path, shard.protocol) for path, shard in zip(paths, shards)]
+    order = in_order(shard_protocols, protocol, count=num, batch_size=batch_size)
+    return iterate_blocks([shards[index].images for index in order], batch_size)
 
 
 def _write_rows(file: Any, count: int, batches: Batches) -> None:
@@ -146,17 +152,17 @@ def _write_rows(file: Any, count: int, batches: Batches) -> None:
     Raises:
         ValueError: there is no batch, or the batches have another number of rows.
     """
-    remaining = iter(batches)
-    first = next(remaining, None)
-    if first is None:
+    later_batches = iter(batches)
+    first_batch = next(later_batches, None)
+    if first_batch is None:
         raise ValueError(f"got no batch, allowed: batches of {count} rows")
-    write_npy_header(file, (count, *first.shape[1:]), first.dtype)
-    written = 0
-    for batch in itertools.chain([first], remaining):
+    write_npy_header(file, (count, *first_batch.shape[1:]), first_batch.dtype)
+    written_rows = 0
+    for batch in itertools.chain([first_batch], later_batches):
         file.write(batch.tobytes())
-        written += len(batch)
-    if written != count:
-        raise ValueError(f"got {written} rows, allowed: {count}")
+        written_rows += len(batch)
+    if written_rows != count:
+        raise ValueError(f"got {written_rows} rows, allowed: {count}")
 
 
 def _open_array(path: Path, archive: zipfile.ZipFile, name: str) -> ArrayFile:
@@ -168,18 +174,23 @@ def _open_array(path: Path, archive: zipfile.ZipFile, name: str) -> ArrayFile:
         path: the npz file.
         archive: the same file, opened as zip.
         name: name of the array.
+
+    Raises:
+        KeyError: the file has no such array.
+        zipfile.BadZipFile: the content does not match its checksum.
+        ValueError, EOFError: the content is no array, or ends early.
     """
-    info = archive.getinfo(f"{name}.npy")
-    if info.compress_type != zipfile.ZIP_STORED:
-        return _unpack_array(archive, info)
-    with archive.open(info) as member:
-        while member.read(_BLOCK):  # the last read compares the checksum
+    member_info = archive.getinfo(f"{name}.npy")
+    if member_info.compress_type != zipfile.ZIP_STORED:
+        return _unpack_array(archive, member_info)
+    with archive.open(member_info) as member:
+        while member.read(_BLOCK):  # zipfile compares the checksum in the last read
             pass
-    return ArrayFile(path, start=_content_offset(path, info))
+    return ArrayFile(path, start=_content_offset(path, member_info))
 
 
 def _unpack_array(archive: zipfile.ZipFile, member_info: zipfile.ZipInfo) -> ArrayFile:
-    """Unpack a compressed array into a temporary file and open it.
+    """Unpack a compressed array into a temporary file and open it; zipfile compares the checksum.
 
     The file has no name any more when this function returns. `ArrayFile` has opened it before, and the kernel keeps an
     open file until it is closed.
@@ -198,5 +209,6 @@ def _content_offset(path: Path, member_info: zipfile.ZipInfo) -> int:
     """
     with open(path, "rb") as file:
         file.seek(member_info.header_offset + _LENGTHS_OFFSET)
-        lengths: tuple[int, int] = struct.unpack("<HH", file.read(4))  # of the name and of the extra field
-    return member_info.header_offset + _LOCAL_HEADER_BYTES + sum(lengths)
+        name_length, extra_length = struct.unpack("<HH", file.read(4))  # bytes
+    offset: int = member_info.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length
+    return offset

@@ -34,7 +34,11 @@ class SolverOptions(Component):
     clip: bool = field(False, "clip the predicted x0 to [-1, 1]: for pixels, wrong for latents")
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the noise levels are in order."""
+        """Check that `sigma_min` is below `sigma_max` if both are set.
+
+        Raises:
+            ConfigError: it is not.
+        """
         if self.sigma_min is not None and self.sigma_max is not None:
             allowed = f"less than sigma_max = {self.sigma_max}"
             demand(self.sigma_min < self.sigma_max, "sigma_min", self.sigma_min, allowed)
@@ -109,6 +113,8 @@ class HeunOptions(EulerOptions):
 def resolve_solver(scheduler: SolverOptions, process: LibraryComponent) -> SolverOptions:
     """Check a solver against the forward process and replace spacing ``auto`` by the default of the process.
 
+    The argument is not modified: the result is a copy if the spacing is replaced.
+
     Args:
         scheduler: the solver.
         process: the forward process.
@@ -140,6 +146,8 @@ def _restricted_options(
     scheduler: SolverOptions, process: LibraryComponent, spacings: tuple[str, ...]
 ) -> dict[str, tuple[tuple[Any, ...], str]]:
     """Return the options that the process or the spacing restricts: allowed values and the reason, by option.
+
+    The solver need not have these options. An example is ``{"end": (("image",), "process flow")}``.
 
     Args:
         scheduler: the solver, see `resolve_solver`.

@@ -8,7 +8,8 @@ A solver is a function ``solver(options, process, grid, predict_x0, noise)``:
   that interval k adds.
 
 Solvers compute in the coordinates of the grid, x = signal * x0 + noise * epsilon, with the coefficients of each grid
-point. There DDIM without noise, Euler's method on a flow and EDM's Euler are one step.
+point. There DDIM without noise, Euler's method on a flow and EDM's Euler are one step. The result is x at the end of
+the grid: x0, or for a grid that ends at the first timestep the x that latent diffusion takes for x0.
 """
 
 import math
@@ -30,7 +31,7 @@ def ddpm(
     """Sample by DDPM's ancestral sampling (Ho et al. 2020, algorithm 2) on the points of the grid alone.
 
     Nichol and Dhariwal 2021, section 4, derive the step between two points that are not neighbours. The new x is the
-    mean of q(x_end | x, x0), with the predicted x0, plus noise of the reverse variance.
+    mean of q(x_end | x, x0), with the predicted x0, plus noise of the reverse variance. No noise is added at the image.
 
     Returns:
         x0 (batch, channels, height, width).
@@ -38,10 +39,12 @@ def ddpm(
     x = grid[0].noise * noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
         x0, variance_channels = predict_x0.with_variance_channels(x, point)
-        ratio = _snr_ratio_root(point, end)  # share of epsilon that the mean keeps; DDIM without noise keeps all of it
-        x = end.signal * x0 + end.noise * ratio * _epsilon(x, x0, point)
+        # fraction of epsilon that the mean keeps; DDIM without noise keeps all of it
+        epsilon_fraction = _snr_ratio_root(point, end)
+        x = end.signal * x0 + end.noise * epsilon_fraction * _epsilon(x, x0, point)
         if end.noise > 0:
-            x = x + _reverse_variance(options.variance, point, end, variance_channels) ** 0.5 * noise(k)
+            variance = _reverse_variance(options.variance, point, end, variance_channels)
+            x = x + variance**0.5 * noise(k)
     return x
 
 
@@ -50,6 +53,12 @@ def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_chan
 
     ``fixed_small`` is the variance of q(x_s | x_t, x0). ``fixed_large`` is that of q(x_s | x_t) for x0 ~ N(0, I), which
     is beta_t. ``learned_range`` interpolates both in the logarithm (Nichol and Dhariwal 2021, eq. 15).
+
+    Args:
+        kind: option `variance` of the solver.
+        point: grid point at which the step begins.
+        end: grid point at which it ends, not the image.
+        variance_channels: output of the network for ``learned_range``: -1 gives the small variance, 1 the large one.
     """
     alpha_bar = point.signal**2 / (point.signal**2 + point.noise**2)
     alpha_bar_end = end.signal**2 / (end.signal**2 + end.noise**2)
@@ -65,14 +74,18 @@ def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_chan
 def ddim(
     options: DdimOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
 ) -> Images:
-    """Sample by DDIM (Song et al. 2021, eq. 12 and 16); returns x0 (batch, channels, height, width)."""
+    """Sample by DDIM (Song et al. 2021, eq. 12 and 16); returns x0 (batch, channels, height, width).
+
+    With `eta` 0, only the noise of the start is drawn.
+    """
     x = grid[0].noise * noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
         x0 = predict_x0(x, point)
-        fresh_share = options.eta**2 * (1 - _snr_ratio_root(point, end) ** 2)  # of the noise variance at `end`
-        x = end.signal * x0 + end.noise * (1 - fresh_share) ** 0.5 * _epsilon(x, x0, point)
-        if end.noise * fresh_share > 0:
-            x = x + end.noise * fresh_share**0.5 * noise(k)
+        # fraction of the noise variance at `end` that is drawn anew; epsilon keeps the rest
+        fresh_fraction = options.eta**2 * (1 - _snr_ratio_root(point, end) ** 2)
+        x = end.signal * x0 + end.noise * (1 - fresh_fraction) ** 0.5 * _epsilon(x, x0, point)
+        if end.noise * fresh_fraction > 0:
+            x = x + end.noise * fresh_fraction**0.5 * noise(k)
     return x
 
 
@@ -81,6 +94,8 @@ def edm(
 ) -> Images:
     """Sample by EDM's algorithm 2 (Karras et al. 2022): ``heun``, and ``euler`` without its lines 9 to 11.
 
+    With `s_churn` 0, only the noise of the start is drawn.
+
     Returns:
         x0 (batch, channels, height, width).
     """
@@ -88,17 +103,22 @@ def edm(
     intervals = len(grid) - 1
     gamma = min(options.s_churn / intervals, 2**0.5 - 1)
     largest_churned = math.inf if options.s_max is None else options.s_max
+    is_heun = options.evaluations == 2
     for k, (point, end) in enumerate(pairwise(grid), 1):
+        # churn, lines 5 and 6: add noise, and begin the interval at the higher noise level
         if gamma > 0 and options.s_min <= point.noise <= largest_churned:
             churned_level = point.noise * (1 + gamma)
             (churned,) = grid_points_at(process, times_of_noise_levels(process, np.array([churned_level])))
             x = x + (churned.noise**2 - point.noise**2) ** 0.5 * options.s_noise * noise(k)
             point = churned
+
+        # Euler's step, lines 7 and 8
         x0 = predict_x0(x, point)
         epsilon = _epsilon(x, x0, point)
         x_end = end.signal * x0 + end.noise * epsilon
-        is_heun = options.evaluations == 2
-        if is_heun and end.noise > 0:  # the mean slope of both ends; at the image the slope is undefined
+
+        # Heun's correction by the mean slope of both ends; at the image the slope is undefined
+        if is_heun and end.noise > 0:
             x0_end = predict_x0(x_end, end)
             mean_x0 = (x0 + x0_end) / 2
             mean_epsilon = (epsilon + _epsilon(x_end, x0_end, end)) / 2
@@ -136,7 +156,12 @@ def dpm_solver(
 def orders(intervals: int, to_image: bool) -> list[int]:
     """Return the orders of the steps of DPM-Solver-fast (Lu et al. 2022, "DPM-Solver", section 3.4).
 
-    The orders sum to `intervals`. A step that ends at the image, where the noise is 0, can only be of order 1.
+    The orders are 3 except at the end, and sum to `intervals`. A step that ends at the image, where the noise is 0, can
+    only be of order 1.
+
+    Args:
+        intervals: number of intervals of the time grid.
+        to_image: True if the last interval ends at the image.
     """
     threes, remainder = divmod(intervals, 3)
     if remainder == 0:
@@ -159,14 +184,20 @@ def _singlestep(x: Images, sigma: list[float], predict_at: Callable[[Images, int
     """
     start, *levels = sigma
     order = len(levels)
+
+    # order 1: x0 is constant; x at each level is on the straight line to x0
     x0 = predict_at(x, first)
-    straight = [x0 + level / start * (x - x0) for level in levels]  # x at each level if x0 were constant
+    straight = [x0 + level / start * (x - x0) for level in levels]
     if order == 1:
         return straight[0]
-    h = [math.log(start / level) for level in levels]  # steps in log-SNR/2 from the begin
+
+    # order 2: x0 changes with the slope between the first two points
+    h = [math.log(start / level) for level in levels]  # steps in log-SNR/2 from the begin to each level
     slope = (predict_at(straight[0], first + 1) - x0) / h[0]  # of x0 over log-SNR/2
     if order == 2:
         return straight[1] - math.expm1(-h[1]) * h[1] / 2 * slope
+
+    # order 3: the slope of order 2 leads to the second intermediate point, which gives a better slope
     x_second = straight[1] + _slope_weight(h[1]) * slope
     slope = (predict_at(x_second, first + 2) - x0) / h[1]
     return straight[2] + _slope_weight(h[2]) * slope

@@ -85,7 +85,7 @@ def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
 
 
 def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
-    """Return the grid points at `times`, (n,)."""
+    """Return the grid points at `times`, (n,): timesteps of a discrete process, times of a continuous one."""
     signal, noise = process.coefficients(times)
     is_flow = np.isclose(signal + noise, 1)  # a flow's path is straight in x_t itself
     scale = np.where(is_flow, 1.0, signal)
@@ -96,8 +96,8 @@ def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
 def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int64]:
     """Return the distinct timesteps at which `steps` intervals begin, (steps,), descending (Lin et al. 2024, table 2).
 
-    Spacing ``trailing`` includes t = T - 1, ``leading`` includes t = 0, ``linspace`` includes both. There are at most
-    `timesteps` steps.
+    Spacing ``trailing`` includes t = T - 1, ``leading`` includes t = 0, ``linspace`` includes both, or T - 1 alone for
+    one step. The caller ensures that there are at most `timesteps` steps.
     """
     ascending: Array
     if spacing == "leading":
@@ -115,17 +115,17 @@ def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") ->
     """Return EDM's noise levels (noise over signal), (steps,), descending (Karras et al. 2022, eq. 5).
 
     The last level is the smallest one above 0; the image follows it. Options `sigma_min` and `sigma_max` can only
-    narrow the range of the process.
+    narrow the range of the process. One step has the largest level.
     """
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
-    low, high = noise / signal  # levels of the process at fractions 0 and 1
+    smallest, largest = noise / signal  # levels of the process at fractions 0 and 1
     if scheduler.sigma_min is not None:
-        low = max(low, scheduler.sigma_min)
+        smallest = max(smallest, scheduler.sigma_min)
     if scheduler.sigma_max is not None:
-        high = min(high, scheduler.sigma_max)
+        largest = min(largest, scheduler.sigma_max)
     rho = scheduler.rho
     position = np.linspace(0, 1, steps)
-    return np.asarray(((1 - position) * high ** (1 / rho) + position * low ** (1 / rho)) ** rho)
+    return np.asarray(((1 - position) * largest ** (1 / rho) + position * smallest ** (1 / rho)) ** rho)
 
 
 def times_of_noise_levels(process: Any, sigma: Array) -> Array:
@@ -137,10 +137,12 @@ def times_of_noise_levels(process: Any, sigma: Array) -> Array:
         timestep_levels = process.schedule.snr**-0.5  # (T,)
         nearest: Array = np.abs(timestep_levels[:, None] - sigma).argmin(0)
         return nearest
-    low = np.zeros_like(sigma)
-    high = np.full_like(sigma, 2.0)  # churn adds noise beyond fraction 1
+    # the noise level grows with the fraction
+    low_fraction = np.zeros_like(sigma)
+    high_fraction = np.full_like(sigma, 2.0)  # churn adds noise beyond fraction 1
     for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
+        middle = (low_fraction + high_fraction) / 2
         is_above = process.snr(process.times(middle)) ** -0.5 > sigma
-        low, high = np.where(is_above, low, middle), np.where(is_above, middle, high)
-    return np.asarray(process.times((low + high) / 2))
+        low_fraction = np.where(is_above, low_fraction, middle)
+        high_fraction = np.where(is_above, middle, high_fraction)
+    return np.asarray(process.times((low_fraction + high_fraction) / 2))

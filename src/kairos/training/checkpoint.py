@@ -25,8 +25,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint atomically: temporary file, fsync, rename.
 
     Args:
-        path: file of the checkpoint.
-        content: nested dictionaries and lists of tensors, numbers and texts.
+        path: file of the checkpoint; missing parent folders are created.
+        content: nested dictionaries, lists and tuples of tensors, numbers and texts.
     """
     buffer = io.BytesIO()
     torch.save(_intern_strings(content), buffer)
@@ -41,7 +41,7 @@ def _intern_strings(value: Any) -> Any:
     """Return a nested value in which equal strings are one object, so that equal content pickles to equal bytes.
 
     pickle writes a string object once and refers to it later, but writes two equal objects, such as restored ones,
-    twice.
+    twice. Every dictionary, such as torch's OrderedDict, becomes a plain one. Tensors are not copied.
     """
     if isinstance(value, dict):
         return {_intern_strings(key): _intern_strings(item) for key, item in value.items()}
@@ -62,12 +62,13 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         OSError: the file is missing or cannot be read.
     """
     with open(path, "rb") as file:
-        header = file.readline(_LONGEST_HEADER).decode("ascii", errors="replace").split()
+        header_words = file.readline(_LONGEST_HEADER).decode("ascii", errors="replace").split()
         payload = file.read()
-    has_header = len(header) == 4 and header[:2] == _MAGIC.split() and header[3].isdigit()
+    # "kairos-checkpoint", "1", digest, length
+    has_header = len(header_words) == 4 and header_words[:2] == _MAGIC.split() and header_words[3].isdigit()
     if not has_header:
         raise DamagedError(f"{path}: not a checkpoint of kairos")
-    digest, length = header[2:]
+    digest, length = header_words[2:]
     if len(payload) != int(length):
         raise DamagedError(f"{path}: damaged: {len(payload)} bytes of {length}")
     if hashlib.sha256(payload).hexdigest() != digest:
@@ -77,7 +78,11 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def component_hashes(content: dict[str, Any]) -> dict[str, str]:
-    """Return the SHA-256 of each component of a checkpoint, over names, types, shapes and bytes of all its values."""
+    """Return the SHA-256 of each component of a checkpoint, over names, types, shapes and bytes of all its values.
+
+    The components are ``model``, ``ema``, ``optimizer`` and ``strategy``. Equal values on different devices have equal
+    hashes.
+    """
     return {name: _hash_value(content[name]) for name in COMPONENTS}
 
 
@@ -89,7 +94,10 @@ def _hash_value(value: Any) -> str:
 
 
 def _feed(digest: Any, value: Any) -> None:
-    """Add a nested value to a digest: tensors by type, shape and bytes, dictionaries in the order of their keys."""
+    """Add a nested value to a digest: tensors by type, shape and bytes, dictionaries in the sorted order of their keys.
+
+    A list and a tuple of equal items count as equal. Other values, such as numbers and texts, count by their `repr`.
+    """
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         array = value.detach().cpu().contiguous()

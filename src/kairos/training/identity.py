@@ -68,6 +68,9 @@ def code_roots(run: "RunSettings") -> list[str]:
 def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -> dict[str, Any]:
     """Return everything that decides the trajectory of a run, as plain values with their hash under ``identity``.
 
+    The other keys are data, autoencoder, model, diffusion, method, seed, training, device and code. In ``training``, a
+    hash of the weights replaces the path `start_from`.
+
     Args:
         run: settings of the training run; the content of the method counts, not its name.
         latents: manifest of the training data.
@@ -87,7 +90,7 @@ def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -
         "device": device,
         "code": fingerprint(code_roots(run)),
     }
-    snapshot = run.training.start_from
-    if snapshot:  # the hash of the weights replaces their path
-        parts["training"]["start_from"] = hash_start_weights(Path(snapshot), run.model)
+    start_folder = run.training.start_from
+    if start_folder:
+        parts["training"]["start_from"] = hash_start_weights(Path(start_folder), run.model)
     return {**parts, "identity": sha256_json(parts)}

@@ -46,7 +46,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def published_diffusion(model: Any) -> dict[str, Any]:
     """Return section `diffusion` that published weights of a `model` section were trained with.
 
-    Empty if kairos has no such weights on record; the section's defaults then apply.
+    The result is empty if `PUBLISHED` has no entry for the model; the section's defaults then apply. An entry for a
+    text-conditional backbone wins over an entry for the backbone's size, and both win over that of the backbone alone.
 
     Args:
         model: section `model` of an experiment, unchecked.
@@ -54,12 +55,11 @@ def published_diffusion(model: Any) -> dict[str, Any]:
     if not isinstance(model, dict):
         return {}
     name, conditions = model.get("name"), model.get("conditions")
-    keys_by_priority = [f"{name} {model.get('size')}", str(name)]
-    if isinstance(conditions, list) and "text" in conditions:
-        keys_by_priority.insert(0, f"{name} text")
-    for key in keys_by_priority:
+    has_text = isinstance(conditions, list) and "text" in conditions
+    text_keys = [f"{name} text"] if has_text else []
+    for key in (*text_keys, f"{name} {model.get('size')}", str(name)):
         if key in PUBLISHED:
-            return copy.deepcopy(PUBLISHED[key])
+            return copy.deepcopy(PUBLISHED[key])  # the caller may change the result
     return {}
 
 
@@ -75,7 +75,8 @@ def import_weights(
 ) -> dict[str, Any]:
     """Write a snapshot of published weights and return its record.
 
-    The shape of x0 comes from `latents`, else from `autoencoder`, else from `shape`.
+    The shape of x0 comes from `latents`, else from `autoencoder`, else from `shape`. The record has method ``imported``
+    and seed 0, and the table of the strategy is that of uniform timesteps.
 
     Args:
         file: weights, see `models.published_weights.read_published`.
@@ -83,19 +84,21 @@ def import_weights(
         out: folder of the snapshot.
         latents: folder of latents that the weights fit; provides shape, conditions and autoencoder.
         autoencoder: folder of the autoencoder that the weights fit; provides the shape.
-        shape: shape of x0, (c, h, w); sampling then accepts any autoencoder with such latents.
-        classes: number of classes of a class-conditional model; needed without `latents`.
+        shape: shape of x0, (c, h, w); sampling then accepts any autoencoder with such latents. Ignored with `latents`
+            or `autoencoder`.
+        classes: number of classes of a class-conditional model; needed without `latents`, ignored with them.
         step: number of steps that the weights were trained for; 0: unknown.
 
     Raises:
         ConfigError: the shape of x0, the number of classes or another condition is unknown.
         KairosError: the file cannot be read, or its weights do not fit the model.
     """
-    kinds = {} if classes is None else {"class": {"kind": "class", "num_classes": classes}}
+    # shape of x0, descriptions of the conditions, and record of latents and autoencoder
+    descriptions = {} if classes is None else {"class": {"kind": "class", "num_classes": classes}}
     sources: dict[str, Any] = {"autoencoder_sha256": None, "dataset_sha256": None, "sigma_data": None}
     if latents is not None:
         data = open_latents(latents)
-        shape, kinds = data.shape, data.condition_kinds
+        shape, descriptions = data.shape, data.condition_kinds
         sources = {
             "autoencoder_sha256": data.manifest["autoencoder_sha256"],
             "dataset_sha256": data.manifest["dataset_sha256"],
@@ -108,15 +111,18 @@ def import_weights(
     if shape is None:
         raise ConfigError("--shape: got none; pass C,H,W of x0, or --autoencoder DIR or --latents DIR that contain it")
     condition_names = run.model.conditions
-    _check_conditions(condition_names, kinds)
+    _check_conditions(condition_names, descriptions)
 
+    # model with the published weights
     process = build_process(run.diffusion.process, run.diffusion.prediction, sources["sigma_data"])
-    model = models.build(run.model, shape, kinds, process.channels(shape[0]))
+    model = models.build(run.model, shape, descriptions, process.channels(shape[0]))
     averaged_weights = _load_published(model, file)
 
+    # record
     condition_records = {}
-    for name in condition_names:  # without the encoded empty text, which is a large array
-        condition_records[name] = {key: value for key, value in kinds[name].items() if key != "empty"}
+    for name in condition_names:
+        condition_records[name] = dict(descriptions[name])
+        condition_records[name].pop("empty", None)  # the encoded empty text, a large array
     identity_parts = {
         "config": run.plain_experiment(),
         "shape": list(shape),
@@ -130,22 +136,27 @@ def import_weights(
         "learned": False, "strategy": {"updates": None, "a": None, "b": None, "tv_from_start": 0.0},
         "provenance": build_provenance(run.model, run.training, torch.device("cpu"), library_versions(), []),
     }  # fmt: skip
+
+    # snapshot
     columns = Strategy("uniform", process).table()  # the density of the published training is unknown
     has_pixels = sources["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)
-    scheduler = scheduler_config(process, has_pixels)
+    scheduler = scheduler_config(process, clip=has_pixels)
     write_milestone(out, model, averaged_weights, record, columns=columns, scheduler=scheduler)
     return record
 
 
 def _load_published(model: Any, file: Path) -> dict[str, torch.Tensor]:
-    """Load the published raw weights into a model, and return the published average of the weights.
+    """Load the published raw weights into a model, and return the published average by the model's names.
+
+    If the file contains only one set of weights, both are that set.
 
     Raises:
         KairosError: the file cannot be read, or its weights do not fit the model.
     """
     average, raw = read_published(file)
     try:
-        # the model translates published names and shapes, also those of the average
+        # the average is loaded too, because `load_published` translates names and shapes; the raw weights come last and
+        # stay in the model
         model.load_published(average)
         averaged_weights = {name: value.clone() for name, value in model.weights().items()}
         model.load_published(raw)
@@ -154,18 +165,20 @@ def _load_published(model: Any, file: Path) -> dict[str, torch.Tensor]:
     return averaged_weights
 
 
-def _check_conditions(names: list[str], known: dict[str, Any]) -> None:
-    """Check that the kind of every condition of a model is known.
+def _check_conditions(names: list[str], descriptions: dict[str, Any]) -> None:
+    """Check that every condition of a model has a description.
 
     Args:
         names: conditions of the model.
-        known: kind of each known condition.
+        descriptions: descriptions of conditions by name.
 
     Raises:
-        ConfigError: a kind is unknown.
+        ConfigError: a description is missing; the message contains the command-line option that provides it.
     """
-    if "class" in names and "class" not in known:
+    if "class" in names and "class" not in descriptions:
         raise ConfigError("--classes: got none, but the model is conditioned on classes; pass their number")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"--latents: got none, but the model has the conditions {unknown}; pass latents with them")
+    undescribed = [name for name in names if name not in descriptions]
+    if undescribed:
+        raise ConfigError(
+            f"--latents: got none, but the model has the conditions {undescribed}; pass latents with them"
+        )

@@ -45,9 +45,10 @@ class StoppedEarly(SystemExit):
 class StopRequest:
     """Requests that this process stop early, with their reason.
 
-    As a context manager it handles SIGTERM, SIGUSR1 and SIGINT. Before `begin` there is nothing to save, and a signal
-    raises `StoppedEarly` where it arrives. After `begin`, `reason_to_stop` returns the reason. A second SIGINT ends the
-    process at once.
+    As a context manager it handles SIGTERM, SIGUSR1 and SIGINT, and restores the previous handlers afterwards. Before
+    `begin` there is nothing to save, and a signal raises `StoppedEarly` where it arrives. After `begin`,
+    `reason_to_stop` returns the reason, which is the first signal. A SIGINT after a first SIGINT ends the process at
+    once.
 
     Attributes:
         reason: why the process should stop; empty: no request.
@@ -68,23 +69,25 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: object) -> None:
-        """Record the first signal as the reason to stop.
+        """Record the first signal as the reason to stop; later signals do nothing, except for a repeated SIGINT.
 
         Raises:
-            StoppedEarly: there is nothing to save yet.
-            KeyboardInterrupt: SIGINT is repeated.
+            StoppedEarly: this is the first signal, and there is nothing to save yet.
+            KeyboardInterrupt: this signal and the first one are SIGINT.
         """
         name = signal.Signals(number).name
-        is_first_request = not self.reason
         if name == "SIGINT" and self.reason == "SIGINT":
             raise KeyboardInterrupt
-        if is_first_request:
-            self.reason = name
-        if is_first_request and not self._has_begun:
+        if self.reason:
+            return
+        self.reason = name
+        if not self._has_begun:
             raise StoppedEarly(f"{name}: stopped before the first step")
 
     def begin(self) -> None:
         """Start the steps: from now on, a request lets the run complete its step and save it.
+
+        Also looks up the end of the SLURM job, see `end_of_slurm_job`.
 
         Raises:
             StoppedEarly: a stop was requested already.
@@ -97,8 +100,8 @@ class StopRequest:
     def reason_to_stop(self, longest_save: float) -> str:
         """Return why the run should stop now; empty if it need not.
 
-        The end of a SLURM job counts as a request if less time remains than three times the longest save so far, and
-        half a minute.
+        The end of a SLURM job counts as a request if less time remains than three times the longest save so far plus 30
+        s. It then becomes `reason`, so that later calls return it too.
 
         Args:
             longest_save: seconds that the longest save of checkpoint and snapshot took.
@@ -135,17 +138,17 @@ class CollectiveStop:
         Args:
             longest_save: seconds that the longest save of checkpoint and snapshot took.
         """
-        requested = bool(self._stop_request.reason_to_stop(longest_save))
-        count = distributed.ranks()
-        if count == 1:
-            return requested
+        is_requested_here = bool(self._stop_request.reason_to_stop(longest_save))
+        rank_count = distributed.ranks()
+        if rank_count == 1:
+            return is_requested_here
         self._steps += 1
         if self._steps < self._interval:
             return False
         seconds = time.monotonic() - self._last_exchange
-        request_count, seconds_of_all_ranks = ranks.add([float(requested), seconds])
-        # the interval divided by the mean time of a step, which is seconds_of_all_ranks / (count * self._steps)
-        steps_per_exchange = int(_EXCHANGE_INTERVAL * count * self._steps / max(seconds_of_all_ranks, 1e-9))
+        request_count, seconds_of_all_ranks = ranks.add([float(is_requested_here), seconds])
+        # the interval divided by the mean time of a step, which is seconds_of_all_ranks / (rank_count * self._steps)
+        steps_per_exchange = int(_EXCHANGE_INTERVAL * rank_count * self._steps / max(seconds_of_all_ranks, 1e-9))
         self._interval = max(1, min(steps_per_exchange, 2 * self._interval))
         self._steps = 0
         self._last_exchange = time.monotonic()
@@ -155,15 +158,15 @@ class CollectiveStop:
 def end_of_slurm_job() -> float:
     """Return the end of this SLURM job's time limit, Unix time; 0 outside of SLURM, or if no limit is known.
 
-    Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called once.
+    Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called, for at most 20 s.
     """
     end, job = os.environ.get("SLURM_JOB_END_TIME"), os.environ.get("SLURM_JOB_ID")
-    with suppress(ValueError, OSError):
+    with suppress(ValueError, OSError):  # a text that is no time; squeue is missing
         if end:
             return float(end)
         if job:
             _, answer = run_command("squeue", "--noheader", "--jobs", job, "--format", "%e", timeout=20)
-            # local time, such as 2026-01-31T12:00:00; anything else, such as N/A, raises ValueError
+            # local time, such as 2026-01-31T12:00:00; N/A or an error message raises ValueError
             return datetime.fromisoformat(answer.strip()).timestamp()
     return 0.0
 
@@ -201,14 +204,15 @@ class Progress(TypedDict, total=False):
 
 
 def read_progress(run_folder: Path) -> Progress:
-    """Return the progress that the last job of a training run wrote; empty if there is none."""
+    """Return the progress that the last job of a training run wrote; empty if there is none or it is damaged."""
     return cast(Progress, glance(run_folder / ".state" / "progress.json"))
 
 
 class ProgressFile:
     """``.state/progress.json``: step and rate of a training run for `kairos status`, written at most every 5 s.
 
-    Results do not depend on the file, so it is written without fsync.
+    Results do not depend on the file, so it is written without fsync. The constructor reads the previous job's file
+    and writes nothing.
 
     Args:
         state_folder: ``.state`` of the run's folder.
@@ -226,14 +230,15 @@ class ProgressFile:
         }  # fmt: skip
         # until the first update, the file shows where the previous job ended
         previous = glance(self._path)
-        kept = {name: previous[name] for name in ("identity", "step", "seconds") if name in previous}
-        self._content |= cast(Progress, kept)
+        previous_fields = {name: previous[name] for name in ("identity", "step", "seconds") if name in previous}
+        self._content |= cast(Progress, previous_fields)
         self._last_write: tuple[float, int] | None = None  # monotonic time and step
 
     def update(self, step: int, seconds: float) -> None:
         """Record the completed steps and the training time, and write the file.
 
-        The file is not written if the last write is less than 5 s old, or if this process does not report.
+        The file is not written if the last write is less than 5 s old, or if this process does not report. The rate is
+        that since the last write; the first write has none.
 
         Args:
             step: number of completed steps.
@@ -256,18 +261,21 @@ class ProgressFile:
         self._content["identity"] = identity
 
     def write_end(self, state: str, message: str = "", again: bool = True) -> None:
-        """Write how the job ended.
+        """Write how the job ended, at once and from any process.
 
         Args:
             state: ``complete``, ``stopped`` or ``failed``.
-            message: reason; its first line is kept.
+            message: reason, of which the first line is written.
             again: another attempt may succeed.
         """
         self._content |= {"state": state, "message": message.strip().split("\n")[0], "again": again}
         self._write()
 
     def _write(self) -> None:
-        """Replace the file; a full disk is ignored here, because saving a checkpoint reports it."""
+        """Replace the file, with the present time under ``updated``.
+
+        Errors such as a full disk are ignored here, because saving a checkpoint reports them.
+        """
         temporary = self._path.with_name(".tmp-progress.json")
         with suppress(OSError):
             temporary.write_text(json.dumps(self._content | {"updated": time.time()}) + "\n", encoding="utf-8")

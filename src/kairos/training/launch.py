@@ -59,12 +59,14 @@ def is_reporting_process() -> bool:
 def die_with_launcher() -> None:
     """Make this rank die with its launcher; otherwise it would train at the same time as its successor.
 
-    The launcher's folder ends with the launcher's process id, such as ``/tmp/kairos-x7a2-4711``.
+    If the launcher has ended already, this process ends at once with status 1.
     """
     die_with_parent()
+    # the launcher's folder ends with the launcher's process id, such as /tmp/kairos-x7a2-4711
     launcher_id = os.environ.get(_FOLDER, "").rpartition("-")[2]
-    if launcher_id not in ("", str(os.getppid())):
-        os._exit(1)  # the launcher ended before the call above, so this rank has another parent
+    has_launcher = launcher_id != ""
+    if has_launcher and launcher_id != str(os.getppid()):
+        os._exit(1)  # the launcher ended before `die_with_parent`, so this rank has another parent
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
@@ -76,25 +78,30 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
 def is_first_failure(error: BaseException) -> bool:
     """Return True if this process is the one to report why the training run failed.
 
-    A single process always reports. Of several ranks the first to fail reports, unless its error is one of
-    communication, which another rank has caused. A rank that fails first writes its number to the launcher's folder.
+    A process without a launcher always reports. Of the ranks of a machine the first to fail reports, unless its error
+    is one of communication, which another rank has caused. It writes its number to the launcher's folder. If that
+    folder is gone, no rank reports.
     """
     folder = os.environ.get(_FOLDER)
     if local_rank() is None or folder is None:
         return True
     if _is_communication_error(error):
         return False
-    failed_file, rank = Path(folder) / "failed", str(local_rank())
+    failed_file = Path(folder) / "failed"
+    this_rank = str(local_rank())
     # mode "x" lets one rank create the file, the first to fail; without a folder the launcher has ended
     with suppress(FileExistsError, FileNotFoundError), open(failed_file, "x") as file:
-        file.write(rank)
+        file.write(this_rank)
     with suppress(OSError):
-        return failed_file.read_text() == rank
+        return failed_file.read_text() == this_rank
     return False
 
 
 def _is_communication_error(error: BaseException) -> bool:
-    """Return True if torch.distributed or gloo raised the error, which then has its cause in another rank."""
+    """Return True if torch.distributed or gloo raised the error, which then has its cause in another rank.
+
+    Subclasses of `torch.distributed.DistError` count, and a RuntimeError that begins with one of gloo's messages.
+    """
     # compares names, so that this module need not import torch
     class_names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
     if "torch.distributed.DistError" in class_names:
@@ -107,8 +114,8 @@ def _is_communication_error(error: BaseException) -> bool:
 def report_first_failure() -> Iterator[None]:
     """Raise the error of a rank's work inside the block if this rank failed first; otherwise end the rank silently.
 
-    A process without other ranks raises every error, and all processes raise `StoppedEarly`. A rank that raises exits
-    with status 1 without waiting for the other ranks.
+    A process without a launcher raises every error, and all processes raise `StoppedEarly`. A rank that raises exits
+    with status 1 without waiting for the other ranks. A rank that did not fail first ends after 1 s with status 76.
     """
     try:
         yield
@@ -116,11 +123,12 @@ def report_first_failure() -> Iterator[None]:
         raise
     except BaseException as error:
         has_launcher = local_rank() is not None and bool(os.environ.get(_FOLDER))
-        if has_launcher:
-            if not is_first_failure(error):
-                time.sleep(1)  # so that torchrun finds the failed rank before this one
-                os._exit(_LOST_OTHERS)
-            atexit.register(os._exit, 1)  # exit after the message; torch would wait for the other ranks
+        if not has_launcher:
+            raise
+        if not is_first_failure(error):
+            time.sleep(1)  # so that torchrun finds the failed rank before this one
+            os._exit(_LOST_OTHERS)
+        atexit.register(os._exit, 1)  # exit after the message; torch would wait for the other ranks
         raise
 
 
@@ -146,10 +154,10 @@ def launch(training: "TrainingConfig") -> None:
 
 
 def _launch_ranks(training: "TrainingConfig") -> None:
-    """Run the ranks of this machine by torchrun, and wait for them.
+    """Run this command in the ranks of this machine by torchrun, and wait for them.
 
-    The process ends after its ranks. So it keeps the environment variables that are set for the ranks, and logging
-    stays switched off.
+    Sets environment variables for the ranks and switches Python's logging off. Both stay so, because this process ends
+    after its ranks.
 
     Raises:
         StoppedEarly, SystemExit, KairosError: a rank has stopped, failed or was killed, as in `launch`.
@@ -238,11 +246,11 @@ def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Ite
     The previous handlers are restored after the block.
 
     Args:
-        forward: asks the ranks to stop.
-        end: ends the ranks at once.
+        forward: function that requests the ranks to stop; called after every signal.
+        end: function that ends the ranks at once; called before `forward` if SIGINT is repeated.
 
     Yields:
-        Names of the signals received so far.
+        Names of the signals received so far, in a list that grows.
     """
     received: list[str] = []
 
@@ -279,11 +287,10 @@ def _launch_machines(nodes: int) -> None:
         SystemExit: a launcher has failed and reported its error.
     """
     command = [*_srun_command(nodes), sys.executable, "-m", "kairos", *sys.argv[1:]]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _KEPT_SLURM_VARIABLES or not name.startswith("SLURM_")
-    }
+    environment = {}
+    for name, value in os.environ.items():
+        if name in _KEPT_SLURM_VARIABLES or not name.startswith("SLURM_"):
+            environment[name] = value
     environment[_ADDRESS] = _free_address()
     # a process group of its own: a terminal's Ctrl-C reaches the launchers only as a forwarded SIGUSR1
     srun = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
@@ -293,33 +300,38 @@ def _launch_machines(nodes: int) -> None:
 
     with srun, _forward_signals(forward=forward, end=srun.kill) as received_signals:
         status = srun.wait()
-    if status == STATUS or (received_signals and status):
+    if status == 0:
+        return
+    if status == STATUS or received_signals:
         raise StoppedEarly("")
-    if status:
-        raise SystemExit(1)
+    raise SystemExit(1)
 
 
 def _srun_command(nodes: int) -> list[str]:
     """Return srun with its options for one process on each of `nodes` machines of this SLURM job.
 
+    A process gets all CPUs that the job has on its first machine, or 1 if SLURM does not set their number.
+
     Raises:
         KairosError: there is no SLURM job, or it has fewer machines.
     """
-    job, job_nodes = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    job = os.environ.get("SLURM_JOB_ID")
+    job_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if job is None or job_nodes < nodes:
         location = f"a SLURM job of {job_nodes} machines" if job else "no SLURM job"
         raise KairosError(
             f"training.nodes: got {nodes} in {location}, allowed: a SLURM job of {nodes} machines, or nodes: 1"
         )
-    cpu_count = re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # such as 64(x2): 64 on 2 machines
+    first_number = re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # of 64(x2): 64 on 2 machines
+    cpu_count = first_number[0] if first_number else "1"
     return [
         "srun", "--jobid", job, "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
-        f"--cpus-per-task={cpu_count[0] if cpu_count else 1}", "--cpu-bind=none", "--wait=60", "--quiet",
+        f"--cpus-per-task={cpu_count}", "--cpu-bind=none", "--wait=60", "--quiet",
     ]  # fmt: skip
 
 
 def _free_address() -> str:
-    """Return this host with a free port, such as ``node1:41234``."""
+    """Return this host with a port that is free now, such as ``node1:41234``."""
     with socket.socket() as free_socket:
         free_socket.bind(("", 0))  # port 0: the kernel selects a free one
         port = free_socket.getsockname()[1]

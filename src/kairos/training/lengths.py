@@ -10,7 +10,7 @@ _FIELD = "training.milestones"
 
 
 def length_in_steps(length: int | str, batch_size: int, train_images: int | None) -> int:
-    """Return the number of steps of a length given in steps, images or epochs, rounded up.
+    """Return the number of steps of a length given in steps, images or epochs, rounded up; it is at least 1.
 
     Args:
         length: number of steps, or a text such as ``64k images`` or ``10 epochs``.
@@ -40,6 +40,8 @@ def length_in_steps(length: int | str, batch_size: int, train_images: int | None
 
 def _parse_length(text: str) -> tuple[Fraction, str]:
     """Return amount and unit of a length: ``64k images`` gives 64,000 and ``images``.
+
+    The unit is ``steps``, ``images`` or ``epochs``; factors are k and M.
 
     Raises:
         ValueError: the text is not a length.

@@ -103,15 +103,15 @@ class StepResult:
 def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Draw, Images]:
     """Draw timesteps with their weights, and the noise that the strategy couples with the images of a batch.
 
-    The noise is (batch, c, h, w), in the type of the run's precision.
+    The draw contains x0 too. The noise is (batch, c, h, w), in the type of the run's precision.
     """
-    strategy, step = training.strategy, batch.step
+    strategy = training.strategy
     # only samplers that count visits of images take epoch and position of an image as context
     visit: dict[str, Any] = batch.visit if strategy.sampler.points == "epochs" else {}
     draw = strategy.draw(batch.x0, index=batch.sample_indices, total=training.settings.batch_size, **visit)
     image_shape = batch.x0.shape[1:]
     noise = Stream(training.seed, "noise").normal(
-        step, batch.sample_indices, image_shape, training.device, training.dtype
+        batch.step, batch.sample_indices, image_shape, training.device, training.dtype
     )
     return draw, strategy.couple(draw, noise)
 
@@ -119,7 +119,8 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
 def _forward_backward(training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, Tensor]) -> StepResult:
     """Run the forward and backward passes of this rank's micro-batches; gradients add up over passes and ranks.
 
-    The result is detached and contains all samples of this rank.
+    After the call, the gradients of the parameters are those of the global batch on every rank. The result is detached
+    and contains all samples of this rank.
 
     Args:
         training: model, losses and strategy.
@@ -130,18 +131,22 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Images, condit
     if len(training.micro_batches) == 1:
         return _forward_backward_micro_batch(training, training.micro_batches[0], draw, noise, conditions)
     results = []
+    has_other_ranks = training.ddp_network is not training.network
     # micro-batches count samples in the global batch, the tensors contain this rank's samples alone
     first_sample = training.micro_batches[0].samples.start
     for micro_batch in training.micro_batches:
-        start, stop = micro_batch.samples.start - first_sample, micro_batch.samples.stop - first_sample
-        draw_of_rows, noise_of_rows = draw.rows(start, stop), noise[start:stop]
-        conditions_of_rows = {name: values[start:stop] for name, values in conditions.items()}
+        start = micro_batch.samples.start - first_sample
+        stop = micro_batch.samples.stop - first_sample
         # ranks exchange gradients once, in their last backward pass
         is_last = micro_batch == training.micro_batches[-1]
-        postpones_exchange = training.ddp_network is not training.network and not is_last
+        postpones_exchange = has_other_ranks and not is_last
         with training.ddp_network.no_sync() if postpones_exchange else nullcontext():
             result = _forward_backward_micro_batch(
-                training, micro_batch, draw_of_rows, noise_of_rows, conditions_of_rows
+                training,
+                micro_batch,
+                draw=draw.rows(start, stop),
+                noise=noise[start:stop],
+                conditions={name: values[start:stop] for name, values in conditions.items()},
             )
         results.append(result)
     return _join_results(training, draw, noise, results)
@@ -150,13 +155,21 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Images, condit
 def _join_results(training: TrainingState, draw: Draw, noise: Images, results: list[StepResult]) -> StepResult:
     """Join the results of micro-batches to the result of this rank's slice of the batch.
 
-    The prediction of the result cannot evaluate the network again.
+    Per-sample tensors are concatenated, and objectives are summed. The prediction of the result cannot evaluate the
+    network again.
+
+    Args:
+        training: provides the forward process.
+        draw: timesteps of all samples of this rank.
+        noise: noise of these samples.
+        results: results of the micro-batches, in the order of their samples.
     """
     terms = {name: torch.cat([result.terms[name] for result in results]) for name in results[0].terms}
     x_t = torch.cat([result.prediction.x_t for result in results])
     output = torch.cat([result.prediction.output for result in results])
     prediction = Prediction(training.process, draw.x0, noise, draw.t, x_t, output)
-    return StepResult(prediction, terms, torch.stack([result.objective for result in results]).sum())
+    objective = torch.stack([result.objective for result in results]).sum()
+    return StepResult(prediction, terms, objective)
 
 
 def _forward_backward_micro_batch(
@@ -175,7 +188,8 @@ def _forward_backward_micro_batch(
         conditions: conditions of these samples by name, each (micro-batch, ...).
     """
     step = draw.step
-    # the first micro-batch uses the stream without a number, which is also that of a step in one pass
+
+    # forward pass; its first micro-batch uses the stream without a number, which is also that of a step in one pass
     dropout_stream = f"dropout {micro_batch.number}" if micro_batch.number else "dropout"
     seed_generators(derived_seed(training.seed, dropout_stream, step), training.device)
     samples = SampleCoordinates(training.seed, step, range(micro_batch.samples.start, micro_batch.samples.stop))
@@ -183,15 +197,14 @@ def _forward_backward_micro_batch(
         training, training.ddp_network, samples, x0=draw.x0, noise=noise, t=draw.t, conditions=conditions
     )
 
-    # the strategy's weights apply to the weighted terms alone
+    # mean loss of these samples; the strategy's weights apply to the weighted terms alone
     weighted_terms = _scale_terms(training, terms, weighted=True)
     unweighted_terms = _scale_terms(training, terms, weighted=False)
     weighted_mean = training.strategy.loss(draw, _add(weighted_terms))
-    means = [weighted_mean, *(term.mean() for term in unweighted_terms)]
+    objective = _add([weighted_mean, *(term.mean() for term in unweighted_terms)])
 
-    # the factor len / batch_size makes the mean over these samples a part of the mean over the global batch; the factor
-    # ranks makes a sum of the average over ranks that DistributedDataParallel computes
-    objective = _add(means)
+    # backward pass. The gradient of the mean over the global batch is the sum over micro-batches and ranks, each with
+    # the factor len / batch_size. DistributedDataParallel averages over ranks, which the factor ranks makes a sum.
     factor = len(draw.t) / training.settings.batch_size * distributed.ranks()
     if factor != 1:
         objective = objective * factor
@@ -214,17 +227,22 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Tensor:
-    """Scale the gradients down to a norm, as `torch.nn.utils.clip_grad_norm_`, and return their norm before that.
+    """Scale gradients down to a largest norm, as `torch.nn.utils.clip_grad_norm_`, and return their norm before that.
 
-    A factor of 1 is not applied if that is known without synchronisation: on the CPU, or without a largest norm. The
-    norm is a scalar on the device.
+    The returned norm, over all parameters that have a gradient, is a scalar on the device. A factor of 1 is not applied
+    if that is known without synchronisation: on the CPU, or without a largest norm.
+
+    Args:
+        parameters: parameters whose gradients change in place.
+        largest_norm: norm that the gradients may have; inf: no clipping.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
     if math.isinf(largest_norm):
         return norm
-    is_small = norm.device.type == "cpu" and bool(largest_norm / (norm + 1e-6) >= 1)
-    if not is_small:
+    # the factor of `clip_grads_with_norm_` is at most 1; on a GPU the comparison would synchronise
+    is_known_small = norm.device.type == "cpu" and bool(largest_norm / (norm + 1e-6) >= 1)
+    if not is_known_small:
         nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
     return norm
 
@@ -238,7 +256,7 @@ def predict_and_compute_losses(
     t: Times,
     conditions: dict[str, Tensor],
 ) -> tuple[Prediction, dict[str, PerSample]]:
-    """Compute a network's prediction for noised images, and the loss terms by name, each (batch,).
+    """Compute a network's prediction for noised images, and the unweighted loss terms by name, each (batch,).
 
     Args:
         training: provides forward process, losses and precision.
@@ -250,6 +268,7 @@ def predict_and_compute_losses(
         conditions: conditions by name, each (batch, ...).
     """
 
+    # some loss terms evaluate the network again, at another x_t or with further conditions
     def predict(x_t: Images, more_conditions: dict[str, Tensor]) -> Output:
         with training.autocast():
             output: Output = training.process.predict(network, x_t, t, {**conditions, **more_conditions})
@@ -263,7 +282,7 @@ def predict_and_compute_losses(
 
 
 def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted: bool) -> list[PerSample]:
-    """Return some loss terms, each times its option `scale`.
+    """Return the weighted or the other loss terms, each times its option `scale`, in the order of the options.
 
     Args:
         training: provides the options of the terms.
@@ -290,19 +309,27 @@ def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gr
     """Return the line of metrics.jsonl for a step, averaged over the global batch; calls probes on every rank.
 
     A loss that is not finite clears `training.all_finite`. The line is flat: ``step`` and ``images`` (completed ones),
-    ``loss``, each loss term, ``grad_norm`` and each probe. `train_steps` adds ``lr`` and ``sampler``.
+    ``loss``, each loss term, ``grad_norm`` and each probe. `train_steps` adds ``lr`` and ``sampler``. Values of probes
+    are not averaged over ranks.
+
+    Args:
+        training: probes, and numbers of samples.
+        draw: timesteps of this rank's samples.
+        result: losses of this rank's samples.
+        gradient_norm: norm of the global batch's gradient before clipping, a scalar on the device.
     """
-    batch_size, step = training.settings.batch_size, draw.step
+    batch_size, completed_steps = training.settings.batch_size, draw.step + 1
     probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}
-    # this rank's shares of the means over the global batch; the objective contains the number of ranks as a factor
+    rank_means = torch.stack([result.objective, *(term.mean() for term in result.terms.values()), gradient_norm])
+    objective, *rank_term_means, norm = rank_means.tolist()  # synchronises once
+    # what this rank adds to the means over the global batch; the objective contains the number of ranks as a factor
     fraction_of_batch = len(draw.x0) / batch_size
-    values = torch.stack([result.objective, *(term.mean() for term in result.terms.values()), gradient_norm])
-    objective, *term_means, norm = values.tolist()  # synchronises once
-    loss, *term_means = ranks.add([objective / distributed.ranks(), *(mean * fraction_of_batch for mean in term_means)])
+    summands = [objective / distributed.ranks(), *(mean * fraction_of_batch for mean in rank_term_means)]
+    loss, *term_means = ranks.add(summands)
     training.all_finite &= math.isfinite(loss)
     return {
-        "step": step + 1,
-        "images": (step + 1) * batch_size,
+        "step": completed_steps,
+        "images": completed_steps * batch_size,
         "loss": loss,
         **dict(zip(result.terms, term_means, strict=True)),
         "grad_norm": norm,

@@ -21,7 +21,7 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
         steps: results of the steps, from `kairos.training.loop.train_steps`.
 
     Raises:
-        KairosError: a step does not fit into the device's memory.
+        KairosError: a step does not fit into the device's memory; a search for a size that fits comes first.
     """
     # After an error, the code below the block runs. An except clause would keep the traceback, and with it the tensors
     # of the failed step, alive.
@@ -29,14 +29,14 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
         yield from steps
         return
     largest_pass = max(micro_batch.samples.stop - micro_batch.samples.start for micro_batch in training.micro_batches)
-    fitting = find_fitting_batch(training, largest_pass)
-    if fitting == largest_pass:
+    fitting_size = find_fitting_batch(training, largest_pass)  # images; 0: not even one fits
+    if fitting_size == largest_pass:
         allowed = (
             f"less memory for everything else, because a pass of {largest_pass} images alone fits (measured): another "
             "sampler, a smaller model, or no other process on the device"
         )
-    elif fitting:
-        allowed = f"training.microbatch: {fitting} keeps the batch and fits (measured)"
+    elif fitting_size:
+        allowed = f"training.microbatch: {fitting_size} keeps the batch and fits (measured)"
     else:
         allowed = "a smaller model: a pass of 1 image does not fit (measured)"
     field = "batch_size" if training.settings.microbatch is None else "microbatch"
@@ -81,7 +81,11 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
 def _try_passes(training: TrainingState, size: int) -> None:
     """Run two forward and backward passes of `size` images; the second one adds to existing gradients.
 
-    The images also serve as noise, because only the memory of the passes counts.
+    The images are the first ones of the present step. They also serve as noise, because only the memory of the passes
+    counts. The passes use the model without `ddp_network`, whose backward pass would wait for other ranks.
+
+    Raises:
+        OutOfMemoryError: the passes do not fit into the device's memory.
     """
     batch = next(training.batches.steps(training.step, training.step + 1))
     x0 = batch.x0[:size]
@@ -92,10 +96,10 @@ def _try_passes(training: TrainingState, size: int) -> None:
         _, terms = predict_and_compute_losses(
             training, training.model, samples, x0=x0, noise=x0, t=t, conditions=conditions
         )
-        torch.stack([*terms.values()]).sum().backward()
+        torch.stack(list(terms.values())).sum().backward()
 
 
 def _free_memory() -> None:
-    """Release unused memory to the device."""
+    """Delete unreachable tensors, and release unused memory to the device."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing if no GPU is in use

@@ -55,7 +55,7 @@ def constant(options: ConstantOptions, step: int, length: int) -> float:
 
 
 def cosine(options: CosineOptions, step: int, length: int) -> float:
-    """Return half a cosine from 1 at the first step to `options.final` after `length` steps, constant from there."""
+    """Return half a cosine that falls from 1 at step 0 to `options.final` at step `length`, and is constant then."""
     progress = min(step / length, 1.0)
     return options.final + (1 - options.final) * (1 + math.cos(math.pi * progress)) / 2
 
@@ -66,11 +66,11 @@ def decays(options: DecaysOptions, step: int, length: int) -> float:
     The decay before step `end` takes the last ``share * end`` steps (Hägele et al. 2024, section 3). The factor does
     not depend on later ends: up to each end, one run is close to a run of that length.
     """
-    later_ends = [end for end in options.at if step < end]
+    later_ends = [end for end in options.at if step < end]  # increasing
     if not later_ends:
         return 1.0
-    end = later_ends[0]
-    return min(1.0, (end - step) / (options.share * end))
+    next_end = later_ends[0]
+    return min(1.0, (next_end - step) / (options.share * next_end))
 
 
 def inverse_sqrt(options: InverseSqrtOptions, step: int, length: int) -> float:
@@ -87,7 +87,11 @@ def decay(options: DecayOptions, step: int, batch_size: int) -> float:
 
 
 def half_life(options: HalfLifeOptions, step: int, batch_size: int) -> float:
-    """Return 0.5^(batch_size/half-life); with ramp-up the half-life grows with the images seen before the step."""
+    """Return 0.5^(batch_size/half-life), with the half-life in images.
+
+    With ramp-up, the half-life is at most `rampup` times the images seen before the step. At step 0 the result is then
+    0: the average becomes a copy of the weights.
+    """
     half_life_images = options.images
     if options.rampup is not None:
         half_life_images = min(options.images, step * batch_size * options.rampup)
@@ -95,7 +99,7 @@ def half_life(options: HalfLifeOptions, step: int, batch_size: int) -> float:
 
 
 def power(options: PowerOptions, step: int, batch_size: int) -> float:
-    """Return (1 - 1/t)^(gamma + 1) at t = step + 1 (Karras et al. 2024, section 3.1)."""
+    """Return (1 - 1/t)^(gamma + 1) at t = step + 1, which is 0 at step 0 (Karras et al. 2024, section 3.1)."""
     return float((1 - 1 / (step + 1)) ** (_power_exponent(options.width) + 1))
 
 
@@ -103,7 +107,7 @@ def power(options: PowerOptions, step: int, batch_size: int) -> float:
 def _power_exponent(width: float) -> float:
     """Return gamma of the power-function profile with relative width sigma_rel (Karras et al. 2024, section 3.1)."""
     inverse_square = width**-2
-    # sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), as a polynomial in gamma
+    # sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), as a polynomial in gamma; the largest root counts
     return float(np.roots([1, 7, 16 - inverse_square, 12 - inverse_square]).real.max())
 
 
@@ -134,13 +138,13 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Include the model's weights after a step, counted from 0."""
+        """Update the average in place by the model's weights after a step, counted from 0."""
         # lerp(average, weight, 1 - decay) = decay * average + (1 - decay) * weight
         torch._foreach_lerp_(self._averages, self._averaged_weights, 1 - self._decay_at(step))
         for copy, model_weight in self._copies:
             copy.copy_(model_weight)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Replace the average by saved weights."""
+        """Replace the average by saved weights, in place."""
         for name, value in weights.items():
             self.weights[name].copy_(value)

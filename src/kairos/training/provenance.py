@@ -33,7 +33,9 @@ def build_provenance(
 ) -> dict[str, Any]:
     """Return the provenance of a result: versions, device and processes, and whether the result is exact, with reasons.
 
-    The keys ``exact`` and ``inexact_because`` contain a bool, and reasons as text. Versions that are unknown are None.
+    ``inexact_because`` is a list of reasons as texts, and ``exact`` is True if it is empty. Other keys are ``kairos``,
+    ``numpy``, the names of `libraries`, ``resumed_under`` (`earlier`), ``machine`` (such as x86_64), ``device`` (name
+    of the GPU, or ``cpu``), ``threads`` and ``processes``. Unknown versions are None.
 
     The provenance contains nothing that differs between machines with equal packages: the CPU is recorded with the
     times.
@@ -45,16 +47,19 @@ def build_provenance(
         libraries: versions from `library_versions`.
         earlier: versions that computed the first steps, each with ``steps``, the number of steps by then.
     """
-    inexact = [
-        f"versions: torch {old['torch']}, diffusers {old['diffusers']} to step {old['steps']}" for old in earlier
-    ]
+    inexact_because = []
+    for versions in earlier:
+        inexact_because.append(
+            f"versions: torch {versions['torch']}, diffusers {versions['diffusers']} to step {versions['steps']}"
+        )
     if training.compile:
-        inexact.append("training.compile: autotuning may choose other kernels on another run")
+        inexact_because.append("training.compile: autotuning may choose other kernels on another run")
     if not training.deterministic:
-        inexact.append("training.deterministic is off")
+        inexact_because.append("training.deterministic is off")
     # each micro-batch has its own dropout stream; without them the number of processes decides the streams
-    if distributed.ranks() > 1 and getattr(model, "dropout", 0.0) > 0 and training.microbatch is None:
-        inexact.append(
+    has_dropout = getattr(model, "dropout", 0.0) > 0
+    if distributed.ranks() > 1 and has_dropout and training.microbatch is None:
+        inexact_because.append(
             "training.processes: dropout differs between numbers of processes; training.microbatch ends that"
         )
     return {
@@ -66,6 +71,6 @@ def build_provenance(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": training.threads,
         "processes": distributed.ranks(),
-        "exact": not inexact,
-        "inexact_because": inexact,
+        "exact": not inexact_because,
+        "inexact_because": inexact_because,
     }

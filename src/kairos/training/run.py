@@ -39,7 +39,8 @@ from kairos_timesteps.errors import DivergedError
 def import_components(run: RunSettings) -> None:
     """Import the modules that a training run uses, so that this time counts as start-up."""
     for root in code_roots(run):
-        importlib.import_module(root.partition(":")[0])
+        module = root.partition(":")[0]
+        importlib.import_module(module)
 
 
 def train(
@@ -55,7 +56,9 @@ def train(
 ) -> dict[str, Any]:
     """Train until every one of `milestones` is reached, and publish their snapshots in `out`.
 
-    Unless `milestones_only` is set, the record, the last checkpoint, metrics and times are published too.
+    Unless `milestones_only` is set, the record, the last checkpoint, metrics and times are published too. The run
+    resumes from the state of an earlier call with equal identity. If that call has reached all milestones, no step is
+    computed.
 
     Args:
         run: settings of the training run.
@@ -78,15 +81,14 @@ def train(
         StoppedEarly: a stop was requested; the completed steps are saved.
     """
     label = f"train {run.method_name} seed {run.seed}"
-    state_folder = out / ".state"
-    with _set_up_process(run.training, state_folder, last_milestone=milestones[-1], wait=wait) as (
-        device,
-        progress,
-    ):
+    process_context = _set_up_process(run.training, out / ".state", last_milestone=milestones[-1], wait=wait)
+    with process_context as (device, progress):
         is_first = distributed.rank() == 0
         if is_first:
             processes = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
             log(f"{label}: on {compute.describe(device)}{processes}")
+
+        # identity of the run, and its folder
         latents = open_latents(latents_folder)
         identity_parts = compute_identity(run, latents.manifest, device.type)
         identity = identity_parts.pop("identity")
@@ -95,7 +97,8 @@ def train(
         run_folder = RunFolder(out, identity)
         if restart and is_first:
             run_folder.clear()
-        # rank 0 reads the files, and all ranks get its result; empty: an earlier call has computed the whole request
+
+        # steps; rank 0 reads the files, and all ranks get its result
         missing_milestones = ranks.on_first(lambda: run_folder.prepare(milestones, milestones_only))
         steps_run = 0
         if missing_milestones:
@@ -111,25 +114,46 @@ def train(
         elif is_first:
             log(f"{out}: all milestones are complete, 0 steps to do")
 
+        # outputs
         if is_first and milestones_only:
             run_folder.publish(milestones, record=None)
         elif is_first:
-            checkpoint = run_folder.newest_checkpoint(milestones[-1])
+            checkpoint = run_folder.newest_checkpoint(latest_step=milestones[-1])
             assert checkpoint is not None  # written by the job above, or found by `prepare`
-            record = {
-                "identity": identity,
-                "parts": identity_parts,
-                "method": run.method_name,
-                "seed": run.seed,
-                "steps": checkpoint["step"],
-                "milestones": milestones,
-                "components": {**component_hashes(checkpoint), "metrics": checkpoint["metrics"]["sha256"]},
-                "provenance": build_provenance(
-                    run.model, run.training, device, checkpoint["versions"], checkpoint["resumed_under"]
-                ),
-            }
-            run_folder.publish(milestones, record)
+            run_folder.publish(milestones, _build_record(run, identity, identity_parts, milestones, checkpoint, device))
     return {"steps_run": steps_run, "step": milestones[-1], "identity": identity}
+
+
+def _build_record(
+    run: RunSettings,
+    identity: str,
+    identity_parts: dict[str, Any],
+    milestones: list[int],
+    checkpoint: dict[str, Any],
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the content of training.json.
+
+    Args:
+        run: settings of the training run.
+        identity: hash of `identity_parts`.
+        identity_parts: everything that decides the trajectory.
+        milestones: steps whose snapshots were requested.
+        checkpoint: content of the last checkpoint; provides the number of steps, the hashes and the versions.
+        device: computing device.
+    """
+    return {
+        "identity": identity,
+        "parts": identity_parts,
+        "method": run.method_name,
+        "seed": run.seed,
+        "steps": checkpoint["step"],
+        "milestones": milestones,
+        "components": {**component_hashes(checkpoint), "metrics": checkpoint["metrics"]["sha256"]},
+        "provenance": build_provenance(
+            run.model, run.training, device, checkpoint["versions"], checkpoint["resumed_under"]
+        ),
+    }
 
 
 @contextmanager
@@ -138,8 +162,9 @@ def _set_up_process(
 ) -> Iterator[tuple[torch.device, ProgressFile]]:
     """Hold the run's lock, set up the device, join the other ranks, and record how the block ended.
 
-    The record is in the progress file. Rank 0 writes it, or after an error the rank that failed first. Rank 0 alone
-    holds the lock.
+    The record is in the progress file. Rank 0 writes it, or after an error the rank that failed first. After a
+    DivergedError it states that another attempt does not help. Rank 0 alone holds the lock. The ranks leave the process
+    group only after a block without an error.
 
     Args:
         settings: section `training` of the experiment.
@@ -194,6 +219,9 @@ class TrainingJob:
         steps_run: steps that this job has computed.
         seconds: training time of the run, earlier jobs included.
         longest_save: seconds of the longest save so far, snapshot included.
+        is_first: this process is rank 0.
+        start_density: density of the untrained sampler, (T,).
+        started: UTC time at which the job started, ISO 8601.
     """
 
     run_folder: RunFolder
@@ -225,7 +253,7 @@ class TrainingJob:
             KairosError: other library versions computed the checkpoint, or device memory is too small.
         """
         training = self.training
-        self._resume(missing[0])
+        self._resume(latest_step=missing[0])
         if training.step == 0 and 0 in milestones:
             self._write_snapshot()
         self._begin_steps()
@@ -244,42 +272,46 @@ class TrainingJob:
         """
         ranks.meet()
         self.stop_request.begin()
-        ranks.meet()
+        ranks.meet()  # no rank computes a step before all ranks have switched
 
     def _run_steps(self, milestones: list[int]) -> None:
         """Compute the steps up to the last milestone; write metrics and progress, save, and stop if requested.
+
+        A checkpoint is saved every `training.checkpoint_every` steps, at milestones with their snapshots, and before a
+        stop. Only rank 0 writes metrics and shows a progress bar.
 
         Raises:
             StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
             DivergedError: a loss or gradient is not finite.
             KairosError: a step does not fit into the device's memory.
         """
-        training, last = self.training, milestones[-1]
+        training = self.training
+        last_milestone = milestones[-1]
         checkpoint_interval = training.settings.checkpoint_every
         collective_stop = CollectiveStop(self.stop_request)
-        progress_bar = Progress(last, self.label, "step", start=training.step) if self.is_first else None
+        progress_bar = Progress(last_milestone, self.label, "step", start=training.step) if self.is_first else None
         latest_loss = ""
         metrics_path = self.run_folder.metrics if self.is_first else os.devnull
         with open(metrics_path, "a", encoding="utf-8") as metrics_file:
             self.progress.update(training.step, self.seconds)
             step_begun = time.perf_counter()
-            for metrics in explain_out_of_memory(training, train_steps(training, last)):
+            for metrics in explain_out_of_memory(training, train_steps(training, last_milestone)):
                 self.seconds += time.perf_counter() - step_begun
                 self.steps_run += 1
                 if metrics is not None:
                     metrics_file.write(json.dumps(metrics) + "\n")
                     latest_loss = f"loss {metrics['loss']:.4g}"
 
-                is_last = training.step == last
+                is_last = training.step == last_milestone
                 is_milestone = training.step in milestones
                 is_checkpoint = training.step % checkpoint_interval == 0
-                stops = not is_last and collective_stop.after_step(self.longest_save)
-                if is_last or is_milestone or is_checkpoint or stops:
-                    metrics_file.flush()
+                stops_now = not is_last and collective_stop.after_step(self.longest_save)
+                if is_last or is_milestone or is_checkpoint or stops_now:
+                    metrics_file.flush()  # a checkpoint contains the hash of the file
                     self._save(with_snapshot=is_milestone)
                 self.progress.update(training.step, self.seconds)
-                if stops:
-                    self._stop(last)
+                if stops_now:
+                    self._stop(last_milestone)
                 if progress_bar is not None:
                     progress_bar.advance(facts=latest_loss)
                 step_begun = time.perf_counter()  # leaves out the time of saving
@@ -289,20 +321,22 @@ class TrainingJob:
     def _resume(self, latest_step: int) -> None:
         """Load the newest usable checkpoint up to `latest_step`; all ranks load the one that rank 0 selects.
 
-        Without a checkpoint the run starts from step 0. Attribute `seconds` is read from timing.jsonl.
+        Without a checkpoint the run starts from step 0. Attribute `seconds` is read from timing.jsonl. Rank 0 cuts the
+        files in the run's folder back to the checkpoint, see `RunFolder.resume`.
 
         Raises:
-            KairosError: other library versions computed the checkpoint, and `accept_versions` is False.
+            KairosError: other library versions computed the checkpoint, and `accept_versions` is False; or the
+                learning-rate schedule has another length.
         """
         training, run_folder = self.training, self.run_folder
         checkpoint = None
         if self.is_first:
             checkpoint = run_folder.resume(latest_step, training.device, self.accept_versions)
-        step = ranks.on_first(lambda: checkpoint["step"] if checkpoint else None)
-        if step is not None:
+        checkpoint_step = ranks.on_first(lambda: checkpoint["step"] if checkpoint else None)
+        if checkpoint_step is not None:
             if checkpoint is None:  # on other ranks than 0
-                checkpoint = run_folder.read_checkpoint(step, training.device)
-            training.load_state_dict(checkpoint, step)
+                checkpoint = run_folder.read_checkpoint(checkpoint_step, training.device)
+            training.load_state_dict(checkpoint, checkpoint_step)
             if self.is_first:
                 log(f"{self.label}: resumes from step {training.step}")
         self.seconds = max((entry["seconds"] for entry in read_timing(run_folder.timing)), default=0.0)
@@ -310,19 +344,20 @@ class TrainingJob:
     def _save(self, with_snapshot: bool) -> None:
         """Save a checkpoint, and before it a snapshot if requested; rank 0 writes, and all ranks wait for it.
 
-        A line with the times is added to timing.jsonl.
+        A line with the times is added to timing.jsonl, and `longest_save` is updated.
 
         Raises:
             DivergedError: a loss or gradient was not finite; the earlier checkpoints are kept.
         """
-        begun, step = time.monotonic(), self.training.step
+        begun = time.monotonic()
+        step = self.training.step
         if not self.training.all_finite:
             raise divergence_error(step - 1)
         if with_snapshot:
             self._write_snapshot()
         if self.is_first:
             with open(self.run_folder.metrics, "ab") as metrics_file:
-                os.fsync(metrics_file.fileno())
+                os.fsync(metrics_file.fileno())  # durable before the checkpoint that contains its hash
             times = {"seconds": round(self.seconds, 3), "steps_run": self.steps_run, "started": self.started}
             with open(self.run_folder.timing, "a", encoding="utf-8") as timing_file:
                 timing_file.write(json.dumps({"step": step, **times}) + "\n")
@@ -330,27 +365,34 @@ class TrainingJob:
         ranks.meet()
         self.longest_save = max(self.longest_save, time.monotonic() - begun)
 
-    def _stop(self, last: int) -> None:
-        """Leave the process group after a save.
+    def _stop(self, last_milestone: int) -> None:
+        """Leave the process group after a save, and end the job early.
+
+        Args:
+            last_milestone: step at which the job would have ended, for the message.
 
         Raises:
             StoppedEarly: always.
         """
         ranks.leave()  # waits for rank 0, which writes
         reason = self.stop_request.reason or "another process of the training run was asked to stop"
-        raise StoppedEarly(f"{reason}: stopped after step {self.training.step} of {last}, which is saved")
+        raise StoppedEarly(f"{reason}: stopped after step {self.training.step} of {last_milestone}, which is saved")
 
     def _write_snapshot(self) -> None:
-        """Write the weights, the strategy's density and their record at this step; every rank must call this.
+        """Write a snapshot of this step: weights, the strategy's density, and a record; every rank must call this.
 
-        Rank 0 writes the folder of the snapshot in the private state of the run.
+        Rank 0 writes the folder of the snapshot in the private state of the run. ``tv_from_start`` in the record is the
+        total variation distance of the density from that of the untrained sampler.
         """
-        training, sampler = self.training, self.training.strategy.sampler
-        statistics = sampler.statistics()  # a collective of samplers that learn
+        training = self.training
+        sampler = training.strategy.sampler
+        statistics = sampler.statistics()  # a collective of samplers that learn, so every rank calls it
         if not self.is_first:
             return
         manifest = training.latents.manifest
         columns = training.strategy.table(training.density_images())
+        strategy_facts: dict[str, Any] = {name: statistics.get(name) for name in ("updates", "a", "b")}
+        strategy_facts["tv_from_start"] = float(abs(columns["p"] - self.start_density).sum() / 2)
         facts = {
             "identity": self.run_folder.identity,
             "method": training.run.method_name,
@@ -371,10 +413,7 @@ class TrainingJob:
             "step": training.step,
             "images_seen": training.step * training.settings.batch_size,
             "learned": isinstance(sampler, Learned),
-            "strategy": {
-                **{name: statistics.get(name) for name in ("updates", "a", "b")},
-                "tv_from_start": float(abs(columns["p"] - self.start_density).sum() / 2),
-            },
+            "strategy": strategy_facts,
         }
         scheduler = scheduler_config(training.process, clip=manifest["kind"] == "pixels")
         folder = self.run_folder.snapshot_folder(training.step)

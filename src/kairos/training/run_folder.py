@@ -61,11 +61,12 @@ _STALE_SECONDS = 60  # age from which a progress file counts as abandoned
 
 @contextmanager
 def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a training run, so that one process at a time trains it.
+    """Hold the lock of a training run, so that one process at a time trains it; `state_folder` is created.
 
     The kernel releases the lock when its holder dies. flock works between processes of a machine, and between machines
     on NFS (Linux 2.6.12 and later) and other shared file systems that are mounted with locks. If locks end at the
-    machine, the progress file shows whether a job on another machine is training.
+    machine, the progress file shows whether a job on another machine is training. The file ``lock`` contains process
+    id, host and SLURM job of its holder, for the messages of other processes.
 
     Args:
         state_folder: ``.state`` of the run's folder.
@@ -76,8 +77,8 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
     """
     state_folder.mkdir(parents=True, exist_ok=True)
     with open(state_folder / "lock", "a+", encoding="utf-8") as file:
-        # a second, because `kairos status` takes the lock for moments
-        if not try_lock(file, 1.0, "jobs from training here at once; put results on"):
+        # try for 1 s, because `kairos status` takes the lock for moments
+        if not try_lock(file, timeout=1.0, users="jobs from training here at once; put results on"):
             file.seek(0)
             holder = file.read().strip()  # written below by the process that holds the lock
             problem = f"{state_folder.parent}: another process ({holder}) is training here"
@@ -86,11 +87,11 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
             log(f"{problem}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         _reject_job_on_another_machine(state_folder)
-        holder = f"pid {os.getpid()} on {socket.gethostname()}"
+        this_process = f"pid {os.getpid()} on {socket.gethostname()}"
         if job := os.environ.get("SLURM_JOB_ID"):
-            holder += f", SLURM job {job}"
+            this_process += f", SLURM job {job}"
         file.truncate(0)
-        file.write(holder)
+        file.write(this_process)
         file.flush()
         yield
 
@@ -105,15 +106,16 @@ def _reject_job_on_another_machine(state_folder: Path) -> None:
         KairosError: such a job updates the progress file.
     """
     path = state_folder / "progress.json"
-    first_update = None
+    first_update = None  # time of the update that the first reading shows
     for _ in range(_WATCH_SECONDS):  # one reading per second
         try:
             progress = read_json(path)
         except (OSError, DamagedError):
             return
-        is_here = progress["host"] == socket.gethostname()
+        is_on_this_machine = progress["host"] == socket.gethostname()
+        has_ended = progress["state"] != "running"
         is_stale = time.time() - progress["updated"] > _STALE_SECONDS
-        if is_here or progress["state"] != "running" or is_stale:
+        if is_on_this_machine or has_ended or is_stale:
             return
         if first_update is not None and progress["updated"] != first_update:
             raise KairosError(
@@ -150,9 +152,10 @@ class RunFolder:
     def prepare(self, milestones: list[int], milestones_only: bool = False) -> list[int]:
         """Prepare the state for a request, and return the milestones up to which steps have to be computed.
 
-        A request that was completed and is marked ``start_over`` begins at step 0 again. Temporary files of killed jobs
-        are deleted. The returned milestones are those without an intact snapshot. If every snapshot exists but the last
-        checkpoint does not, the last milestone is returned, unless `milestones_only` is set.
+        A request that was completed and is marked ``start_over`` begins at step 0 again: the state is deleted. The
+        state's folder is created, and temporary files of killed jobs are deleted. The returned milestones are those
+        without an intact snapshot. If every snapshot exists but the last checkpoint does not, the last milestone is
+        returned, unless `milestones_only` is set.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
@@ -168,20 +171,20 @@ class RunFolder:
         missing = [step for step in milestones if not _is_intact(self.snapshot_folder(step))]
         if missing or milestones_only:
             return missing
-        last = milestones[-1]
-        newest = self.newest_checkpoint(latest_step=last)
-        has_last_checkpoint = newest is not None and newest["step"] == last
-        return [] if has_last_checkpoint else [last]
+        last_milestone = milestones[-1]
+        newest_checkpoint = self.newest_checkpoint(latest_step=last_milestone)
+        has_last_checkpoint = newest_checkpoint is not None and newest_checkpoint["step"] == last_milestone
+        return [] if has_last_checkpoint else [last_milestone]
 
     def _report_other_states(self) -> None:
-        """Log that a new run starts if the folder contains only states of other settings, data or code."""
+        """Log that a new run starts if the folder contains checkpoints, but only of other settings, data or code."""
         other_states = [path for path in self.state.parent.glob("*/checkpoints") if any(path.iterdir())]
         if other_states and not self.state.exists():
             reason = "settings, data or code differ from those of the existing state, which is kept"
             log(f"{self.out}: starts a new run from step 0: {reason}")
 
     def _delete_temporary_files(self) -> None:
-        """Delete files that killed jobs left; the lock excludes running ones."""
+        """Delete the temporary files and folders that killed jobs left; the lock excludes running jobs."""
         for leftover in self.state.rglob(".tmp-*"):
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -189,7 +192,9 @@ class RunFolder:
                 leftover.unlink()
 
     def newest_checkpoint(self, latest_step: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
-        """Return the newest intact checkpoint that fits metrics.jsonl; None: there is none. Damaged ones are logged.
+        """Return the newest intact checkpoint that fits metrics.jsonl; None: there is none.
+
+        Newer checkpoints that are damaged or do not fit are logged and kept.
 
         Args:
             latest_step: ignore later checkpoints; None: consider all.
@@ -203,13 +208,14 @@ class RunFolder:
                 content = checkpoint.read(path, device)
                 self._check_belongs_here(content, path)
             except DamagedError as error:
-                log(f"{error}; {'no earlier one exists' if path == paths[-1] else 'the one before it is used'}")
+                is_oldest = path == paths[-1]
+                log(f"{error}; {'no earlier one exists' if is_oldest else 'the one before it is used'}")
             else:
                 return content
         return None
 
     def _check_belongs_here(self, content: dict[str, Any], path: Path) -> None:
-        """Check that a checkpoint is of this run and that metrics.jsonl contains the lines up to its step.
+        """Check that a checkpoint is of this run and that metrics.jsonl begins with the bytes that it covers.
 
         Raises:
             DamagedError: the checkpoint is of another run, or lines are missing or changed.
@@ -222,7 +228,7 @@ class RunFolder:
             raise DamagedError(f"{self.metrics}: does not contain the lines that belong to {path.name}")
 
     def clear(self) -> None:
-        """Delete the state of this run."""
+        """Delete the state of this run, and create its empty folder."""
         shutil.rmtree(self.state, ignore_errors=True)
         self.state.mkdir(parents=True)
 
@@ -241,7 +247,8 @@ class RunFolder:
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint after `step` steps, with the hash of metrics.jsonl up to here.
 
-        Only the last two checkpoints are kept.
+        It also contains step, identity, library versions and `resumed_under`. All but the last two checkpoints are
+        deleted.
 
         Args:
             step: number of completed steps.
@@ -258,8 +265,8 @@ class RunFolder:
         }
         path = self._checkpoint_path(step)
         checkpoint.write(path, content)
-        for old in sorted(path.parent.glob("*.ckpt"))[:-_KEPT_CHECKPOINTS]:
-            old.unlink()
+        for old_checkpoint in sorted(path.parent.glob("*.ckpt"))[:-_KEPT_CHECKPOINTS]:
+            old_checkpoint.unlink()
 
     def _hash_new_metrics(self) -> None:
         """Add the bytes of metrics.jsonl that have been written since the previous checkpoint to size and hash."""
@@ -270,7 +277,16 @@ class RunFolder:
                 self._metrics_size = file.tell()
 
     def read_checkpoint(self, step: int, device: Any) -> dict[str, Any]:
-        """Return the checkpoint after `step` steps, which another rank has already checked."""
+        """Return the checkpoint after `step` steps, which another rank has already compared with metrics.jsonl.
+
+        Args:
+            step: number of completed steps.
+            device: device of its tensors.
+
+        Raises:
+            DamagedError: the file is damaged.
+            OSError: the file is missing or cannot be read.
+        """
         return checkpoint.read(self._checkpoint_path(step), device)
 
     def resume(self, latest_step: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
@@ -281,7 +297,8 @@ class RunFolder:
         Args:
             latest_step: ignore later checkpoints.
             device: device of its tensors.
-            accept_versions: accept a checkpoint that other library versions computed, and record them.
+            accept_versions: accept a checkpoint that other library versions computed, and record these versions in
+                `resumed_under`.
 
         Raises:
             KairosError: other library versions computed the checkpoint, and `accept_versions` is False.
@@ -321,20 +338,21 @@ class RunFolder:
             os.truncate(self.metrics, metrics_size)
         self._metrics_size, self._metrics_digest = 0, hashlib.sha256()  # the next checkpoint hashes the whole file
         write_text(self.timing, _lines_up_to(step, self.timing))
-        for newer in (self.state / "checkpoints").glob("*.ckpt"):
-            if int(newer.stem) > step:
-                newer.unlink()
+        for path in (self.state / "checkpoints").glob("*.ckpt"):
+            if int(path.stem) > step:
+                path.unlink()
         if step == 0:
             shutil.rmtree(self.state / "milestones", ignore_errors=True)
 
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
         """Mark a request as completed, and link its outputs into the run's folder; the record is written last.
 
-        With a record, the outputs include the checkpoint, and metrics and times up to its step.
+        An intact published snapshot with an equal record is left as it is. With a record, the outputs include the
+        checkpoint, and copies of metrics and times up to its step.
 
         Args:
             milestones: steps whose snapshots are requested.
-            record: content of training.json; None: publish snapshots only.
+            record: content of training.json; ``steps`` selects the checkpoint. None: publish snapshots only.
         """
         write_json(self._completion_file(milestones), {"identity": self.identity, "milestones": milestones})
         for step in milestones:
@@ -364,7 +382,7 @@ def _is_published(snapshot: Path, target: Path) -> bool:
 
 
 def _is_intact(snapshot: Path) -> bool:
-    """Return True if a snapshot exists and is undamaged; log any damage."""
+    """Return True if a snapshot exists and is undamaged, by the hashes of its files; log any damage."""
     if not (snapshot / "milestone.json").exists():
         return False
     try:
@@ -376,10 +394,10 @@ def _is_intact(snapshot: Path) -> bool:
 
 
 def _lines_up_to(step: int, path: Path) -> str:
-    """Return the complete lines of a JSON-lines file whose step is at most `step`."""
+    """Return the complete lines of a JSON-lines file whose step is at most `step`; empty without a file."""
     return "".join(f"{line}\n" for line in read_lines(path) if json.loads(line)["step"] <= step)
 
 
 def read_timing(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a timing file: ``step``, training ``seconds`` by then, ``started`` and ``steps_run``."""
+    """Return the entries of a timing file, with the fields of `TIMING_FIELDS`; empty without a file."""
     return [json.loads(line) for line in read_lines(path)]

@@ -26,9 +26,13 @@ class OptimizerOptions(Component):
     grad_clip: float | None = field(1.0, "largest gradient norm; null: no clipping", gt=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that there are two decay rates, each in [0, 1)."""
-        valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        demand(valid, "betas", self.betas, "two numbers, each in [0, 1)")
+        """Check that there are two decay rates, each in [0, 1).
+
+        Raises:
+            ConfigError: there are not.
+        """
+        is_valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        demand(is_valid, "betas", self.betas, "two numbers, each in [0, 1)")
 
 
 OPTIMIZERS: Components[OptimizerOptions] = Components("optimizer")
@@ -90,9 +94,13 @@ class DecaysOptions(ScheduleOptions):
     share: float = field(0.2, "length of a decay, as a fraction of the steps before its end", gt=0, le=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the steps increase."""
-        valid = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})
-        demand(valid, "at", self.at, "steps, 1 or more, increasing")
+        """Check that there are steps, all at least 1 and increasing.
+
+        Raises:
+            ConfigError: there are none, or they are not.
+        """
+        is_valid = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})  # the set removes equal steps
+        demand(is_valid, "at", self.at, "steps, 1 or more, increasing")
 
 
 @SCHEDULES.register
@@ -208,6 +216,7 @@ class TrainingConfig(Section):
         """Check that the processes can share the batch, and that the device supports the settings.
 
         * `processes` is a multiple of `nodes`, and at most `batch_size`.
+        * Every process has at least one micro-batch, see `_check_microbatch`.
         * Several processes share no GPU with other runs, and `device` has no number.
         * ``deterministic: portable`` needs a CPU and no compilation.
 
@@ -246,12 +255,14 @@ class TrainingConfig(Section):
             )
 
     def _check_microbatch(self) -> None:
-        """Check that every process has at least one micro-batch of the batch.
+        """Check that `microbatch` is at most the batch, and leaves at least one micro-batch for every process.
 
         Raises:
             ConfigError: `microbatch` is too large.
         """
-        microbatch, batch_size, processes = self.microbatch or 1, self.batch_size, self.processes
+        microbatch, batch_size, processes = self.microbatch, self.batch_size, self.processes
+        if microbatch is None:
+            return
         demand(microbatch <= batch_size, "training.microbatch", microbatch, f"at most batch_size = {batch_size}")
         if processes > 1:
             # at least `processes` micro-batches: ceil(batch_size / microbatch) >= processes

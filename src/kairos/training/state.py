@@ -46,7 +46,14 @@ class TrainingState:
         device: device that computes the run.
 
     Attributes:
+        run: settings of the training run.
+        seed: seed of the training run.
+        latents: training data.
+        device: device that computes the run.
         settings: section `training` of the experiment.
+        dtype: type of weights and images: float64 with precision fp64, else float32.
+        conditions: names of the model's conditions.
+        sigma_data: standard deviation of x0, see `Latents.measure_sigma_data`.
         micro_batches: forward passes of this rank in every step.
         batches: source of x0 and conditions.
         process: forward process.
@@ -58,6 +65,7 @@ class TrainingState:
         ddp_network: the network whose backward pass also averages gradients over ranks; `network` if there is one rank.
         average: average of the weights, the `ema` of snapshots.
         parameters: parameters that the optimiser updates.
+        optimizer: optimiser of the parameters.
         grad_clip: largest norm of the gradient; inf: no clipping.
         length: number of steps of the learning-rate schedule; None if the schedule has no end.
         step: number of completed steps.
@@ -153,13 +161,13 @@ class TrainingState:
     def _build_average(self) -> Average:
         """Build the average of the model's weights, which starts at the present weights."""
         options, batch_size = self.settings.ema, self.settings.batch_size
-        decay_at = options.load()
-        return Average(self.model.weights(), lambda step: decay_at(options, step, batch_size))
+        compute_decay = options.load()
+        return Average(self.model.weights(), decay_at=lambda step: compute_decay(options, step, batch_size))
 
     def _schedule_length(self) -> int | None:
-        """Return the steps of a schedule that ends, by default up to the last milestone; None for other schedules.
+        """Return the number of steps of a schedule that ends; None for other schedules.
 
-        A schedule ends if its options contain `length`.
+        A schedule ends if it has an option `length`. If that is None, the schedule ends at the last milestone.
         """
         settings = self.settings
         if not hasattr(settings.schedule, "length"):
@@ -183,20 +191,24 @@ class TrainingState:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0: linear warm-up times the schedule."""
         options = self.settings.optimizer
-        rate: float = options.lr * self._rate_factor(self.settings.schedule, step, self.length or 0)
+        scheduled_rate: float = options.lr * self._rate_factor(self.settings.schedule, step, self.length or 0)
         if not options.warmup_steps:
-            return rate
-        warm_steps = step if options.warmup_from_zero else step + 1
-        return rate * min(1.0, warm_steps / options.warmup_steps)
+            return scheduled_rate
+        warm_up_step = step if options.warmup_from_zero else step + 1
+        return scheduled_rate * min(1.0, warm_up_step / options.warmup_steps)
 
     def density_images(self) -> Tensor:
-        """Return the first training images, up to 256, over which p(t) of a learned sampler is averaged."""
+        """Return x0 of the first training images, up to 256, over which p(t) of a learned sampler is averaged.
+
+        They are read anew at every call, and are (n, c, h, w) on the device.
+        """
         return self.latents.load_x0(self.latents.train[:256]).to(self.device, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that training changes; data and configuration are not included.
 
-        Weights and moments are the tensors that training updates, not copies.
+        The keys are ``model``, ``ema``, ``optimizer``, ``strategy`` and ``length``, but not the step. Weights and
+        moments are the tensors that training updates, not copies.
         """
         return {
             "model": self.model.state_dict(),
@@ -234,9 +246,10 @@ def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int,
     Args:
         batch_size: number of samples in the global batch.
         microbatch: number of samples per forward pass; None: all samples of a rank.
-        rank: number of this process.
+        rank: number of this process, from 0.
         ranks: number of processes.
     """
+    # all passes of the global batch
     if microbatch is None:
         starts = [batch_size * number // ranks for number in range(ranks)]
     else:
@@ -244,6 +257,8 @@ def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int,
     micro_batches = []
     for number, (start, stop) in enumerate(pairwise([*starts, batch_size])):
         micro_batches.append(MicroBatch(number, slice(start, stop)))
+
+    # those of this rank: numbers of passes differ by at most 1 between ranks
     first = len(micro_batches) * rank // ranks
     end = len(micro_batches) * (rank + 1) // ranks
     return micro_batches[first:end]
