@@ -39,9 +39,10 @@ _QUIET = {
 
 
 def check_mlflow(configured: str | None) -> list[Finding]:
-    """Check that MLflow's store can be written; the check creates no database.
+    """Check that MLflow's store can be written, with one finding; the check creates no database.
 
-    A database that does not exist is usable if a file can be created at its place.
+    A database that does not exist is usable if a file can be created at its place. Any other store must answer a
+    request. The finding contains no credentials.
 
     Args:
         configured: setting `tracking.uri` of an experiment; None: the default store.
@@ -65,7 +66,8 @@ def check_mlflow(configured: str | None) -> list[Finding]:
 def check_dvc() -> list[Finding]:
     """Check that this folder is a DVC repository whose cache can be written, and report its remote.
 
-    A repository without a remote or without dvc.yaml is usable.
+    A repository without a remote or without dvc.yaml is usable. There are findings of repository, cache and remote;
+    without a repository there is only the first.
     """
     succeeded, answer = _run_python(_ASK_DVC)
     if not succeeded:
@@ -106,7 +108,7 @@ def _run_python(code: str, **environment: str) -> tuple[bool, str]:
 
 
 def _why_read_only(path: Path) -> str | None:
-    """Return why a database cannot be written; None if it can."""
+    """Return why an SQLite database cannot be written or created; None if it can."""
     if not path.exists():
         return _why_folder_is_read_only(path.parent)
     try:

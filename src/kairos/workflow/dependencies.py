@@ -76,7 +76,7 @@ def find_dependencies(stage: str, experiment: Experiment, method: str | None = N
 def _train_stage(experiment: Experiment, method: str) -> Dependencies:
     """Return the dependencies of a method's training runs.
 
-    The fields are ``model``, ``diffusion``, ``method`` and, of section `training`, the settings that change the weights.
+    The fields are ``model``, ``diffusion``, ``method``, and the settings of ``training`` that change the weights.
     """
     run = experiment.run_settings(method, seed=0)  # the seed is no parameter: each seed has a job of its own
     fields = {

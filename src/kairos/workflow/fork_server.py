@@ -268,8 +268,8 @@ def _guard(client: socket.socket) -> None:
     """Fork the job, and return in the job's process alone.
 
     This process, the guardian, accepts the client's request and forwards signals from the client to the job. When the
-    job has ended, the guardian sends the job's exit status to the client, and exits. If the guardian ends first, the job
-    gets SIGTERM.
+    job has ended, the guardian sends the job's exit status to the client, and exits. If the guardian ends first, the
+    job gets SIGTERM.
     """
     die_with_parent(signal.SIGKILL)
     guardian = os.getpid()

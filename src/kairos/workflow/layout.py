@@ -144,9 +144,9 @@ class Layout:
         """Return a function from wildcards to the name of the group of training runs that a scheduler runs as one job.
 
         Group 0 of segment 2 is ``trainings_2_0``. The runs of a group follow each other in `trainings`, so that every
-        run of the workflow has equal groups. A
-        training run that has diverged is a group by itself, because it would stop the other training runs at each
-        attempt. None: the experiment has no groups, because each training run has a GPU of its own.
+        run of the workflow has equal groups. A training run that has diverged is a group by itself, because it would
+        stop the other training runs at each attempt. None: the experiment has no groups, because each training run has
+        a GPU of its own.
         """
         trainings_per_gpu = self.experiment.training.trainings_per_gpu
         if trainings_per_gpu == 1:
@@ -163,7 +163,7 @@ class Layout:
         return name_group
 
     def count_jobs(self) -> dict[str, int]:
-        """Return the number of jobs of each rule, in the order in which they run; segments of a rule count together.
+        """Return the number of jobs of each rule, in the order of the stages; segments of a rule count together.
 
         A rule ``STAGE_parts`` computes shards of a stage. Rules without jobs, and rule ``all``, are left out.
         """

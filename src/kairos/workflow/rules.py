@@ -49,7 +49,8 @@ def folder_of(name: str) -> TextFunction:
 def stage_options(*stages: str) -> TextFunction:
     """Return a ``params:`` function that writes ``--STAGE FOLDER`` for each stage.
 
-    The folder contains the rule's input with the name of the stage. An example is ``--dataset results/tiny/dataset --autoencoder results/tiny/autoencoder``.
+    The folder contains the rule's input with the name of the stage. An example is
+    ``--dataset results/tiny/dataset --autoencoder results/tiny/autoencoder``.
     """
 
     def write_options(wildcards: Any, input: Any, output: Any) -> str:
