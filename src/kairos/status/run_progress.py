@@ -429,7 +429,7 @@ class RunLogs:
     """
 
     def __init__(self, results: Path):
-        self._workflow_logs: dict[str, list[str]] = {}
+        self._workflow_logs: dict[str, list[str]] = {}  # paths by training run, such as uniform_seed0
         with suppress(OSError):
             for name in os.listdir(results / "logs"):
                 if match := _LOG_NAME.fullmatch(name):

@@ -358,6 +358,7 @@ def succeeded(workflow: Any, layout: Layout) -> None:
     """
     if workflow.touch:  # nothing was computed
         return
+    # the input `parts` of a job that merges shards contains their files or folders
     shard_paths = {path for job in workflow.dag.jobs for path in job.input.get("parts", ())}
     for path in shard_paths:
         if os.path.isdir(path):
@@ -393,8 +394,8 @@ def _report_interruption(layout: Layout) -> None:
         progress = read_progress(Path(layout.training_folder(method, seed)))
         if progress.get("state") == "stopped" and progress["updated"] > _start_time:
             stopped_count += 1
-    trainings = "training run" if stopped_count == 1 else "training runs"
-    log(f"interrupted: {stopped_count} {trainings} wrote a checkpoint; run the same command again to resume")
+    noun = "training run" if stopped_count == 1 else "training runs"
+    log(f"interrupted: {stopped_count} {noun} wrote a checkpoint; run the same command again to resume")
 
 
 def _report_failed_jobs(workflow: Any) -> None:

@@ -50,7 +50,8 @@ def write_dependencies(config: Path, out: Path) -> None:
     """Write the fields and the code fingerprint of every stage as YAML, which DVC reads as ``params``.
 
     The stages of training runs have an entry for each method. The file keeps its modification time if nothing changed.
-    In a folder with a dvc.yaml, methods and plugin files of params.yaml are also written into DVC's stages.
+    If the experiment file is params.yaml and the folder has a dvc.yaml, the methods are written into dvc.yaml and the
+    plugin files into workflow/dvc.yaml.
 
     Args:
         config: the experiment file.

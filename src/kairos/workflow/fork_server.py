@@ -151,7 +151,7 @@ def run_on_server(argv: list[str]) -> int | None:
             signal.signal(number, forward)
         answer = b""
         with suppress(OSError):
-            answer = server.recv(4)
+            answer = server.recv(4)  # waits for the end of the job
     # without an answer the guardian was killed
     status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
     return status if status >= 0 else 128 - status
@@ -221,16 +221,17 @@ def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
     Returns:
         The request, in the process of its job. None in the server when the controller has ended.
     """
-    sources = _source_times()
+    source_times = _source_times()
     controller_pipe = 0  # standard input, which becomes readable when the controller ends
     while controller_pipe not in _wait_until_readable(controller_pipe, clients.fileno()):
         with suppress(OSError, ValueError), clients.accept()[0] as client:  # a faulty request is not accepted
             _, streams, _, _ = socket.recv_fds(client, len(_REQUEST), maxfds=3)
             try:
                 request: Request = json.loads(client.makefile(encoding="utf-8").readline())
-                # the server may have imported more modules since `sources` was read, but no file may have changed
-                unchanged = sources.items() <= _source_times().items()
-                if request["conditions"] == conditions and unchanged and os.fork() == 0:
+                # the server may have imported more modules since, but no file of the first ones may have changed
+                is_unchanged = source_times.items() <= _source_times().items()
+                is_acceptable = is_unchanged and request["conditions"] == conditions
+                if is_acceptable and os.fork() == 0:
                     _guard(client)  # returns in the job's process alone
                     for number, stream in enumerate(streams):
                         os.dup2(stream, number)
@@ -274,7 +275,7 @@ def _guard(client: socket.socket) -> None:
     die_with_parent(signal.SIGKILL)
     guardian = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server ignores it, and then waitpid returns no status
-    with suppress(OSError):
+    with suppress(OSError):  # the client has ended, or no process can be started
         job = os.fork()
         if job == 0:
             die_with_parent(signal.SIGTERM)

@@ -51,9 +51,9 @@ def hash_inputs_once(workflow: Any) -> None:
 
     async def finished(job: Any) -> None:
         """Write the metadata of a finished job."""
-        for existing in (cache.exists_local, cache.exists_in_storage):
+        for existence_cache in (cache.exists_local, cache.exists_in_storage):
             # Snakemake's `clear` keeps the names of listed folders, whose files would then count as missing
-            existing.has_inventory.clear()
+            existence_cache.has_inventory.clear()
         cache.active = True
         try:
             await write_metadata(job)
