@@ -135,7 +135,9 @@ class Executor(plugin.Executor):
             super().report_job_error(SubmittedJobInfo(job), msg=str(error))
 
     def _submit(self, job: Any) -> None:
-        """Submit a job, repeatedly while SLURM cannot accept it.
+        """Submit a job, repeatedly while SLURM cannot accept it, with pauses of 10, 20, 40 and then 60 seconds.
+
+        Jobs that an unsuccessful submission left in the queue are cancelled.
 
         Raises:
             WorkflowError: sbatch failed for another reason, or the run is cancelled.
@@ -228,6 +230,9 @@ class Executor(plugin.Executor):
         2. It waits without end for a job that left the queue unseen (SLURM forgets jobs ``MinJobAge`` after their end),
            or that was preempted and not requeued.
         3. It waits for a job that SLURM queues again although its work is done, such as after a crash of slurmctld.
+
+        A job that left the queue, or is queued again, is successful if it has recorded its success and its outputs
+        exist. Otherwise a job that left the queue has failed.
         """
         # The plugin reports the jobs whose end it sees. The jobs that it yields are ignored, because of gap 1.
         async for _ in super().check_active_jobs(active_jobs):

@@ -240,7 +240,7 @@ def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> s
 def check_limits() -> list[Finding]:
     """Report the resource limits of this user's processes; too few open files or limited addresses fail the check.
 
-    The limits are soft limits. Limited address space is a second finding.
+    The limits are soft limits; 1024 open files are enough. Limited address space is a second finding.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     enough = files == resource.RLIM_INFINITY or files >= _OPEN_FILES

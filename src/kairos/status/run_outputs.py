@@ -153,8 +153,8 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
 def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
     """Return the error, or the progress of the last minute, at the end of each stage's log.
 
-    An error is the text ``failed: ...`` in lines of at most 120 columns. Progress is the line ``now: ...``, cut at 120 columns.
-    A stage with neither has no line.
+    An error is the text ``failed: ...`` in lines of at most 120 columns. Progress is the line ``now: ...``, cut at 120
+    columns. A stage with neither has no line.
 
     Args:
         logs: folder of the log files.

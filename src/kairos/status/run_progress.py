@@ -239,6 +239,9 @@ def _assess_run(
 def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress: Progress) -> int | None:
     """Return the step at which a training run is complete; None: unknown.
 
+    It is the last milestone, or the recorded steps if they are more. Without milestones it is the last step of the
+    present job or, without a progress file, the recorded steps.
+
     Args:
         last_milestone: last milestone of the experiment; None: only a folder of results is known.
         record: content of training.json; empty: there is none.
@@ -256,7 +259,7 @@ def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress
 def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progress) -> int:
     """Return the number of completed steps, as far as known: from record and progress file, else from snapshots.
 
-    Without any of them it is 0.
+    The larger number of record and progress file counts. Without any of them it is 0.
 
     Args:
         folder: folder of the run.
@@ -270,7 +273,12 @@ def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progre
 
 
 def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: bool) -> str:
-    """Return the state of a training run whose files are not outdated.
+    """Return the state of a training run whose files are not outdated, from its progress file, job and record.
+
+    A run whose process is alive is ``running``. Otherwise a job in the queue makes it ``queued`` or ``starting``, and
+    without a job the record may make it ``complete``. A run whose process was killed is ``dead``. A run without
+    progress, or after an earlier segment, is ``waiting``. Otherwise the state is that of the progress file, ``stopped``
+    or ``failed``.
 
     Args:
         folder: folder of the run.
@@ -342,7 +350,8 @@ def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str,
     """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add.
 
     A running run gets a note only if its last update is older than five minutes or SLURM's state is not RUNNING. A run
-    that waits has the last line of its log.
+    that failed or stopped has the message of its progress file or, without one, the last line of its log. A run that
+    waits has the last line of its log.
 
     Args:
         state: state of the run.
@@ -370,7 +379,11 @@ def format_age(unix_time: float) -> str:
 
 
 def _find_location(state: str, progress: Progress, job: Job | None) -> str:
-    """Return host and job of a run as text, such as ``node1 job 17``, as far as known; empty: neither is known."""
+    """Return host and job of a run as text, such as ``node1 job 17``, as far as known; empty: neither is known.
+
+    The job is the one in the queue or, without one, that of the progress file. A run that is queued, starting or
+    complete has no host, and then only a job in the queue counts.
+    """
     # a run that waits has no host yet, and the host of a complete run does not matter
     host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
     job_number = None

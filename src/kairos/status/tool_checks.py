@@ -45,7 +45,7 @@ def check_mlflow(configured: str | None) -> list[Finding]:
     request. The finding contains no credentials.
 
     Args:
-        configured: setting `tracking.uri` of an experiment; None: the default store.
+        configured: setting `tracking.uri` of an experiment; None: MLFLOW_TRACKING_URI or the default store.
     """
     uri = tracking_uri(configured)
     path = find_database_file(uri)
@@ -89,6 +89,8 @@ def check_dvc() -> list[Finding]:
 
 def _run_python(code: str, **environment: str) -> tuple[bool, str]:
     """Run code in a separate process; return True and its last line of output, or False and the error.
+
+    A process that runs for more than `_TIMEOUT` seconds is ended and counts as an error.
 
     Args:
         code: indented statements.

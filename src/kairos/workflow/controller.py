@@ -111,7 +111,10 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
 
 @contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """Print a KairosError or OSError as one message and exit with status 2; Snakemake would print a traceback."""
+    """Print a KairosError or OSError of the block as one message to stderr, and exit with status 2.
+
+    Snakemake would print a traceback.
+    """
     try:
         yield
     except (KairosError, OSError) as error:
@@ -264,6 +267,9 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
 def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Request]:
     """Return the completed requests whose jobs Snakemake will run because the user wants a new computation.
 
+    The user has forced the job, or has deleted an output of it. Deleted outputs count only if all jobs of the training
+    run that will run have been completed before.
+
     Args:
         workflow: Snakemake's workflow with the jobs that will run.
         completed: requests that training runs have completed.
@@ -399,7 +405,10 @@ def _report_interruption(layout: Layout) -> None:
 
 
 def _report_failed_jobs(workflow: Any) -> None:
-    """Log the log file and its last line for each job that has written a log in this run and has not finished."""
+    """Log the log file and its last line for each job that has written a log in this run and has not finished.
+
+    The first line tells the user how to continue.
+    """
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():
         if workflow.dag.finished(job) or not job.log:

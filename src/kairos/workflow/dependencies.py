@@ -125,7 +125,10 @@ def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
 
 
 def _sample_stage(experiment: Experiment) -> Dependencies:
-    """Return the dependencies of sampling; batch size and number of shards do not change the images."""
+    """Return the dependencies of sampling; batch size and number of shards do not change the images.
+
+    The fields are ``sampling``, ``num`` (number of images of all sets) and ``computing``.
+    """
     evaluation, sampling = experiment.evaluation, experiment.sampling
     fields = {
         "sampling": _dump(sampling, leave_out=("batch_size", "shards")),
@@ -136,7 +139,10 @@ def _sample_stage(experiment: Experiment) -> Dependencies:
 
 
 def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
-    """Return the dependencies of the stages extractor, reference and evaluate, by stage."""
+    """Return the dependencies of the stages extractor, reference and evaluate, by stage.
+
+    Stage evaluate has no fields: the reference, an input of its jobs, depends on them.
+    """
     evaluation = experiment.evaluation
     computing = _computing(experiment)
     extractor = evaluation.extractor.module()
@@ -151,12 +157,12 @@ def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
     return {
         "extractor": Dependencies(extractor_fields, ["kairos.evaluation.extractors", extractor]),
         "reference": Dependencies(reference_fields, reference_modules),
-        "evaluate": Dependencies({}, evaluate_modules),  # the reference, an input, follows from its fields
+        "evaluate": Dependencies({}, evaluate_modules),
     }
 
 
 def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
-    """Return the dependencies of the stages ``analyse_NAME`` and, if it reads snapshots, ``measure_NAME`` of analyses.
+    """Return the dependencies of stage ``analyse_NAME`` of each analysis, and ``measure_NAME`` if it reads snapshots.
 
     The options of the analysis are in the field ``asked``.
     """

@@ -249,7 +249,11 @@ def _wait_until_readable(*descriptors: int) -> list[int]:
 
 
 def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
-    """Run a client's command line in this process, with the client's arguments, paths and ignored signals."""
+    """Run a client's command line in this process, with the client's arguments, paths and ignored signals.
+
+    The other signals have the effect that they have in a new Python process. Resource usage of the client counts as
+    that of the job. The process ends with the exit status of the command line.
+    """
     # TextIO, the declared type of sys.stdout, lacks the method; the files of sys are TextIOWrapper
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     sys.argv, sys.path[:] = request["sys"]

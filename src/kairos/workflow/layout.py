@@ -154,6 +154,7 @@ class Layout:
         group_numbers = {training: index // trainings_per_gpu for index, training in enumerate(self.trainings)}
 
         def name_group(wildcards: Any) -> str:
+            """Return the name of a training run's group, after reading the run's progress file."""
             method, seed = wildcards.method, int(wildcards.seed)
             progress = read_progress(Path(self.training_folder(method, seed)))
             has_diverged = not progress.get("again", True)  # no attempt can succeed

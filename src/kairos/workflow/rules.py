@@ -20,7 +20,7 @@ _TRAINING_MINUTES = 1440  # a day
 
 
 def paths_of(name: str) -> PathsFunction:
-    """Return a ``params:`` function that lists the paths of the rule's output with a name, or else of such an input.
+    """Return a ``params:`` function that lists the paths under a name in the rule's output, or else in its input.
 
     The list is empty if the rule has neither.
     """
