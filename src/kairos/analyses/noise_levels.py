@@ -62,7 +62,7 @@ def area_levels(process: Process, r: float) -> list[Level]:
 def log_snr_levels(process: Process, bins: int, least: float = -9.0, most: float = 9.0) -> list[Level]:
     """Return levels that are equal ranges of ln SNR, the cleanest first, with their centres in column ``log_snr``.
 
-    The ln SNR of a cell is that at its middle; between middles it is interpolated linearly.
+    The schedule gives the ln SNR at the middles of the cells; between middles it is interpolated linearly.
 
     Args:
         process: forward process, which may limit the range further.

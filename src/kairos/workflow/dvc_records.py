@@ -128,7 +128,7 @@ def _update_methods(methods: list[str]) -> None:
 
 
 def _update_plugin_files(plugins: list[str]) -> None:
-    """Write the files of plugins into the dependencies of workflow/dvc.yaml, in place of those that it contains.
+    """Write the files of plugins into the dependencies of workflow/dvc.yaml, in place of the files listed there.
 
     Raises:
         KairosError: workflow/dvc.yaml has changed.
@@ -380,7 +380,7 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
 def hash_path(path: Path) -> str:
     """Return DVC's hash of a file or folder, or an empty text if the path does not exist.
 
-    DVC's hash of a file is its MD5 in hex digits. That of a folder is the MD5 of a JSON list of its files with their
+    DVC's hash of a file is its MD5 in hex digits. The hash of a folder is the MD5 of a JSON list of its files with their
     hashes, followed by ``.dir``. Temporary files, which .dvcignore excludes, are left out.
     """
     if not path.exists():
