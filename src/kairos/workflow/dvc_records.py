@@ -380,8 +380,8 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
 def hash_path(path: Path) -> str:
     """Return DVC's hash of a file or folder, or an empty text if the path does not exist.
 
-    DVC's hash of a file is its MD5 in hex digits. The hash of a folder is the MD5 of a JSON list of its files with their
-    hashes, followed by ``.dir``. Temporary files, which .dvcignore excludes, are left out.
+    DVC's hash of a file is its MD5 in hex digits. The hash of a folder is the MD5 of a JSON list of its files with
+    their hashes, followed by ``.dir``. Temporary files, which .dvcignore excludes, are left out.
     """
     if not path.exists():
         return ""
