@@ -232,12 +232,12 @@ def _load_training_images(
     """
     sample_indices = range(count)
     positions = Stream(options.seed, "analysed images").integers(0, len(latents.train), sample_indices)
-    images = latents.train[positions.numpy()]
+    image_indices = latents.train[positions.numpy()]  # in the data set
     latent_noise = Stream(options.seed, "analysed latents").normal(0, sample_indices, latents.shape)
     device = next(snapshot.model.parameters()).device
-    all_conditions = latents.load_conditions(images)
+    all_conditions = latents.load_conditions(image_indices)
     conditions = {name: all_conditions[name].to(device) for name in snapshot.record["conditions"]}
-    return latents.load_x0(images, noise=latent_noise).to(device), conditions
+    return latents.load_x0(image_indices, noise=latent_noise).to(device), conditions
 
 
 def _describe_level(level: Level, process: Process, probabilities: Array) -> TableRow:

@@ -107,8 +107,10 @@ def _default_resources(profile: Path) -> dict[str, str]:
     import yaml
 
     file = profile_file(profile)
+    if file is None:
+        return {}
     try:
-        settings = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else None) or {}
+        settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {}  # None: the file is empty
         resources = settings.get("default-resources") or {}
         if isinstance(resources, list):  # such as ["slurm_partition=gpu", "mem_mb=4000"]
             resources = dict(item.split("=", 1) for item in resources)
