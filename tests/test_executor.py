@@ -30,7 +30,7 @@ def executor(tmp_path, monkeypatch):
     executor._results = "results/demo"
     executor._cancelled = threading.Event()
     executor._earlier_lock = threading.Lock()
-    executor._earlier_jobs = None
+    executor._loaded_records = None
     return executor
 
 
@@ -43,7 +43,7 @@ def test_threads_that_submit_jobs_share_one_record_of_earlier_jobs(executor, tmp
 
     def read():
         start.wait()
-        records.append(executor._earlier)
+        records.append(executor._earlier_records)
 
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
@@ -53,7 +53,7 @@ def test_threads_that_submit_jobs_share_one_record_of_earlier_jobs(executor, tmp
     assert records[0] is records[1] and {path.stem for path in records[0]} == {"11", "12"}
     assert (tmp_path / "calls").read_text().splitlines() == ["called"]
     executor._forget(job_records_folder("results/demo") / "11.json")
-    assert {path.stem for path in executor._earlier} == {"12"}
+    assert {path.stem for path in executor._earlier_records} == {"12"}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ COMPLETE = {"state": "complete", "again": True, "job": "7"}
 def test_a_run_that_diverged_is_not_retried(executor, monkeypatch, progress_records, exact, retried):
     reported = []
     monkeypatch.setattr(plugin.Executor, "report_job_error", lambda self, info, **_: reported.append(info.job))
-    executor._exact, executor._earlier_jobs = exact, {}
+    executor._exact, executor._loaded_records = exact, {}
     jobs = []
     for number, record in enumerate(progress_records):
         training = Path("results/demo/method") / f"seed{number}"

@@ -61,7 +61,8 @@ class Executor(plugin.Executor):
         """Set up the executor; Snakemake calls this method.
 
         The controller's environment changes for the rest of its life, and jobs inherit it: it becomes offline, and
-        loses the variables by which users change the output of SLURM's commands.
+        loses the variables by which users change the output of SLURM's commands. SIGINT raises KeyboardInterrupt, also
+        in a controller that a script has started in the background.
         """
         layout = load_frozen_layout()
         for name in os.environ.keys() - plain_environment().keys():
@@ -77,7 +78,7 @@ class Executor(plugin.Executor):
         self._misses: Counter[str] = Counter()  # number of consecutive answers of the queue without a job, by job id
         self._cancelled = threading.Event()
         self._earlier_lock = threading.Lock()
-        self._earlier_jobs: dict[Path, dict[str, Any]] | None = None
+        self._loaded_records: dict[Path, dict[str, Any]] | None = None  # see `_earlier_records`
 
     def get_exec_mode(self) -> ExecMode:
         """Return the mode of the Snakemake in a job: the mode that records metadata."""
@@ -97,9 +98,10 @@ class Executor(plugin.Executor):
         return "all"
 
     def get_python_executable(self) -> str:
-        """Return the start of a job's command: `batch_script` with one Snakemake, instead of srun with another one.
+        """Return the start of a job's command, to which Snakemake adds ``-m snakemake ...``.
 
-        `batch_script` runs Snakemake, forwards SIGTERM and records success.
+        The command is run by `batch_script`, which forwards SIGTERM and records success. The SLURM plugin would run a
+        Snakemake that starts another one with srun.
         """
         python = super().get_python_executable()
         return f"exec {python} -m {batch_script.__name__} {job_records_folder(self._results)} {python}"
@@ -107,7 +109,7 @@ class Executor(plugin.Executor):
     # Submission
 
     def run_jobs(self, jobs: list[Any]) -> None:
-        """Submit each job by itself.
+        """Submit each job by itself, in threads of the SLURM plugin.
 
         Raises:
             WorkflowError: job arrays or several clusters are requested, whose jobs could not be taken over.
@@ -133,7 +135,9 @@ class Executor(plugin.Executor):
             super().report_job_error(SubmittedJobInfo(job), msg=str(error))
 
     def _submit(self, job: Any) -> None:
-        """Submit a job, repeatedly while SLURM cannot accept it.
+        """Submit a job, repeatedly while SLURM cannot accept it, with pauses of 10, 20, 40 and then 60 seconds.
+
+        Jobs that an unsuccessful submission left in the queue are cancelled.
 
         Raises:
             WorkflowError: sbatch failed for another reason, or the run is cancelled.
@@ -153,9 +157,11 @@ class Executor(plugin.Executor):
     def _take_over(self, job: Any) -> bool:
         """Take over the SLURM job of an earlier run that does a job's work; return False if there is none.
 
-        Earlier SLURM jobs that write outputs of this job from other parameters or inputs are cancelled.
+        If that SLURM job has succeeded already, its success is reported. Earlier SLURM jobs that write outputs of this
+        job from other parameters or inputs are cancelled. The records of all other earlier jobs with these outputs are
+        deleted.
         """
-        for record_file, record in list(self._earlier.items()):
+        for record_file, record in list(self._earlier_records.items()):
             job_id, outputs = record_file.stem, record["outputs"]
             if set(_outputs_of(job)).isdisjoint(outputs):
                 continue
@@ -178,7 +184,11 @@ class Executor(plugin.Executor):
     # Events of a job
 
     def report_job_submission(self, job_info: SubmittedJobInfo, register_job: bool = True) -> None:
-        """Record a submitted job, and report it to Snakemake."""
+        """Record a submitted job, and report it to Snakemake.
+
+        The record has the fields ``outputs``, ``work`` (`_describe_work` of each single job, by its first output) and
+        ``slurm_logfile``.
+        """
         outputs = _outputs_of(job_info.job)
         work = {single.output[0]: _describe_work(single, outputs) for single in _single_jobs(job_info.job)}
         slurm_log = str(job_info.aux["slurm_logfile"])
@@ -193,10 +203,11 @@ class Executor(plugin.Executor):
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
         """Delete the record of a failed job, and report it to Snakemake; keep the error of a failed submission.
 
-        A job whose training run would only diverge again is not retried.
+        The error of a failed submission is not reported here: `_submit` submits the job again or raises the error. A
+        job whose training run would only diverge again is not retried.
         """
         was_submitted = job_info.external_jobid is not None
-        if not was_submitted:  # `_submit` decides; msg: "<error of sbatch> sbatch call: <command>"
+        if not was_submitted:  # msg: "<error of sbatch> sbatch call: <command>"
             self._sbatch_errors[job_info.job] = " ".join(str(msg).partition("sbatch call:")[0].split())
             return
         self._forget(self._record_file(job_info))
@@ -219,6 +230,9 @@ class Executor(plugin.Executor):
         2. It waits without end for a job that left the queue unseen (SLURM forgets jobs ``MinJobAge`` after their end),
            or that was preempted and not requeued.
         3. It waits for a job that SLURM queues again although its work is done, such as after a crash of slurmctld.
+
+        A job that left the queue, or is queued again, is successful if it has recorded its success and its outputs
+        exist. Otherwise a job that left the queue has failed.
         """
         # The plugin reports the jobs whose end it sees. The jobs that it yields are ignored, because of gap 1.
         async for _ in super().check_active_jobs(active_jobs):
@@ -249,7 +263,7 @@ class Executor(plugin.Executor):
     # Records of jobs
 
     @property
-    def _earlier(self) -> dict[Path, dict[str, Any]]:
+    def _earlier_records(self) -> dict[Path, dict[str, Any]]:
         """Records, by file, of the jobs that earlier controllers have submitted; read before the first submission.
 
         The first access also cancels the experiment's jobs in the queue that have no record.
@@ -258,11 +272,11 @@ class Executor(plugin.Executor):
         lock from Python 3.12 on), and the slower thread would miss a record that the faster one has removed.
         """
         with self._earlier_lock:
-            if self._earlier_jobs is None:
+            if self._loaded_records is None:
                 self._cancel_unrecorded()
                 paths = sorted(job_records_folder(self._results).glob("*.json"))
-                self._earlier_jobs = {path: read_json(path) for path in paths}
-            return self._earlier_jobs
+                self._loaded_records = {path: read_json(path) for path in paths}
+            return self._loaded_records
 
     def _record_file(self, job_info: SubmittedJobInfo) -> Path:
         """Return the file of a job's record, ``.kairos/jobs/<experiment>/<job id>.json``."""
@@ -272,7 +286,7 @@ class Executor(plugin.Executor):
         """Delete a job's record and success file, and leave the job out of the earlier jobs."""
         record_file.unlink(missing_ok=True)
         batch_script.success_file(record_file).unlink(missing_ok=True)
-        self._earlier.pop(record_file, None)
+        self._earlier_records.pop(record_file, None)
 
     def _is_complete(self, job_info: SubmittedJobInfo) -> bool:
         """Return True if a job recorded its success and all its outputs exist."""
@@ -284,7 +298,13 @@ class Executor(plugin.Executor):
     def _cancel_unrecorded(self, comment: str = "") -> None:
         """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`.
 
-        The method returns when the jobs have left the queue.
+        The method returns when the jobs have left the queue, and at once if there is none.
+
+        Args:
+            comment: start of the comment, such as ``rule_train``; empty: all jobs.
+
+        Raises:
+            WorkflowError: the run is cancelled.
         """
         if not self._find_unrecorded(comment):
             return
@@ -308,7 +328,11 @@ class Executor(plugin.Executor):
         }
 
     def _cancel_job(self, job_id: str) -> None:
-        """Cancel a SLURM job and wait until it has left the queue."""
+        """Cancel a SLURM job and wait until it has left the queue, see `_in_queue`.
+
+        Raises:
+            WorkflowError: the run is cancelled.
+        """
         run_command("scancel", job_id, timeout=_COMMAND_TIMEOUT)
         while self._in_queue(job_id):
             self._pause(_QUERY_INTERVAL)
@@ -357,10 +381,10 @@ class Executor(plugin.Executor):
         return values
 
     def _pause(self, seconds: float) -> None:
-        """Wait.
+        """Wait for a number of seconds.
 
         Raises:
-            WorkflowError: the run is cancelled.
+            WorkflowError: the run is cancelled, before or while this method waits.
         """
         if self._cancelled.wait(seconds):
             raise WorkflowError("the run is cancelled")
@@ -377,20 +401,25 @@ def _outputs_of(job: Any) -> list[str]:
 
 
 def _does_work_of(record: dict[str, Any], job: Any) -> bool:
-    """Return True if a recorded SLURM job computes the outputs of a job, or of its group, from equal parameters.
+    """Return True if a recorded SLURM job computes the outputs of a job or group from equal parameters and inputs.
+
+    It may compute further outputs.
 
     Args:
         record: content of the record, see `Executor.report_job_submission`.
         job: the job or group of jobs that Snakemake wants to run.
     """
-    return all(
-        record["work"].get(single.output[0]) == _describe_work(single, record["outputs"])
-        for single in _single_jobs(job)
-    )
+    for single in _single_jobs(job):
+        recorded_work = record["work"].get(single.output[0])  # None: the recorded job does not have this output
+        if recorded_work != _describe_work(single, record["outputs"]):
+            return False
+    return True
 
 
 def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
     """Return everything that decides a job's outputs: parameters as Snakemake compares them, and content of inputs.
+
+    The keys are ``params``, a list of texts, and ``inputs``, texts by path, see `_describe_file`.
 
     Args:
         job: a single job.
@@ -402,7 +431,11 @@ def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
 
 
 def _describe_file(path: Path) -> str:
-    """Return the hash of a small file, and size and modification time of a large one."""
+    """Return a text that changes with a file's content: its SHA-256, or size and modification time if it is large.
+
+    Raises:
+        FileNotFoundError: there is no file.
+    """
     stat = path.stat()
     if stat.st_size <= _LARGEST_HASHED:
         return sha256_file(path)
@@ -412,7 +445,8 @@ def _describe_file(path: Path) -> str:
 def _would_diverge_again(job_info: SubmittedJobInfo) -> bool:
     """Return True if training runs diverged in a failed job and all its other training runs are complete.
 
-    The progress file of a training run that has diverged contains ``"again": false``.
+    Another attempt of such a job can achieve nothing. The progress file of a training run that has diverged contains
+    ``"again": false``.
     """
     has_diverged = False
     for single in _single_jobs(job_info.job):

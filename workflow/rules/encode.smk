@@ -3,7 +3,8 @@
 
 
 for name in layout.stage_rules("encode"):
-    part = name != "encode"
+    is_shard_rule = name != "encode"
+    log_suffix = ".{shard}" if is_shard_rule else ""
 
     rule:
         name:
@@ -12,13 +13,15 @@ for name in layout.stage_rules("encode"):
             **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in layout.text_stages},
             dataset=f"{RESULTS}/dataset/manifest.json",
             autoencoder=f"{RESULTS}/autoencoder/manifest.json",
-            parts=[f"{RESULTS}/.parts/latents.{shard}" for shard in layout.shards("encode") if not part],
+            parts=[f"{RESULTS}/.parts/latents.{shard}" for shard in layout.shards("encode") if not is_shard_rule],
         output:
             record=(
-                temp(directory(f"{RESULTS}/.parts/latents.{{shard}}")) if part else f"{RESULTS}/latents/manifest.json"
+                temp(directory(f"{RESULTS}/.parts/latents.{{shard}}"))
+                if is_shard_rule
+                else f"{RESULTS}/latents/manifest.json"
             ),
         log:
-            f"{RESULTS}/logs/encode{'.{shard}' * part}.log",
+            f"{RESULTS}/logs/encode{log_suffix}.log",
         conda:
             "../../envs/environment.yml"
         threads: layout.experiment.training.threads
@@ -30,7 +33,7 @@ for name in layout.stage_rules("encode"):
             **layout.rule_params(name),
             **({"told": layout.text_stages} if layout.text_stages else {}),
             read=stage_options("dataset", "autoencoder", *layout.text_stages),
-            out=paths_of("record") if part else folder_of("record"),
+            out=paths_of("record") if is_shard_rule else folder_of("record"),
             shards=shard_options,
         shell:
             "kairos encode --config {params.config} {params.read} {params.shards} --out {params.out}"

@@ -7,7 +7,8 @@ PARTS = f"{TRAINING}/.parts/batch{layout.experiment.sampling.batch_size}"  # sha
 
 for segment in layout.segments:
     for name in layout.stage_rules("sample"):
-        part = name != "sample"
+        is_shard_rule = name != "sample"
+        log_suffix = segment.suffix + (".{shard}" if is_shard_rule else "")
 
         rule:
             name:
@@ -20,28 +21,28 @@ for segment in layout.segments:
                     f"{PARTS}/{step}.{shard}.npz"
                     for step in segment.snapshots
                     for shard in layout.shards("sample")
-                    if not part
+                    if not is_shard_rule
                 ],
             output:
                 images=[
-                    temp(f"{PARTS}/{step}.{{shard}}.npz") if part else f"{TRAINING}/samples/{step}.npz"
+                    temp(f"{PARTS}/{step}.{{shard}}.npz") if is_shard_rule else f"{TRAINING}/samples/{step}.npz"
                     for step in segment.snapshots
                 ],
                 grids=report(
-                    [f"{TRAINING}/samples/{step}.png" for step in segment.snapshots if not part],
+                    [f"{TRAINING}/samples/{step}.png" for step in segment.snapshots if not is_shard_rule],
                     caption="../report/samples.rst",
                     category="Samples",
                     labels={"method": "{method}", "seed": "{seed}"},
                 ),
                 sums=(
                     temp(f"{PARTS}/{segment.number}.{{shard}}.txt")
-                    if part
+                    if is_shard_rule
                     else layout.checksum_file("sample", "{method}", "{seed}", segment)
                 ),
             log:
-                f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.suffix}{'.{shard}' * part}.log",
+                f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{log_suffix}.log",
             group:
-                None if part else layout.sampling_group(segment)
+                None if is_shard_rule else layout.sampling_group(segment)
             conda:
                 "../../envs/environment.yml"
             threads: layout.experiment.training.threads

@@ -73,12 +73,14 @@ def compute_gradient_moments(
 ) -> GradientMoments:
     """Compute moments of per-sample gradients by noise level, with a forward and a backward pass per sample.
 
-    The network is in evaluation mode during the computation. Memory holds one gradient per level.
+    The network is in evaluation mode during the computation, and its modes are restored. Gradients are those of the
+    parameters with ``requires_grad``. Memory holds one gradient per level. Results are float64.
 
     Args:
         model: the network, called as ``model(x_t, t)`` or, with conditions, as ``model(x_t, t, conditions)``.
         process: forward process, see `kairos_timesteps.diffusion.processes`.
-        x0: images in model space on the model's device, (levels x n, ...). Every level uses n of them, at least 2.
+        x0: images in model space on the model's device, (levels x n, ...), n >= 2. The first n belong to level 0 and so
+            on.
         levels: start and end of each level as fractions of the process; times are uniform in between.
         loss: function that computes the loss of each sample, (batch,); by default the mean squared error.
         conditions: conditions of the images by name, each (levels x n, ...).
@@ -88,32 +90,33 @@ def compute_gradient_moments(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scale = 1.0 if metric is None else _flatten_metric(metric, parameters)
-    count = len(x0) // len(levels)
-    losses, squared_norms = np.empty((len(levels), count)), np.empty((len(levels), count))
+    count = len(x0) // len(levels)  # images of a level
+    losses = np.empty((len(levels), count))
+    squared_norms = np.empty((len(levels), count))
     mean_gradients = []
     for level, (low, high) in enumerate(levels):
         u = low + (high - low) * Stream(seed, "analysed times").uniform(level, range(count))
         noise = Stream(seed, "analysed noise").normal(level, range(count), tuple(x0.shape[1:]))
         mean_gradient = torch.zeros((), dtype=torch.float64, device=x0.device)
         for i in range(count):  # one sample at a time: its gradient needs a backward pass of its own
-            in_level = slice(i, i + 1)
-            in_all = slice(level * count + i, level * count + i + 1)
+            row_in_level = slice(i, i + 1)
+            row_in_all = slice(level * count + i, level * count + i + 1)
             sample_conditions = None
             if conditions is not None:
-                sample_conditions = {name: values[in_all] for name, values in conditions.items()}
+                sample_conditions = {name: values[row_in_all] for name, values in conditions.items()}
             with evaluating(model):
                 prediction = _predict(
                     model,
                     process,
-                    x0=x0[in_all],
-                    noise=noise[in_level].to(x0),
-                    t=process.times(u[in_level].to(x0.device)),
+                    x0=x0[row_in_all],
+                    noise=noise[row_in_level].to(x0),
+                    t=process.times(u[row_in_level].to(x0.device)),
                     conditions=sample_conditions,
                     samples=SampleCoordinates(seed, level, range(i, i + 1)),
                 )
-                value = loss(prediction).sum()
-            gradient = scale * _flatten_gradients(value, parameters)
-            losses[level, i] = value.item()
+                sample_loss = loss(prediction).sum()  # a scalar
+            gradient = scale * _flatten_gradients(sample_loss, parameters)
+            losses[level, i] = sample_loss.item()
             squared_norms[level, i] = torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
             mean_gradient = mean_gradient + gradient.double() / count
         mean_gradients.append(mean_gradient)
@@ -131,7 +134,15 @@ def _flatten_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _flatten_metric(metric: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """Return the square root of a diagonal metric as one vector, (parameters,)."""
+    """Return the square root of a diagonal metric as one vector, (parameters,).
+
+    Args:
+        metric: a tensor per parameter, which is expanded to the parameter's shape.
+        parameters: the trained parameters.
+
+    Raises:
+        ValueError: the metric has another number of tensors.
+    """
     roots = []
     for diagonal, parameter in zip(metric, parameters, strict=True):
         roots.append(diagonal.expand_as(parameter).sqrt().flatten())
@@ -149,13 +160,15 @@ def _predict(
 ) -> Prediction:
     """Add noise to images up to times t, and return the network's prediction with all that loss functions read.
 
+    The network is called once here, and again by each call of the result's `predict`.
+
     Args:
         model: the network.
         process: forward process.
         x0: images, (batch, ...).
         noise: noise of the images' shape.
         t: times, (batch,).
-        conditions: conditions by name, or None.
+        conditions: conditions by name, each (batch, ...), or None.
         samples: random coordinates of the batch.
     """
     x_t = process.noised(x0, noise, t)

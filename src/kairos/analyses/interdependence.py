@@ -47,13 +47,17 @@ def measure_interdependence(
         device: device of the computation.
 
     Returns:
-        A row per trained part, or ``all`` for the whole process as a control, and measured part. Column ``error`` is
-        the standard error of the mean change over images.
+        A row for each pair of a trained and a measured part, grouped by trained part. Column ``trained`` is the number
+        of the trained part from 0, or ``all`` for the whole process as a control. `_compare_losses` describes the
+        other columns.
     """
+    # the snapshot, and its loss on held-out images
     snapshot = open_milestone(folder, "raw", device)
     optimizer_state = load_optimizer_state(folder, snapshot, device)
     loss_settings = LossSettings(images=options.images, strata=1, seed=options.seed)  # the strata are not used
     fixed_loss = build_fixed_loss(snapshot, latents, loss_settings, device)
+
+    # parts of the process, with equal numbers of cells up to rounding
     cell_count = snapshot.process.schedule.timesteps
     edges = np.linspace(0, cell_count, options.parts + 1).round().astype(int).tolist()
     parts = list(pairwise(edges))  # first and end cell of each part
@@ -66,6 +70,7 @@ def measure_interdependence(
         # the index of a part of the process selects its noise, which is equal before and after the training
         return [fixed_loss.errors(network, part, u, "prediction") for part, u in enumerate(image_fractions)]
 
+    # train on each part, and measure all parts
     losses_before = compute_losses(snapshot.model)
     rows = []
     trained_parts = [*enumerate(parts), ("all", (0, cell_count))]
@@ -87,9 +92,17 @@ def _prepare_training(
     latents: Latents,
     device: torch.device,
 ) -> TrainingState:
-    """Prepare a training run that continues from a snapshot, with times uniform from cell `start` to cell `end`.
+    """Prepare a training run that continues from a snapshot, with times uniform from cell `start` up to cell `end`.
 
-    The weights are those of the snapshot. Without a state, the optimiser is new.
+    The run begins at the snapshot's step, with its raw weights. The sampler of its method is replaced, and so are the
+    settings of `_TRAINING_SETTINGS`.
+
+    Args:
+        snapshot: the snapshot; its network is not changed.
+        optimizer_state: state of the optimiser; None: the optimiser is new.
+        start, end: first trained cell, and the cell after the last.
+        latents: data that the snapshot was trained on.
+        device: device of the computation.
     """
     record = snapshot.record
     sampler = {"name": "uniform", "start": start, "end": end}
@@ -108,7 +121,10 @@ def _prepare_training(
 def _compare_losses(
     losses_before: list[Tensor], losses_after: list[Tensor], parts: list[tuple[int, int]], cell_count: int
 ) -> Iterator[TableRow]:
-    """Yield a row per part with its fractions of the process, the mean losses, and their change with standard error.
+    """Yield a row per measured part with its fractions of the process and its mean losses over images.
+
+    The columns are ``part``, ``u_low``, ``u_high``, ``before``, ``after``, ``change`` (after minus before) and
+    ``error``, the standard error of the mean change over images.
 
     Args:
         losses_before: loss of each image on every part before training, (images,) each.

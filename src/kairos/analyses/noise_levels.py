@@ -33,7 +33,7 @@ _LOSSES: dict[str, Metric] = {"training": None, "vlb": None}  # measured losses,
 
 
 def even_levels(bins: int) -> list[Level]:
-    """Return levels that are equal fractions of the process."""
+    """Return levels that are equal fractions of the process, without columns that describe them."""
     return [({}, ends) for ends in pairwise(np.linspace(0, 1, bins + 1).tolist())]
 
 
@@ -44,7 +44,7 @@ def area_levels(process: Process, r: float) -> list[Level]:
 
     Args:
         process: forward process.
-        r: magnitude from which a time counts as converged.
+        r: magnitude above which a time counts as converged.
     """
     increment_areas = increments("vp", process.schedule, r=r).area()
     # the increment from the paper's x_t, t = 1, 2, ..., belongs to cell t - 1; the last cell has no increment
@@ -62,6 +62,8 @@ def area_levels(process: Process, r: float) -> list[Level]:
 def log_snr_levels(process: Process, bins: int, least: float = -9.0, most: float = 9.0) -> list[Level]:
     """Return levels that are equal ranges of ln SNR, the cleanest first, with their centres in column ``log_snr``.
 
+    The schedule gives the ln SNR at the middles of the cells; between middles it is interpolated linearly.
+
     Args:
         process: forward process, which may limit the range further.
         bins: number of levels.
@@ -73,7 +75,8 @@ def log_snr_levels(process: Process, bins: int, least: float = -9.0, most: float
     edge_fractions = np.interp(-edges, -log_snr, cell_middles).tolist()  # np.interp needs ascending values
     levels: list[Level] = []
     for (cleaner_end, noisier_end), fractions in zip(pairwise(edges), pairwise(edge_fractions)):
-        levels.append(({"log_snr": float((cleaner_end + noisier_end) / 2)}, fractions))
+        centre = float((cleaner_end + noisier_end) / 2)
+        levels.append(({"log_snr": centre}, fractions))
     return levels
 
 
@@ -82,8 +85,12 @@ def measure_gradient_variance(
 ) -> list[TableRow]:
     """Compute density, loss and moments of the gradient g by time, a row per loss and level.
 
-    The columns are density, mean and variance of the loss, ||E g||² and tr Cov g. Expectations are over images, noise
-    and times of the level. Source: Kim et al. 2025, figures 2 and 6.
+    The losses are ``training`` and ``vlb``, each with the levels in order of time. Expectations are over training
+    images, noise and times of the level, for the raw weights. Source: Kim et al. 2025, figures 2 and 6.
+
+    A level has the columns ``loss``, ``level``, ``u_low``, ``u_high``, ``t`` and ``density``. The moments are
+    ``loss_mean``, ``loss_variance``, ``variance`` (tr Cov g), ``squared_mean`` (||E g||²), ``noise_scale``, and
+    ``cosine_K`` with each level K.
 
     Args:
         options: options of the analysis.
@@ -98,7 +105,7 @@ def measure_gradient_variance(
 def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device: torch.device) -> list[TableRow]:
     """Compute the columns of `measure_gradient_variance` by SpeeD's areas, a row per loss and area.
 
-    Source: Wang et al. 2025, figure 1.
+    Column ``area`` is added. Source: Wang et al. 2025, figure 1.
 
     Args:
         options: options of the analysis.
@@ -113,11 +120,11 @@ def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device:
 def measure_agreement(
     options: AgreementOptions, folder: Path, latents: Latents, device: torch.device
 ) -> list[TableRow]:
-    """Compute the columns of `measure_gradient_variance` by ln SNR, and cosines between the E g of two levels.
+    """Compute the columns of `measure_gradient_variance` by ln SNR; they include cosines between levels.
 
-    The cosines are in the columns ``cosine_0`` and so on. The loss is the training loss. If the optimiser's state is
-    available (at the last snapshot), rows of loss ``preconditioned`` are measured in Adam's metric, g' D g with
-    D = 1/(sqrt(v) + eps).
+    Column ``log_snr`` is added. The cosines are those of the E g of two levels. The loss is the training loss, of rows
+    ``training``. If the optimiser's state is available (at the last snapshot), rows of loss ``preconditioned`` follow,
+    measured in Adam's metric, g' D g with D = 1/(sqrt(v) + eps).
 
     Args:
         options: options of the analysis.
@@ -140,13 +147,16 @@ def measure_agreement(
 def load_optimizer_state(folder: Path, snapshot: Snapshot, device: torch.device) -> dict[str, Any] | None:
     """Load the optimiser's state at a snapshot, or return None if it is not available.
 
-    It is in the run's ``checkpoint.pt``, which belongs to the last step. It is not available at other steps, or if the
-    optimiser has taken no step.
+    It is in the run's ``checkpoint.pt``, which belongs to the last step. It is not available at other steps, if the
+    checkpoint is of another identity, or if the optimiser has taken no step.
 
     Args:
         folder: folder of the snapshot.
         snapshot: the snapshot.
         device: device of the tensors.
+
+    Raises:
+        DamagedError: the checkpoint is damaged.
     """
     run_folder = folder.parents[1]  # above milestones/<step>
     path = run_folder / "checkpoint.pt"
@@ -168,10 +178,11 @@ def _measure_levels(
     levels: Sequence[Level],
     metrics: dict[str, Metric],
 ) -> list[TableRow]:
-    """Measure losses and gradients of a snapshot by level, and return a row per loss and level.
+    """Measure losses and gradients of a snapshot by level, and return a row per loss and level, in their order.
 
+    The columns are ``loss``, ``level`` (number from 0), those of `_describe_level` and those of `_moments_of_level`.
     The densities and weights are read from ``strategy.csv`` in the folder of the snapshot. Levels have separate images,
-    `options.images` each.
+    `options.images` each; all losses have equal images, noise and times.
 
     Args:
         options: options of the analysis.
@@ -179,7 +190,8 @@ def _measure_levels(
         snapshot: the snapshot.
         latents: data that the snapshot was trained on.
         levels: levels of the process.
-        metrics: losses, each with the diagonal metric that its gradients are measured in, or None.
+        metrics: diagonal metric that the gradients of each loss are measured in, or None, by the loss's name. Every
+            name but ``vlb`` means the training loss.
     """
     strategy = parse_strategy_csv((folder / "strategy.csv").read_text(encoding="utf-8"))
     x0, conditions = _load_training_images(options, snapshot, latents, len(levels) * options.images)
@@ -216,22 +228,23 @@ def _load_training_images(
         count: number of images.
 
     Returns:
-        Images (count, ...), and each condition (count, ...), on the network's device.
+        Images (count, ...), and each condition that the network has, (count, ...), on the network's device.
     """
     sample_indices = range(count)
     positions = Stream(options.seed, "analysed images").integers(0, len(latents.train), sample_indices)
-    images = latents.train[positions.numpy()]
+    image_indices = latents.train[positions.numpy()]  # in the data set
     latent_noise = Stream(options.seed, "analysed latents").normal(0, sample_indices, latents.shape)
     device = next(snapshot.model.parameters()).device
-    all_conditions = latents.load_conditions(images)
+    all_conditions = latents.load_conditions(image_indices)
     conditions = {name: all_conditions[name].to(device) for name in snapshot.record["conditions"]}
-    return latents.load_x0(images, noise=latent_noise).to(device), conditions
+    return latents.load_x0(image_indices, noise=latent_noise).to(device), conditions
 
 
 def _describe_level(level: Level, process: Process, probabilities: Array) -> TableRow:
-    """Return the columns that describe a level: its fractions of the process, its middle time, and the density there.
+    """Return the columns that describe a level: its own columns, ``u_low``, ``u_high``, ``t`` and ``density``.
 
-    The density is relative to the uniform density.
+    ``u_low`` and ``u_high`` are its fractions of the process, and ``t`` is the time at its middle. The density is the
+    mean over the level's cells, at least one, relative to the uniform density.
 
     Args:
         level: the level.
@@ -241,7 +254,7 @@ def _describe_level(level: Level, process: Process, probabilities: Array) -> Tab
     columns, (low, high) = level
     cell_count = len(probabilities)
     first_cell = int(low * cell_count)
-    end_cell = max(first_cell + 1, round(high * cell_count))  # at least one cell
+    end_cell = max(first_cell + 1, round(high * cell_count))
     middle = process.times(torch.tensor((low + high) / 2, dtype=torch.float64)).item()
     density = cell_count * probabilities[first_cell:end_cell].mean()
     return {**columns, "u_low": low, "u_high": high, "t": middle, "density": density}
@@ -250,8 +263,8 @@ def _describe_level(level: Level, process: Process, probabilities: Array) -> Tab
 def _moments_of_level(moments: GradientMoments, level: int) -> TableRow:
     """Return the columns that contain the moments of losses and gradients at a level.
 
-    They are loss_mean, loss_variance, variance (tr Cov g), squared_mean (||E g||²), noise_scale, and a column cosine_0
-    and so on for each level.
+    They are ``loss_mean``, ``loss_variance``, ``variance`` (tr Cov g), ``squared_mean`` (||E g||²) and
+    ``noise_scale``. Column ``cosine_K`` is the cosine similarity of the E g of this level and of level K.
     """
     row = {
         "loss_mean": moments.losses[level].mean(),
@@ -269,7 +282,7 @@ def _vlb_loss(prediction: Prediction) -> Tensor:
 
 
 def _build_training_loss(snapshot: Snapshot, weights: Array) -> Loss:
-    """Return a function that computes each sample's contribution to the training objective, (batch,).
+    """Return a function that computes each sample's contribution to the training objective, (batch,), differentiable.
 
     The contribution is the sum of the loss terms times their scales. `weights` multiply only terms with ``weighted``.
 
@@ -281,9 +294,9 @@ def _build_training_loss(snapshot: Snapshot, weights: Array) -> Loss:
 
     def loss(prediction: Prediction) -> Tensor:
         """Return the sum of the loss terms, each with its scale and, if it is weighted, the weight at time t."""
-        # index of the weight at time t: `fractions` maps times to [0, 1]
-        cell = (snapshot.process.fractions(prediction.t) * len(weights)).long().clamp(0, len(weights) - 1)
-        weight = torch.from_numpy(weights).to(cell.device, torch.float32)[cell]
+        # index of the weight at time t: `fractions` maps times to [0, 1], and 1 belongs to the last interval
+        cells = (snapshot.process.fractions(prediction.t) * len(weights)).long().clamp(0, len(weights) - 1)
+        weight = torch.from_numpy(weights).to(cells.device, torch.float32)[cells]  # (batch,)
         contributions = []
         for options, term in terms:
             factor = weight if options.weighted else 1

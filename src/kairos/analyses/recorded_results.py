@@ -19,14 +19,18 @@ from kairos_timesteps.errors import KairosError
 def collect_densities(options: DensityOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Collect the density of timesteps and the trained density at every snapshot, relative to the uniform density.
 
-    Column ``density`` is T p(t). Column ``trained`` is p(t) w(t) over its mean: loss weights count as probabilities
-    (Kim et al. 2025, figure 5). A row contains means over a group of consecutive timesteps. There are `options.bins`
-    groups, or one for each timestep if there are fewer.
+    The columns are ``method``, ``seed``, ``step``, ``t``, ``density`` and ``trained``. Column ``density`` is T p(t).
+    Column ``trained`` is p(t) w(t) over its mean: loss weights count as probabilities (Kim et al. 2025, figure 5). A
+    row contains means over a group of consecutive timesteps. There are `options.bins` groups, or one for each timestep
+    if there are fewer. They are read from the ``strategy.csv`` of the snapshots.
 
     Args:
         options: options of the analysis.
         experiment: the experiment, whose methods, seeds and snapshots are analysed.
         results: its results folder.
+
+    Raises:
+        FileNotFoundError: a snapshot is missing.
     """
     rows = []
     for method, seed, step in product(experiment.methods, experiment.seeds, experiment.milestones):
@@ -50,8 +54,9 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
     """Collect distance and time of every snapshot; ``relative_time`` is 1 when the baseline is at its best.
 
     That unit is "1D" of Kim et al. 2025, figure 1: the mean time over seeds at which the baseline's mean distance over
-    seeds is lowest. Times are those of training steps, including the computations of the sampler. Column ``selected``
-    is |S| of adaptive samplers.
+    seeds is lowest. Times are those of training steps, including the computations of the sampler. The columns are
+    ``method``, ``selected`` (|S| of an adaptive sampler, else None), ``seed``, ``step``, ``seconds``, ``metric``
+    (primary metric of the reference), ``distance`` and ``relative_time``.
 
     Args:
         options: not used; the analysis has no options.
@@ -60,6 +65,7 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
 
     Raises:
         KairosError: a run has no recorded times, for example because its results were pulled.
+        FileNotFoundError: the reference or an evaluation is missing.
     """
     metric = read_json(results / "reference/reference.json")["metric"]
     rows = []
@@ -68,7 +74,8 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
         subset_size = method.sampler.get("selected") if method.sampler.name in ADAPTIVE else None
         timing_file = run_folder / "timing.jsonl"
         timing = read_timing(timing_file) if timing_file.is_file() else ()
-        seconds_by_step = {0: 0.0} | {entry["step"]: entry["seconds"] for entry in timing}
+        seconds_by_step = {0: 0.0}  # the untrained network
+        seconds_by_step |= {entry["step"]: entry["seconds"] for entry in timing}
         for step in experiment.milestones:
             if step not in seconds_by_step:
                 raise KairosError(f"{timing_file}: has no time of step {step}; results that were pulled have no times")
@@ -90,10 +97,14 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
 def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
     """Return the baseline's mean time over seeds at the step at which its mean distance over seeds is lowest.
 
-    Step 0, the untrained network, does not count.
+    The time is in seconds. Step 0, the untrained network, does not count.
+
+    Args:
+        rows: rows of `collect_relative_times`, without ``relative_time``.
+        experiment: the experiment.
     """
     distance_and_time = []  # means over seeds, by step
-    for step in experiment.milestones[1:]:  # without the untrained network
+    for step in experiment.milestones[1:]:
         step_rows = [row for row in rows if row["method"] == experiment.baseline and row["step"] == step]
         mean_distance = np.mean([row["distance"] for row in step_rows])
         mean_time = np.mean([row["seconds"] for row in step_rows])
@@ -123,7 +134,8 @@ def collect_subset_sizes(options: AnalysisOptions, experiment: Any, results: Pat
 def compute_increments(options: IncrementsOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Compute moments and areas of x_{t+1} - x_t of eight processes in 1000 steps, a row per process and time.
 
-    Source: `kairos.increments`. The columns are ``process``, those of `Increments.columns`, and ``area``.
+    The processes are linear, cosine, quadratic, scaled_linear, vp, flow, ve and edm. The columns are ``process``, those
+    of `Increments.columns`, and ``area``. Source: `kairos.increments`.
 
     Args:
         options: options of the analysis.

@@ -141,7 +141,10 @@ class IncrementsOptions(AnalysisOptions):
 
 
 def analysed_snapshots(analysis: AnalysisOptions, experiment: Any) -> list[tuple[str, int, int]]:
-    """Return method, seed and step of every snapshot that an analysis reads; empty if it reads no networks."""
+    """Return method, seed and step of every snapshot that an analysis reads, in this order; empty if it reads none.
+
+    Methods and steps are those of the analysis' options, or else all of the experiment.
+    """
     if not isinstance(analysis, SnapshotOptions):
         return []
     methods = analysis.methods or experiment.methods

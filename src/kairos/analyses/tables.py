@@ -25,6 +25,10 @@ def measure_snapshot(
         latents: folder of the data that the snapshot was trained on.
         out: CSV file to write.
         device: device of the computation.
+
+    Raises:
+        FileNotFoundError: the snapshot is missing.
+        KairosError: the snapshot is damaged, or the latents are missing or incomplete.
     """
     record = read_json(snapshot / "milestone.json")
     rows = analysis.build(snapshot, open_latents(latents), device)
@@ -34,6 +38,8 @@ def measure_snapshot(
 
 def build_table(analysis: AnalysisOptions, experiment: Any, results: Path) -> pd.DataFrame:
     """Build the table of an analysis for an experiment: join the tables of its snapshots, or compute it from results.
+
+    The rows of snapshots are in the order of `analysed_snapshots`.
 
     Args:
         analysis: options of the analysis.

@@ -32,7 +32,9 @@ with open(sys.argv[1], "r+b") as file:
 def check_slurm(profile: Path = PROFILE) -> list[Finding]:
     """Check that SLURM answers, list its partitions, and check partition and account of the profile.
 
-    A machine without SLURM's commands or without a configured cluster is usable and gives a single finding.
+    A machine without SLURM's commands or without a configured cluster is usable and gives a single finding. So does a
+    profile that cannot be read, or SLURM without an answer, as a failure. A partition of the profile gets a finding of
+    its own only if SLURM lacks it.
 
     Args:
         profile: folder of the profile that jobs will be submitted with.
@@ -57,18 +59,22 @@ def check_slurm(profile: Path = PROFILE) -> list[Finding]:
     if rows and requested and not known.issuperset(requested.split(",")):
         advice = f"{requested}, as in {profile}, is none of {', '.join(sorted(known))}: edit the profile"
         findings.append((False, "slurm partition", advice))
-    return [*findings, _account(profile, defaults.get("slurm_account"))]
+    return [*findings, _check_account(profile, defaults.get("slurm_account"))]
 
 
-def _account(profile: Path, requested: str | None) -> Finding:
+def _check_account(profile: Path, requested: str | None) -> Finding:
     """Check that this user may charge the account of the profile, if SLURM has accounts.
+
+    The check fails only if SLURM lists accounts of the user, and the account of the profile is none of them.
 
     Args:
         profile: folder of the profile, for the message.
         requested: account of the profile; None: it has none.
     """
     command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
-    succeeded, answer = run_command(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
+    succeeded, answer = False, "no sacctmgr here"
+    if shutil.which("sacctmgr"):
+        succeeded, answer = run_command(*command)
     accounts = sorted(set(answer.split()))
     if succeeded and accounts and requested and requested not in accounts:
         advice = f"{requested}, as in {profile}, is none of {', '.join(accounts)}: edit the profile"
@@ -91,7 +97,9 @@ def profile_file(profile: Path) -> Path | None:
 
 
 def _default_resources(profile: Path) -> dict[str, str]:
-    """Return the default resources of a profile, without empty values; empty if the profile does not exist.
+    """Return the default resources of a profile as texts without quotes; empty if there is no profile.
+
+    Resources with an empty value are left out. A profile has them as a mapping or as a list of ``name=value``.
 
     Raises:
         KairosError: the profile is not the YAML that Snakemake reads.
@@ -99,8 +107,10 @@ def _default_resources(profile: Path) -> dict[str, str]:
     import yaml
 
     file = profile_file(profile)
+    if file is None:
+        return {}
     try:
-        settings = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else None) or {}
+        settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {}  # None: the file is empty
         resources = settings.get("default-resources") or {}
         if isinstance(resources, list):  # such as ["slurm_partition=gpu", "mem_mb=4000"]
             resources = dict(item.split("=", 1) for item in resources)
@@ -110,7 +120,7 @@ def _default_resources(profile: Path) -> dict[str, str]:
 
 
 def check_job(visible: int) -> list[Finding]:
-    """Check that torch finds the number of GPUs that SLURM has given to this job; report if there is no job.
+    """Check that torch finds the number of GPUs that SLURM has given to this job; without a job the check succeeds.
 
     Args:
         visible: number of GPUs that torch sees.
@@ -121,53 +131,56 @@ def check_job(visible: int) -> list[Finding]:
     variables = {name: os.environ[name] for name in _GPU_VARIABLES if os.environ.get(name)}
     assigned = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no GPU"
     fact = f"job {job_id} on {os.environ.get('SLURMD_NODENAME', '?')}, given: {assigned}; torch sees {visible}"
-    assigned_count = _count_assigned_gpus(variables) or 0  # a job without these variables has no GPU
-    if assigned_count == visible:
+    if _count_assigned_gpus(variables) == visible:
         return [(True, "slurm job", fact)]
     advice = "check gres.conf" if visible else "the driver or torch's CUDA version may not fit this node"
     return [(False, "slurm job", f"{fact}: {advice}")]
 
 
-def _count_assigned_gpus(variables: dict[str, str]) -> int | None:
-    """Return the number of GPUs in a job's environment variables; None: they contain none.
+def _count_assigned_gpus(variables: dict[str, str]) -> int:
+    """Return the number of GPUs in a job's environment variables; a job without these variables has no GPU.
 
     CUDA_VISIBLE_DEVICES comes first, because CUDA obeys it.
+
+    Args:
+        variables: variables of `_GPU_VARIABLES` that are set.
     """
     names = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
     devices = next((variables[name] for name in names if variables.get(name)), None)
     if devices is not None:
-        is_none = devices in ("-1", "NoDevFiles")  # values with which CUDA and SLURM hide all GPUs
-        return 0 if is_none else len(devices.split(","))
+        are_hidden = devices in ("-1", "NoDevFiles")  # values with which CUDA and SLURM hide all GPUs
+        return 0 if are_hidden else len(devices.split(","))
     count = variables.get("SLURM_GPUS_ON_NODE", "")
-    return int(count) if count.isdigit() and count != "0" else None
+    return int(count) if count.isdigit() else 0
 
 
 def check_disk(results: Path) -> Finding:
     """Check the folder for temporary files, to which jobs copy latents if it is on another file system.
 
-    Only a folder that cannot be written is not usable.
+    The check fails only if the folder, TMPDIR or else Python's default, cannot be written. It reports the free GiB.
 
     Args:
-        results: folder of the results.
+        results: folder of the results, which may not exist yet.
     """
     folder = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return False, "local disk", f"{folder} (TMPDIR): cannot write: {error.strerror}"
-    free = shutil.disk_usage(folder).free / 2**30
+    free_gib = shutil.disk_usage(folder).free / 2**30
     if os.stat(folder).st_dev == os.stat(nearest_existing(results)).st_dev:
         location = "the file system of the results, so a copy of the latents gains nothing"
     else:
         location = "not the file system of the results"
-    return True, "local disk", f"{folder}: {free:.1f} GiB free, {location}"
+    return True, "local disk", f"{folder}: {free_gib:.1f} GiB free, {location}"
 
 
 def check_locks(results: Path) -> list[Finding]:
     """Check that a file lock in the results excludes other processes, and that its release admits them.
 
-    Training runs and the controller use flock; databases (MLflow's, Snakemake's) use POSIX locks. There is a finding
-    for each kind. The check writes a temporary file into the results, or into their nearest existing parent folder.
+    Training runs and the controller use flock; databases (MLflow's, Snakemake's) use POSIX locks (`lockf`). There is a
+    finding for each kind, which fails if the folder cannot be written. Flock also fails if options of the mount confine
+    it to this machine. The check writes a temporary file into the results, or into their nearest existing parent.
 
     Args:
         results: folder of the results.
@@ -211,6 +224,9 @@ def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> s
     Args:
         function: function of module fcntl, ``flock`` or ``lockf``.
         file: the file to lock.
+
+    Raises:
+        OSError: this process cannot lock the file.
     """
     lock = getattr(fcntl, function)
     command = [sys.executable, "-S", "-c", _TRY_LOCK, file.name, function]
@@ -224,7 +240,10 @@ def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> s
 
 
 def check_limits() -> list[Finding]:
-    """Report the resource limits of this user's processes; too few open files or limited addresses fail the check."""
+    """Report the resource limits of this user's processes; too few open files or limited addresses fail the check.
+
+    The limits are soft limits; 1024 open files are enough. Limited address space is a second finding.
+    """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     enough = files == resource.RLIM_INFINITY or files >= _OPEN_FILES
     fact = f"{_limit(resource.RLIMIT_NOFILE)} open files, {_limit(resource.RLIMIT_NPROC)} processes, "
@@ -239,6 +258,6 @@ def check_limits() -> list[Finding]:
 
 
 def _limit(resource_number: int, unit: int = 1) -> str:
-    """Return the soft limit of a resource as text, in units of `unit`."""
+    """Return the soft limit of a resource as text, in whole units of `unit`; ``unlimited`` if there is none."""
     value = resource.getrlimit(resource_number)[0]
     return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -42,11 +43,11 @@ _TEMPLATES = jinja2.Environment(
 
 
 def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
-    """Return the status of an experiment, in lines of at most 120 columns.
+    """Return the status of an experiment, in lines of at most 120 columns, without a newline at the end.
 
     Args:
         experiment: the experiment's file, or its folder of results.
-        remove_unclaimed: delete states of earlier settings first; otherwise the text reports them.
+        remove_unclaimed: delete states of earlier settings; otherwise the text reports how to delete them.
 
     Raises:
         KairosError: there is no such experiment.
@@ -67,6 +68,8 @@ def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
 @lru_cache(maxsize=1)
 def render_page(experiment: Path, interval: float, moment: float) -> str:
     """Return the status of an experiment as an HTML document that refreshes itself; it shows any reading error.
+
+    The last page is cached.
 
     Args:
         experiment: the experiment's file, or its folder of results.
@@ -91,19 +94,26 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
 
 
 def _collect_status(experiment: Path) -> dict[str, Any]:
-    """Collect the values that both templates show: runs, their outputs, jobs in SLURM's queue, stages and a summary."""
+    """Collect the values that both templates show: runs, their outputs, jobs in SLURM's queue, stages and a summary.
+
+    ``runs`` and ``outputs`` have the order of ``outline.trainings``. Without jobs, ``queue`` is SLURM's error or empty.
+
+    Raises:
+        KairosError: there is no such experiment.
+        ConfigError: the file is not a valid experiment.
+    """
     outline = load_outline(experiment)
     jobs, queue_error = slurm.list_jobs(outline.results)
     runs = list_run_progress(outline, jobs)
     outputs = [RunOutputs(outline, method, seed) for method, seed in outline.trainings]
-    counts = {state: sum(run.state == state for run in runs) for state in STATES}
+    counts = Counter(run.state for run in runs)
     return {
         "outline": outline,
         "runs": runs,
         "outputs": outputs,
         "queue": slurm.summarize_jobs(jobs) if jobs else queue_error,
         "stages": summarise_stages(outline, outputs),
-        "summary": ", ".join(f"{count} {state}" for state, count in counts.items() if count),
+        "summary": ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]),
         "duration": duration,
     }
 
@@ -120,9 +130,15 @@ def _build_row(run: RunProgress, outputs: RunOutputs, run_logs: RunLogs) -> dict
     """Return the values of a training run's row in the page.
 
     They are the run, a note, log files, paths of the last evaluation and image grid, and the loss curve. A missing
-    value is None or empty.
+    value is None or empty. The note of a running run is the last line of its log, unless it has another note.
+
+    Args:
+        run: state and progress of the run.
+        outputs: samples and evaluations of the run.
+        run_logs: log files of the experiment.
     """
-    note, logs = run.note, run.logs or run_logs.find(run.method, run.seed, job=None)
+    logs = run.logs or run_logs.find(run.method, run.seed, job=None)
+    note = run.note
     if not note and run.state == "running":
         note = read_last_line(logs)
     # the curve of an outdated run would show a training with other settings
@@ -143,11 +159,13 @@ def _find_newest_metrics(run_folder: Path) -> Path | None:
     Every state of the run has a file. The run's folder has a copy, which remains if the states are deleted.
     """
     states = run_folder / ".state"
-    times = {}
-    for folder in [*(states / name for name in list_names(states)), run_folder]:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            times[folder / "metrics.jsonl"] = os.stat(folder / "metrics.jsonl").st_mtime_ns
-    return max(times, key=lambda file: times[file], default=None)
+    folders = [*(states / name for name in list_names(states)), run_folder]
+    write_times = {}  # nanoseconds
+    for folder in folders:
+        metrics_file = folder / "metrics.jsonl"
+        with suppress(FileNotFoundError, NotADirectoryError):  # not every folder has the file
+            write_times[metrics_file] = os.stat(metrics_file).st_mtime_ns
+    return max(write_times, key=lambda file: write_times[file], default=None)
 
 
 def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
@@ -168,7 +186,7 @@ def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
 
 @lru_cache(maxsize=4096)
 def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tuple[str, float, float] | None:
-    """Compute the loss curve of `_read_loss_curve`; the size and time of the file are keys of the cache."""
+    """Compute the loss curve of `_read_loss_curve`; size (bytes) and time of the file are keys of the cache."""
     points = _sample_losses(metrics_file, size)
     if not len(points):
         return None
@@ -177,29 +195,30 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
     grouped = points[: group_count * lines_per_point]
     if len(grouped) < len(points):  # the last group has fewer lines: its point is the mean of the last lines
         grouped = np.concatenate([grouped, points[-lines_per_point:]])
-    steps, losses = grouped.reshape(-1, lines_per_point, 2).mean(axis=1).T
+    steps, losses = grouped.reshape(-1, lines_per_point, 2).mean(axis=1).T  # means of each group of lines
     heights = np.arcsinh(1000 * losses)  # close to a logarithm, but defined for losses up to 0 too
     value_range = heights.min(), heights.max() + 1e-9  # not empty for a constant loss
-    heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))
+    heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))  # SVG counts from the top
     polyline = " ".join(f"{x:.6g},{y:.1f}" for x, y in zip(steps, heights))
     return polyline, float(steps[-1]), float(losses[-1])
 
 
 def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
-    """Return steps and losses of some lines of metrics.jsonl, (lines, 2): those in blocks spread over the file.
+    """Return steps and losses of some lines of metrics.jsonl, float64 (lines, 2): those in blocks spread over the file.
 
-    Lines are in the order of the file. The array is empty if no line has a loss.
+    Lines are in the order of the file, and no step is repeated. The array is empty if no line has a loss.
 
     Args:
         metrics_file: path of the file.
         size: bytes of the file to consider.
     """
+    distance = _double_until_few(_BLOCK, size)  # bytes
     last_position = max(size - _BLOCK, 0)
-    positions = [*range(0, size - _BLOCK, _double_until_few(_BLOCK, size)), last_position]
+    positions = [*range(0, size - _BLOCK, distance), last_position]
     with open(metrics_file, "rb") as file:
         blocks = [os.pread(file.fileno(), _BLOCK, position) for position in positions]
-    loss_of_step = dict(_STEP_AND_LOSS.findall(b"\n".join(blocks)))  # the last two blocks may overlap
-    return np.array([*loss_of_step.items()], float)
+    loss_by_step = dict(_STEP_AND_LOSS.findall(b"\n".join(blocks)))  # the last two blocks may overlap
+    return np.array([*loss_by_step.items()], float)  # converts the digits, which are bytes
 
 
 def _double_until_few(unit: int, length: int) -> int:

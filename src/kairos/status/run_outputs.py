@@ -48,29 +48,32 @@ class RunOutputs:
     @cached_property
     def samples(self) -> dict[str, bool]:
         """Files of samples by the step in their name; True: valid."""
-        paths = _list_steps(self.folder / "samples", ".npz")
+        paths = _list_files_by_step(self.folder / "samples", ".npz")
         return {path.stem: self._are_samples_valid(path) for path in paths}
 
     @cached_property
     def evaluations(self) -> dict[str, bool]:
         """Evaluations by the step in their name; True: valid."""
-        paths = _list_steps(self.folder / "evaluation", ".json")
+        paths = _list_files_by_step(self.folder / "evaluation", ".json")
         return {path.stem: self._is_evaluation_valid(path) for path in paths}
 
     @property
     def last_evaluation(self) -> Path | None:
         """Valid evaluation of the highest step; None: there is none."""
-        paths = reversed(_list_steps(self.folder / "evaluation", ".json"))
+        paths = reversed(_list_files_by_step(self.folder / "evaluation", ".json"))
         return next((path for path in paths if self.evaluations.get(path.stem)), None)
 
     @property
     def last_grid(self) -> Path | None:
         """Image grid of valid samples of the highest step; None: there is none."""
-        paths = reversed(_list_steps(self.folder / "samples", ".png"))
+        paths = reversed(_list_files_by_step(self.folder / "samples", ".png"))
         return next((path for path in paths if self._is_grid_valid(path)), None)
 
     def _are_samples_valid(self, path: Path) -> bool:
-        """Return True if a file of samples comes from the present run and has the experiment's sampling settings."""
+        """Return True if a file of samples comes from the present run and has the experiment's sampling settings.
+
+        Without an experiment file all files are valid.
+        """
         expected = self._outline.expected
         if expected is None:
             return True
@@ -78,7 +81,10 @@ class RunOutputs:
         return self._is_of_present_run(path, protocol) and not expected.find_sampling_changes(protocol)
 
     def _is_evaluation_valid(self, path: Path) -> bool:
-        """Return True if an evaluation comes from the present run and reference and has the experiment's settings."""
+        """Return True if an evaluation comes from the present run and reference and has the experiment's settings.
+
+        Without an experiment file all files are valid. A hash that the reference's record lacks is not compared.
+        """
         expected = self._outline.expected
         if expected is None:
             return True
@@ -90,7 +96,11 @@ class RunOutputs:
         return self._is_of_present_run(path, protocol) and not expected.find_evaluation_changes(evaluation)
 
     def _is_grid_valid(self, path: Path) -> bool:
-        """Return True if the samples of an image grid are valid; if they are deleted, the run must be valid."""
+        """Return True if the samples of an image grid are valid.
+
+        If the samples are deleted, the settings of the run must be the experiment's. Without an experiment file all
+        files are valid.
+        """
         if path.stem in self.samples:
             return self.samples[path.stem]
         if self._outline.expected is None:
@@ -98,7 +108,10 @@ class RunOutputs:
         return self._identity != ""
 
     def _is_of_present_run(self, path: Path, protocol: dict[str, Any]) -> bool:
-        """Return True if a file is of one of the run's milestones, by the step in its name and by its protocol."""
+        """Return True if a file is of one of the run's milestones, by the step in its name and by its protocol.
+
+        The identity in the protocol must be the run's.
+        """
         step, identity = int(path.stem), protocol.get("identity")
         return step in self._outline.milestones and identity is not None and identity == self._identity
 
@@ -111,27 +124,27 @@ class RunOutputs:
         return str(expected.snapshot_record(record).get("identity", ""))
 
 
-def _list_steps(folder: Path, suffix: str) -> list[Path]:
-    """Return the files in a folder that have a step as their name, by ascending step; empty without a folder."""
+def _list_files_by_step(folder: Path, suffix: str) -> list[Path]:
+    """Return the files with a suffix whose name is a step, by ascending step; empty without a folder."""
     names = [name for name in list_names(folder) if name[:1].isdigit() and name.endswith(suffix)]
     # steps have at least 7 digits: a longer name has the higher step
     return [folder / name for name in sorted(names, key=lambda name: (len(name), name))]
 
 
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
-    """Return the stages that are complete and open, what the open ones log, and the numbers of samples and evaluations.
+    """Return lines with the complete and missing stages, messages of missing stages, and the numbers of other files.
 
-    Every part is a line.
+    The last line contains the numbers of samples and evaluations. A stage is complete if its record exists.
 
     Args:
         outline: the experiment.
         outputs: samples and evaluations of every training run.
     """
     complete = [stage for stage, record in _STAGE_RECORDS.items() if (outline.results / record).is_file()]
-    open_stages = [stage for stage in _STAGE_RECORDS if stage not in complete]
-    stages = f"complete: {', '.join(complete) or 'none'}; missing: {', '.join(open_stages) or 'none'}"
+    missing = [stage for stage in _STAGE_RECORDS if stage not in complete]
+    stages = f"complete: {', '.join(complete) or 'none'}; missing: {', '.join(missing) or 'none'}"
     expected_count = len(outline.trainings) * len(outline.milestones)
-    stage_messages = _find_stage_messages(outline.results / "logs", open_stages)
+    stage_messages = _find_stage_messages(outline.results / "logs", missing)
     samples = _count_files("samples", [run.samples for run in outputs], expected_count)
     evaluations = _count_files("evaluations", [run.evaluations for run in outputs], expected_count)
     return "\n".join([stages, *stage_messages, f"{samples}, {evaluations}"])
@@ -139,6 +152,9 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
 
 def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
     """Return the error, or the progress of the last minute, at the end of each stage's log.
+
+    An error is the text ``failed: ...`` in lines of at most 120 columns. Progress is the line ``now: ...``, cut at 120
+    columns. A stage with neither has no line.
 
     Args:
         logs: folder of the log files.
@@ -149,9 +165,9 @@ def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
         log = logs / f"{_STAGE_LOGS.get(stage, stage)}.log"
         lines = read_last_lines(str(log))
         # an error ends the command, so that the rest of the log belongs to its message
-        error = next((number for number, line in enumerate(lines) if line.startswith(_ERROR)), None)
-        if error is not None:
-            message = " ".join(line.strip() for line in lines[error:])
+        error_index = next((index for index, line in enumerate(lines) if line.startswith(_ERROR)), None)
+        if error_index is not None:
+            message = " ".join(line.strip() for line in lines[error_index:])
             messages += textwrap.wrap(f"failed: {message.removeprefix(_ERROR)}", _LINE_LENGTH)
         elif lines and lines[-1] and time.time() - os.path.getmtime(log) < _LOG_INTERVAL:
             messages.append(f"now: {lines[-1].strip()}"[:_LINE_LENGTH])
@@ -159,7 +175,7 @@ def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
 
 
 def _count_files(name: str, files_of_runs: list[dict[str, bool]], expected_count: int) -> str:
-    """Return the number of valid files as text, with the expected number and the number of outdated files.
+    """Return the number of valid files as text, such as ``samples 3 of 8 (1 outdated)``.
 
     Args:
         name: name of the files.

@@ -67,22 +67,23 @@ class Outline:
 def load_outline(path: Path) -> Outline:
     """Return the outline of the experiment with a given file or folder of results.
 
-    The folder of a pipeline's results selects the newest experiment file that the pipeline has kept for it.
+    The folder of a pipeline's results selects the newest experiment file that the pipeline has kept for it. Without
+    such a file, the outline has the training runs that have a folder, and neither milestones nor an experiment.
 
     Args:
         path: file of an experiment, or folder of its results.
 
     Raises:
-        KairosError: there is neither an experiment file nor a folder of results.
-        ConfigError: the file is not a valid experiment.
+        KairosError: the folder has no kept experiment file and no training run.
+        ConfigError: the file is missing, or is not a valid experiment.
     """
-    results = path if path.is_dir() else None
-    experiment_file = path if results is None else _find_kept_experiment(results)
+    is_folder = path.is_dir()
+    experiment_file = _find_kept_experiment(path) if is_folder else path
     if experiment_file is None:
-        return Outline(path, _list_training_folders(path))
+        return Outline(results=path, trainings=_list_training_folders(path))
     experiment = load(experiment_file)
     return Outline(
-        results=results or Path("results") / experiment.experiment,
+        results=path if is_folder else Path("results") / experiment.experiment,
         trainings=[(method, seed) for method in experiment.methods for seed in experiment.seeds],
         milestones=experiment.milestones,
         experiment=experiment,
@@ -104,8 +105,10 @@ def _find_kept_experiment(results: Path) -> Path | None:
 def _list_training_folders(results: Path) -> list[tuple[str, int]]:
     """Return method and seed of each folder of a training run, such as ``uniform/seed0``, in a folder of results.
 
+    They are sorted by method and seed.
+
     Raises:
-        KairosError: there is no such folder.
+        KairosError: there is no folder of a training run.
     """
     trainings = []
     for folder in results.glob("*/seed*"):
@@ -164,7 +167,9 @@ def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
     runs = []
     for method, seed in outline.trainings:
         progress = read_progress(outline.run_folder(method, seed))
-        job = job_of_run.get((method, seed)) or job_by_number.get(str(progress.get("job") or ""))
+        job = job_of_run.get((method, seed))
+        if job is None:  # the queue may not list a job's training runs; the progress file contains the job
+            job = job_by_number.get(str(progress.get("job") or ""))
         runs.append(_assess_run(outline, method, seed, progress, job, logs))
     return runs
 
@@ -184,6 +189,7 @@ def _assess_run(
         job: the run's job in the queue; None: there is none.
         run_logs: log files of the experiment.
     """
+    # the record of the run's end, and the step at which the run is complete
     folder = outline.run_folder(method, seed)
     begun_identity = progress.get("identity")
     record = glance(folder / "training.json")
@@ -192,6 +198,7 @@ def _assess_run(
     last_milestone = outline.milestones[-1] if outline.milestones else None
     last_step = _find_last_step(last_milestone, record, progress)
 
+    # the state without the logs
     is_complete = bool(record) and (last_step is None or record.get("steps", -1) >= last_step)
     state = _find_state(folder, progress, job, is_complete)
     if state not in _ACTIVE:
@@ -208,6 +215,7 @@ def _assess_run(
                 note=f"changed settings: {changes}",
             )
 
+    # the logs of a run that has failed, stopped or written no progress
     needs_logs = state in _TROUBLE or (state == "waiting" and not progress)
     logs = run_logs.find(method, seed, progress.get("job")) if needs_logs else ()
     note = _find_note(state, progress, job, logs)
@@ -231,6 +239,9 @@ def _assess_run(
 def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress: Progress) -> int | None:
     """Return the step at which a training run is complete; None: unknown.
 
+    It is the last milestone, or the recorded steps if they are more. Without milestones it is the last step of the
+    present job or, without a progress file, the recorded steps.
+
     Args:
         last_milestone: last milestone of the experiment; None: only a folder of results is known.
         record: content of training.json; empty: there is none.
@@ -246,7 +257,15 @@ def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress
 
 
 def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progress) -> int:
-    """Return the number of completed steps, as far as known: from record and progress file, else from snapshots."""
+    """Return the number of completed steps, as far as known: from record and progress file, else from snapshots.
+
+    The larger number of record and progress file counts. Without any of them it is 0.
+
+    Args:
+        folder: folder of the run.
+        record: content of training.json; empty: there is none.
+        progress: content of the progress file; empty: there is none.
+    """
     if record or progress:
         return int(max(record.get("steps", 0), progress.get("step", 0)))
     snapshots = folder.glob("milestones/[0-9]*/milestone.json")
@@ -254,7 +273,12 @@ def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progre
 
 
 def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: bool) -> str:
-    """Return the state of a training run whose files are not outdated.
+    """Return the state of a training run whose files are not outdated, from its progress file, job and record.
+
+    A run whose process is alive is ``running``. Otherwise a job in the queue makes it ``queued`` or ``starting``, and
+    without a job the record may make it ``complete``. A run whose process was killed is ``dead``. A run without
+    progress, or after an earlier segment, is ``waiting``. Otherwise the state is that of the progress file, ``stopped``
+    or ``failed``.
 
     Args:
         folder: folder of the run.
@@ -276,7 +300,9 @@ def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: 
 
 
 def _find_changed_settings(outline: Outline, method: str, seed: int, begun_identity: str | None) -> str:
-    """Return the settings that have changed since a run was computed; empty: none, or its settings are unknown.
+    """Return the settings that have changed since a run was computed, as text; empty: none, or they are unknown.
+
+    The settings are those of the run's first snapshot: unknown if there is none, or no experiment file.
 
     Args:
         outline: the experiment.
@@ -323,7 +349,15 @@ def list_names(folder: Path) -> list[str]:
 def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str, ...]) -> str:
     """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add.
 
-    A running run gets a note only if its last update is older than five minutes or SLURM's state is another one.
+    A running run gets a note only if its last update is older than five minutes or SLURM's state is not RUNNING. A run
+    that failed or stopped has the message of its progress file or, without one, the last line of its log. A run that
+    waits has the last line of its log.
+
+    Args:
+        state: state of the run.
+        progress: content of the progress file; empty: there is none.
+        job: the run's job in the queue; None: there is none.
+        logs: log files of the run; the first one is read.
     """
     if state == "queued" and job is not None:
         return job.reason if job.reason != "None" else ""
@@ -340,12 +374,16 @@ def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str,
 
 
 def format_age(unix_time: float) -> str:
-    """Return the duration since a time as text, such as ``3:05 ago``."""
+    """Return the duration since a time as text, such as ``3:05 ago``; a time in the future counts as now."""
     return f"{duration(max(time.time() - unix_time, 0))} ago"
 
 
 def _find_location(state: str, progress: Progress, job: Job | None) -> str:
-    """Return host and job of a run as text, such as ``node1 job 17``, as far as known; empty: neither is known."""
+    """Return host and job of a run as text, such as ``node1 job 17``, as far as known; empty: neither is known.
+
+    The job is the one in the queue or, without one, that of the progress file. A run that is queued, starting or
+    complete has no host, and then only a job in the queue counts.
+    """
     # a run that waits has no host yet, and the host of a complete run does not matter
     host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
     job_number = None
@@ -361,21 +399,28 @@ def _find_location(state: str, progress: Progress, job: Job | None) -> str:
 def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
     """Return True if the process that wrote a progress file as running is still alive.
 
-    If locks end at the machine, the queue or a recent progress file replaces the lock. While SLURM
-    has the job that wrote the file as pending or running, the queue alone decides. Without a lock, a progress file of
-    another machine counts for 30 s.
+    While SLURM lists the job that wrote the file as pending or running, the queue alone decides: the file must be newer
+    than the start of the job. Otherwise a lock that is held decides. Locks may not reach other machines, so a progress
+    file of another machine also counts for 30 s.
+
+    Args:
+        lock: lock file of the run.
+        progress: content of the progress file.
+        job: the run's job in the queue; None: there is none.
     """
-    is_of_job = job is not None and job.number == str(progress.get("job"))
-    if job is not None and is_of_job and (job.pending or job.state == "RUNNING"):
+    has_written_file = job is not None and job.number == str(progress.get("job"))
+    waits_or_runs = job is not None and (job.pending or job.state == "RUNNING")
+    if job is not None and has_written_file and waits_or_runs:
         # an older progress file is from before SLURM requeued the job
         return job.begun is not None and progress["updated"] >= job.begun
     if is_locked(lock):
         return True
-    return progress.get("host") != socket.gethostname() and time.time() - progress["updated"] < _FRESH_SECONDS
+    is_of_other_machine = progress.get("host") != socket.gethostname()
+    return is_of_other_machine and time.time() - progress["updated"] < _FRESH_SECONDS
 
 
 def is_locked(lock: Path) -> bool:
-    """Return True if a process holds a lock file.
+    """Return True if a process holds a lock file, or the file cannot be opened or locked; False without a file.
 
     The check takes the lock as shared and releases it at once, so it keeps no process out.
     """
@@ -397,7 +442,7 @@ class RunLogs:
     """
 
     def __init__(self, results: Path):
-        self._workflow_logs: dict[str, list[str]] = {}
+        self._workflow_logs: dict[str, list[str]] = {}  # paths by training run, such as uniform_seed0
         with suppress(OSError):
             for name in os.listdir(results / "logs"):
                 if match := _LOG_NAME.fullmatch(name):
@@ -405,7 +450,7 @@ class RunLogs:
         self._slurm_folders = [folder.as_posix() for folder in Path(".snakemake/slurm_logs").glob("*_train*")]
 
     def find(self, method: str, seed: int, job: str | None) -> tuple[str, ...]:
-        """Return the newest log of the workflow for a training run, and the newest of SLURM's plugin, if they exist.
+        """Return the newest log of the workflow for a training run, then the newest of SLURM's plugin, if they exist.
 
         Args:
             method, seed: the training run.
@@ -415,18 +460,22 @@ class RunLogs:
         slurm_logs: list[str] = []
         for folder in self._slurm_folders:
             slurm_logs += glob.glob(f"{folder}/{method}_{seed}/*.log")
-            slurm_logs += glob.glob(f"{folder}/{job}.log")  # of a job with several training runs
+            if job is not None:
+                slurm_logs += glob.glob(f"{folder}/{job}.log")  # of a job with several training runs
         return tuple(max(logs, key=os.path.getmtime) for logs in (workflow_logs, slurm_logs) if logs)
 
 
 def read_last_line(logs: tuple[str, ...]) -> str:
-    """Return the last line of the first of some log files; empty: there is none."""
+    """Return the last line of the first of some log files, without blanks around it; empty: there is none."""
     lines = read_last_lines(logs[0]) if logs else []
     return lines[-1].strip() if lines else ""
 
 
 def read_last_lines(log: str) -> list[str]:
-    """Return the lines at the end of a log file, of which the first may be incomplete; empty without a file."""
+    """Return the lines in the last 2000 bytes of a log file, of which the first may be incomplete.
+
+    The list is empty if the file does not exist or cannot be read. An empty file has one empty line.
+    """
     with suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL))
         return file.read().decode(errors="replace").strip().split("\n")

@@ -40,8 +40,10 @@ class Server(ThreadingTCPServer):
 
     def __init__(self, listener: socket.socket, experiment: Path, interval: float):
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.experiment, self.interval = listener, experiment, interval
+        self.socket.close()  # the base class has created one; the listener replaces it
+        self.socket = listener
+        self.experiment = experiment
+        self.interval = interval
         self.results = load_outline(experiment).results
         self.loopback = bool(_THIS_MACHINE.fullmatch(listener.getsockname()[0]))
 
@@ -57,7 +59,7 @@ class _Handler(SimpleHTTPRequestHandler):
     extensions_map = _TYPES
 
     def send_head(self) -> Any:
-        """Send status and headers of a response, and return its content as a file; None for an error.
+        """Send status and headers of a response, and return its content as a file to read; None for an error.
 
         The path ``/`` is the status page, every other path a file in the results. If only this machine can connect,
         requests for any other host name get status 403.
@@ -77,7 +79,13 @@ class _Handler(SimpleHTTPRequestHandler):
         return BytesIO(body)
 
     def translate_path(self, path: str) -> str:
-        """Return the file in the results that a URL names; empty if it does not exist, is outside or is hidden."""
+        """Return the path of the file in the results that a URL names; empty if it is no such file.
+
+        A folder, a file outside of the results and a hidden file, or a file in a hidden folder, have an empty path.
+
+        Args:
+            path: path of the URL, with or without a query.
+        """
         parts = [unquote(part, errors="surrogateescape") for part in path.partition("?")[0].split("/")]
         try:
             file = self.server.results.joinpath(*parts).resolve(strict=True)

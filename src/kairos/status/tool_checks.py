@@ -39,12 +39,13 @@ _QUIET = {
 
 
 def check_mlflow(configured: str | None) -> list[Finding]:
-    """Check that MLflow's store can be written; the check creates no database.
+    """Check that MLflow's store can be written, with one finding; the check creates no database.
 
-    A database that does not exist is usable if a file can be created at its place.
+    A database that does not exist is usable if a file can be created at its place. Any other store must answer a
+    request. The finding contains no credentials.
 
     Args:
-        configured: setting `tracking.uri` of an experiment; None: the default store.
+        configured: setting `tracking.uri` of an experiment; None: MLFLOW_TRACKING_URI or the default store.
     """
     uri = tracking_uri(configured)
     path = find_database_file(uri)
@@ -65,7 +66,8 @@ def check_mlflow(configured: str | None) -> list[Finding]:
 def check_dvc() -> list[Finding]:
     """Check that this folder is a DVC repository whose cache can be written, and report its remote.
 
-    A repository without a remote or without dvc.yaml is usable.
+    A repository without a remote or without dvc.yaml is usable. There are findings of repository, cache and remote;
+    without a repository there is only the first.
     """
     succeeded, answer = _run_python(_ASK_DVC)
     if not succeeded:
@@ -88,6 +90,8 @@ def check_dvc() -> list[Finding]:
 def _run_python(code: str, **environment: str) -> tuple[bool, str]:
     """Run code in a separate process; return True and its last line of output, or False and the error.
 
+    A process that runs for more than `_TIMEOUT` seconds is ended and counts as an error.
+
     Args:
         code: indented statements.
         **environment: environment variables of the process, in addition to `_QUIET` and those of this process.
@@ -106,7 +110,7 @@ def _run_python(code: str, **environment: str) -> tuple[bool, str]:
 
 
 def _why_read_only(path: Path) -> str | None:
-    """Return why a database cannot be written; None if it can."""
+    """Return why an SQLite database cannot be written or created; None if it can."""
     if not path.exists():
         return _why_folder_is_read_only(path.parent)
     try:

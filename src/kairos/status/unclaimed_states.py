@@ -23,12 +23,14 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
         runs: progress of its training runs.
     """
     latents_manifest = outline.results / "latents" / "manifest.json"
-    states: dict[RunProgress, list[Path]] = {}
+    if outline.experiment is None or not latents_manifest.is_file():
+        return []
+    states_by_run: dict[RunProgress, list[Path]] = {}
     for run in runs:
         folder = outline.run_folder(run.method, run.seed) / ".state"
         if run.state not in _ACTIVE and not is_locked(folder / "lock"):
-            states[run] = _list_states(folder)
-    if outline.experiment is None or not latents_manifest.is_file() or not any(states.values()):
+            states_by_run[run] = _list_states(folder)
+    if not any(states_by_run.values()):
         return []
     from kairos.training.identity import compute_identity  # imports the registries, which most calls do not need
 
@@ -36,20 +38,23 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
     device = outline.experiment.training.device.partition(":")[0]  # cuda:1 has type cuda
     device_types = _DEVICE_TYPES.get(device, (device,))
     unclaimed = []
-    for run, paths in states.items():
-        unknown = list(paths)
+    for run, states in states_by_run.items():
         settings = outline.experiment.run_settings(run.method, run.seed)
         for device_type in device_types:
-            if unknown:  # most runs have one state, of the first type
-                identity = compute_identity(settings, latents, device_type)["identity"]
-                # a state's folder is named by the first digits of the identity
-                unknown = [path for path in unknown if path.name != identity[:16]]
-        unclaimed += unknown
+            if not states:  # most runs have one state, of the first type: the other identity is not needed
+                break
+            identity = compute_identity(settings, latents, device_type)["identity"]
+            # a state's folder is named by the first digits of the identity
+            states = [state for state in states if state.name != identity[:16]]
+        unclaimed += states
     return unclaimed
 
 
 def _list_states(folder: Path) -> list[Path]:
-    """Return the folders of states in the folder of a run's states, whose names have 16 characters."""
+    """Return the folders of states in the folder of a run's states, whose names have 16 characters, sorted.
+
+    The list is empty without a folder.
+    """
     states = (folder / name for name in list_names(folder) if len(name) == 16)
     return [state for state in states if state.is_dir()]
 
@@ -61,8 +66,8 @@ def count_freed_bytes(states: list[Path]) -> int:
 
 
 def delete_states(states: list[Path]) -> None:
-    """Delete states, except those of a run that a process is training."""
+    """Delete the folders of states, except those of a run that a process is training."""
     for state in states:
-        with suppress(BlockingIOError), open(state.parent / "lock", "a") as lock:  # raised if the lock is held
+        with suppress(BlockingIOError), open(state.parent / "lock", "a") as lock:  # the error: the lock is held
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(state)

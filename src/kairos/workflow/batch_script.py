@@ -17,7 +17,8 @@ from pathlib import Path
 def main(records_folder: str, *command: str) -> int:
     """Run a command and, if it succeeds, create the job's success file.
 
-    SIGTERM does not end this process: it is forwarded to all processes of its group, and the command's end is awaited.
+    The file is ``<records_folder>/<SLURM_JOB_ID>.done``; its folder is created if it does not exist. SIGTERM does not
+    end this process: the first one is forwarded to all processes of its group, and the command's end is awaited.
 
     Args:
         records_folder: folder of the records of an experiment's jobs.
@@ -29,20 +30,22 @@ def main(records_folder: str, *command: str) -> int:
     process = subprocess.Popen(command)
 
     def forward(number: int, frame: object) -> None:
+        """Send a signal to this process's group, and ignore the signal from now on."""
         signal.signal(number, signal.SIG_IGN)  # the process group, 0, contains this process
         os.killpg(0, number)
 
     signal.signal(signal.SIGTERM, forward)
     status = process.wait()
     if status == 0:
-        success = success_file(Path(records_folder) / f"{os.environ['SLURM_JOB_ID']}.json")
+        record = Path(records_folder) / f"{os.environ['SLURM_JOB_ID']}.json"
+        success = success_file(record)
         success.parent.mkdir(parents=True, exist_ok=True)
         success.touch()
     return status if status >= 0 else 128 - status  # a negative status is the number of a signal
 
 
 def success_file(record: Path) -> Path:
-    """Return the path of the file that a job creates when it succeeds, next to the controller's record of the job."""
+    """Return the path of the file that a job creates when it succeeds: its record's path with the suffix ``.done``."""
     return record.with_suffix(".done")
 
 

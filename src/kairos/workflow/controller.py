@@ -63,8 +63,13 @@ Request = tuple[str, tuple[int, ...]]  # folder of a training run, and the miles
 def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
     """Return the layout of the experiment that Snakemake was called for, checked and frozen.
 
-    The controller writes the frozen experiment, whose path it sets as an environment variable. Unless it is a dry run,
-    it removes outdated records of an earlier run. An invalid experiment ends the process with one message.
+    The controller writes the frozen experiment, sets `FROZEN_VARIABLE` to its path, and logs the notes of the layout.
+    Unless it is a dry run, it removes outdated records of an earlier run. A process for single jobs only loads the
+    frozen experiment. An invalid experiment ends the process with one message and status 2.
+
+    Args:
+        workflow: Snakemake's workflow.
+        config: Snakemake's merge of all configuration files and values.
     """
     with _exit_on_error():
         if FROZEN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
@@ -79,18 +84,26 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
 
 
 def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
-    """Return the checked experiment of ``--configfile`` and ``--config``, or else of params.yaml.
+    """Return the checked experiment of the files of ``--configfile``, or else of params.yaml.
+
+    Values of ``--config`` replace values of the file. If Snakemake has merged several files, ``extends`` is relative to
+    the last one.
 
     Args:
         workflow: Snakemake's workflow, which contains the two options.
         config: Snakemake's merge of all configuration files and values.
+
+    Raises:
+        ConfigError: the experiment is not valid, or a file is missing.
     """
     files = workflow.config_settings.configfiles
-    is_one_file = len(files) < 2 and not workflow.config_settings.config
-    if is_one_file:
+    has_values = bool(workflow.config_settings.config)  # of --config
+    if len(files) < 2 and not has_values:
         return load(files[0] if files else _DEFAULT_EXPERIMENT)
     if files:
-        return validate(apply_extends(dict(config), Path(files[-1])), " + ".join(map(str, files)))
+        merged = apply_extends(dict(config), Path(files[-1]))
+        return validate(merged, " + ".join(map(str, files)))
+    # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
     return validate({**values, **config}, f"{_DEFAULT_EXPERIMENT} with --config")
@@ -98,7 +111,10 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
 
 @contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """Print a KairosError or OSError as one message and exit with status 2; Snakemake would print a traceback."""
+    """Print a KairosError or OSError of the block as one message to stderr, and exit with status 2.
+
+    Snakemake would print a traceback.
+    """
     try:
         yield
     except (KairosError, OSError) as error:
@@ -118,7 +134,7 @@ def _lock_results(results: Path) -> IO[str]:
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    if not try_lock(file, 0, "runs from working at once; put this folder on"):
+    if not try_lock(file, timeout=0, users="runs from working at once; put this folder on"):
         file.seek(0)
         raise KairosError(f"{results}: another run ({file.read().strip()}) computes these results; wait for its end")
     file.truncate(0)
@@ -132,7 +148,7 @@ def _remove_leftovers(layout: Layout) -> None:
 
     The record of an import into MLflow that failed, or went to another server, is removed, so that the import is
     repeated. The record of a SLURM job is removed if the job succeeded without its controller: Snakemake's metadata
-    contain the job.
+    contain the job. A KairosError, such as for a damaged record, ends the removal without a message.
     """
     results = Path(layout.results)
     with suppress(KairosError), _lock_results(results):
@@ -153,16 +169,16 @@ def _remove_leftovers(layout: Layout) -> None:
 def list_data_files(layout: Layout) -> list[str]:
     """Return the existing files of a data set other than single images; `kairos prepare` reports missing files.
 
-    These are lists of images and captions, and the archives of sources ``parquet`` and ``zip``.
+    These are lists of images and captions, sorted, and then the archives of sources ``parquet`` and ``zip`` by section.
     """
     dataset = layout.experiment.dataset
     # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
-    lists = [re.sub(r":\d+$", "", section.files) for section in dataset.sections if section.files]
-    files = sorted({path for path in (*lists, *dataset.caption_files) if os.path.isfile(path)})
+    image_lists = [re.sub(r":\d+$", "", section.files) for section in dataset.sections if section.files]
+    files = sorted({path for path in (*image_lists, *dataset.caption_files) if os.path.isfile(path)})
     if dataset.source not in ("parquet", "zip"):
         return files
     for section in dataset.sections:
-        path = str(section.path)
+        path = str(section.path)  # a folder of parquet files, or a file or pattern
         if os.path.isdir(path):
             files += sorted(str(file) for file in Path(path).rglob("*.parquet"))
         else:
@@ -173,8 +189,8 @@ def list_data_files(layout: Layout) -> list[str]:
 def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
     """Return what identifies a data set's files, for the ``params:`` of rule prepare.
 
-    For folders of images, which are too many to be inputs, this is a hash of all names and sizes. For other data sets
-    it is the list of file names, or None if there are none.
+    For folders of images, which are too many to be inputs, this is a hash of the names and sizes of all files below
+    them. For other data sets it is the list of `list_data_files`, or None if there are none.
     """
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
@@ -189,10 +205,10 @@ def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
 
 
 def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[[Any], str] | None:
-    """Return a function from wildcards to the group of training runs that share a GPU, which run as one job.
+    """Return a function from wildcards to the name of the group of training runs that share a GPU as one job.
 
-    The function also sets the size of the group in Snakemake. None: the experiment has no groups, because each training
-    run has a GPU of its own.
+    The function also sets the size of the group in Snakemake, `training.trainings_per_gpu`. None: the experiment has no
+    groups, because each training run has a GPU of its own.
     """
     name_group = layout.training_group(segment)
     if name_group is None:
@@ -207,9 +223,9 @@ def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[
 def starts(workflow: Any, layout: Layout) -> None:
     """Prepare a run before its first job: lock the results, mark training runs that start over, start the fork server.
 
-    The process ends with a message if another run works on the results, or for ``--executor slurm``. With ``--touch``
-    no training run is marked. Signals are handled here, and the fork server started, only if this process runs the jobs
-    itself.
+    The process ends with a message and status 2 if another run works on the results, or for ``--executor slurm``. The
+    lock lasts until this process ends. With ``--touch`` no training run is marked. Signals are handled here, and the
+    fork server started, only if this process runs the jobs itself.
     """
     with _exit_on_error():
         if workflow.executor_plugin.name == "slurm":
@@ -230,10 +246,14 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
     """Mark the completed requests of jobs that are forced or whose outputs were deleted; unmark all other requests.
 
     The mark of ``complete/0-400.json`` is the file ``complete/0-400.start_over``.
+
+    Args:
+        workflow: Snakemake's workflow with the jobs that will run.
+        results: the experiment's results folder.
     """
     completed: dict[Path, Request] = {}
     for path in results.glob("*/seed*/.state/*/complete/*.json"):
-        training_folder = path.parents[3].as_posix()
+        training_folder = path.parents[3].as_posix()  # */seed*
         completed[path] = training_folder, tuple(read_json(path)["milestones"])
     starting_over = _requests_to_start_over(workflow, set(completed.values()))
     for path, request in completed.items():
@@ -246,6 +266,9 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
 
 def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Request]:
     """Return the completed requests whose jobs Snakemake will run because the user wants a new computation.
+
+    The user has forced the job, or has deleted an output of it. Deleted outputs count only if all jobs of the training
+    run that will run have been completed before.
 
     Args:
         workflow: Snakemake's workflow with the jobs that will run.
@@ -298,17 +321,22 @@ def _end_on_signals(scheduler: Any) -> None:
     handled = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         handled.append(signal.SIGHUP)
-    for number in handled:
-        signal.signal(number, lambda number, frame: received.put(number))
+    for handled_signal in handled:
+        signal.signal(handled_signal, lambda number, frame: received.put(number))
     threading.Thread(target=_end_after_signal, args=(scheduler, received), daemon=True).start()
 
 
 def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
     """Wait for a signal; then stop the scheduler, and terminate and later kill the jobs' processes.
 
-    The function does not return: its thread ends with this process.
+    After the signal, its time is in `_interruption_times`, and nothing is logged by module `logging`. The function does
+    not return: its thread ends with this process.
+
+    Args:
+        scheduler: Snakemake's scheduler.
+        received: the signals that this process receives.
     """
-    received.get()
+    received.get()  # waits
     _interruption_times.append(time.time())
     logging.disable()  # Snakemake would report each of its jobs as failed
     scheduler.exit_gracefully()
@@ -329,12 +357,14 @@ def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:
-    """Finish a successful run: delete leftover shards of finished merges, and print the path of the report.
+    """Finish a successful run: delete leftover shards of finished merges, and log its duration and the report's path.
 
-    Shards are left over if the controller that would have deleted them was killed.
+    Shards are left over if the controller that would have deleted them was killed. Without a report job, no path is
+    logged. With ``--touch`` the function does nothing.
     """
     if workflow.touch:  # nothing was computed
         return
+    # the input `parts` of a job that merges shards contains their files or folders
     shard_paths = {path for job in workflow.dag.jobs for path in job.input.get("parts", ())}
     for path in shard_paths:
         if os.path.isdir(path):
@@ -347,7 +377,7 @@ def succeeded(workflow: Any, layout: Layout) -> None:
 
 
 def failed(workflow: Any, layout: Layout) -> None:
-    """Finish a failed run by printing the failed jobs' logs, or an interrupted one by printing what it has saved.
+    """Finish a failed run by logging the failed jobs' log files, or an interrupted run by logging what it has saved.
 
     Snakemake's metadata of the failed jobs are deleted.
     """
@@ -361,7 +391,7 @@ def failed(workflow: Any, layout: Layout) -> None:
 
 
 def _report_interruption(layout: Layout) -> None:
-    """Print how many training runs have stopped with a checkpoint since this process began.
+    """Log how many training runs have stopped with a checkpoint since this process began.
 
     A signal that reaches all processes at once may stop a training run before this process has noticed the signal.
     """
@@ -370,12 +400,15 @@ def _report_interruption(layout: Layout) -> None:
         progress = read_progress(Path(layout.training_folder(method, seed)))
         if progress.get("state") == "stopped" and progress["updated"] > _start_time:
             stopped_count += 1
-    trainings = "training run" if stopped_count == 1 else "training runs"
-    log(f"interrupted: {stopped_count} {trainings} wrote a checkpoint; run the same command again to resume")
+    noun = "training run" if stopped_count == 1 else "training runs"
+    log(f"interrupted: {stopped_count} {noun} wrote a checkpoint; run the same command again to resume")
 
 
 def _report_failed_jobs(workflow: Any) -> None:
-    """Print the log file and its last line of each job that has written a log in this run and has not finished."""
+    """Log the log file and its last line for each job that has written a log in this run and has not finished.
+
+    The first line tells the user how to continue.
+    """
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():
         if workflow.dag.finished(job) or not job.log:

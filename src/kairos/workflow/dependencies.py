@@ -33,7 +33,7 @@ class Dependencies(NamedTuple):
 
 
 def shared_stages(experiment: Experiment) -> tuple[str, ...]:
-    """Return the stages that all training runs of an experiment share; ``text`` only if captions are encoded."""
+    """Return the stages of `SHARED_STAGES` that an experiment has: without ``text`` unless it encodes captions."""
     return tuple(stage for stage in SHARED_STAGES if stage != "text" or experiment.text_encoder)
 
 
@@ -41,9 +41,9 @@ def collect_params(stage: str, experiment: Experiment, method: str | None = None
     """Return the fields that a stage's results depend on and, under ``code``, the fingerprint of the code.
 
     Args:
-        stage: name of the stage.
+        stage: name of the stage, see `find_dependencies`.
         experiment: the resolved experiment.
-        method: name of the method, for a stage of `TRAINING_STAGES`.
+        method: name of the method, which stage ``train`` needs and other stages ignore.
     """
     dependencies = find_dependencies(stage, experiment, method)
     return {**dependencies.fields, "code": fingerprint(dependencies.modules)}
@@ -55,10 +55,13 @@ def find_dependencies(stage: str, experiment: Experiment, method: str | None = N
     Args:
         stage: name of the stage, or ``measure_NAME`` or ``analyse_NAME`` of an analysis.
         experiment: the resolved experiment.
-        method: name of the method, for a stage of `TRAINING_STAGES`.
+        method: name of the method, which stage ``train`` needs and other stages ignore.
+
+    Raises:
+        KeyError: the experiment has no such analysis, or there is no such stage.
     """
     if stage == "train":  # the only stage whose fields and code differ between methods
-        return _train_stage(experiment, str(method))
+        return _train_stage(experiment, method=str(method))  # not None here
     if stage == "report":
         fields = {"experiment": _dump(experiment, leave_out=("tracking", "plugins"))}
         return Dependencies(fields, ["kairos.report.build"])
@@ -71,7 +74,10 @@ def find_dependencies(stage: str, experiment: Experiment, method: str | None = N
 
 
 def _train_stage(experiment: Experiment, method: str) -> Dependencies:
-    """Return the dependencies of a method's training runs."""
+    """Return the dependencies of a method's training runs.
+
+    The fields are ``model``, ``diffusion``, ``method``, and the settings of ``training`` that change the weights.
+    """
     run = experiment.run_settings(method, seed=0)  # the seed is no parameter: each seed has a job of its own
     fields = {
         "model": run.model.plain(),
@@ -83,8 +89,13 @@ def _train_stage(experiment: Experiment, method: str) -> Dependencies:
 
 
 def _data_stages(experiment: Experiment) -> dict[str, Dependencies]:
-    """Return the dependencies of the stages that prepare and encode images and captions."""
-    dataset, autoencoder, computing = experiment.dataset, experiment.autoencoder, _computing(experiment)
+    """Return the dependencies of the stages prepare, autoencoder, text and encode, by stage.
+
+    Each stage has only the fields that change its results with the present kind of autoencoder. Stage text is included
+    even if the experiment has no captions.
+    """
+    dataset, autoencoder = experiment.dataset, experiment.autoencoder
+    computing = _computing(experiment)
     autoencoder_fields: Fields = {"autoencoder": _autoencoder_settings(autoencoder)}
     encode_fields: Fields = {"flips": dataset.flips, "low_resolution": dataset.low_resolution}
     if autoencoder.kind == "train":
@@ -114,7 +125,10 @@ def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
 
 
 def _sample_stage(experiment: Experiment) -> Dependencies:
-    """Return the dependencies of sampling; batch size and number of shards do not change the images."""
+    """Return the dependencies of sampling; batch size and number of shards do not change the images.
+
+    The fields are ``sampling``, ``num`` (number of images of all sets) and ``computing``.
+    """
     evaluation, sampling = experiment.evaluation, experiment.sampling
     fields = {
         "sampling": _dump(sampling, leave_out=("batch_size", "shards")),
@@ -125,8 +139,12 @@ def _sample_stage(experiment: Experiment) -> Dependencies:
 
 
 def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
-    """Return the dependencies of the stages that compare samples with the reference."""
-    evaluation, computing = experiment.evaluation, _computing(experiment)
+    """Return the dependencies of the stages extractor, reference and evaluate, by stage.
+
+    Stage evaluate has no fields: the reference, an input of its jobs, depends on them.
+    """
+    evaluation = experiment.evaluation
+    computing = _computing(experiment)
     extractor = evaluation.extractor.module()
     metrics: Collection[MetricOptions | type[MetricOptions]] = evaluation.metrics or METRICS.values()  # default: all
     # the reference is real images, which have no network: metrics that need one do not run on it
@@ -139,15 +157,19 @@ def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
     return {
         "extractor": Dependencies(extractor_fields, ["kairos.evaluation.extractors", extractor]),
         "reference": Dependencies(reference_fields, reference_modules),
-        "evaluate": Dependencies({}, evaluate_modules),  # the reference, an input, follows from its fields
+        "evaluate": Dependencies({}, evaluate_modules),
     }
 
 
 def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
-    """Return the dependencies of the stages ``measure_NAME`` and ``analyse_NAME`` of each analysis."""
+    """Return the dependencies of stage ``analyse_NAME`` of each analysis, and ``measure_NAME`` if it reads snapshots.
+
+    The options of the analysis are in the field ``asked``.
+    """
     stages = {}
     for analysis in experiment.analyses:
-        settings, code = analysis.plain(), analysis.module()
+        settings = analysis.plain()
+        code = analysis.module()
         if isinstance(analysis, SnapshotOptions):
             # a measurement is of one snapshot of one method: the selection of methods and snapshots does not change it
             measured = _dump(analysis, leave_out=("methods", "milestones"))
@@ -161,7 +183,7 @@ def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
 
 
 def _computing(experiment: Experiment) -> Fields:
-    """Return the settings that change the last bits of every computed result."""
+    """Return the settings that change the last bits of every computed result, as the field ``computing``."""
     training = experiment.training
     return {"computing": {"threads": training.threads, "deterministic": training.deterministic}}
 

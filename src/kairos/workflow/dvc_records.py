@@ -50,24 +50,23 @@ def write_dependencies(config: Path, out: Path) -> None:
     """Write the fields and the code fingerprint of every stage as YAML, which DVC reads as ``params``.
 
     The stages of training runs have an entry for each method. The file keeps its modification time if nothing changed.
+    If the experiment file is params.yaml and the folder has a dvc.yaml, the methods are written into dvc.yaml and the
+    plugin files into workflow/dvc.yaml.
 
     Args:
         config: the experiment file.
         out: the YAML file.
 
     Raises:
-        ConfigError: dvc.yaml lacks a stage that the experiment has.
+        ConfigError: the experiment is not valid, or dvc.yaml lacks a stage that the experiment has.
         KairosError: the function has updated dvc.yaml or workflow/dvc.yaml, which have to be committed first.
     """
     layout = create_layout(load(config))
-    if _STAGES.is_file() and str(config) == RECORDED:
-        _update_methods(layout.methods)
-        _update_plugin_files(layout.experiment.plugins)
     if _STAGES.is_file():
-        stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"]
-        if missing := set(layout.shared_stages) - set(stages):
-            advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
-            raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
+        if str(config) == RECORDED:
+            _update_methods(layout.methods)
+            _update_plugin_files(layout.experiment.plugins)
+        _check_stages(layout, config)
     table = _build_dependency_table(layout)
     without_shared_objects = json.loads(json.dumps(table))  # else YAML writes anchors
     text = yaml.safe_dump(without_shared_objects, sort_keys=True)
@@ -75,17 +74,34 @@ def write_dependencies(config: Path, out: Path) -> None:
         write_text(out, text)
 
 
-def _build_dependency_table(layout: Layout) -> dict[str, Any]:
-    """Return fields and code fingerprint of every stage; stages of training runs have them for each method.
+def _check_stages(layout: Layout, config: Path) -> None:
+    """Check that dvc.yaml contains the stages that all training runs of an experiment share.
 
-    DVC splits keys at dots. Method ``uniform.lr0.1`` therefore has its entry at ``uniform``, ``lr0``, ``1``.
+    Args:
+        layout: layout of the experiment.
+        config: the experiment file, for the message.
+
+    Raises:
+        ConfigError: dvc.yaml lacks a stage.
+    """
+    stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"]
+    if missing := set(layout.shared_stages) - set(stages):
+        advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
+        raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
+
+
+def _build_dependency_table(layout: Layout) -> dict[str, Any]:
+    """Return fields and code fingerprint of every stage, as nested dictionaries; analyses and MLflow have no stage.
+
+    Stages of training runs have an entry for each method, whose key ``fields`` contains them and the milestones. DVC
+    splits keys at dots. Method ``uniform.lr0.1`` therefore has its entry at ``uniform``, ``lr0``, ``1``.
     """
     table: dict[str, Any] = {}
     for stage in (*layout.shared_stages, "report"):
         table[stage] = dependencies.collect_params(stage, layout.experiment)
     for stage, method in product(dependencies.TRAINING_STAGES, layout.methods):
         entry = table.setdefault(stage, {})
-        for key in method.split("."):
+        for key in method.split("."):  # descends to the entry of the method
             entry = entry.setdefault(key, {})
         fields = dependencies.collect_params(stage, layout.experiment, method)
         entry["fields"] = {**fields, "milestones": list(layout.experiment.milestones)}
@@ -112,7 +128,7 @@ def _update_methods(methods: list[str]) -> None:
 
 
 def _update_plugin_files(plugins: list[str]) -> None:
-    """Write the files of plugins into the dependencies of workflow/dvc.yaml.
+    """Write the files of plugins into the dependencies of workflow/dvc.yaml, in place of the files listed there.
 
     Raises:
         KairosError: workflow/dvc.yaml has changed.
@@ -152,6 +168,9 @@ def run_stage(config: Path, stage: str, method: str | None, seed: int | None) ->
 def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
     """Return the Snakemake rules of a stage, and the targets that require all jobs of these rules.
 
+    For a stage of training runs, the targets are the files of checksums of one training run. For other stages they are
+    rules. Stage ``report`` includes the analyses and, if tracking is enabled, the import into MLflow.
+
     Args:
         layout: layout of the experiment.
         stage: name of the stage.
@@ -164,6 +183,8 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
     stages = (*layout.shared_stages, *dependencies.TRAINING_STAGES, "report")
     demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
     rules = layout.stage_rules(stage)
+
+    # a stage of training runs
     if stage in dependencies.TRAINING_STAGES:
         if method not in layout.methods or seed not in layout.experiment.seeds:
             allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
@@ -171,6 +192,8 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
         rules_of_segments = [f"{rule}{segment.suffix}" for rule in rules for segment in layout.segments]
         checksum_files = [layout.checksum_file(stage, method, seed, segment) for segment in layout.segments]
         return rules_of_segments, checksum_files
+
+    # a stage that all training runs share
     if method is not None or seed is not None:
         got = f"--method {method} --seed {seed}"
         raise rejection(f"ledger run {stage}", got, "neither, as all training runs share this stage")
@@ -185,10 +208,12 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
 def record() -> None:
     """Record in DVC the results that Snakemake has computed: fill DVC's cache and write dvc.lock.
 
-    The machines that computed the results are written to dvc.machines.json. Nothing is committed to git.
+    The machines that computed the results are written to dvc.machines.json, and the table of dependencies into the
+    results folder. Nothing is committed to git.
 
     Raises:
-        KairosError: the working tree has uncommitted changes, results are stale, or DVC fails.
+        KairosError: the working tree has uncommitted changes outside of DVC's records, results are stale, or git or DVC
+            fails.
     """
     written = [str(path) for path in (_LOCK, _FIRST.with_suffix(".lock"), _machines_file(_LOCK))]
     uncommitted = [line for line in _changed_files() if line[3:] not in written]  # line: " M path" or "?? path"
@@ -214,19 +239,19 @@ def _write_lock() -> None:
     Raises:
         KairosError: DVC fails.
     """
-    before = _LOCK.read_text(encoding="utf-8") if _LOCK.exists() else None
+    previous_lock = _LOCK.read_text(encoding="utf-8") if _LOCK.exists() else None
     _LOCK.unlink(missing_ok=True)  # DVC would keep stages in it that dvc.yaml no longer has
     process = _run_tool("dvc", "commit", "--force")
     if process.returncode:
-        if before is not None:
-            write_text(_LOCK, before)
+        if previous_lock is not None:
+            write_text(_LOCK, previous_lock)
         raise KairosError(f"record: dvc commit failed:\n{process.stderr.strip()}")
 
 
 def adopt() -> None:
     """Pull the recorded results into this clone, and mark them as computed in Snakemake's metadata and for DVC.
 
-    The report is imported into MLflow if the experiment enables tracking.
+    The results are imported into MLflow if the experiment enables tracking; an import that fails is no error.
 
     Raises:
         KairosError: nothing is recorded, the data cannot be pulled, or something would still have to run.
@@ -235,11 +260,15 @@ def adopt() -> None:
     if not _LOCK.exists():
         raise KairosError("adopt: dvc.lock is missing, so nothing was recorded; `make demo` computes the results")
     _pull()
+
+    # mark the results as computed
     quiet = ("--quiet", "all", "--configfile", RECORDED)
     if _run_tool("snakemake", "--touch", "--forceall", *quiet, "--", "report", captured=False).returncode:
         raise KairosError("adopt: snakemake --touch failed, see above")
     if layout.experiment.tracking.enabled:
         _run_tool("snakemake", *quiet, "--allowed-rules", "track", "--", "track", captured=False)
+
+    # check that neither Snakemake nor DVC would run anything
     _check_up_to_date("adopt: the recorded results do not belong to this working tree.")
     _run_tool("dvc", "repro", str(_FIRST))  # writes the table of dependencies, which `dvc status` compares
     if _run_tool("dvc", "status", "--quiet").returncode:
@@ -295,7 +324,7 @@ def _changed_files(*paths: str) -> list[str]:
 def _run_tool(tool: str, *arguments: str, captured: bool = True) -> "subprocess.CompletedProcess[str]":
     """Run a command line tool of this Python environment; a failure is only in the return code of the result.
 
-    With `captured`, the output is in the result; otherwise it goes to the terminal.
+    With `captured`, the output is in the result as text; otherwise it goes to the terminal.
     """
     return subprocess.run([*_PYTHON, tool, *arguments], env=_environment(), capture_output=captured, text=True)
 
@@ -319,7 +348,7 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
 
     Yields:
         The path of an output; ``same``, ``differs``, ``missing`` or ``not compared``; and the reason, empty for
-        ``same``.
+        ``same``. Outputs that contain clock times are not compared. All outputs are hashed before the first result.
 
     Raises:
         KairosError: the lock file cannot be read.
@@ -351,8 +380,8 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
 def hash_path(path: Path) -> str:
     """Return DVC's hash of a file or folder, or an empty text if the path does not exist.
 
-    DVC's hash of a folder is the MD5 of a JSON list of its files with their hashes, followed by ``.dir``. Temporary
-    files, which .dvcignore excludes, are left out.
+    DVC's hash of a file is its MD5 in hex digits. The hash of a folder is the MD5 of a JSON list of its files with
+    their hashes, followed by ``.dir``. Temporary files, which .dvcignore excludes, are left out.
     """
     if not path.exists():
         return ""
@@ -376,7 +405,7 @@ def _has_clock_times(path: str) -> bool:
 
 
 def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
-    """Return why an output of a stage differs: settings or code, else its inputs and the machine.
+    """Return why an output of a stage differs, as one line: settings or code, else its inputs and the machine.
 
     Args:
         stage: entry of the stage in the lock file.
@@ -393,9 +422,14 @@ def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
 
 
 def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
-    """Return the names of a stage's fields that now have another value than in the lock file.
+    """Return the names of a stage's fields that now have another value than in the lock file, or none.
 
-    Files that do not exist are skipped.
+    An example is ``train.uniform.fields.model``. Fields that the lock file lacks, and files that do not exist, are
+    skipped.
+
+    Args:
+        stage: entry of the stage in the lock file.
+        lock: the lock file.
     """
     changed: list[str] = []
     for file, recorded in stage.get("params", {}).items():
@@ -416,14 +450,16 @@ def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
 def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
     """Return a reason for each difference between the machines that computed the recorded and the present results.
 
+    Without a list of the recorded machines, the only reason is that they are unknown.
+
     Args:
         lock: the dvc.lock; a file next to it lists the machines of the recorded results.
         stage: any stage of the lock, whose outputs are in the experiment's results folder.
     """
-    file = _machines_file(lock)
-    if not file.exists():
-        return [f"the machine of the recording is unknown ({file.name} is missing)"]
-    recorded = read_json(file)["machines"]
+    machines_file = _machines_file(lock)
+    if not machines_file.exists():
+        return [f"the machine of the recording is unknown ({machines_file.name} is missing)"]
+    recorded = read_json(machines_file)["machines"]
     experiment_folder = Path(*Path(stage["outs"][0]["path"]).parts[:2])  # results/<experiment>
     present = _list_machines(lock.parent / experiment_folder)
     reasons = []
@@ -435,12 +471,15 @@ def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
 
 
 def _join_values(machines: list[dict[str, str]], fact: str) -> str:
-    """Return the values that machines have of a fact, such as ``torch``, as one text."""
+    """Return the different values of a fact, such as ``torch``, that machines have: ``2.8/2.9``; ``?`` if unknown."""
     return "/".join(sorted({machine.get(fact, "?") for machine in machines}))
 
 
 def _list_machines(results: Path) -> list[dict[str, str]]:
-    """Return CPU, instruction set and versions of each machine that computed an experiment, from the timing files."""
+    """Return CPU, instruction set and versions of each machine that computed an experiment, each machine once.
+
+    They are in the timing files; the list is empty without such files.
+    """
     machines = [read_json(path).get("machine") for path in sorted(results.glob("timing/**/*.json"))]
     by_content = {json.dumps(machine, sort_keys=True): machine for machine in machines if machine is not None}
     return list(by_content.values())

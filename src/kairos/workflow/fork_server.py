@@ -72,8 +72,8 @@ Request = dict[str, Any]  # a client's command line and the state of its process
 def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
     """Start the fork server of a run, unless the machine has a GPU or fewer than two jobs would use the server.
 
-    An environment variable contains the path of the server's socket. The function does not wait for the server's
-    imports. If the server cannot start, jobs run in processes of their own.
+    `_SOCKET_VARIABLE` is set to the path of the server's socket, or deleted if there is no server. The function does
+    not wait for the server's imports. If the server cannot start, jobs run in processes of their own.
 
     Args:
         config: file of the frozen experiment.
@@ -115,8 +115,8 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
 def run_on_server(argv: list[str]) -> int | None:
     """Run a command line in a fork of the server, and forward this process's signals to it.
 
-    The environment variable with the socket's path is deleted. If the server accepts the command, signal handlers are
-    set.
+    `_SOCKET_VARIABLE` is deleted. If the server accepts the command, signal handlers are set, and the function waits
+    for the end of the job.
 
     Args:
         argv: arguments of ``kairos``.
@@ -141,6 +141,7 @@ def run_on_server(argv: list[str]) -> int | None:
             return None
 
         def forward(number: int, frame: object) -> None:
+            """Send the number of a signal to the guardian."""
             with suppress(OSError):
                 server.send(bytes([number]))
             if number == signal.SIGTSTP:  # the handler replaces the signal's effect: stop this process as well
@@ -150,7 +151,7 @@ def run_on_server(argv: list[str]) -> int | None:
             signal.signal(number, forward)
         answer = b""
         with suppress(OSError):
-            answer = server.recv(4)
+            answer = server.recv(4)  # waits for the end of the job
     # without an answer the guardian was killed
     status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
     return status if status >= 0 else 128 - status
@@ -180,6 +181,9 @@ def _send_request(server: socket.socket, path: str, request: Request) -> bool:
 def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: list[str], folder: str) -> NoReturn:
     """Import what the jobs of some stages need, and fork a job for each client until the controller has ended.
 
+    The function runs in the server's process, and in the process of each job, which it ends with the job's exit status.
+    A server that must not fork, because it uses a GPU or has further threads, ends at once.
+
     Args:
         main: function that runs a command line and returns its exit status.
         listener: file descriptor of the listening socket.
@@ -199,7 +203,7 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended guardians are removed without a wait
     with socket.socket(fileno=listener) as clients:
         request = _fork_jobs(clients, conditions) if can_fork else None
-        if request is None:
+        if request is None:  # this process is the server
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(0)
     _run_job(main, request)
@@ -208,6 +212,8 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: 
 def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
     """Accept clients, and fork a guardian and a job for each acceptable request.
 
+    The standard streams of a job's process are those of its client.
+
     Args:
         clients: the listening socket.
         conditions: state of this process that a client must have in common with it.
@@ -215,16 +221,17 @@ def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
     Returns:
         The request, in the process of its job. None in the server when the controller has ended.
     """
-    sources = _source_times()
-    controller = 0  # standard input, a pipe that becomes readable when the controller ends
-    while controller not in _wait_until_readable(controller, clients.fileno()):
+    source_times = _source_times()
+    controller_pipe = 0  # standard input, which becomes readable when the controller ends
+    while controller_pipe not in _wait_until_readable(controller_pipe, clients.fileno()):
         with suppress(OSError, ValueError), clients.accept()[0] as client:  # a faulty request is not accepted
             _, streams, _, _ = socket.recv_fds(client, len(_REQUEST), maxfds=3)
             try:
                 request: Request = json.loads(client.makefile(encoding="utf-8").readline())
-                # the server may have imported more modules since `sources` was read, but no file may have changed
-                unchanged = sources.items() <= _source_times().items()
-                if request["conditions"] == conditions and unchanged and os.fork() == 0:
+                # the server may have imported more modules since, but no file of the first ones may have changed
+                is_unchanged = source_times.items() <= _source_times().items()
+                is_acceptable = is_unchanged and request["conditions"] == conditions
+                if is_acceptable and os.fork() == 0:
                     _guard(client)  # returns in the job's process alone
                     for number, stream in enumerate(streams):
                         os.dup2(stream, number)
@@ -242,7 +249,11 @@ def _wait_until_readable(*descriptors: int) -> list[int]:
 
 
 def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
-    """Run a client's command line in this process, with the client's arguments, paths and ignored signals."""
+    """Run a client's command line in this process, with the client's arguments, paths and ignored signals.
+
+    The other signals have the effect that they have in a new Python process. Resource usage of the client counts as
+    that of the job. The process ends with the exit status of the command line.
+    """
     # TextIO, the declared type of sys.stdout, lacks the method; the files of sys are TextIOWrapper
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     sys.argv, sys.path[:] = request["sys"]
@@ -261,13 +272,14 @@ def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
 def _guard(client: socket.socket) -> None:
     """Fork the job, and return in the job's process alone.
 
-    This process, the guardian, forwards signals from the client to the job. When the job has ended, it sends the job's
-    exit status to the client and exits.
+    This process, the guardian, accepts the client's request and forwards signals from the client to the job. When the
+    job has ended, the guardian sends the job's exit status to the client, and exits. If the guardian ends first, the
+    job gets SIGTERM.
     """
     die_with_parent(signal.SIGKILL)
     guardian = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server ignores it, and then waitpid returns no status
-    with suppress(OSError):
+    with suppress(OSError):  # the client has ended, or no process can be started
         job = os.fork()
         if job == 0:
             die_with_parent(signal.SIGTERM)
@@ -290,7 +302,11 @@ def _import_modules(config: str, stages: list[str]) -> None:
     """Import the modules of kairos and torch that some stages of an experiment need.
 
     Other modules, such as those of plugins, are left out because their import could compute something. The time of the
-    imports is recorded in ``timing/preload.json``.
+    imports is recorded in ``timing/preload.json`` of the results folder.
+
+    Args:
+        config: file of the frozen experiment.
+        stages: names of the stages.
     """
     from kairos.config import load
     from kairos.workflow.dependencies import find_dependencies
@@ -304,14 +320,16 @@ def _import_modules(config: str, stages: list[str]) -> None:
             names.update(find_dependencies(stage, experiment, method).modules)
     for name in sorted(names):
         if name.startswith(("torch.", "kairos.", "kairos_timesteps.")):
-            importlib.import_module(name.partition(":")[0])
+            module = name.partition(":")[0]  # without a definition, as in "kairos_timesteps.x:Name"
+            importlib.import_module(module)
     resource_usage.write_record(Path("results", experiment.experiment, "timing", "preload.json"), "preload")
 
 
 def _process_conditions() -> list[Any]:
     """Return the state of this process that a client and the server must have in common.
 
-    The state consists of interpreter, import path, environment, working directory, umask and blocked signals.
+    The state consists of interpreter, import path, environment, working directory, umask and blocked signals. The
+    folder of the script and the variables of the shell, which differ between processes, are left out.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _SHELL_VARIABLES}
     umask = os.umask(0)  # can only be read by setting it
@@ -322,7 +340,7 @@ def _process_conditions() -> list[Any]:
 
 
 def _source_times() -> dict[str, int]:
-    """Return the modification time of the file of every imported module, in nanoseconds."""
+    """Return the modification time of the file of every imported module that has one, in nanoseconds, by path."""
     specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
     files = [spec.origin for spec in specs if spec is not None and spec.has_location]
     return {file: os.stat(file).st_mtime_ns for file in files}

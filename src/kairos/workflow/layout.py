@@ -134,15 +134,19 @@ class Layout:
         return [stage, f"{stage}_parts"] if self.shards(stage) else [stage]
 
     def sampling_group(self, segment: Segment) -> str:
-        """Return the group in which a scheduler runs sampling and evaluation of a segment as one job."""
+        """Return the group in which a scheduler runs sampling and evaluation of a segment as one job.
+
+        The name contains wildcards of Snakemake, such as ``images_{method}_seed{seed}_2``.
+        """
         return f"images_{{method}}_seed{{seed}}{segment.suffix}"
 
     def training_group(self, segment: Segment) -> Callable[[Any], str] | None:
-        """Return a function from wildcards to the group of training runs that a scheduler runs as one job.
+        """Return a function from wildcards to the name of the group of training runs that a scheduler runs as one job.
 
-        The runs of a group follow each other in `trainings`, so that every run of the workflow has equal groups. A
-        training run that has diverged is a group by itself, because it would stop the other training runs at each
-        attempt. None: the experiment has no groups, because each training run has a GPU of its own.
+        Group 0 of segment 2 is ``trainings_2_0``. The runs of a group follow each other in `trainings`, so that every
+        run of the workflow has equal groups. A training run that has diverged is a group by itself, because it would
+        stop the other training runs at each attempt. None: the experiment has no groups, because each training run has
+        a GPU of its own.
         """
         trainings_per_gpu = self.experiment.training.trainings_per_gpu
         if trainings_per_gpu == 1:
@@ -150,18 +154,19 @@ class Layout:
         group_numbers = {training: index // trainings_per_gpu for index, training in enumerate(self.trainings)}
 
         def name_group(wildcards: Any) -> str:
+            """Return the name of a training run's group, after reading the run's progress file."""
             method, seed = wildcards.method, int(wildcards.seed)
             progress = read_progress(Path(self.training_folder(method, seed)))
-            has_diverged = not progress.get("again", True)
+            has_diverged = not progress.get("again", True)  # no attempt can succeed
             suffix = f"_alone_{method}_seed{seed}" if has_diverged else ""
             return f"trainings{segment.suffix}_{group_numbers[method, seed]}{suffix}"
 
         return name_group
 
     def count_jobs(self) -> dict[str, int]:
-        """Return the number of jobs of each rule; the segments of a rule count together.
+        """Return the number of jobs of each rule, in the order of the stages; segments of a rule count together.
 
-        A rule ``STAGE_parts`` computes shards of a stage. Rules without jobs are left out.
+        A rule ``STAGE_parts`` computes shards of a stage. Rules without jobs, and rule ``all``, are left out.
         """
         training_job_count = len(self.trainings) * len(self.segments)
         counts: dict[str, int] = {}
@@ -223,7 +228,7 @@ class Layout:
         return files
 
     def training_end(self, wildcards: Any) -> list[str]:
-        """Return an input of a snapshot's job: the record of the training run's end if it is the last snapshot.
+        """Return an input of the job of one snapshot: the record of the training run's end for the last snapshot.
 
         A job of another snapshot does not wait for the end, and gets an empty list.
         """
@@ -238,7 +243,7 @@ class Layout:
         return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
     def report_inputs(self) -> list[str]:
-        """Return all records that the report and the import into MLflow read.
+        """Return the paths of all records that the report and the import into MLflow read.
 
         Checksums of the jobs of training runs, and tables and figures of analyses, are included.
         """
@@ -263,8 +268,9 @@ class Layout:
     def rule_params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
         """Return the ``params:`` of a rule: the dependencies of its stage, the experiment file and the timing file.
 
-        The timing file is not an output: it contains times and the machine, so that it differs in every run. Its path
-        contains the wildcards of the rule, such as ``timing/train/{method}_seed{seed}/1.json``.
+        The keys are those of `dependency_params`, ``config`` and ``timing``. The timing file is not an output: it
+        contains times and the machine, so that it differs in every run. Its path contains the wildcards of the rule,
+        such as ``results/tiny/timing/train/{method}_seed{seed}/1.json``.
 
         Args:
             rule: name of the rule, without the suffix of a segment.
@@ -272,14 +278,14 @@ class Layout:
         """
         stage = rule.removesuffix("_parts")
         is_shard_rule = rule != stage
-        job = stage
+        job_name = stage
         if stage.startswith("measure_"):
-            job += ".{method}.seed{seed}.{step}"
+            job_name += ".{method}.seed{seed}.{step}"
         elif segment is not None:
-            job += f"/{{method}}_seed{{seed}}/{segment.number}"
+            job_name += f"/{{method}}_seed{{seed}}/{segment.number}"
         if is_shard_rule:
-            job = f"{_SHARDS_FOLDER}/{job}.{{shard}}"
-        timing = f"{self.results}/timing/{job}.json"
+            job_name = f"{_SHARDS_FOLDER}/{job_name}.{{shard}}"
+        timing = f"{self.results}/timing/{job_name}.json"
         return {**self.dependency_params(stage), "timing": timing, "config": self.config_argument}
 
     def dependency_params(self, stage: str) -> dict[str, Callable[[Any], Any]]:
@@ -308,7 +314,10 @@ class Layout:
         return self.config_file.as_posix()
 
     def sampling_options(self, wildcards: Any, output: Any) -> str:
-        """Return the options of ``kairos sample`` for the whole sampling section; Snakemake does not record them."""
+        """Return the options of ``kairos sample`` for section `sampling`; Snakemake does not record them.
+
+        Every field but `shards` is an option, with JSON or a text as its value, quoted for the shell.
+        """
         sampling = self.experiment.sampling.model_dump(mode="json", exclude={"shards"})
         sampling["grid_images"] = sampling.pop("grid")  # the field's name differs from the option's, --grid-images
         options = []
@@ -324,12 +333,21 @@ def name_snapshots(steps: tuple[int, ...]) -> list[str]:
 
 
 def create_layout(experiment: Experiment) -> Layout:
-    """Return the layout of an experiment, after selecting the extractor for ``auto`` and freezing the experiment."""
-    settled, notes = experiment.resolve()
-    return Layout(settled, freeze(settled), notes + warn_of_missing(settled))
+    """Return the layout of an experiment, after selecting the extractor for ``auto`` and freezing the experiment.
+
+    The notes are those of the selection, and a warning for each missing file.
+
+    Raises:
+        ConfigError: the experiment's evaluation is not possible, or weights that it starts from are missing.
+    """
+    resolved, notes = experiment.resolve()
+    return Layout(resolved, config_file=freeze(resolved), notes=notes + warn_of_missing(resolved))
 
 
 def load_frozen_layout() -> Layout:
-    """Return the layout of the experiment that this process's controller has frozen."""
+    """Return the layout of the experiment that this process's controller has frozen, without notes.
+
+    `FROZEN_VARIABLE` must contain the path of the frozen experiment.
+    """
     path = os.environ[FROZEN_VARIABLE]
-    return Layout(load(path), Path(path))
+    return Layout(load(path), config_file=Path(path))

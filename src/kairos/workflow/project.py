@@ -16,7 +16,10 @@ def installed() -> Path:
 
 
 def create_project(folder: Path) -> list[str]:
-    """Write a project's Snakefile, profiles and the demo's params.yaml; return the names of files and folders.
+    """Write a project's Snakefile, profiles and the demo's params.yaml; return the names of its files and folders.
+
+    The project also gets a .gitignore and the schema of experiment files. The folder is created if it is missing, and
+    the names are sorted.
 
     Args:
         folder: folder of the project, which must be empty or missing.
@@ -24,8 +27,8 @@ def create_project(folder: Path) -> list[str]:
     Raises:
         ConfigError: the folder contains something, or is a file.
     """
-    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    demand(is_free, "DIR", repr(str(folder)), "an empty or new folder")
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    demand(is_empty or not folder.exists(), "DIR", repr(str(folder)), "an empty or new folder")
     for name in _COPIED:
         source, target = installed() / name, folder / name.removeprefix("workflow/")
         target.parent.mkdir(parents=True, exist_ok=True)

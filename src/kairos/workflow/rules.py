@@ -20,7 +20,7 @@ _TRAINING_MINUTES = 1440  # a day
 
 
 def paths_of(name: str) -> PathsFunction:
-    """Return a ``params:`` function that lists the paths of the output, else of the input, with a name in the rule.
+    """Return a ``params:`` function that lists the paths under a name in the rule's output, or else in its input.
 
     The list is empty if the rule has neither.
     """
@@ -35,21 +35,22 @@ def paths_of(name: str) -> PathsFunction:
 
 
 def folders_of(name: str) -> PathsFunction:
-    """Return a ``params:`` function that lists the parent folders of a named output or input."""
+    """Return a ``params:`` function that lists the parent folders of the paths of `paths_of`."""
     paths = paths_of(name)
     return lambda wildcards, input, output: [os.path.dirname(path) for path in paths(wildcards, input, output)]
 
 
 def folder_of(name: str) -> TextFunction:
-    """Return a ``params:`` function for the parent folder of a named output or input that is one file."""
+    """Return a ``params:`` function that returns the parent folder of the first path of `paths_of`."""
     folders = folders_of(name)
     return lambda wildcards, input, output: folders(wildcards, input, output)[0]
 
 
 def stage_options(*stages: str) -> TextFunction:
-    """Return a ``params:`` function that writes ``--STAGE FOLDER`` for each stage, an input of the rule.
+    """Return a ``params:`` function that writes ``--STAGE FOLDER`` for each stage.
 
-    An example is ``--dataset results/tiny/dataset --autoencoder results/tiny/autoencoder``.
+    The folder contains the rule's input with the name of the stage. An example is
+    ``--dataset results/tiny/dataset --autoencoder results/tiny/autoencoder``.
     """
 
     def write_options(wildcards: Any, input: Any, output: Any) -> str:
@@ -79,7 +80,7 @@ def shard_options(wildcards: Any, input: Any, output: Any) -> str:
 
 
 def scaled_by_attempt(amount: int) -> Callable[..., int]:
-    """Return a resource function: `amount` at the first attempt, twice at the second, then three times.
+    """Return a resource function: `amount` at the first attempt, twice at the second, three times at all later ones.
 
     A job that exceeded a limit is retried with more.
     """
@@ -100,13 +101,17 @@ def processes_per_node(experiment: Experiment) -> int:
 
 
 def training_resources(experiment: Experiment) -> dict[str, Any]:
-    """Return the ``resources:`` of a training job, for all its processes together.
+    """Return the ``resources:`` of a training job, for all its processes on one machine together.
+
+    These are ``mem_mb`` and ``runtime`` (minutes). ``nodes`` is added for several processes, and ``gpu`` or ``gres``
+    unless the device is the CPU, for which a job on several machines has ``tasks``.
 
     A training run resumes, so its time limit need not grow. Snakemake adds up the numbers of jobs that run as one job,
-    but takes a text once. Training runs that share a GPU therefore request it as text. So do runs on several machines,
-    where the text applies to each machine.
+    but takes a text once. Training runs that share a GPU therefore request it as text, ``gres``. So do runs on several
+    machines, where the text applies to each machine.
     """
-    training, processes = experiment.training, processes_per_node(experiment)
+    training = experiment.training
+    processes = processes_per_node(experiment)
     resources: dict[str, Any] = {"mem_mb": scaled_by_attempt(_TRAINING_MB * processes), "runtime": _TRAINING_MINUTES}
     if training.processes > 1:  # else SLURM may spread the GPUs of one machine over several
         resources["nodes"] = training.nodes

@@ -43,16 +43,17 @@ def is_recorded_as_complete(workflow: Any, job: Any) -> bool:
 def hash_inputs_once(workflow: Any) -> None:
     """Let Snakemake hash each input of a finished job once for the job's metadata, and not once for each output.
 
-    Snakemake's cache of file properties, which it does not use while jobs run, is active during this step alone.
+    The method `finished` of the workflow's persistence is replaced. Snakemake's cache of file properties, which it does
+    not use while jobs run, is active during this method alone.
     """
     persistence, cache = workflow.persistence, workflow.iocache
     write_metadata = persistence.finished
 
     async def finished(job: Any) -> None:
         """Write the metadata of a finished job."""
-        for existing in (cache.exists_local, cache.exists_in_storage):
+        for existence_cache in (cache.exists_local, cache.exists_in_storage):
             # Snakemake's `clear` keeps the names of listed folders, whose files would then count as missing
-            existing.has_inventory.clear()
+            existence_cache.has_inventory.clear()
         cache.active = True
         try:
             await write_metadata(job)
@@ -63,7 +64,7 @@ def hash_inputs_once(workflow: Any) -> None:
 
 
 def touch_without_pauses() -> None:
-    """Remove the pause of 0.1 s per job in ``snakemake --touch``.
+    """Remove the pause of 0.1 s per job in ``snakemake --touch``, for the rest of this process.
 
     The pause gives outputs later times than inputs. Times decide nothing here: inputs are compared by content.
     """
@@ -73,11 +74,12 @@ def touch_without_pauses() -> None:
 
 
 def prevent_retry(job: Any) -> None:
-    """Prevent another attempt of a job that fails.
+    """Prevent another attempt of a job, or group of jobs, that fails: count the present attempt as the last one.
 
     The public setter of the attempt would return more resources to the scheduler than the job has taken.
     """
-    job._attempt = job.restart_times + 1  # the last one
+    last_attempt = job.restart_times + 1
+    job._attempt = last_attempt
 
 
 def set_jobs_per_group(workflow: Any, group: str, job_count: int) -> str:
