@@ -10,6 +10,7 @@ import torch
 
 from kairos.data.dataset import to_uint8
 from kairos.files import check_files, open_record, read_json
+from kairos.quick_imports import without_pipeline_packages
 from kairos.shapes import EncodedImages, Images
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -138,11 +139,13 @@ def load_model(folder: Path | str) -> Any:
     class_name = read_json(Path(folder) / "config.json").get("_class_name")
     if class_name not in KINDS:
         raise ConfigError(f"autoencoder.path: {folder} holds {class_name!r}, allowed: {', '.join(KINDS)}")
-    import diffusers  # slow, and not needed to reject the folder
+    with without_pipeline_packages():
+        import diffusers  # slow, and not needed to reject the folder
+
+        model_class = getattr(diffusers, class_name)  # imports its module
 
     diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
     try:
-        model_class = getattr(diffusers, class_name)
         return model_class.from_pretrained(
             folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
         )

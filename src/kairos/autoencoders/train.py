@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from kairos.autoencoders.codec import check_image_size, downsampling
 from kairos.autoencoders.settings import AutoencoderConfig
@@ -18,8 +17,12 @@ from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
 from kairos.fingerprint import fingerprint
 from kairos.progress import Progress, log
+from kairos.quick_imports import without_pipeline_packages
 from kairos_timesteps.optimizers import Adam
 from kairos_timesteps.randomness import Stream, derived_seed
+
+with without_pipeline_packages():
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 _CHECKPOINT_EVERY = 200  # steps
 _WARM_UP_STEPS = 20

@@ -4,15 +4,18 @@ import math
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import Attention
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, apply_padded
 from kairos.models.settings import UNetOptions
 from kairos.models.unet_names import to_diffusers_names
+from kairos.quick_imports import without_pipeline_packages
 from kairos_timesteps.errors import KairosError
+
+with without_pipeline_packages():
+    from diffusers.models.attention_processor import Attention
+    from diffusers.models.resnet import ResnetBlock2D
+    from diffusers.models.unets.unet_2d import UNet2DModel
 
 
 class UNet(Backbone):

@@ -50,7 +50,7 @@ _SOCKET_VARIABLE = "KAIROS_PRELOADED"  # environment variable with the path of t
 _AUTOENCODER_STAGES = frozenset(("autoencoder", "encode", "reference", "sample"))
 # code of the server's process, to be formatted with the arguments of `serve`: listener, config, stages and folder
 _SERVER = (
-    "from kairos import process_exit; process_exit.skip_teardown(); "
+    "from kairos import process_exit, quick_imports; process_exit.skip_teardown(); quick_imports.enable(); "
     "from kairos import cli; from kairos.workflow import fork_server; fork_server.serve(cli.main, {}, {!r}, {!r}, {!r})"
 )
 # environment variables that Snakemake sets to a job's number of threads, and to its folder for temporary files

@@ -1,0 +1,33 @@
+"""A quick import of diffusers, without packages that only its pipelines use.
+
+diffusers imports transformers, torchvision and scipy wherever they are installed, which takes half of the time of its
+import. Its autoencoders and U-Nets use none of them. In a process of a kairos command these packages look absent while
+diffusers is imported, and only then. Other processes, such as a notebook's, import diffusers as usual, because
+pipelines of diffusers would miss the packages afterwards.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PIPELINE_PACKAGES = ("transformers", "torchvision", "scipy")
+_enabled = False
+
+
+def enable() -> None:
+    """Let this process import diffusers without the packages of its pipelines."""
+    global _enabled
+    _enabled = True
+
+
+@contextmanager
+def without_pipeline_packages() -> Iterator[None]:
+    """Hide the packages of diffusers' pipelines from imports, if `enable` was called; packages in use stay visible."""
+    hidden = [name for name in _PIPELINE_PACKAGES if _enabled and name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # documented: the import then finds no such module
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]

@@ -1,0 +1,34 @@
+"""diffusers is imported without the packages of its pipelines in commands, and as usual in other processes."""
+
+import subprocess
+import sys
+
+import pytest
+
+# imports diffusers, saves and loads an autoencoder, and prints which packages are imported, and which diffusers sees
+CODE = """
+import sys
+from kairos import quick_imports
+if sys.argv[1] == "command":
+    quick_imports.enable()
+from kairos.autoencoders.codec import load_model
+from kairos.autoencoders.train import AutoencoderKL
+import kairos.models.unet
+import diffusers.utils
+AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).save_pretrained(sys.argv[2])
+assert type(load_model(sys.argv[2])) is AutoencoderKL
+print(sorted({"transformers", "torchvision", "scipy"} & {*sys.modules}), diffusers.utils.is_transformers_available())
+import transformers, torchvision, scipy
+assert transformers.PreTrainedModel and torchvision.io and scipy.__version__
+"""
+
+
+@pytest.mark.parametrize(
+    ("process", "printed"), [("command", "[] False"), ("notebook", "['scipy', 'torchvision', 'transformers'] True")]
+)
+def test_only_commands_import_diffusers_without_packages_of_pipelines(process, printed, tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE, process, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == printed
