@@ -25,16 +25,17 @@ def run(arguments: argparse.Namespace) -> None:
     Without, the results are read, and ``analyses/NAME.csv`` and ``.png`` are written into their folder.
 
     Raises:
-        ConfigError: the experiment has no such analysis, or the options do not belong together.
+        ConfigError: the experiment has no such analysis, only one of ``--milestone`` and ``--out`` is set, or the
+            analysis does not measure single snapshots.
     """
     from kairos.config import load
 
     experiment, name, snapshot = load(arguments.config), arguments.analysis, arguments.milestone
     analyses = {analysis.name: analysis for analysis in experiment.analyses}
-    names = ", ".join(analyses)
-    allowed = (
-        f"{names}: the analyses of {arguments.config}" if names else f"none, as {arguments.config} has no analyses"
-    )
+    if analyses:
+        allowed = f"{', '.join(analyses)}: the analyses of {arguments.config}"
+    else:
+        allowed = f"none, as {arguments.config} has no analyses"
     demand(name in analyses, "analysis", name, allowed)
     both_or_neither = (snapshot is None) == (arguments.out is None)
     demand(both_or_neither, "out", arguments.out, "a CSV file with --milestone, none without")
