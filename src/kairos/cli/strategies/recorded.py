@@ -108,7 +108,7 @@ def _read_checkpoint(file: Path) -> dict[str, Any]:
     """Return the content of a checkpoint; entry ``strategy`` is the state of the strategy, ``step`` its step.
 
     The file is a checkpoint of kairos, or a file that another training loop has saved with torch. The latter contains
-    `Strategy.state_dict()`, alone or as entry ``strategy``, and only the two entries of it are returned.
+    `Strategy.state_dict()`, alone or as entry ``strategy``; its other content is left out.
 
     Raises:
         KairosError: the file is neither.
