@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
       reference rows.
     - `evaluate` reads npz files of samples and the reference, and writes a JSON record of metrics for each npz file. It
       logs warnings about the numbers of images.
+
+    With ``--timing``, the record of `evaluate` contains the number of files.
     """
     if arguments.command == "extractor":
         _build_extractor(arguments)
@@ -70,9 +72,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _build_extractor(arguments: argparse.Namespace) -> None:
-    """Write the folder of the feature extractor that `evaluation.extractor` selects.
+    """Write the folder of the feature extractor that `evaluation.extractor` selects, or that is chosen for ``auto``.
 
     A classifier is trained on the data set, on the CPU; a published extractor is copied.
+
+    Raises:
+        ConfigError: the experiment is not valid, or its evaluation is not possible.
     """
     from kairos.config import load
 
@@ -111,6 +116,8 @@ def _build_reference(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     """Compare each file of samples with the reference, and write its record.
+
+    With ``--milestone``, the record contains the validation loss of the snapshot too.
 
     Raises:
         ConfigError: options that are repeated together have different numbers of values, or ``--sets`` is below 1.

@@ -135,7 +135,7 @@ def _find_module(file: str, path: Path) -> ModuleSpec:
 def _is_specified(path: Path, spec: ModuleSpec) -> bool:
     """Return True if a specification's module is that file.
 
-    False for modules without a file: namespace packages, which have no loader, and modules built into Python.
+    Returns False for modules without a file: namespace packages, which have no loader, and modules built into Python.
     """
     if spec.loader is None or spec.origin is None:
         return False
