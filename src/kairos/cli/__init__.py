@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
     The status is 2 for wrong usage and a ConfigError. It is 1 for any other KairosError, for an OSError, for a closed
     pipe and after Ctrl-C. Other exceptions are programming errors and are raised. The garbage collector is off until
-    the subcommand ends its start-up, and on afterwards.
+    the subcommand ends its start-up, and on afterwards. Output to a standard stream that is closed is discarded.
 
     Args:
         argv: arguments without the name of the program; None: those of the process.

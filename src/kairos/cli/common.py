@@ -87,6 +87,7 @@ def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
     """
 
     def parse(text: str) -> Any:
+        """Return the value of a text; `argparse` calls this function."""
         import yaml
 
         with suppress(ValueError):

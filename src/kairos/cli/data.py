@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> None:
     - `text` reads ``dataset`` and writes its encoded captions.
     - `encode` reads all three and writes ``latents``, one shard of them, or the latents merged from shards.
 
+    Each folder can be set by an option, such as ``--dataset`` or ``--out``; by default it is in results/<experiment>.
+
     Raises:
         KairosError: a folder that the stage reads is missing or damaged.
     """

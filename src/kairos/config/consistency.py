@@ -44,7 +44,7 @@ def _check_job_counts(experiment: "Experiment") -> None:
     images of a snapshot, which are those of all sample sets.
     """
     training, sampling, steps = experiment.training, experiment.sampling, list(experiment.milestones)
-    increases = steps == sorted(set(steps))  # also compares lengths in different units, such as images and epochs
+    increases = steps == sorted(set(steps))  # in steps, lengths in images and in epochs can be compared
     demand(increases, "training.milestones", training.milestones, "increasing lengths")
     trained_snapshots = len(steps) - 1  # without step 0, the untrained network, which needs no training job
     allowed = f"at most {trained_snapshots}, the number of training.milestones"
@@ -169,7 +169,7 @@ def _check_timestep_table(experiment: "Experiment") -> None:
 def _check_strategies(experiment: "Experiment") -> None:
     """Check that samplers require no context, and that samplers and weightings fit timesteps and noise schedule.
 
-    Context are properties of a sample, such as its tokens. For this check, a continuous process has `CELLS` timesteps,
+    Properties of a sample, such as its tokens, are context. For this check, a continuous process has `CELLS` timesteps,
     and its name in place of a schedule. Couplings are not checked.
     """
     process = experiment.diffusion.process

@@ -205,7 +205,7 @@ class Experiment(Section):
         side 8 by default. None also if a trained autoencoder cannot halve the side at each level.
         """
         dataset, autoencoder = self.dataset, self.autoencoder
-        native_side = 8 if dataset.source == "digits" else None  # of images in files, it is not known yet
+        native_side = 8 if dataset.source == "digits" else None  # other images are not read here
         image_side = dataset.resolution or native_side
         if not image_side or autoencoder.kind == "pretrained":
             return None

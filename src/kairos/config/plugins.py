@@ -126,14 +126,14 @@ def _find_module(file: str, path: Path) -> ModuleSpec:
     """
     importlib.invalidate_caches()  # the file may be newer than Python's list of files in the folder
     spec = importlib.util.find_spec(path.stem)
-    if spec is not None and _is_specified(path, spec):
+    if spec is not None and _comes_from(spec, path):
         return spec
     other = spec.origin if spec else "not importable"
     raise ConfigError(f"plugins: {file}: module {path.stem!r} is {other}; rename the file")
 
 
-def _is_specified(path: Path, spec: ModuleSpec) -> bool:
-    """Return True if a specification's module is that file.
+def _comes_from(spec: ModuleSpec, path: Path) -> bool:
+    """Return True if the module of a specification is a certain file.
 
     Returns False for modules without a file: namespace packages, which have no loader, and modules built into Python.
     """
@@ -181,9 +181,9 @@ def _line_of_error(error: BaseException, source: str) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Return type and message of an error in one line; only the message if kairos raised it, only the type without one.
+    """Return type and message of an error in one line; only the message if kairos raised it.
 
-    The message of a syntax error is without its file and line.
+    An error without a message has only its type. The message of a syntax error is without its file and line.
     """
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     text = " ".join(message.split())

@@ -52,12 +52,12 @@ def _describe(error: Exception) -> str:
 def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
     """Read an experiment file and the files that it extends, without checking fields.
 
-    Returns:
-        The merged values, a mapping without ``extends``; or any other value of YAML, if the file contains no mapping.
-
     Args:
         path: path of the file.
         extending: files that extend this one, to detect cycles.
+
+    Returns:
+        The merged values, a mapping without ``extends``; or any other value of YAML, if the file contains no mapping.
 
     Raises:
         ConfigError: a file is missing, is not YAML, or has an invalid ``extends``.

@@ -263,16 +263,16 @@ def find_faults(columns: dict[str, Array]) -> list[str]:
     faults gives an empty list.
     """
     faults = []
-    is_affected_by = {  # mask of the affected timesteps, (T,), by fault
+    affected_timesteps = {  # boolean mask, (T,), by fault
         "weight is negative": columns["w"] < 0,
         "weight is not finite": ~np.isfinite(columns["w"]),
         "timestep is never drawn (p = 0)": columns["p"] == 0,
     }
-    for fault, is_affected in is_affected_by.items():
-        affected_times = columns["t"][is_affected]
-        if len(affected_times):
-            count = f"{len(affected_times)} of {len(is_affected)} timesteps"
-            faults.append(f"{fault} at {count} between t = {affected_times[0]:g} and {affected_times[-1]:g}")
+    for fault, mask in affected_timesteps.items():
+        times = columns["t"][mask]
+        if len(times):
+            count = f"{len(times)} of {len(mask)} timesteps"
+            faults.append(f"{fault} at {count} between t = {times[0]:g} and {times[-1]:g}")
     return faults
 
 
