@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_file(arguments: argparse.Namespace) -> None:
     """Check an experiment file and print jobs, methods, settings and warnings.
 
-    With ``--folder``, print only the folder of results, after a check of the fields alone.
+    With ``--folder``, print only the folder of results, after the check of the file alone.
 
     Raises:
         ConfigError: the experiment is not valid, or is certain to fail.

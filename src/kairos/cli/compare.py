@@ -125,10 +125,10 @@ def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]
         if is_method:
             allowed = ", ".join(experiment.methods)
             errors.demand(path.name in experiment.methods, f"method of {folder}", path.name, allowed)
-        key = folder.resolve()
-        if key not in by_folder:
-            by_folder[key] = collect(experiment, folder, unfinished=True), []
-        results, selected_methods = by_folder[key]
+        resolved_folder = folder.resolve()
+        if resolved_folder not in by_folder:
+            by_folder[resolved_folder] = collect(experiment, folder, unfinished=True), []
+        results, selected_methods = by_folder[resolved_folder]
         methods_of_path = [path.name] if is_method else results.methods
         for method in methods_of_path:
             if method not in selected_methods:

@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     jobs = []
     for index, (milestone, out, grid) in enumerate(outputs):
-        first = index * shards_per_output
-        shards = tuple(shard_files[first : first + shards_per_output])
+        first_shard = index * shards_per_output
+        shards = tuple(shard_files[first_shard : first_shard + shards_per_output])
         jobs.append(sample.SamplingJob(milestone, out, grid, shards))
     # `vars` contains only the settings on the command line: the others are suppressed, see `add_arguments`
     overrides = {name: value for name, value in vars(arguments).items() if name in _SETTINGS}

@@ -98,8 +98,8 @@ def _check_store(uri: str, port: int) -> None:
     from kairos.tracking.mlflow_store import without_credentials
 
     if uri.startswith(("http://", "https://", "databricks")):
-        shown = without_credentials(uri)
-        raise KairosError(f"MLFLOW_TRACKING_URI: {shown} is a server with pages of its runs; open that address")
+        address = without_credentials(uri)
+        raise KairosError(f"MLFLOW_TRACKING_URI: {address} is a server with pages of its runs; open that address")
     # sqlite:///mlflow.db, sqlite+pysqlite:///mlflow.db and file:///data/mlruns are paths; other databases are not
     path = re.sub(r"^(sqlite(\+\w+)?:///|file://)", "", uri)
     if "://" not in path and not Path(path).exists():

@@ -71,16 +71,16 @@ def _load(file: str) -> None:
     """
     path = Path(os.path.abspath(file))
     name, text = path.stem, _read(file, path)
-    earlier = _plugins.get(name)
-    if earlier and earlier.path != path:
-        raise ConfigError(f"plugins: {file}: {earlier.path} is module {name!r} already; rename one of the files")
+    earlier_plugin = _plugins.get(name)
+    if earlier_plugin and earlier_plugin.path != path:
+        raise ConfigError(f"plugins: {file}: {earlier_plugin.path} is module {name!r} already; rename one of the files")
     folder = str(path.parent)
     if folder not in sys.path:  # `_find_module` needs it there
         sys.path.append(folder)  # last, so that its files replace no installed module
-    if earlier and earlier.text == text:
+    if earlier_plugin and earlier_plugin.text == text:
         return
     spec = _find_module(file, path)
-    if earlier is None and name in sys.modules:  # another plugin file has imported this one
+    if earlier_plugin is None and name in sys.modules:  # another plugin file has imported this one
         _plugins[name] = _Plugin(path, text)
         return
     for registry in _REGISTRIES.values():
@@ -235,11 +235,11 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
     """
     if not _plugins:
         return
-    listed = {Path(path).stem for path in plugins}
+    listed_modules = {Path(path).stem for path in plugins}
     for name, method in methods.items():
         for root in _plugin_roots(method):
             module = _module_of(root)
-            if module not in listed:
+            if module not in listed_modules:
                 raise ConfigError(f"methods.{name}: {root} is from {_plugins[module].path}; list that file in plugins")
 
 
