@@ -57,14 +57,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand and return its exit status; an error becomes a message on standard error.
 
     The status is 2 for wrong usage and a ConfigError. It is 1 for any other KairosError, for an OSError, for a closed
-    pipe and after Ctrl-C. Other exceptions are programming errors and are raised.
+    pipe and after Ctrl-C. Other exceptions are programming errors and are raised. The garbage collector is off until
+    the subcommand ends its start-up, and on afterwards. Output to a standard stream that is closed is discarded.
 
     Args:
         argv: arguments without the name of the program; None: those of the process.
     """
     from kairos_timesteps.errors import ConfigError, KairosError
 
-    # imports allocate many objects that live on: 1.5 s of 10 s are saved; `resource_usage.end_startup` enables it again
+    # imports allocate many objects that stay in use, and collections during imports take 1.5 s of 10 s;
+    # `resource_usage.end_startup` enables the collector again
     gc.disable()
     if sys.stdout is None:  # closed, as with >&-
         sys.stdout = _open_null()
@@ -93,9 +95,9 @@ def main(argv: list[str] | None = None) -> int:
 def _run_subcommand(argv: list[str]) -> int:
     """Parse a command line, run its subcommand, and return the exit status.
 
-    The subcommand runs in a fork of the controller's fork server if there is one, else in this process. If the
-    experiment is portable, environment variables that limit CPU instructions are set first. An unknown command prints
-    a message and returns 2.
+    If the experiment is portable, environment variables that limit CPU instructions are set first. Stages in
+    `FORKED_STAGES` then run in a fork of the controller's fork server, if there is one that accepts them. All other
+    subcommands run in this process, and return 0. An unknown command prints a message and returns 2.
 
     Raises:
         SystemExit: argparse has printed the help or an error.
@@ -103,13 +105,14 @@ def _run_subcommand(argv: list[str]) -> int:
     from kairos import portable
     from kairos.workflow import fork_server
 
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+    command = argv[0] if argv else None  # or an option such as --help
+    if command is not None and not command.startswith("-") and command not in COMMANDS:
         from kairos_timesteps.options import instead
 
-        return _fail(f"unknown command {argv[0]!r}{instead(argv[0], COMMANDS)}", status=2)
-    arguments = _build_parser(argv[0] if argv else None).parse_args(argv)
+        return _fail(f"unknown command {command!r}{instead(command, COMMANDS)}", status=2)
+    arguments = _build_parser(command).parse_args(argv)
     if portable.is_requested(arguments):
-        portable.set_variables()
+        portable.set_variables()  # before numpy and torch are imported, which read them
     if arguments.command in fork_server.FORKED_STAGES:
         status = fork_server.run_on_server(argv)
         if status is not None:
@@ -121,7 +124,11 @@ def _run_subcommand(argv: list[str]) -> int:
 
 
 def _build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser of the command line: all subcommands, with arguments for `command` alone, as that is quick."""
+    """Return the parser of the command line: all subcommands, with arguments for `command` alone, as that is quick.
+
+    Args:
+        command: name of the subcommand that will run; None or another text: no subcommand has arguments.
+    """
     parser = argparse.ArgumentParser(prog="kairos", description="Train diffusion models on the timesteps that matter.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, help) in COMMANDS.items():
@@ -137,6 +144,6 @@ def _open_null() -> TextIO:
 
 
 def _fail(message: str, status: int) -> int:
-    """Print an error message and return the exit status."""
+    """Print an error message with prefix ``kairos:`` to standard error, and return `status`, the exit status."""
     print(f"kairos: {message}", file=sys.stderr, flush=True)
     return status

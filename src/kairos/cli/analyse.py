@@ -2,8 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kairos.cli.common import add_config, add_timing, demand, set_up_device, write_timing
+
+if TYPE_CHECKING:
+    from kairos.analyses.settings import AnalysisOptions
+    from kairos.config import Experiment
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -25,17 +30,13 @@ def run(arguments: argparse.Namespace) -> None:
     Without, the results are read, and ``analyses/NAME.csv`` and ``.png`` are written into their folder.
 
     Raises:
-        ConfigError: the experiment has no such analysis, or the options do not belong together.
+        ConfigError: the experiment has no such analysis, only one of ``--milestone`` and ``--out`` is set, or the
+            analysis does not measure single snapshots.
     """
     from kairos.config import load
 
-    experiment, name, snapshot = load(arguments.config), arguments.analysis, arguments.milestone
-    analyses = {analysis.name: analysis for analysis in experiment.analyses}
-    names = ", ".join(analyses)
-    allowed = (
-        f"{names}: the analyses of {arguments.config}" if names else f"none, as {arguments.config} has no analyses"
-    )
-    demand(name in analyses, "analysis", name, allowed)
+    experiment, snapshot = load(arguments.config), arguments.milestone
+    analysis = _select_analysis(arguments, experiment)
     both_or_neither = (snapshot is None) == (arguments.out is None)
     demand(both_or_neither, "out", arguments.out, "a CSV file with --milestone, none without")
 
@@ -43,7 +44,6 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos import resource_usage
     from kairos.analyses import tables
 
-    analysis = analyses[name]
     analysis.load()  # its imports count as start-up
     results = arguments.results or Path("results", experiment.experiment)
     if snapshot is None:
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         resource_usage.end_startup()
         measures_snapshots = analysis.reads == "milestone"
-        demand(measures_snapshots, "milestone", snapshot, f"none: {name} does not measure single snapshots")
+        demand(measures_snapshots, "milestone", snapshot, f"none: {analysis.name} does not measure single snapshots")
         tables.measure_snapshot(
             analysis,
             snapshot=snapshot,
@@ -63,3 +63,18 @@ def run(arguments: argparse.Namespace) -> None:
             device=set_up_device(experiment),
         )
     write_timing(arguments)
+
+
+def _select_analysis(arguments: argparse.Namespace, experiment: "Experiment") -> "AnalysisOptions":
+    """Return the analysis of the experiment that ``--analysis`` names.
+
+    Raises:
+        ConfigError: the experiment has no such analysis; the message lists its analyses.
+    """
+    analyses = {analysis.name: analysis for analysis in experiment.analyses}
+    if analyses:
+        allowed = f"{', '.join(analyses)}: the analyses of {arguments.config}"
+    else:
+        allowed = f"none, as {arguments.config} has no analyses"
+    demand(arguments.analysis in analyses, "analysis", arguments.analysis, allowed)
+    return analyses[arguments.analysis]

@@ -42,7 +42,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the JSON schema, or check one experiment file or all files below a folder; no file is written.
+    """Print the JSON schema, with plugins, or check one experiment file or all files below a folder.
+
+    No file is written.
 
     The check also reads the data that the experiment names, the profile of a cluster and earlier results.
     """
@@ -59,7 +61,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_file(arguments: argparse.Namespace) -> None:
-    """Check an experiment file and print jobs, methods, settings and warnings; with ``--folder``, only that folder.
+    """Check an experiment file and print jobs, methods, settings and warnings.
+
+    With ``--folder``, print only the folder of results, after the check of the file alone.
 
     Raises:
         ConfigError: the experiment is not valid, or is certain to fail.
@@ -82,16 +86,22 @@ def _check_file(arguments: argparse.Namespace) -> None:
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     if warning := warning_before_run(experiment.evaluation, experiment.dataset, Path(layout.results)):
         print(_wrap(f"warning: {warning}") + "\n")
+
+    # tables of jobs and methods
     job_rows: _Table = [("stage", "jobs")]
     job_rows += [(stage, str(count)) for stage, count in layout.count_jobs().items()]
     print(_render_table(job_rows) + "\n")
     print(_render_table(_method_rows(experiment, arguments.all_options)) + "\n")
+
+    # settings, one per line
     settings = _describe_settings(layout, arguments.all_options)
     if configured == experiment:  # else `messages` report the extractor that replaces auto
         extractor = experiment.evaluation.extractor
         settings["extractor"] = _describe_component(extractor, arguments.all_options)
     for name, setting in settings.items():
         print(_wrap(f"{name}: {setting}"))
+
+    # messages about the extractor, and warnings
     messages += find_warnings(
         experiment,
         profile=arguments.profile,
@@ -109,7 +119,9 @@ def _wrap(text: str) -> str:
 
 
 def _method_rows(experiment: "Experiment", all_options: bool) -> _Table:
-    """Return the rows of the table of methods; couplings have a column if a method has one.
+    """Return the rows of the table of methods: method, sampler and weighting, below a header.
+
+    If a method has a coupling other than ``independent``, the last column contains the couplings.
 
     Args:
         experiment: the checked experiment.
@@ -150,10 +162,11 @@ def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check all experiment files below a folder and print a line for each valid file.
+    """Check all experiment files below a folder and print a table of the valid files, with their numbers of jobs.
 
     Raises:
-        ConfigError: the folder contains no file, or some files are not valid; the message contains the errors of all.
+        ConfigError: the folder contains no file, or some files are not valid. The error is raised after the table, and
+            its message contains the errors of all files.
     """
     from kairos.config import find_experiment_files, load
     from kairos.workflow.layout import Layout
@@ -181,20 +194,21 @@ def _describe_component(component: Component | LibraryComponent, all_options: bo
     """Return a component as text, such as ``speed (k 5, tau 700)``.
 
     Args:
-        component: the component with its options.
+        component: the component with its options, of the pipeline (such as a model) or of the library (a sampler).
         all_options: True to include options that have their default value.
     """
     if isinstance(component, LibraryComponent):
         return _describe_value(component.plain(), component.registry, all_options)
     defaults = type(component)(name=component.name).plain_options()
-    return _describe_options(component.name, component.plain_options(), defaults, None, all_options)
+    options = component.plain_options()
+    return _describe_options(component.name, options, defaults, registry=None, all_options=all_options)
 
 
 def _describe_value(value: Any, registry: Registry | None, all_options: bool) -> str:
-    """Return the value of an option as text.
+    """Return the value of an option as text; the items of a list are joined by commas, and None is ``null``.
 
-    Options of a sampler may be samplers, such as the components of a mixture. The items of a list are joined by commas,
-    and None is ``null``.
+    A component is described with its options. Options of a sampler, for example, may be samplers: the components of a
+    mixture.
 
     Args:
         value: the value; a mapping with a name is a component of the registry.
@@ -203,8 +217,10 @@ def _describe_value(value: Any, registry: Registry | None, all_options: bool) ->
     """
     if isinstance(value, list):
         return ", ".join(_describe_value(item, registry, all_options) for item in value)
-    if registry is None or not isinstance(value, dict) or "name" not in value:
-        return "null" if value is None else str(value)
+    if value is None:
+        return "null"
+    if registry is None or not isinstance(value, dict) or "name" not in value:  # no component
+        return str(value)
     defaults = dump(registry.entry(value["name"]).options())
     return _describe_options(value["name"], but_name(value), defaults, registry, all_options)
 
@@ -212,10 +228,10 @@ def _describe_value(value: Any, registry: Registry | None, all_options: bool) ->
 def _describe_options(
     name: str, options: dict[str, Any], defaults: dict[str, Any], registry: Registry | None, all_options: bool
 ) -> str:
-    """Return the name of a component with its options in parentheses.
+    """Return the name of a component with its options in parentheses, or the name alone if no option is left.
 
-    Options that have their default value are left out. With `all_options`, only those without a value (None or an empty
-    list) are left out.
+    Options that have their default value are left out. With `all_options`, they are left out only if that value is None
+    or an empty list.
 
     Args:
         name: name of the component.
@@ -235,14 +251,17 @@ def _describe_options(
 
 
 def _render_table(rows: _Table) -> str:
-    """Return a table with a rule below its header, at most `_WIDTH` wide; cells of the widest columns are wrapped."""
+    """Return a table with a rule below its header, at most `_WIDTH` wide; cells of the widest columns are wrapped.
+
+    All columns are aligned left. A row with a wrapped cell takes several lines.
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
-    while sum(widths) + _GAP * (len(widths) - 1) > _WIDTH:
+    while sum(widths) + _GAP * (len(widths) - 1) > _WIDTH:  # narrow the widest column by one character
         widest = widths.index(max(widths))
         widths[widest] -= 1
     lines: _Table = []
     for row in rows:
-        wrapped_cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths)]
+        wrapped_cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths)]  # lines of each cell
         lines += zip_longest(*wrapped_cells, fillvalue="")
     header, *body = lines
     rule = tuple("-" * width for width in widths)

@@ -26,7 +26,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--plugin F``, Python files that register components."""
+    """Declare ``--plugin F``, Python files that register components: a list of texts, empty without the option."""
     help = "Python file that registers samplers, weightings or couplings (repeatable)"
     parser.add_argument("--plugin", action="append", default=[], metavar="F", help=help)
 
@@ -52,7 +52,7 @@ def demand(condition: object, option: str, value: object, allowed: str) -> None:
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address of this machine.
+    """Return a socket that listens on an address of this machine, IPv6 if the address contains a colon.
 
     Args:
         host: IPv4 or IPv6 address, or a name.
@@ -68,17 +68,18 @@ def open_listening_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that is too long
         # the socket module adds the address: "Address already in use (while attempting to bind ...)"
-        reason = str(getattr(error, "strerror", error)).partition(" (")[0]
-        if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+        reason, _, _ = str(getattr(error, "strerror", error)).partition(" (")
+        port_is_unusable = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        if port_is_unusable:
             raise KairosError(f"--port: {port} cannot be used ({reason}); choose another, e.g. {port + 1}") from None
         raise KairosError(f"--host: {host} cannot be used ({reason}); choose another, e.g. 127.0.0.1") from None
 
 
 def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
-    """Return a type for argparse that parses a value as JSON or YAML.
+    """Return a function that parses a value as JSON or YAML, for argument `type` of `argparse`.
 
-    JSON is tried first: the workflow writes it, and YAML reads 1e-05 as text. The returned function raises ConfigError
-    for a text that is neither.
+    JSON is tried first: the workflow writes it, and YAML reads 1e-05 as text. The function raises ConfigError for a
+    text that is neither.
 
     Args:
         option: name of the option without dashes.
@@ -86,6 +87,7 @@ def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
     """
 
     def parse(text: str) -> Any:
+        """Return the value of a text; `argparse` calls this function."""
         import yaml
 
         with suppress(ValueError):
@@ -111,11 +113,13 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
     Raises:
         ConfigError: the numbers of values differ.
     """
-    *required, optional = [getattr(arguments, option) or [] for option in options]
+    values_by_option = [getattr(arguments, option) or [] for option in options]
+    *required, optional = values_by_option
     count = len(required[0])
-    if any(len(values) != count for values in required) or len(optional) not in (0, count):
+    required_differ = any(len(values) != count for values in required)
+    if required_differ or len(optional) not in (0, count):
         names = ", ".join(f"--{option}" for option in options)
-        numbers = ", ".join(str(len(values)) for values in (*required, optional))
+        numbers = ", ".join(str(len(values)) for values in values_by_option)
         allowed = f"an equal number of each, or none of --{options[-1]}"
         raise ConfigError(f"{names}: got {numbers} values; allowed: {allowed}")
     return list(zip(*required, optional or [None] * count))
@@ -139,11 +143,12 @@ def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
 def load_experiment_at(path: Path) -> tuple["Experiment", Path]:
     """Return the experiment of an experiment file or of a folder of results, and its folder of results.
 
-    For a folder, the experiment is the newest file that the pipeline has kept for the folder. Without such a file it is
-    the experiment in the record of the newest snapshot.
+    The folder of an experiment file is ``results/<experiment>``, and need not exist. For a folder, the experiment is
+    the newest file that the pipeline has kept for the folder. Without such a file it is the experiment in the record of
+    the newest snapshot.
 
     Raises:
-        KairosError: the path is neither, or a folder without a kept file has no snapshot.
+        KairosError: the path does not exist, or a folder without a kept file has no snapshot.
         ConfigError: the file is not a valid experiment.
     """
     from kairos.report.collect import load_recorded_experiment
@@ -157,9 +162,14 @@ def load_experiment_at(path: Path) -> tuple["Experiment", Path]:
 def set_up_device(experiment: "Experiment", device: str | None = None) -> "torch.device":
     """Set threads and determinism of torch as an experiment configures them, and return the `torch.device`.
 
+    Both are settings of the whole process.
+
     Args:
-        experiment: the checked experiment.
+        experiment: the checked experiment; its section `training` contains the settings.
         device: name of the device; None: the device of the experiment.
+
+    Raises:
+        KairosError: the device is not usable, or portable kernels are not.
     """
     from kairos import compute
 

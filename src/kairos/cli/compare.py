@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _write_index(arguments: argparse.Namespace) -> None:
     """Write a page that lists all experiments in a folder, with their rankings or errors, and print its path.
 
-    Experiments may lack results. The page is ``--out``, or index.html in the folder.
+    Experiments may lack results. Folders that contain no ``<method>/seed<N>`` are skipped. The page is ``--out``, or
+    index.html in the folder.
 
     Raises:
         ConfigError: the paths are not a single folder that contains folders of results.
@@ -72,7 +73,10 @@ def _write_index(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    """Print or write the table of a comparison, with warnings and notes on standard error."""
+    """Print the table of a comparison or write it to ``--out``; print warnings and notes on standard error.
+
+    Warnings come before the table, notes after it.
+    """
     from kairos.files import write_text
     from kairos.report.compare import (
         build_comparison_table,
@@ -99,7 +103,7 @@ def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]
     """Collect the results of experiments, each with the names of its methods to compare, in the order of the paths.
 
     Experiments may lack results. An experiment that several paths refer to is collected once, and its methods are
-    joined.
+    joined. A path that is no method's folder selects all methods with results.
 
     Args:
         paths: folders of results, experiment files, or folders of methods; a method's folder selects that method.
@@ -110,22 +114,25 @@ def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]
     """
     from kairos.report.collect import collect
 
-    by_folder: dict[Path, tuple[Results, list[str]]] = {}  # paths of two methods may share an experiment's folder
+    # results and selected methods; paths of two methods may share an experiment's folder
+    by_folder: dict[Path, tuple[Results, list[str]]] = {}
     for path in paths:
         # a path that does not exist, below an experiment's folder, is a mistyped method: the message lists the methods
         may_be_method = not path.exists() or any(path.glob("seed*"))
         is_method = may_be_method and _is_experiment_folder(path.parent)
-        experiment, folder = load_experiment_at(path.parent if is_method else path)
+        experiment_path = path.parent if is_method else path
+        experiment, folder = load_experiment_at(experiment_path)
         if is_method:
             allowed = ", ".join(experiment.methods)
             errors.demand(path.name in experiment.methods, f"method of {folder}", path.name, allowed)
-        key = folder.resolve()
-        if key not in by_folder:
-            by_folder[key] = collect(experiment, folder, unfinished=True), []
-        results, selected = by_folder[key]
-        for method in [path.name] if is_method else results.methods:
-            if method not in selected:
-                selected.append(method)
+        resolved_folder = folder.resolve()
+        if resolved_folder not in by_folder:
+            by_folder[resolved_folder] = collect(experiment, folder, unfinished=True), []
+        results, selected_methods = by_folder[resolved_folder]
+        methods_of_path = [path.name] if is_method else results.methods
+        for method in methods_of_path:
+            if method not in selected_methods:
+                selected_methods.append(method)
     return list(by_folder.values())
 
 

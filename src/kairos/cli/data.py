@@ -26,7 +26,7 @@ _INPUTS: dict[str, tuple[str, ...]] = {
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of one of the four subcommands."""
+    """Declare the arguments of one of the four subcommands: its folders to read and to write, and for encode shards."""
     add_config(parser)
     for folder in _INPUTS[name]:
         help = f"folder to read (default: results/<experiment>/{folder})"
@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
     - `autoencoder` reads ``dataset`` and writes the trained or fetched autoencoder.
     - `text` reads ``dataset`` and writes its encoded captions.
     - `encode` reads all three and writes ``latents``, one shard of them, or the latents merged from shards.
+
+    Each folder can be set by an option, such as ``--dataset`` or ``--out``; by default it is in results/<experiment>.
 
     Raises:
         KairosError: a folder that the stage reads is missing or damaged.
@@ -74,8 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "torch.device":
     """Set up torch and return the device of `autoencoder`, `text` or `encode`.
 
-    The device is the CPU if no network is computed, because the workflow then requests no GPU: in pixel space, and if
-    `encode` merges shards.
+    The device is the CPU if no network is computed, because the workflow then requests no GPU: for `autoencoder` and
+    `encode` in pixel space, and if `encode` merges shards. Otherwise it is the device of the experiment.
     """
     merges_shards = arguments.command == "encode" and bool(arguments.part)
     stays_in_pixels = arguments.command != "text" and experiment.autoencoder.kind == "none"
@@ -86,7 +88,8 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
 def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
     """Prepare the images and captions of the data set, write them to `out`, and describe them.
 
-    Earlier files of the data set in `out` are deleted first.
+    Earlier files of the data set in `out` are deleted first. The timing record has the number of images, held-out ones
+    included.
     """
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
@@ -94,11 +97,13 @@ def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
     source = open_source(experiment.dataset)
     resource_usage.end_startup()
     manifest = write_dataset(experiment.dataset, source, out)
-    skipped = f", {len(manifest['skipped'])} broken skipped" if manifest["skipped"] else ""
-    images = f"{manifest['train_count']} training and {manifest['heldout_count']} held-out images of "
-    captions = f" with {manifest['captions']['count']} captions" if "captions" in manifest else ""
     size = f"{manifest['height']}×{manifest['width']}×{manifest['channels']}"
-    return images + size + captions + skipped, {"images": manifest["count"]}
+    description = f"{manifest['train_count']} training and {manifest['heldout_count']} held-out images of {size}"
+    if "captions" in manifest:
+        description += f" with {manifest['captions']['count']} captions"
+    if manifest["skipped"]:
+        description += f", {len(manifest['skipped'])} broken skipped"
+    return description, {"images": manifest["count"]}
 
 
 def _make_autoencoder(
@@ -106,7 +111,8 @@ def _make_autoencoder(
 ) -> Outcome:
     """Train the autoencoder or copy a pretrained one, write it to `out`, and describe it.
 
-    In pixel space only the record of an autoencoder without a network is written.
+    In pixel space only the record of an autoencoder without a network is written. The timing record has the PSNR in dB,
+    None in pixel space.
     """
     from kairos.autoencoders.train_or_load import make_autoencoder
 
@@ -122,6 +128,8 @@ def _encode_captions(
     experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device"
 ) -> Outcome:
     """Encode the captions of the data set, write them to `out`, and describe them.
+
+    The timing record has the number of captions.
 
     Raises:
         ConfigError: the experiment has no text encoder.
@@ -145,16 +153,16 @@ def _encode_images(
     """Encode the images of the data set or one shard of them, or merge shards; write them to `out`, and describe them.
 
     The latents for a model that is conditioned on text refer to the folder of the captions, encoded by `kairos text`.
-    For a shard, the timing record has no number of images.
+    The timing record has the number of images; for a shard it has none.
     """
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
 
     results = Path("results") / experiment.experiment
     codec = load_codec(arguments.autoencoder or results / "autoencoder", device)
-    text = None
+    text_folder = None
     if "text" in experiment.conditions:
-        text = arguments.text or results / "text"
+        text_folder = arguments.text or results / "text"
     resource_usage.end_startup()
     manifest = encode(
         dataset,
@@ -165,7 +173,7 @@ def _encode_images(
         shard=arguments.shard,
         parts=arguments.part,
         factor=experiment.dataset.low_resolution,
-        text=text,
+        text=text_folder,
         dtype=experiment.autoencoder.dtype,
     )
     if arguments.shard is not None:

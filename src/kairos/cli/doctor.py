@@ -31,19 +31,20 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check this machine and print a line per finding, with a remedy for each problem.
+    """Check this machine and print a line per finding, ``ok`` or ``NO``, with a remedy for each problem.
 
     With ``--config``, the files that the experiment needs are checked too. Only temporary files are written.
 
     Raises:
-        KairosError: something is not usable.
+        ConfigError: the folder in ``--profile`` contains no profile, or the experiment file is not valid.
+        KairosError: something is not usable; raised after all findings are printed.
     """
     from kairos.config import load
     from kairos.status import cluster_checks
     from kairos_timesteps.errors import KairosError
 
     profile = cluster_checks.PROFILE
-    if arguments.profile:
+    if arguments.profile:  # the default profile may be missing
         profile = arguments.profile
         has_file = cluster_checks.profile_file(profile) is not None
         demand(has_file, "profile", repr(str(profile)), "a folder that contains a profile.yaml")
@@ -53,10 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
         findings += _check_experiment(arguments.config, experiment)
     for usable, name, description in findings:
         print(f"{'ok ' if usable else 'NO '} {name:<22} {description}")
-    unusable = [name for usable, name, _ in findings if not usable]
-    if unusable:
-        different_names = ", ".join(dict.fromkeys(unusable))
-        raise KairosError(f"not usable on this machine: {different_names}")
+    unusable_names = dict.fromkeys(name for usable, name, _ in findings if not usable)  # each once, in order
+    if unusable_names:
+        raise KairosError(f"not usable on this machine: {', '.join(unusable_names)}")
 
 
 def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Finding]:
@@ -70,18 +70,27 @@ def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Findi
 
     results = Path("results") / (experiment.experiment if experiment else "")
     tracking_uri = experiment.tracking.uri if experiment else None
-    with ThreadPoolExecutor() as pool:  # MLflow and DVC are checked while torch is imported
+    with ThreadPoolExecutor() as pool:
+        # in threads of their own, while this one checks the cluster and imports torch
         mlflow = pool.submit(tool_checks.check_mlflow, tracking_uri)
         dvc = pool.submit(tool_checks.check_dvc)
-        cluster = [
+        cluster_findings = [
             *cluster_checks.check_slurm(profile),
             cluster_checks.check_disk(results),
             *cluster_checks.check_locks(results),
             *cluster_checks.check_limits(),
         ]
-        devices, gpu_count = _check_devices()
-        findings = [*_check_software(), *devices, *cluster_checks.check_job(gpu_count), *cluster]
-        return [*findings, _check_git(), *mlflow.result(), *dvc.result(), _check_weights()]
+        device_findings, gpu_count = _check_devices()
+        return [
+            *_check_software(),
+            *device_findings,
+            *cluster_checks.check_job(gpu_count),
+            *cluster_findings,
+            _check_git(),
+            *mlflow.result(),
+            *dvc.result(),
+            _check_weights(),
+        ]
 
 
 def _check_software() -> list[Finding]:
@@ -99,10 +108,11 @@ def _check_software() -> list[Finding]:
 
 
 def _check_devices() -> tuple[list[Finding], int]:
-    """Return findings about CPUs, GPUs and free disk space, and the number of GPUs.
+    """Return findings about CPUs, torch's threads, GPUs and the working directory's disk, and the number of GPUs.
 
-    A machine without a GPU is usable, a disk with at most 1 GiB of free space is not. If torch cannot be imported, this
-    error is the only finding, and the number of GPUs is 0.
+    There is a finding per GPU that torch can use, or one that none is usable. A machine without a GPU is usable, a disk
+    with at most 1 GiB of free space is not. If torch cannot be imported, this error is the only finding, and the number
+    of GPUs is 0.
     """
     try:
         import torch
@@ -126,7 +136,7 @@ def _check_devices() -> tuple[list[Finding], int]:
 
 
 def _check_git() -> Finding:
-    """Return a finding about the git repository of the working directory."""
+    """Return a finding on whether the working directory is inside a git repository; if not, it is not usable."""
     command = ["git", "rev-parse", "--git-dir"]
     is_repository = subprocess.run(command, capture_output=True, text=True, check=False).returncode == 0
     missing = "not a git repository; kairos ledger record needs one"

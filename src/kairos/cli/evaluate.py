@@ -8,45 +8,56 @@ from kairos.cli.common import add_config, add_timing, demand, pair_options, set_
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of one of the three subcommands."""
-    add = parser.add_argument
     if name == "evaluate":
-        parser.epilog = "Repeat --samples, --out and --milestone, in pairs, to evaluate several files in one job."
-        add(
-            "--samples",
-            type=Path,
-            action="append",
-            required=True,
-            metavar="F",
-            help="npz of generated images (repeatable)",
-        )
-        add("--out", type=Path, action="append", required=True, metavar="F", help="JSON record to write (repeatable)")
-        reference = "reference.json or its folder; or an npz of real images (with --extractor)"
-        add("--reference", type=Path, required=True, metavar="F", help=reference)
-        milestone = "snapshot whose validation loss is added to the record (repeatable)"
-        add("--milestone", type=Path, action="append", metavar="D", help=milestone)
-        extractor = "folder, or the published inception or dinov2; default: ../extractor of the reference"
-        add("--extractor", type=Path, metavar="DIR", help=extractor)
-        add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the milestone")
-        add(
-            "--metrics",
-            metavar="M,...",
-            help="with an npz reference: names of metrics; default: the default metrics of the extractor",
-        )
-        add(
-            "--sets",
-            type=int,
-            default=1,
-            metavar="K",
-            help="with an npz reference: number of sets that the samples are split into",
-        )
+        _add_evaluate_arguments(parser)
     else:
-        add_config(parser)
-        add("--dataset", type=Path, required=True, metavar="DIR", help="prepared data set")
-        if name == "reference":
-            for part in ("autoencoder", "latents", "extractor"):
-                add(f"--{part}", type=Path, required=True, metavar="DIR", help=f"folder of stage {part}")
-        add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+        _add_stage_arguments(name, parser)
     add_timing(parser)
+
+
+def _add_stage_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `extractor` or `reference`: the experiment file and the folders of stages."""
+    add = parser.add_argument
+    add_config(parser)
+    add("--dataset", type=Path, required=True, metavar="DIR", help="prepared data set")
+    if name == "reference":
+        for stage in ("autoencoder", "latents", "extractor"):
+            add(f"--{stage}", type=Path, required=True, metavar="DIR", help=f"folder of stage {stage}")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+
+
+def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `evaluate`: samples, records to write, snapshots, the reference and its settings."""
+    add = parser.add_argument
+    parser.epilog = "Repeat --samples, --out and --milestone, in pairs, to evaluate several files in one job."
+    add(
+        "--samples",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="F",
+        help="npz of generated images (repeatable)",
+    )
+    add("--out", type=Path, action="append", required=True, metavar="F", help="JSON record to write (repeatable)")
+    reference = "reference.json or its folder; or an npz of real images (with --extractor)"
+    add("--reference", type=Path, required=True, metavar="F", help=reference)
+    milestone = "snapshot whose validation loss is added to the record (repeatable)"
+    add("--milestone", type=Path, action="append", metavar="D", help=milestone)
+    extractor = "folder, or the published inception or dinov2; default: ../extractor of the reference"
+    add("--extractor", type=Path, metavar="DIR", help=extractor)
+    add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the milestone")
+    add(
+        "--metrics",
+        metavar="M,...",
+        help="with an npz reference: names of metrics; default: the default metrics of the extractor",
+    )
+    add(
+        "--sets",
+        type=int,
+        default=1,
+        metavar="K",
+        help="with an npz reference: number of sets that the samples are split into",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -57,6 +68,8 @@ def run(arguments: argparse.Namespace) -> None:
       reference rows.
     - `evaluate` reads npz files of samples and the reference, and writes a JSON record of metrics for each npz file. It
       logs warnings about the numbers of images.
+
+    With ``--timing``, the record of `evaluate` contains the number of files.
     """
     if arguments.command == "extractor":
         _build_extractor(arguments)
@@ -70,9 +83,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _build_extractor(arguments: argparse.Namespace) -> None:
-    """Write the folder of the feature extractor that `evaluation.extractor` selects.
+    """Write the folder of the feature extractor that `evaluation.extractor` selects, or that is chosen for ``auto``.
 
     A classifier is trained on the data set, on the CPU; a published extractor is copied.
+
+    Raises:
+        ConfigError: the experiment is not valid, or its evaluation is not possible.
     """
     from kairos.config import load
 
@@ -111,6 +127,8 @@ def _build_reference(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     """Compare each file of samples with the reference, and write its record.
+
+    With ``--milestone``, the record contains the validation loss of the snapshot too.
 
     Raises:
         ConfigError: options that are repeated together have different numbers of values, or ``--sets`` is below 1.

@@ -25,22 +25,24 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Write the results of an experiment, or for ``hub`` one snapshot, as a new folder ``--out``, and print its path.
 
-    ``hub`` without a snapshot lists the snapshots that it can export.
+    Results of an experiment may be incomplete. ``hub`` with another path than a snapshot lists the snapshots below it.
 
     Raises:
-        ConfigError: ``--out`` is missing or exists, or ``hub`` has no snapshot to export.
+        ConfigError: ``--out`` is missing or exists; or ``hub`` finds no snapshot, or got ``--out`` without a snapshot.
     """
     from kairos.report.collect import collect
     from kairos.tracking import export
 
     path, out = arguments.path, arguments.out
-    is_milestone = (path / "milestone.json").is_file()
-    if arguments.form == "hub" and not is_milestone:
+    is_snapshot = (path / "milestone.json").is_file()
+    if arguments.form == "hub" and not is_snapshot:
         _list_snapshots(path, out)
         return
     demand(out, "--out", "nothing", "a new folder")
-    content: Any = path  # the snapshot
-    if arguments.form != "hub":
+    content: Any  # folder of a snapshot, or results of an experiment
+    if arguments.form == "hub":
+        content = path
+    else:
         experiment, results = load_experiment_at(path)
         content = collect(experiment, results, unfinished=True)
     export.export(export.FORMS[arguments.form], content, out)
@@ -48,14 +50,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _list_snapshots(path: Path, out: Path | None) -> None:
-    """Print the folders of the snapshots below a folder of results or of an experiment file.
+    """Print the folders of the snapshots below a folder, or of an experiment given as its file, sorted by path.
 
     Args:
         path: the folder or the file.
         out: value of ``--out``.
 
     Raises:
-        ConfigError: there is none, or `out` is set, although only a single snapshot can be exported.
+        ConfigError: there is no snapshot; or `out` is set, although only a single snapshot can be exported. In the
+            second case the folders are printed before.
     """
     allowed = "a snapshot's folder, which contains milestone.json"
     if path.is_file():

@@ -17,7 +17,8 @@ def run(arguments: argparse.Namespace) -> None:
     The environment variable ``HF_HUB_OFFLINE``, which would forbid downloads, is removed from this process.
 
     Raises:
-        KairosError: some files are missing and cannot be downloaded; all other files are downloaded before.
+        KairosError: some files are missing and cannot be downloaded. All other files are downloaded before, and the
+            message contains a line for each missing one.
     """
     from kairos import downloads
     from kairos.config import load
@@ -27,13 +28,13 @@ def run(arguments: argparse.Namespace) -> None:
     os.environ.pop(downloads.OFFLINE, None)  # now, as the hub's client reads it when `locate` imports the client
     if not requirements:
         print("nothing to download: the images are embedded and everything else is computed")
-    failed = []
+    problems = []
     for requirement in requirements:
         path, problem = requirement.locate(download=True)
         if path is None:
-            reason = (problem or "it does not exist").rstrip(".")
-            failed.append(f"{requirement.name}: {reason}; {requirement.advice}")
+            reason = (problem or "it does not exist").rstrip(".")  # a semicolon follows
+            problems.append(f"{requirement.name}: {reason}; {requirement.advice}")
         else:
             print(f"{requirement.name}: {path}", flush=True)
-    if failed:
-        raise KairosError("files that jobs need are missing:\n  " + "\n  ".join(failed))
+    if problems:
+        raise KairosError("files that jobs need are missing:\n  " + "\n  ".join(problems))

@@ -43,15 +43,16 @@ def run(arguments: argparse.Namespace) -> None:
     demand(arguments.classes is None or arguments.classes > 0, "classes", arguments.classes, "1 or more")
     demand(arguments.step >= 0, "step", arguments.step, "0 or more")
     demand(_is_writable(out), "out", out, "a new folder, or a folder that import-weights has written")
-    experiment = _describe_experiment(arguments)
+    experiment = _experiment_of_weights(arguments)
 
     # imported after the checks of the arguments, since it takes seconds
     from kairos.progress import log
     from kairos.training.import_weights import import_weights
 
+    any_method = next(iter(experiment.methods))  # the model of the weights is that of all methods
     record = import_weights(
         arguments.file,
-        experiment.run_settings(next(iter(experiment.methods)), seed=0),
+        experiment.run_settings(any_method, seed=0),
         out,
         latents=arguments.latents,
         autoencoder=arguments.autoencoder,
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _parse_shape(text: str) -> tuple[int, int, int]:
-    """Return channels, height and width of ``C,H,W``.
+    """Return channels, height and width from a text ``C,H,W``, which contains no blanks.
 
     Raises:
         ConfigError: the text is not three positive integers.
@@ -78,7 +79,10 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return True if a snapshot may be written to a folder: it is new, empty, or an imported snapshot."""
+    """Return True if a snapshot may be written to a folder: it does not exist, is empty, or is an imported snapshot.
+
+    Returns False for a file.
+    """
     from kairos.files import read_json
 
     if not folder.exists():
@@ -91,27 +95,43 @@ def _is_writable(folder: Path) -> bool:
     return record.is_file() and "imported" in read_json(record)
 
 
-def _describe_experiment(arguments: argparse.Namespace) -> "Experiment":
+def _experiment_of_weights(arguments: argparse.Namespace) -> "Experiment":
     """Return the experiment of the weights, from ``--config`` and ``--model``; the model is that of ``--model`` if set.
 
-    Without ``--config``, the process and the prediction target are those of the model's published weights, and the only
-    method is ``imported``. A conditional model with a null class then has a condition dropout of 0.1.
+    Without ``--config``, see `_experiment_of_model`.
 
     Raises:
-        ConfigError: both are missing, or the model is conditioned on text or low-resolution images and ``--config`` is
-            missing.
+        ConfigError: both are missing, or their content is not valid.
     """
     from kairos.config import load, validate
-    from kairos.training.import_weights import published_diffusion
 
     model = {"name": arguments.model} if isinstance(arguments.model, str) else arguments.model
     demand(model or arguments.config, "model", "no value, and no --config", "one of the two")
-    if arguments.config is not None:
-        experiment = load(arguments.config)
-        if model:
-            experiment = validate({**experiment.plain(), "model": model}, str(arguments.config))
-        return experiment
-    # `validate` checks the model later: until then, --model may be any YAML
+    if arguments.config is None:
+        return _experiment_of_model(model)
+    experiment = load(arguments.config)
+    if model:
+        experiment = validate({**experiment.plain(), "model": model}, str(arguments.config))
+    return experiment
+
+
+def _experiment_of_model(model: Any) -> "Experiment":
+    """Return an experiment with a model whose only method is ``imported``.
+
+    The process and the prediction target are those of the model's published weights, or the defaults if kairos does not
+    have them on record. A conditional model with a null class has a condition dropout of 0.1.
+
+    Args:
+        model: value of ``--model``, not checked yet.
+
+    Raises:
+        ConfigError: the model is not valid, or is conditioned on text or low-resolution images, which only an
+            experiment file describes.
+    """
+    from kairos.config import validate
+    from kairos.training.import_weights import published_diffusion
+
+    # as text, since `validate` checks the model later: until then, the conditions may be any YAML
     conditions_text = str(model.get("conditions")) if isinstance(model, dict) else ""
     for condition in ("text", "low_resolution"):
         got = f"none with a model conditioned on {condition}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the actions and their arguments."""
+    """Declare the actions `fingerprints`, `run`, `record` and `adopt` with their arguments; one action is required."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     table = actions.add_parser("fingerprints", help="write the fields and the code that each stage depends on")
     stage = actions.add_parser("run", help="run the jobs of one stage of Snakemake's workflow")

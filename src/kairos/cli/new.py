@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> None:
     - `new` reads a folder of images, times a short run in a temporary folder, and writes an experiment file.
 
     Raises:
-        ConfigError: an argument is not allowed, or the file exists.
+        ConfigError: an argument is not allowed, the file exists, or the folder of the project is not empty.
     """
     if arguments.command == "init":
         from kairos.workflow.project import create_project
@@ -39,11 +39,18 @@ def run(arguments: argparse.Namespace) -> None:
     if file.exists() or file.is_symlink():
         raise ConfigError(f"{file} already exists; choose another name")
     demand(file.parent.is_dir(), "file", repr(str(file)), "a file in a folder that exists")
-    _new(arguments)
+    _write_experiment_file(arguments)
 
 
-def _new(arguments: argparse.Namespace) -> None:
-    """Write an experiment file for a folder of images, with a length that fits ``--minutes`` on this machine."""
+def _write_experiment_file(arguments: argparse.Namespace) -> None:
+    """Write an experiment file for a folder of images, with a length that fits ``--minutes`` on this machine.
+
+    The name of the experiment is that of the file, with hyphens for characters that are not allowed, or ``mine``. A
+    summary and the commands that check and run the file are printed.
+
+    Raises:
+        ConfigError: ``--minutes`` is not above 0 and below a million, or the folder cannot be used.
+    """
     file, minutes = arguments.file, arguments.minutes
     demand(0 < minutes < 1e6, "minutes", minutes, "more than 0, less than a million")
 

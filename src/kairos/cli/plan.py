@@ -36,8 +36,12 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.config import load
 
     experiment = load(arguments.file)
-    counts = {"shape": arguments.shape or [], "classes": [arguments.classes or 1], "text": arguments.text or []}
-    for option, values in counts.items():
+    counts_by_option = {
+        "shape": arguments.shape or [],
+        "classes": [arguments.classes or 1],
+        "text": arguments.text or [],
+    }
+    for option, values in counts_by_option.items():
         demand(all(value >= 1 for value in values), option, " ".join(map(str, values)), "1 or more")
 
     # imported after the checks of the arguments, since it takes seconds

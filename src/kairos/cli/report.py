@@ -23,7 +23,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Read the results of an experiment, and write its report or import the results into MLflow.
 
     `report` writes tables, figures and the page into the folder of results, and prints the path of the page. `track`
-    writes runs into MLflow's store and a record of the import to ``--out``.
+    writes runs into MLflow's store and a record of the import to ``--out``. The folder is ``--results``, or by default
+    the folder of the experiment file or the folder PATH.
 
     Raises:
         KairosError: results are missing. `report` with PATH accepts that, unless no training run has results.

@@ -18,12 +18,15 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         "have the values of the snapshot's configuration. Image i depends only on the seed and on i."
     )
     add = parser.add_argument
+
+    # snapshots, files to write, and images
     add("--milestone", type=Path, action="append", required=True, metavar="D", help="folder of a snapshot (repeatable)")
     add("--out", type=Path, action="append", required=True, metavar="F", help="npz file to write (repeatable)")
     add("--grid", type=Path, action="append", metavar="F", help="PNG with a grid of the first images (repeatable)")
     add("--grid-images", type=int, metavar="N", help="number of images in the grid")
     add("--num", type=int, required=True, metavar="N", help="number of images")
     add("--seed", type=int, metavar="S", help="seed of the images")
+    # fields of section `sampling`
     solver = "ddpm, ddim, dpm_solver, euler, heun, or with options as in an experiment file: '{name: ddim, eta: 1}'"
     override = partial(add, default=argparse.SUPPRESS)  # absent unless set: the snapshot has the defaults
     override("--weights", choices=("ema", "raw"), help="averaged (ema) or raw weights")
@@ -45,6 +48,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     override("--precision", choices=("fp32", "tf32", "bf16"), help="precision of the network")
     override("--batch-size", type=int, metavar="N", help="images per network evaluation")
     override("--labels", choices=("balanced", "data"), help="equal class frequencies, or those of the training data")
+    # folders to read, shards and timing
     add("--autoencoder", type=Path, metavar="DIR", help="default: results/<experiment>/autoencoder of the snapshot")
     add(
         "--latents",
@@ -60,8 +64,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Generate images from the snapshots in ``--milestone``, and write them to the npz files in ``--out``.
 
     With ``--shard``, each npz file contains one shard of the images. With ``--part``, the npz files in ``--part`` are
-    shards, which are merged into ``--out`` in place of generating images. With ``--grid``, the first images are written
-    as PNG too. Files read: snapshots, and the autoencoder and latents that they were trained on.
+    shards, which are merged into ``--out`` in place of generating images. Their list is divided evenly: its beginning
+    belongs to the first ``--out``. With ``--grid``, the first images are written as PNG too. Files read:
+    snapshots, and the autoencoder and latents that they were trained on.
 
     Raises:
         ConfigError: options that are repeated together have different numbers of values, or the number of ``--part``
@@ -76,9 +81,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     jobs = []
     for index, (milestone, out, grid) in enumerate(outputs):
-        first = index * shards_per_output
-        shards = tuple(shard_files[first : first + shards_per_output])
+        first_shard = index * shards_per_output
+        shards = tuple(shard_files[first_shard : first_shard + shards_per_output])
         jobs.append(sample.SamplingJob(milestone, out, grid, shards))
+    # `vars` contains only the settings on the command line: the others are suppressed, see `add_arguments`
     overrides = {name: value for name, value in vars(arguments).items() if name in _SETTINGS}
     if arguments.grid_images is not None:
         overrides["grid"] = arguments.grid_images

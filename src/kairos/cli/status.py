@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the stages of an experiment and a line per training run; ``--watch`` repeats it, ``--serve`` serves a page.
 
     Results and the controller's records are read. With ``--remove-unclaimed``, training states of earlier settings are
-    deleted; a page deletes nothing.
+    deleted; a page deletes nothing. With ``--watch`` on a terminal, the screen is cleared before each repetition.
 
     Raises:
         ConfigError: ``--watch`` is not a number of seconds up to a day, or ``--serve`` is combined with
@@ -65,7 +65,10 @@ def run(arguments: argparse.Namespace) -> None:
 def _serve(arguments: argparse.Namespace) -> None:
     """Serve a page with the state of the experiment until Ctrl-C or SIGTERM, and print its address.
 
-    A warning is logged if other machines can open the page.
+    A warning is logged if other machines can open the page. The page is refreshed every 5 s, or as ``--watch`` sets.
+
+    Raises:
+        KairosError: the address or the port cannot be used.
     """
     from kairos.progress import log
     from kairos.status.server import Server
@@ -73,9 +76,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     host = arguments.host
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     with suppress(KeyboardInterrupt), open_listening_socket(host, arguments.port) as listener:
-        server = Server(listener, arguments.experiment, arguments.watch or 5.0)
+        server = Server(listener, arguments.experiment, arguments.watch or 5.0)  # seconds
         if not server.loopback:
             log(f"--host {host}: other machines can read {server.results} without a password")
-        address = f"[{host}]" if ":" in host else host
+        address = f"[{host}]" if ":" in host else host  # URLs have brackets around IPv6 addresses
         print(f"http://{address}:{arguments.port}/\nCtrl-C ends it", flush=True)
         server.serve_forever()

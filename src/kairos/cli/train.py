@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
-    """Check the arguments, and train in this process, or launch the processes of a distributed run.
+    """Check the arguments, and train in this process, or launch the processes of a distributed run and wait for them.
 
     A launched process runs this command again, as one rank of the run; only rank 0 writes the file of ``--timing``.
 
@@ -73,7 +73,8 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
     demand(seed >= 0, "seed", seed, "0 or more")
     milestones = _select_milestones(arguments, experiment)
     is_distributed = experiment.training.processes > 1
-    if is_distributed and launch.local_rank() is None:
+    is_launched = launch.local_rank() is not None  # this process is a rank of a distributed run
+    if is_distributed and not is_launched:
         launch.launch(experiment.training)
         return
 
@@ -86,7 +87,7 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
 
 def _select_milestones(arguments: argparse.Namespace, experiment: "Experiment") -> list[int]:
-    """Return the steps of the snapshots, ascending: those of ``--milestones`` or else of the experiment.
+    """Return the steps of the snapshots, ascending, each once: those of ``--milestones`` or else of the experiment.
 
     Raises:
         ConfigError: a step is negative.
@@ -99,7 +100,7 @@ def _select_milestones(arguments: argparse.Namespace, experiment: "Experiment") 
 def _train_in_this_process(
     arguments: argparse.Namespace, experiment: "Experiment", milestones: list[int], stop_request: StopRequest
 ) -> dict[str, Any]:
-    """Train as the only process or as one rank, and return the entries of the timing record.
+    """Train as the only process or as one rank, and return the entries of the timing record, see `run.train`.
 
     Latents are read from a local disk if `staged` copies them. The run reports to the MLflow server of the experiment,
     if it sets one.

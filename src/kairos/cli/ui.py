@@ -30,8 +30,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Start MLflow's server, print the address of each experiment's comparison, and serve until Ctrl-C or SIGTERM.
 
-    The first comparison is opened in a browser, unless ``--no-open`` is set or this machine has no display. The store
-    is read; output of the server goes to a temporary file.
+    The first comparison is opened in a browser, or MLflow's first page if there is none, unless ``--no-open`` is set or
+    this machine has no display. The store is read; output of the server goes to a temporary file.
 
     Raises:
         KairosError: the store cannot be used, the port is not available, or the server does not start.
@@ -51,13 +51,9 @@ def run(arguments: argparse.Namespace) -> None:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             _wait_until_ready(server, base, log)
-            for name, path in comparisons.items():
-                print(f"{name}: {base}{path}")
-            if not comparisons:
-                print(f"{base}: no comparison yet; the import of results (make run, kairos track) prepares it")
-            print("Ctrl-C ends it", flush=True)
+            _print_addresses(comparisons, base)
             if not arguments.no_open and _has_display():
-                first_path = next(iter(comparisons.values()), "")
+                first_path = next(iter(comparisons.values()), "")  # "": MLflow's first page
                 webbrowser.open(base + first_path)
             server.wait()
         except KeyboardInterrupt:
@@ -68,13 +64,33 @@ def run(arguments: argparse.Namespace) -> None:
                 server.wait()
 
 
+def _print_addresses(comparisons: dict[str, str], base: str) -> None:
+    """Print the address of each experiment's comparison, or that there is none, and how to end the server.
+
+    Args:
+        comparisons: path of the comparison by experiment.
+        base: address of the server.
+    """
+    for name, path in comparisons.items():
+        print(f"{name}: {base}{path}")
+    if not comparisons:
+        print(f"{base}: no comparison yet; the import of results (make run, kairos track) prepares it")
+    print("Ctrl-C ends it", flush=True)
+
+
 def _has_display() -> bool:
     """Return True if a browser can open a window: on macOS, or with X11 or Wayland."""
     return sys.platform == "darwin" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
 
 
 def _check_store(uri: str, port: int) -> None:
-    """Check that the store is a local one with runs, and that the port is free.
+    """Check that the store is no server, that its file or folder exists, and that the port is free.
+
+    A database that is no file, such as PostgreSQL, passes.
+
+    Args:
+        uri: tracking URI of the store.
+        port: port of this machine.
 
     Raises:
         KairosError: the store is a server, the store does not exist, or the port is not available.
@@ -82,8 +98,8 @@ def _check_store(uri: str, port: int) -> None:
     from kairos.tracking.mlflow_store import without_credentials
 
     if uri.startswith(("http://", "https://", "databricks")):
-        shown = without_credentials(uri)
-        raise KairosError(f"MLFLOW_TRACKING_URI: {shown} is a server with pages of its runs; open that address")
+        address = without_credentials(uri)
+        raise KairosError(f"MLFLOW_TRACKING_URI: {address} is a server with pages of its runs; open that address")
     # sqlite:///mlflow.db, sqlite+pysqlite:///mlflow.db and file:///data/mlruns are paths; other databases are not
     path = re.sub(r"^(sqlite(\+\w+)?:///|file://)", "", uri)
     if "://" not in path and not Path(path).exists():
@@ -92,7 +108,9 @@ def _check_store(uri: str, port: int) -> None:
 
 
 def _find_comparisons(uri: str) -> dict[str, str]:
-    """Return the path of the prepared comparison of each experiment, relative to the server's address.
+    """Return the path of the prepared comparison by experiment, the latest first, relative to the server's address.
+
+    Experiments without a prepared comparison are left out.
 
     Raises:
         KairosError: the store cannot be read.
@@ -108,7 +126,7 @@ def _find_comparisons(uri: str) -> dict[str, str]:
 
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]) -> None:
-    """Wait until the server answers.
+    """Wait until the server answers, at most `_START_SECONDS`.
 
     Args:
         server: process of the server.
@@ -116,7 +134,8 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]
         log: output of the server.
 
     Raises:
-        KairosError: the server ended or did not answer in time; the message contains its last error.
+        KairosError: the server ended or did not answer in time; the message contains its last error, or else the last
+            line of its output.
     """
     deadline = time.monotonic() + _START_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
@@ -125,6 +144,8 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]
                 return
         except OSError:
             time.sleep(0.2)
+
+    # the server has not started: report its output
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()] or ["no answer"]
     # last lines of tracebacks, such as "mlflow.exceptions.MlflowException: ..."

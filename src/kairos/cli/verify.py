@@ -15,7 +15,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check the files of a training run or a snapshot, or with ``--against`` all results; no file is written.
 
-    For a training run or a snapshot, a line ``component sha256`` is printed for each component.
+    A folder with milestone.json is a snapshot, any other folder a training run. A line ``component sha256`` is printed
+    for each component of a training run, or a line ``file sha256`` for each file of a snapshot.
 
     Raises:
         KairosError: a file is missing or damaged, or results differ from the recording.
@@ -55,10 +56,10 @@ def _verify_training_run(folder: Path) -> None:
     for path in (checkpoint, folder / "metrics.jsonl"):
         if not path.is_file():
             raise DamagedError(f"{path}: missing")
-    hashes = {**component_hashes(read(checkpoint)), "metrics": sha256_file(folder / "metrics.jsonl")}
-    for name, digest in hashes.items():
+    digests = {**component_hashes(read(checkpoint)), "metrics": sha256_file(folder / "metrics.jsonl")}
+    for name, digest in digests.items():
         print(f"{name} {digest}")
-    mismatched = [name for name, digest in hashes.items() if record["components"][name] != digest]
+    mismatched = [name for name, digest in digests.items() if record["components"][name] != digest]
     if mismatched:
         raise DamagedError(f"{folder}: damaged or from another training run: {', '.join(mismatched)}")
     for milestone in sorted((folder / "milestones").glob("[0-9]*")):
@@ -68,8 +69,13 @@ def _verify_training_run(folder: Path) -> None:
 def _compare_with_recording(lock: Path) -> None:
     """Print the results that differ from the hashes in a dvc.lock, and the numbers of results by state.
 
+    Results that are missing or were not compared are printed too; only the latter are no error.
+
+    Args:
+        lock: path of the dvc.lock.
+
     Raises:
-        KairosError: a result differs or is missing.
+        KairosError: a result differs or is missing; the message contains the numbers.
     """
     from kairos.workflow.dvc_records import compare
     from kairos_timesteps.errors import KairosError

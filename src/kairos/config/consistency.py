@@ -40,10 +40,12 @@ def check_consistency(experiment: "Experiment") -> None:
 def _check_job_counts(experiment: "Experiment") -> None:
     """Check that snapshots increase, and that `training.segments` and `sampling.shards` leave no job without work.
 
-    A training run has at most one segment per snapshot. Sampling has at most one shard per batch of images.
+    A training run has at most one segment per snapshot after step 0. Sampling has at most one shard per batch of the
+    images of a snapshot, which are those of all sample sets.
     """
     training, sampling, steps = experiment.training, experiment.sampling, list(experiment.milestones)
-    demand(steps == sorted(set(steps)), "training.milestones", training.milestones, "increasing lengths")
+    increases = steps == sorted(set(steps))  # in steps, lengths in images and in epochs can be compared
+    demand(increases, "training.milestones", training.milestones, "increasing lengths")
     trained_snapshots = len(steps) - 1  # without step 0, the untrained network, which needs no training job
     allowed = f"at most {trained_snapshots}, the number of training.milestones"
     demand(training.segments <= trained_snapshots, "training.segments", training.segments, allowed)
@@ -54,7 +56,10 @@ def _check_job_counts(experiment: "Experiment") -> None:
 
 
 def _check_conditions(experiment: "Experiment") -> None:
-    """Check that the model accepts its conditions, and that it has an embedding for dropped classes."""
+    """Check that the model accepts its conditions, and that it has an embedding for dropped classes.
+
+    Only a model with the option ``null_class: false`` lacks this embedding.
+    """
     check_conditions_accepted(experiment.model)
     dropout = experiment.training.condition_dropout
     drops_class = dropout > 0 and "class" in experiment.conditions
@@ -68,18 +73,18 @@ def _check_conditions(experiment: "Experiment") -> None:
 def _check_text(experiment: "Experiment") -> None:
     """Check that captions and text encoder are set if the model takes texts, and that nothing needs texts if not.
 
-    Captions may be set without such a model: they are then prepared, but not used. Metric clip compares images with
-    captions, so that it needs such a model.
+    Without such a model, an encoder and metric clip, which compares images with captions, are rejected. Captions may be
+    set: they are then prepared, but not used.
     """
     captions, encoder = experiment.dataset.captions, experiment.text_encoder
     if "text" in experiment.conditions:
         for field, value in (("dataset.captions", captions), ("text_encoder", encoder)):
             demand(value is not None, field, "null", "a value, since model.conditions contains text")
         return
-    condition = "unless model.conditions contains text"
-    path = encoder.path if encoder is not None else None
-    demand(encoder is None, "text_encoder", path, f"null, {condition}")
-    demand("clip" not in experiment.metrics, "evaluation.metrics", "clip", f"other metrics, {condition}")
+    exception = "unless model.conditions contains text"  # end of both messages
+    encoder_path = encoder.path if encoder is not None else None
+    demand(encoder is None, "text_encoder", encoder_path, f"null, {exception}")
+    demand("clip" not in experiment.metrics, "evaluation.metrics", "clip", f"other metrics, {exception}")
 
 
 def _check_low_resolution(experiment: "Experiment") -> None:
@@ -92,15 +97,16 @@ def _check_low_resolution(experiment: "Experiment") -> None:
         allowed = "a number, since model.conditions contains low_resolution"
         demand(factor is not None, "dataset.low_resolution", "null", allowed)
         return
-    condition = "unless model.conditions contains low_resolution"
-    demand(factor is None, "dataset.low_resolution", factor, f"null, {condition}")
-    demand("psnr" not in experiment.metrics, "evaluation.metrics", "psnr", f"other metrics, {condition}")
+    exception = "unless model.conditions contains low_resolution"  # end of both messages
+    demand(factor is None, "dataset.low_resolution", factor, f"null, {exception}")
+    demand("psnr" not in experiment.metrics, "evaluation.metrics", "psnr", f"other metrics, {exception}")
 
 
 def _check_shapes(experiment: "Experiment") -> None:
-    """Check that patches divide the network's input and that guided channels exist.
+    """Check that patches divide the side of the network's input, and that the guided channels exist.
 
-    Nothing is checked if the experiment file does not determine the shape of the input.
+    A model without patches passes the first check, and guidance of all channels (null) the second. Nothing is checked
+    if the experiment file does not determine the shape of the input.
     """
     if experiment.x0_size is None:  # known once the data are prepared
         return
@@ -115,7 +121,10 @@ def _check_shapes(experiment: "Experiment") -> None:
 
 
 def _check_augmentation(experiment: "Experiment") -> None:
-    """Check that augmentation transforms pixels, that `dataset.flips` is off, and that the model takes its labels."""
+    """Check that augmentation transforms pixels, that `dataset.flips` is off, and that the model takes its labels.
+
+    An experiment without `training.augment` passes. The model takes labels if its option `augment` is not 0.
+    """
     augment, autoencoder, model = experiment.training.augment, experiment.autoencoder.kind, experiment.model
     if augment is None:
         return
@@ -123,12 +132,13 @@ def _check_augmentation(experiment: "Experiment") -> None:
     demand(autoencoder == "none", "autoencoder.kind", value, "none, since it transforms pixels")
     allowed = "false, since training.augment flips images"
     demand(not experiment.dataset.flips, "dataset.flips", "true with training.augment", allowed)
+    label_count = getattr(model, "augment", 0)  # 0 also for models without this option
     allowed = "null, or a model that is conditioned on the augmentation: ddpmpp with augment: 9"
-    demand(getattr(model, "augment", 0), "training.augment", f"{augment} with model {model.name}", allowed)
+    demand(label_count, "training.augment", f"{augment} with model {model.name}", allowed)
 
 
 def _check_losses(experiment: "Experiment") -> None:
-    """Check that a masked loss has a model that can mask tokens."""
+    """Check that a masked loss has a model that can mask tokens; the error lists the models that can."""
     model = experiment.model
     masked_losses = [loss.name for loss in experiment.diffusion.losses if loss.masks_tokens]
     if masked_losses:
@@ -141,7 +151,8 @@ def _check_losses(experiment: "Experiment") -> None:
 def _check_timestep_table(experiment: "Experiment") -> None:
     """Check that a learned table of timestep embeddings (`model.timesteps`) has a row for each timestep.
 
-    The process must be discrete then. A model without such a table passes the check.
+    Row 0 belongs to timestep 0, even if the timesteps of the process begin later. A model with such a table requires a
+    discrete process. A model without one passes.
     """
     table_rows = getattr(experiment.model, "timesteps", None)
     if table_rows is None:
@@ -150,24 +161,26 @@ def _check_timestep_table(experiment: "Experiment") -> None:
     if process.get("timesteps") is None:
         allowed = f"a model without this option, since process {process.name} is continuous"
         raise rejection("model.timesteps", table_rows, allowed)
-    count = process.get("timesteps") + process.get("first_index", 0)  # timesteps begin at first_index
-    demand(table_rows >= count, "model.timesteps", table_rows, f"at least {count}, the timesteps of the process")
+    required_rows = process.get("timesteps") + process.get("first_index", 0)  # timesteps begin at first_index
+    allowed = f"at least {required_rows}, the timesteps of the process"
+    demand(table_rows >= required_rows, "model.timesteps", table_rows, allowed)
 
 
 def _check_strategies(experiment: "Experiment") -> None:
-    """Check that samplers need no context, and that samplers and weightings fit the timesteps and the noise schedule.
+    """Check that samplers require no context, and that samplers and weightings fit timesteps and noise schedule.
 
-    A continuous process is divided into `CELLS` timesteps.
+    Properties of a sample, such as its tokens, are context. For this check, a continuous process has `CELLS` timesteps,
+    and its name in place of a schedule. Couplings are not checked.
     """
     process = experiment.diffusion.process
     timesteps = process.get("timesteps", CELLS)
     schedule = process.get("schedule", process.name)
     for method_name, method in experiment.methods.items():
-        required = method.sampler.load().required_context(method.sampler.options)
-        value = f"{method.sampler.name}, which requires {', '.join(sorted(required))}"
-        demand(not required, f"methods.{method_name}.sampler", value, "samplers that require no context")
+        required_context = method.sampler.load().required_context(method.sampler.options)
+        value = f"{method.sampler.name}, which requires {', '.join(sorted(required_context))}"
+        demand(not required_context, f"methods.{method_name}.sampler", value, "samplers that require no context")
         for component in (method.sampler, method.weighting):
-            where = f"methods.{method_name}.{component.registry.kind}"
+            where = f"methods.{method_name}.{component.registry.kind}"  # such as methods.speed.sampler
             checked(
                 component.registry,
                 component.name,

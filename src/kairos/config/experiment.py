@@ -52,7 +52,8 @@ def _check_folder_name(value: str) -> str:
     """Return a name unchanged if it can be the name of a folder.
 
     Raises:
-        ValueError: the name contains other characters than letters, digits and ``_.+-``, or begins with one of these.
+        ValueError: the name is empty, contains other characters than ASCII letters, digits and ``_.+-``, or begins with
+            one of ``_.+-``.
     """
     if not _NAME.fullmatch(value):
         raise ValueError("letters, digits and _ . + - only (it names a folder)")
@@ -60,24 +61,27 @@ def _check_folder_name(value: str) -> str:
 
 
 def _check_seeds(seeds: list[int]) -> list[int]:
-    """Return seeds unchanged.
+    """Return seeds unchanged; their order is arbitrary, and an empty list passes.
 
     Raises:
         ValueError: a seed is negative or occurs twice.
     """
-    if len(set(seeds)) != len(seeds) or min(seeds, default=0) < 0:
+    are_distinct = len(set(seeds)) == len(seeds)
+    has_negative = min(seeds, default=0) < 0
+    if not are_distinct or has_negative:
         raise ValueError("distinct seeds, each 0 or more")
     return seeds
 
 
 def _check_method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
-    """Return methods unchanged.
+    """Return methods unchanged if each name can be the name of a folder; ``=`` is allowed, since sweeps use it.
 
     Raises:
-        ValueError: a name cannot name a folder, or names another folder of results or a row of the report.
+        ValueError: a name contains other characters, or is `RESERVED` for a folder of results or a row of the report.
     """
     for name in methods:
-        if not _NAME.fullmatch(name.replace("=", "")) or name in RESERVED:  # names of sweeps contain =
+        is_folder_name = _NAME.fullmatch(name.replace("=", "")) is not None
+        if not is_folder_name or name in RESERVED:
             reserved = ", ".join(RESERVED)
             raise ValueError(f"method name {name!r}: letters, digits and _ . + - only, and none of {reserved}")
     return methods
@@ -122,19 +126,24 @@ class Experiment(Section):
     @field_validator("methods", mode="before")
     @classmethod
     def _expand_grids(cls, methods: Any) -> Any:
+        """Replace methods with a grid by the methods of the grid; pydantic rejects a value that is no mapping."""
         return expand_grids(methods) if isinstance(methods, dict) else methods
 
     @model_serializer(mode="wrap")
     def _omit_unset_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize without empty fields that were added later, so that older experiments keep their hash."""
+        """Omit `plugins`, `analyses`, `published`, `claim` and `known` if they are empty or None.
+
+        Experiments from before these fields thereby keep their hash.
+        """
         added_later = ("plugins", "analyses", "published", "claim", "known")
         return {name: value for name, value in serialize(self).items() if value or name not in added_later}
 
     @model_validator(mode="after")
     def _check_and_resolve(self) -> Self:
-        """Check that the sections are consistent, and replace ``auto`` in `dataset.store` and `text_encoder`.
+        """Check sections, plugins and analyses; return a copy without ``auto`` in `dataset.store` and `text_encoder`.
 
-        A ConfigError reports the first contradiction between sections.
+        Raises:
+            ConfigError: two sections contradict each other; the message reports the first contradiction.
         """
         dataset = self._resolve_store()
         check_listed(self.plugins, self.methods)
@@ -146,10 +155,11 @@ class Experiment(Section):
         return self.model_copy(update={"dataset": dataset, "text_encoder": text_encoder})
 
     def _resolve_store(self) -> DatasetConfig:
-        """Return section `dataset` with ``refer`` or ``copy`` instead of `store: auto`.
+        """Return section `dataset` with ``refer`` or ``copy`` instead of `store: auto`, otherwise unchanged.
 
         Training in pixel space reads prepared images, which therefore have to be copies. With ``auto``, data refer to
-        the user's images only if a pretrained autoencoder encodes them, as it reads each image once.
+        the user's images only if a pretrained autoencoder encodes them, as it reads each image once; digits, which are
+        no files, are copied.
 
         Raises:
             ConfigError: `dataset.store` is ``refer`` in pixel space.
@@ -158,10 +168,10 @@ class Experiment(Section):
         if autoencoder == "none":
             allowed = "copy or auto if autoencoder.kind is none, since training then reads prepared images"
             demand(store != "refer", "dataset.store", store, allowed)
-        if store == "auto":
-            can_refer = autoencoder == "pretrained" and self.dataset.source != "digits"  # digits are no files
-            return self.dataset.model_copy(update={"store": "refer" if can_refer else "copy"})
-        return self.dataset
+        if store != "auto":
+            return self.dataset
+        refers = autoencoder == "pretrained" and self.dataset.source != "digits"
+        return self.dataset.model_copy(update={"store": "refer" if refers else "copy"})
 
     @property
     def conditions(self) -> list[str]:
@@ -172,7 +182,8 @@ class Experiment(Section):
     def baseline(self) -> str | None:
         """Name of the first method with uniform timesteps, independent noise and no weights, to which factors refer.
 
-        None without such a method. With EDM, the weights of its process, lambda, count as no weights.
+        None without such a method. The weighting with the name of the process counts as no weights: with EDM, it is the
+        lambda of its loss.
         """
         neutral_weightings = ("none", self.diffusion.process.name)
         for name, method in self.methods.items():
@@ -183,28 +194,36 @@ class Experiment(Section):
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics that the file lists; empty if it leaves the choice to kairos."""
+        """Names of the metrics that the file lists; empty for null, with which the default metrics are measured."""
         return [metric.name for metric in self.evaluation.metrics or ()]
 
     @property
     def x0_size(self) -> tuple[int, int] | None:
         """Channels and side of the network's input; None if the file does not determine them.
 
-        The file does not determine them for a pretrained autoencoder, or for images without a resolution. None also if
-        a trained autoencoder cannot halve the side at each level.
+        The file does not determine them for a pretrained autoencoder, or for images without a resolution; digits have
+        side 8 by default. None also if a trained autoencoder cannot halve the side at each level.
         """
         dataset, autoencoder = self.dataset, self.autoencoder
-        side = dataset.resolution or (8 if dataset.source == "digits" else None)
-        if not side or autoencoder.kind == "pretrained":
+        native_side = 8 if dataset.source == "digits" else None  # other images are not read here
+        image_side = dataset.resolution or native_side
+        if not image_side or autoencoder.kind == "pretrained":
             return None
-        if autoencoder.kind == "train":
-            factor = 2 ** (len(autoencoder.channels) - 1)  # each level but the first halves the side
-            return (autoencoder.latent_channels, side // factor) if side % factor == 0 else None
-        return 1 if dataset.color == "grey" else 3, side
+        if autoencoder.kind == "none":
+            image_channels = 1 if dataset.color == "grey" else 3
+            return image_channels, image_side
+        factor = 2 ** (len(autoencoder.channels) - 1)  # each level but the first halves the side
+        if image_side % factor != 0:
+            return None
+        return autoencoder.latent_channels, image_side // factor
 
     @property
     def milestones(self) -> tuple[int, ...]:
-        """Steps of all snapshots; the first is 0, the untrained network."""
+        """Steps of all snapshots: 0 for the untrained network, then `training.milestones` converted to steps.
+
+        Raises:
+            ValueError: a length is not positive, or is in epochs and `dataset.train_images` is null.
+        """
         training, train_images = self.training, self.dataset.train_images
         return (0, *(length_in_steps(length, training.batch_size, train_images) for length in training.milestones))
 
@@ -217,8 +236,8 @@ class Experiment(Section):
         steps, segments = self.milestones, self.training.segments
         trained_snapshots = len(steps) - 1
         # the end of each segment as an index of `steps`; 1 is for step 0
-        ends = [1 + round(trained_snapshots * segment / segments) for segment in range(1, segments + 1)]
-        return tuple(steps[begin:end] for begin, end in pairwise([0, *ends]))
+        end_indices = [1 + round(trained_snapshots * segment / segments) for segment in range(1, segments + 1)]
+        return tuple(steps[begin:end] for begin, end in pairwise([0, *end_indices]))
 
     def resolve(self) -> tuple["Experiment", list[str]]:
         """Choose an extractor for ``auto``; return the experiment with it and messages for the user.
@@ -250,14 +269,15 @@ class Experiment(Section):
 
 
 def validate(values: Any, source: str = "experiment") -> Experiment:
-    """Check an experiment given as plain values and return it.
+    """Check an experiment given as plain values and return it, with the defaults of fields that are missing.
 
     Args:
         values: content of an experiment file.
         source: origin of the values, for error messages.
 
     Raises:
-        ConfigError: values are not valid; the message has a line with field, value and allowed values for each.
+        ConfigError: `values` is no mapping, or some values are not valid. The message has a line with field, value and
+            allowed values for each of these.
     """
     if not isinstance(values, dict):
         fields = ", ".join(Experiment.model_fields)
@@ -277,8 +297,9 @@ def load(path: Path | str) -> Experiment:
 def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Path:
     """Write the resolved configuration for jobs to read, so that later edits change no running job; return its path.
 
-    The name of the file contains the hash of the configuration and of the plugins' code. A second file contains the
-    fingerprint of each component of a plugin, see `plugins.check_unedited`. A file that exists is not written again.
+    The file is ``<experiment>-<hash>.yaml``, with 16 digits of the hash of the configuration and of the plugins' code.
+    If methods use plugins, a second file contains the fingerprint of each component of a plugin, see
+    `plugins.check_unedited`. A file that exists is not written again.
 
     Args:
         experiment: the checked experiment.
@@ -288,6 +309,7 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     codes = method_codes(experiment.methods)
     content = [plain, codes] if codes else plain  # without plugins, the hash is that of earlier versions
     path = Path(folder) / f"{experiment.experiment}-{sha256_json(content)[:16]}.yaml"
+    # the codes first, so that a frozen experiment never lacks them
     if codes and not codes_file(path).exists():
         write_json(codes_file(path), codes)
     if not path.exists():

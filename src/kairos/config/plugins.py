@@ -60,37 +60,57 @@ def load_plugins(paths: Any) -> Any:
 def _load(file: str) -> None:
     """Import a plugin file as the module of its name, unless this process has imported the same content before.
 
-    The folder of the file is appended to `sys.path`. A file that was edited since its import replaces its module.
+    The folder of the file is appended to `sys.path`. A file that was edited since its import replaces its module and
+    components. A file that another plugin file has imported is recorded as a plugin, but not executed again.
+
+    Args:
+        file: path as the experiment file contains it, from the working directory.
 
     Raises:
         ConfigError: the file is missing, another module has its name, or its import fails.
     """
     path = Path(os.path.abspath(file))
     name, text = path.stem, _read(file, path)
-    earlier = _plugins.get(name)
-    if earlier and earlier.path != path:
-        raise ConfigError(f"plugins: {file}: {earlier.path} is module {name!r} already; rename one of the files")
+    earlier_plugin = _plugins.get(name)
+    if earlier_plugin and earlier_plugin.path != path:
+        raise ConfigError(f"plugins: {file}: {earlier_plugin.path} is module {name!r} already; rename one of the files")
     folder = str(path.parent)
-    if folder not in sys.path:
+    if folder not in sys.path:  # `_find_module` needs it there
         sys.path.append(folder)  # last, so that its files replace no installed module
-    if earlier and earlier.text == text:
+    if earlier_plugin and earlier_plugin.text == text:
         return
     spec = _find_module(file, path)
-    if earlier is None and name in sys.modules:  # another plugin file has imported this one
+    if earlier_plugin is None and name in sys.modules:  # another plugin file has imported this one
         _plugins[name] = _Plugin(path, text)
         return
     for registry in _REGISTRIES.values():
         len(registry)  # registers the components of the library first, which keep their names
-    forget(name)
+    forget(name)  # components of the earlier content
     _plugins[name] = _Plugin(path, text)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    _execute(file, text, spec)
+
+
+def _execute(file: str, text: str, spec: ModuleSpec) -> None:
+    """Execute the text of a plugin file as a module in `sys.modules`; the file is not read again.
+
+    Fingerprints refer to the text from now on. If an error is raised, the plugin is forgotten, see `forget`.
+
+    Args:
+        file: path as the experiment file contains it, for error messages.
+        text: content of the file.
+        spec: specification of the module.
+
+    Raises:
+        ConfigError: the text raises an error or exits; the message contains its line.
+    """
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     source = str(spec.origin)
     set_source(Path(source), text)
     try:
         # not by the loader, which would read the file again: it may have been edited since `text` was read
         exec(compile(text, source, "exec"), vars(module))
     except (Exception, SystemExit) as error:
-        forget(name)
+        forget(spec.name)
         raise ConfigError(f"plugins: {file}{_line_of_error(error, source)}: {_describe(error)}") from None
 
 
@@ -99,29 +119,38 @@ def _find_module(file: str, path: Path) -> ModuleSpec:
 
     Args:
         file: path as the experiment file contains it, for error messages.
-        path: absolute path.
+        path: absolute path; its folder is in `sys.path`.
 
     Raises:
         ConfigError: an import of the file's name would import another module, such as an installed one.
     """
-    importlib.invalidate_caches()
+    importlib.invalidate_caches()  # the file may be newer than Python's list of files in the folder
     spec = importlib.util.find_spec(path.stem)
-    origin = spec.origin if spec is not None and spec.loader is not None else None
-    if spec is not None and origin is not None and os.path.exists(origin) and path.samefile(origin):
+    if spec is not None and _comes_from(spec, path):
         return spec
     other = spec.origin if spec else "not importable"
     raise ConfigError(f"plugins: {file}: module {path.stem!r} is {other}; rename the file")
 
 
+def _comes_from(spec: ModuleSpec, path: Path) -> bool:
+    """Return True if the module of a specification is a certain file.
+
+    Returns False for modules without a file: namespace packages, which have no loader, and modules built into Python.
+    """
+    if spec.loader is None or spec.origin is None:
+        return False
+    return os.path.exists(spec.origin) and path.samefile(spec.origin)  # the origin "built-in" does not exist
+
+
 def _read(file: str, path: Path) -> str:
-    """Return the text of a plugin file.
+    """Return the text of a plugin file, after a check of its name.
 
     Args:
         file: path as the experiment file contains it, for error messages.
         path: absolute path.
 
     Raises:
-        ConfigError: the file is missing, is not UTF-8, or its name cannot be the name of a module.
+        ConfigError: the name is not that of a module with suffix ``.py``, or the file is missing or not UTF-8.
     """
     if path.suffix != ".py" or not path.stem.isidentifier():
         allowed = "a Python file whose name has letters, digits and _ only, such as my_strategies.py"
@@ -135,16 +164,27 @@ def _read(file: str, path: Path) -> str:
         raise ConfigError(f"plugins: {file}: not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
-def _line_of_error(error: BaseException, file: str) -> str:
-    """Return ``, line N`` for the line of a plugin file that raised an error; empty if it is unknown."""
-    if isinstance(error, SyntaxError) and error.filename == file and error.lineno:
+def _line_of_error(error: BaseException, source: str) -> str:
+    """Return ``, line N`` for the line of a plugin file at which an error arose; empty if it is unknown.
+
+    The line is that of a syntax error, or else of the innermost call in the file.
+
+    Args:
+        error: the error.
+        source: path with which the file was compiled.
+    """
+    if isinstance(error, SyntaxError) and error.filename == source and error.lineno:
         return f", line {error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    # frames of the traceback from the outermost to the innermost
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == source]
     return f", line {frames[-1].lineno}" if frames else ""
 
 
 def _describe(error: BaseException) -> str:
-    """Return type and message of an error in one line; only the message if kairos raised it."""
+    """Return type and message of an error in one line; only the message if kairos raised it.
+
+    An error without a message has only its type. The message of a syntax error is without its file and line.
+    """
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     text = " ".join(message.split())
     if isinstance(error, KairosError):
@@ -153,17 +193,26 @@ def _describe(error: BaseException) -> str:
 
 
 def forget(name: str) -> None:
-    """Remove a plugin's module and the components that it registered; nothing happens if there is none."""
+    """Remove a plugin's module and the components that it registered, so that it can be imported again.
+
+    Nothing happens if there is none.
+
+    Args:
+        name: name of the module.
+    """
     _plugins.pop(name, None)
     sys.modules.pop(name, None)
     for registry in _REGISTRIES.values():
-        registered = [component for component, entry in registry.items() if entry.module == name]
-        for component in registered:
-            del registry[component]
+        component_names = [component for component, entry in registry.items() if entry.module == name]
+        for component_name in component_names:
+            del registry[component_name]
 
 
 def _plugin_roots(method: "MethodConfig") -> list[str]:
-    """Return the code of plugins that a method uses, as roots of a fingerprint, such as ``my_strategies:Ramp``."""
+    """Return the code of plugins that a method uses, as roots of a fingerprint, such as ``my_strategies:Ramp``.
+
+    Only plugins that this process has imported count.
+    """
     roots = [root for component in method.components for root in roots_of(component)]
     return [root for root in roots if _module_of(root) in _plugins]
 
@@ -177,26 +226,31 @@ def _module_of(root: str) -> str:
 def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None:
     """Check that an experiment lists the plugins that its methods use.
 
+    Args:
+        plugins: paths of the plugin files that the experiment lists.
+        methods: methods of the experiment by name.
+
     Raises:
         ConfigError: a component is from a file that only another experiment of this process lists.
     """
     if not _plugins:
         return
-    listed = {Path(path).stem for path in plugins}
+    listed_modules = {Path(path).stem for path in plugins}
     for name, method in methods.items():
         for root in _plugin_roots(method):
             module = _module_of(root)
-            if module not in listed:
+            if module not in listed_modules:
                 raise ConfigError(f"methods.{name}: {root} is from {_plugins[module].path}; list that file in plugins")
 
 
 def source_files(paths: list[str]) -> list[str]:
     """Return the files whose code counts for plugins: the plugin files and those that they import from their folder.
 
-    The paths of imported files are relative to the working directory. Files of kairos are left out.
+    The plugin files come first, with the paths as given. The paths of imported files are relative to the working
+    directory. Files of kairos and further plugin files are left out.
 
     Args:
-        paths: paths of the plugin files; repeated paths count once.
+        paths: paths of plugin files that this process has imported; repeated paths count once.
     """
     imported_files = []
     for name in modules(Path(path).stem for path in paths):
@@ -210,22 +264,35 @@ def source_files(paths: list[str]) -> list[str]:
 
 
 def method_codes(methods: "dict[str, MethodConfig]") -> dict[str, str]:
-    """Return the fingerprint of each component of a plugin that methods use, by ``module:Name``."""
+    """Return the fingerprint of each component of a plugin that methods use, by ``module:Name``.
+
+    Empty if the methods use no plugin.
+    """
     if not _plugins:
         return {}
-    return {root: fingerprint([root]) for method in methods.values() for root in _plugin_roots(method)}
+    codes = {}
+    for method in methods.values():
+        for root in _plugin_roots(method):
+            codes[root] = fingerprint([root])
+    return codes
 
 
 def codes_file(config: Path) -> Path:
-    """Return the file with the `method_codes` of a frozen experiment."""
+    """Return the path of the JSON file with the `method_codes` of a frozen experiment, in the same folder.
+
+    Args:
+        config: path of the frozen experiment.
+    """
     return config.with_suffix(".plugins.json")
 
 
 def check_unedited(config: Path, name: str, method: "MethodConfig") -> None:
     """Check that the plugin code of a method is the code with which a run began.
 
+    A component without a recorded code passes.
+
     Args:
-        config: the frozen experiment. Any other experiment file passes the check, as it has no recorded code.
+        config: path of the frozen experiment. Other experiment files pass, since they have no recorded codes.
         name: name of the method.
         method: the method.
 
@@ -233,9 +300,9 @@ def check_unedited(config: Path, name: str, method: "MethodConfig") -> None:
         KairosError: the code was edited since.
     """
     file = codes_file(config)
-    recorded = read_json(file) if file.is_file() else {}
+    recorded_codes = read_json(file) if file.is_file() else {}
     for root, code in method_codes({name: method}).items():
-        if recorded.get(root, code) != code:
+        if recorded_codes.get(root, code) != code:
             path = os.path.relpath(_plugins[_module_of(root)].path)
             advice = "run the same command again to compute all its runs with the edit, or undo the edit"
             raise KairosError(f"{path}: the code of method {name} was edited after this run began; {advice}")

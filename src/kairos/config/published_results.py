@@ -55,16 +55,22 @@ class PublishedConfig(Section):
     differs: str | None = field(None, "reason why no result of kairos is comparable, whatever the settings")
 
     def model_post_init(self, context: object) -> None:
-        """Check that every row, and `printed` if it is set, has one number for each step."""
+        """Check that every row, and `printed` if it is not empty, has one entry for each step; null is an entry.
+
+        Raises:
+            ValueRejected: a row or `printed` has another length than `steps`.
+        """
         count = len(self.steps)
-        lengths = {f"published.rows.{name}": len(values) for name, values in self.rows.items()}
+        length_by_field = {f"published.rows.{name}": len(values) for name, values in self.rows.items()}
         if self.printed:
-            lengths["published.printed"] = len(self.printed)
-        for where, length in lengths.items():
+            length_by_field["published.printed"] = len(self.printed)
+        for where, length in length_by_field.items():
             demand(length == count, where, f"{length} numbers", f"{count}, one for each of published.steps")
 
     def check_methods(self, methods: Collection[str]) -> None:
         """Check that every row has a method or a reason why there is none.
+
+        The method of a row has the name in `self.methods`, or by default the name of the row.
 
         Args:
             methods: names of the methods of the experiment.
@@ -78,7 +84,10 @@ class PublishedConfig(Section):
             demand(method in methods or row in self.missing, "published.rows", row, allowed)
 
     def numbers(self) -> Iterator[PublishedNumber]:
-        """Yield all published numbers, row by row, in the paper's unit; nulls are left out."""
+        """Yield all published numbers, row by row, in the paper's unit; nulls are left out.
+
+        The numbers of rows in `missing` have no method, even if `methods` contains one.
+        """
         for row, values in self.rows.items():
             method = None if row in self.missing else self.methods.get(row, row)
             for step, printed, value in zip(self.steps, self.printed or self.steps, values):

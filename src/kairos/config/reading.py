@@ -23,6 +23,11 @@ class _Loader(_SafeLoader):
     """Loader of safe YAML that rejects a key that occurs twice, where YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node.
+
+        Raises:
+            ConstructorError: a key occurs twice; the message lists such keys, at the position of the mapping.
+        """
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
         if repeated:
@@ -32,12 +37,16 @@ class _Loader(_SafeLoader):
 
 
 def _describe(error: Exception) -> str:
-    """Return the message of an error of YAML on one line, with the line of the file where YAML noticed it."""
-    mark = getattr(error, "problem_mark", None)
+    """Return the message of an error of YAML on one line, with line and column, from 1, where YAML noticed it.
+
+    An error without a position, such as one of the encoding, has its own message alone.
+    """
+    mark = getattr(error, "problem_mark", None)  # position in the file, from 0
     if mark is None:
         return " ".join(str(error).split())
-    context, problem = (getattr(error, name) for name in ("context", "problem"))
-    return f"line {mark.line + 1}, column {mark.column + 1}: {'; '.join(filter(None, (context, problem)))}"
+    sentences = [getattr(error, name) for name in ("context", "problem")]  # either may be None
+    message = "; ".join(filter(None, sentences))
+    return f"line {mark.line + 1}, column {mark.column + 1}: {message}"
 
 
 def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
@@ -46,6 +55,9 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
     Args:
         path: path of the file.
         extending: files that extend this one, to detect cycles.
+
+    Returns:
+        The merged values, a mapping without ``extends``; or any other value of YAML, if the file contains no mapping.
 
     Raises:
         ConfigError: a file is missing, is not YAML, or has an invalid ``extends``.
@@ -75,14 +87,14 @@ def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> 
     """
     if not isinstance(values, dict) or "extends" not in values:
         return values
-    base, where = values["extends"], f"{path}: extends"
-    demand(isinstance(base, str), where, repr(base), _EXPECTED)
-    base_path = (path.parent / base).resolve()
+    extends, where = values["extends"], f"{path}: extends"
+    demand(isinstance(extends, str), where, repr(extends), _EXPECTED)
+    base_path = (path.parent / extends).resolve()
     extending = (*extending, path.resolve())
-    demand(base_path not in extending, where, repr(base), f"{_EXPECTED}, which does not extend this one")
-    demand(base_path.is_file(), where, repr(base), f"{_EXPECTED}; {base_path} does not exist")
+    demand(base_path not in extending, where, repr(extends), f"{_EXPECTED}, which does not extend this one")
+    demand(base_path.is_file(), where, repr(extends), f"{_EXPECTED}; {base_path} does not exist")
     base_values = read_experiment_file(base_path, extending)
-    demand(isinstance(base_values, dict), where, repr(base), "a file that is a mapping")
+    demand(isinstance(base_values, dict), where, repr(extends), "a file that is a mapping")
     inherited = {key: value for key, value in base_values.items() if key not in _NOT_INHERITED}
     overrides = {key: value for key, value in values.items() if key != "extends"}
     return _merge(inherited, overrides)
@@ -91,32 +103,37 @@ def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> 
 def _merge(base: Any, values: Any) -> Any:
     """Return values merged into the values of a base file, by the rules of ``extends`` in the module's docstring.
 
+    Two mappings are merged key by key. Other `values`, a component with another name, and ``methods`` replace the base.
     A component that the base file writes as text, such as ``model: dit``, is a name without options.
     """
     if isinstance(base, str) and isinstance(values, dict):
         base = {"name": base}
-    if not (isinstance(base, dict) and isinstance(values, dict)):
+    if not isinstance(base, dict) or not isinstance(values, dict):
         return values
     base_name = base.get("name")
-    is_other_component = values.get("name", base_name) != base_name
-    if is_other_component:
-        return values
-    merged_keys = (base.keys() & values.keys()) - {"methods"}  # section methods replaces that of the base file
-    return base | values | {key: _merge(base[key], values[key]) for key in merged_keys}
+    name = values.get("name", base_name)
+    if name != base_name:
+        return values  # another component: options of the base do not fit it
+    shared_keys = (base.keys() & values.keys()) - {"methods"}
+    merged = {key: _merge(base[key], values[key]) for key in shared_keys}
+    return base | values | merged
 
 
 def find_experiment_files(folder: Path) -> list[Path]:
-    """Return the experiment files below a folder, sorted by folder and name, with table2 before table10.
+    """Return the files ``*.yaml`` in a folder and its subfolders, sorted by folder and name, table2 before table10.
 
     Raises:
         ConfigError: there is none.
     """
-
-    def natural_order(path: Path) -> Any:
-        # table10 is ["table", 10, ""]: text and numbers alternate, so that keys of two files can be compared
-        pieces = re.split(r"(\d+)", path.stem)
-        return path.parent, [int(piece) if piece.isdigit() else piece for piece in pieces]
-
-    files = sorted(folder.rglob("*.yaml"), key=natural_order)
+    files = sorted(folder.rglob("*.yaml"), key=_natural_order)
     demand(files, "FILE", repr(str(folder)), "an experiment file, or a folder with some (*.yaml)")
     return files
+
+
+def _natural_order(path: Path) -> Any:
+    """Return the key that sorts files by folder and then by name, with numbers in names compared as numbers.
+
+    The key of table10 is ``["table", 10, ""]``: text and numbers alternate, so that keys of two files can be compared.
+    """
+    pieces = re.split(r"(\d+)", path.stem)
+    return path.parent, [int(piece) if piece.isdigit() else piece for piece in pieces]

@@ -24,23 +24,29 @@ _GRID_FORM = "lists of different numbers, texts, true, false or null: {sampler.k
 def expand_grids(methods: dict[Any, Any]) -> dict[Any, Any]:
     """Return the methods of an experiment file with each method that has a grid replaced by the methods of its grid.
 
-    Other errors in the methods are left to the checks that follow.
+    The order is kept, and a method without a grid is not changed. Other errors in the methods, such as a method that is
+    no mapping, are left to the checks that follow.
 
     Args:
         methods: section `methods` as plain values, not checked yet.
 
     Raises:
-        ConfigError: a grid is malformed, contains an unknown option or a value twice, or there are too many methods.
+        ConfigError: a grid is malformed, or contains an unknown option or a value twice; two methods get the same name;
+            or there are more than `MOST_METHODS` methods.
     """
-    grids = {}
+    grids = {}  # by name of the method
     for name, method in methods.items():
         if isinstance(method, dict) and "grid" in method:
             grid = method["grid"]
             demand(_is_valid_grid(grid), f"methods.{name}.grid", repr(grid), _GRID_FORM)
             grids[name] = grid
-    # a method without a grid counts as one, the product of no numbers
-    count = sum(math.prod(len(values) for values in grids.get(name, {}).values()) for name in methods)
+    # counted before the expansion, which would take long for a huge grid
+    count = 0
+    for name in methods:
+        value_counts = [len(values) for values in grids.get(name, {}).values()]
+        count += math.prod(value_counts)  # 1 for a method without a grid: the product of no numbers
     demand(count <= MOST_METHODS, "methods", f"{count:,}, with those of grids", f"at most {MOST_METHODS:,}")
+
     expanded: dict[Any, Any] = {}
     for name, method in methods.items():
         members = _grid_methods(name, method, grids[name]) if name in grids else [(name, method)]
@@ -69,7 +75,10 @@ def _is_valid_grid(grid: Any) -> bool:
 
 
 def _are_different_scalars(values: Any) -> bool:
-    """Return True for a list, not empty, of numbers, texts, booleans or null that differ in a method's name."""
+    """Return True for a list, not empty, of numbers, texts, booleans or null that differ in a method's name.
+
+    There, 5 and 5.0 and the text "5" are equal.
+    """
     if not isinstance(values, list) or not values:
         return False
     if not all(value is None or isinstance(value, str | int | float) for value in values):
@@ -78,25 +87,46 @@ def _are_different_scalars(values: Any) -> bool:
 
 
 def _grid_methods(name: str, method: dict[str, Any], grid: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield name and values of each method of a grid.
+    """Yield name and values of each method of a grid; values of the last key change first.
 
-    In names, an option is the last part of its key, or the whole key if two keys share their last part.
+    Args:
+        name: name of the method with the grid, with which the names of its methods begin.
+        method: the method with the grid; further entries of it are kept.
+        grid: the values of each key, such as ``sampler.k``.
+
+    Raises:
+        ConfigError: a key or a value is not allowed, see `_replace`.
     """
-    last_parts = [key.rpartition(".")[2] for key in grid]  # sampler.k: k
-    labels = [last_part if last_parts.count(last_part) == 1 else key for key, last_part in zip(grid, last_parts)]
+    labels = _option_labels(list(grid))
     # components before their options: `sampler: speed` would delete the value of sampler.k
     keys_in_order = sorted(grid, key=lambda key: "." in key)
+    without_grid = {part: value for part, value in method.items() if part != "grid"}
     for values in product(*grid.values()):
         value_of_key = dict(zip(grid, values))
-        member = {part: value for part, value in method.items() if part != "grid"}
+        member = without_grid
         for key in keys_in_order:
             member = _replace(member, key, value_of_key[key], where=f"methods.{name}.grid")
         suffix = "".join(f"-{label}={_value_text(value)}" for label, value in zip(labels, values))
         yield name + suffix, member
 
 
+def _option_labels(keys: list[str]) -> list[str]:
+    """Return the text of each key in names of methods: its last part, or the whole key if two keys share that part.
+
+    ``["sampler.k", "weighting"]`` results in ``["k", "weighting"]``.
+    """
+    last_parts = [key.rpartition(".")[2] for key in keys]
+    labels = []
+    for key, last_part in zip(keys, last_parts):
+        is_unique = last_parts.count(last_part) == 1
+        labels.append(last_part if is_unique else key)
+    return labels
+
+
 def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[str, Any]:
-    """Return a method with another component or another value of an option.
+    """Return a copy of a method with another component or another value of an option.
+
+    The value of an option is checked, a component is not: the check of the experiment follows.
 
     Args:
         method: the method as plain values.
@@ -105,16 +135,17 @@ def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[s
         where: field for the error message.
 
     Raises:
-        ConfigError: there is no such component or option, or the value is not allowed.
+        ConfigError: the key is none of those; or the method's component does not exist, does not have the option, or
+            does not allow the value.
     """
     part, _, option = key.partition(".")
     demand(part in PARTS, where, key, "sampler, weighting, coupling or one of their options, such as sampler.k")
     if not option:
         return {**method, part: value}
-    registry, default = PARTS[part]
-    component = method.get(part, default)
+    registry, default_name = PARTS[part]
+    component = method.get(part, default_name)
     if not isinstance(component, dict):
-        component = {"name": component}
+        component = {"name": component}  # the short form, sampler: speed
     component = {"name": "", **component, option: value}  # "": an error reports a component without a name
     component_name, options = split(component)
     registry.parse(component_name, options, where=f"{where}: {part} {component_name}")
@@ -122,5 +153,5 @@ def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[s
 
 
 def _value_text(value: Any) -> str:
-    """Return a value as it is written in the name of a method, such as 5 for 5.0."""
+    """Return a value as it is written in the name of a method: a text unchanged, others as JSON, 5.0 as 5."""
     return value if isinstance(value, str) else json.dumps(value).removesuffix(".0")

@@ -23,10 +23,14 @@ class TrackingConfig(Section):
     flush_seconds: float = field(3.0, "time that a training run waits for a server at its end, at most", ge=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Reject a URI with credentials, since records contain the URI."""
+        """Reject a URI with credentials, since records contain the URI; a URI that is not set passes.
+
+        Raises:
+            ValueRejected: the URI contains a user name, or a query parameter whose name matches `_SECRET`.
+        """
         address = urlsplit(self.uri or "")
         has_user = "@" in address.netloc
-        has_secret = any(_SECRET.search(name) for name, _ in parse_qsl(address.query))
+        has_secret = any(_SECRET.search(parameter) for parameter, _ in parse_qsl(address.query))
         if has_user or has_secret:
             # the message does not repeat the address: logs would contain the credentials
             value = "an address with credentials, which every record would contain"

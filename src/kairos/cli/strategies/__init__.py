@@ -18,16 +18,31 @@ _ACTIONS = {
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare a subcommand with its arguments for each action."""
+    """Declare the actions `list`, `show` and `increments`, each with its arguments; one of them is required."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     parsers = {}
     for action, (_, help) in _ACTIONS.items():
         parsers[action] = actions.add_parser(action, help=help, description=help[0].upper() + help[1:] + ".")
+    _add_show_arguments(parsers["show"])
+    _add_increments_arguments(parsers["increments"])
+    for action in ("list", "show"):
+        add_plugins(parsers[action])
+    for action in ("show", "increments"):
+        add = parsers[action].add_argument
+        add("--format", choices=("table", "csv", "png"), help="default: the suffix of --out, else table")
+        add("--out", type=Path, metavar="F", help="file to write; default: the terminal")
 
-    add = parsers["show"].add_argument
+
+def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `show` alone: the strategy, its process and options, and the one to compare with.
+
+    The default of `set_option` is ``set``, the option that contains the values of `set`, for error messages.
+    """
+    add = parser.add_argument
+    parser.set_defaults(set_option="set")
     strategy = "one name is a sampler or a weighting, combined with weighting none or sampler uniform; or a preset, an "
     strategy += "option of another trainer such as kohya:shift, in that trainer's time; optional with --checkpoint"
-    parsers["show"].set_defaults(set_option="set")  # the option that the values of `set` come from, for error messages
+
     add("strategy", nargs="?", metavar="SAMPLER[+WEIGHTING]", help=strategy)
     add("--process", metavar="P", help="discrete (default), edm, flow or vp")
     add("--schedule", metavar="S", help="schedule of discrete: linear (default), cosine or quadratic")
@@ -43,25 +58,21 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     recorded = "folder of a training run or of a snapshot, or a checkpoint: show the recorded strategy"
     add("--checkpoint", type=Path, metavar="F", help=recorded)
 
-    add = parsers["increments"].add_argument
+
+def _add_increments_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `increments` alone: the process, and the magnitude at which convergence begins."""
+    add = parser.add_argument
     add("--process", default="vp", metavar="P", help="vp (default), ve, edm or flow")
     add("--schedule", metavar="S", help="schedule of vp: linear (default), cosine or quadratic")
     add("--timesteps", type=int, default=1000, metavar="T", help="number of timesteps (1000)")
     add("--r", type=float, default=5.0, metavar="R", help="magnitude at which convergence begins (5)")
 
-    for action in ("list", "show"):
-        add_plugins(parsers[action])
-    for action in ("show", "increments"):
-        add = parsers[action].add_argument
-        add("--format", choices=("table", "csv", "png"), help="default: the suffix of --out, else table")
-        add("--out", type=Path, metavar="F", help="file to write; default: the terminal")
-
 
 def run(arguments: argparse.Namespace) -> None:
     """Import the plugins of ``--plugin``, and run `list`, `show` or `increments`.
 
-    All of them print a table. With ``--format`` or ``--out``, `show` and `increments` print or write a CSV, or write a
-    figure.
+    All of them print a table by default. With ``--format`` or ``--out``, `show` and `increments` print or write a CSV,
+    or write a figure.
     """
     plugins = getattr(arguments, "plugin", [])  # `increments` has no plugins
     if plugins:

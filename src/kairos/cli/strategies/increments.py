@@ -23,23 +23,28 @@ def run(arguments: argparse.Namespace) -> None:
     """Compute the increments of a process, and show them as table, CSV or figure, see `output.write_output`.
 
     No file is read. A warning is logged if ``--schedule`` has no effect.
+
+    Raises:
+        ConfigError: the process or the schedule is unknown, or ``--timesteps`` or ``--r`` is not allowed.
     """
+    # vp is the process of a noise schedule with T timesteps; the other processes use only the number of timesteps
     process = {"name": "discrete", "schedule": arguments.schedule or "linear", "timesteps": arguments.timesteps}
     component = LibraryComponent.select(FORWARD_PROCESSES, process)
     schedule = build_process_with_warnings(component, "epsilon").schedule
+    # an unknown process has no warning: `increments` rejects it
     defines_noise_levels = arguments.process in PROCESSES and arguments.process != "vp"
     if defines_noise_levels and arguments.schedule is not None:
         warn(f"--schedule {arguments.schedule} is not used: process {arguments.process} defines its noise levels")
     result = increments(arguments.process, schedule, timesteps=schedule.timesteps, r=arguments.r)
     title = result.process.upper()
-    name = f"increments_{result.process}"
+    file_name = f"increments_{result.process}"
     if result.process == "vp":
         title += f", {schedule.name} schedule"
-        name += f"_{schedule.name}"
+        file_name += f"_{schedule.name}"
     title += f", T = {len(result.t)}"
     write_output(
         arguments,
-        name,
+        file_name,
         table=lambda: _render_table(result, title),
         csv=lambda: _render_csv(result),
         picture=lambda figures: figures.draw_increments(result, title),
@@ -47,14 +52,17 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _render_csv(result: Increments) -> str:
-    """Return a CSV with a row per increment; the last column is its area."""
+    """Return a CSV with a header and a row per increment: the columns of `Increments`, and last its area."""
     csv_lines = strategy_csv(result.columns()).splitlines()
     area_column = ["area", *result.area()]  # header and cells
     return "".join(f"{line},{cell}\n" for line, cell in zip(csv_lines, area_column, strict=True))
 
 
 def _render_table(result: Increments, title: str) -> str:
-    """Return a description of the areas, and a table of means over ranges of timesteps with bars of the variance."""
+    """Return a description of the areas, and a table of means over ranges of timesteps with bars of the variance.
+
+    A range with increments of several areas has all their names.
+    """
     rows = [["t", *_TABLE_COLUMNS.values(), "area", ""]]
     areas = result.area()
     for timesteps in timestep_ranges(len(areas)):
@@ -72,6 +80,10 @@ def _describe_areas(result: Increments, title: str) -> dict[str, str]:
     """Return lines about the process, by label: where its areas begin, and the share of increments in each area.
 
     Areas without increments are left out.
+
+    Args:
+        result: the increments.
+        title: process, schedule and number of timesteps, for the first line.
     """
     areas = result.area()
     growth = "evenly" if "steady" in areas else "ever faster"

@@ -27,7 +27,10 @@ _WIDTH = 118  # columns of name and text
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print samplers, weightings, couplings, presets, unavailable strategies, and combinations."""
+    """Print samplers, weightings, couplings, presets, unavailable strategies, and combinations, each under a title.
+
+    Each name is followed by its description, and below it by its options with their defaults.
+    """
     unavailable = {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}
     sections: dict[str, Iterable[tuple[str, str]]] = {
         f"samplers, with options and defaults; fixed ones also have {describe_options(_COMMON)}": _entries(SAMPLERS),
@@ -52,19 +55,19 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
-    """Yield name and description of each component, and its options under an empty name.
+    """Yield name and description of each component, and then its options with defaults, with "" in place of a name.
 
-    Options that all fixed samplers share are omitted.
+    Options that all fixed samplers share are omitted. The text is empty for a component without further options.
     """
     for name, entry in registry.items():
         yield name, entry.help
-        shared = _COMMON if issubclass(entry.load(), FixedDensity) else {}
+        omitted = _COMMON if issubclass(entry.load(), FixedDensity) else {}
         defaults = options.dump(entry.options())
-        yield "", describe_options({option: value for option, value in defaults.items() if option not in shared})
+        yield "", describe_options({option: value for option, value in defaults.items() if option not in omitted})
 
 
 def _presets() -> Iterator[tuple[str, str]]:
-    """Yield name and formula of each preset, and its options under an empty name."""
+    """Yield name and formula of each preset, and then its options, if it has any, with "" in place of a name."""
     for row in TABLE:
         yield row.name, row.help
         if row.options:
@@ -72,11 +75,15 @@ def _presets() -> Iterator[tuple[str, str]]:
 
 
 def describe_options(values: Mapping[str, Any]) -> str:
-    """Return options and values as text, such as ``k=5, tau=null``; options that all fixed samplers share come last."""
-    special = [item for item in values.items() if item[0] not in _COMMON]
-    shared = [item for item in values.items() if item[0] in _COMMON]
+    """Return options and values as text, such as ``k=5, tau=null``; options that all fixed samplers share come last.
+
+    Floats have at most 15 significant digits, texts have no quotation marks, and other values are JSON.
+    """
+    special_options = [option for option in values if option not in _COMMON]
+    shared_options = [option for option in values if option in _COMMON]
     texts = []
-    for option, value in special + shared:
+    for option in special_options + shared_options:
+        value = values[option]
         text = f"{value:.15g}" if isinstance(value, float) else json.dumps(value).strip('"')
         texts.append(f"{option}={text}")
     return ", ".join(texts)

@@ -20,8 +20,8 @@ def write_output(
 ) -> None:
     """Write the output in the requested format to a file or the terminal.
 
-    The format is ``--format``, or else the one of the suffix of ``--out``, or else a table. A figure without ``--out``
-    is written into the working directory, and its path is logged.
+    The format is ``--format``, or else the one of the suffix of ``--out``, .csv or .png. Otherwise it is a table. A
+    figure without ``--out`` is written into the working directory, and its path is logged.
 
     Args:
         arguments: arguments with `format` and `out`.
@@ -64,9 +64,11 @@ def timestep_ranges(count: int, most: int = 20) -> list[slice]:
 def text_bar(value: float, largest: float) -> str:
     """Return a bar of ``#`` whose length is proportional to a value, at least one for a positive value.
 
-    The largest value has `_BAR_LENGTH` characters. The bar is empty for values that are not positive and finite.
+    The largest value has `_BAR_LENGTH` characters. The bar is empty if the value or `largest` is not positive, and for
+    an infinite value.
     """
-    if not (largest > 0 and value > 0 and value != math.inf):  # false for NaN as well
+    both_are_positive = largest > 0 and value > 0  # False for NaN
+    if not both_are_positive or value == math.inf:
         return ""
     return "#" * max(round(_BAR_LENGTH * value / largest), 1)
 

@@ -35,8 +35,9 @@ _PER_IMAGE_NOTE = (
 def build_recorded_view(arguments: argparse.Namespace) -> View:
     """Return the view of the strategy that ``--checkpoint`` refers to, as recorded in a snapshot or in a checkpoint.
 
-    A snapshot's folder refers to that snapshot, a training run's folder to the last snapshot. A checkpoint file refers
-    to the run's snapshot at the step of the checkpoint, or without one to the state in the file.
+    A snapshot's folder refers to that snapshot. A training run's folder refers to the last snapshot, or without one to
+    its checkpoint.pt. A checkpoint file refers to the run's snapshot at the step of the checkpoint, or without one to
+    the state in the file.
 
     Raises:
         ConfigError: arguments contradict the record of the run, or are missing without a record.
@@ -45,14 +46,14 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
     path: Path = arguments.checkpoint
     if (path / "milestone.json").is_file():
         return _view_of_snapshot(path / "milestone.json", arguments)
-    if snapshots := sorted(path.glob(_MILESTONES)):
-        return _view_of_snapshot(snapshots[-1], arguments)
+    if record_files := sorted(path.glob(_MILESTONES)):  # by step: names of snapshots have leading zeros
+        return _view_of_snapshot(record_files[-1], arguments)
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
         allowed = "the folder of a training run or of a snapshot, or a checkpoint"
         raise KairosError(f"--checkpoint {path}: no checkpoint found; allowed: {allowed}")
     content = _read_checkpoint(file)
-    record_of_run = None  # record of any snapshot of the run: all contain the run's settings
+    record_of_run = None  # of any snapshot of the run: all contain the run's settings
     for record_file in _find_snapshots_of_run(file, content):
         record_of_run = read_json(record_file)
         if record_of_run["step"] == content["step"]:
@@ -72,11 +73,12 @@ def _find_snapshots_of_run(file: Path, content: dict[str, Any]) -> list[Path]:
     if "identity" not in content:
         return []
     record_files = [*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))]
-    return [record_file for record_file in record_files if read_json(record_file)["identity"] == content["identity"]]
+    identity = content["identity"]  # hash of everything that decides the trajectory of a run
+    return [record_file for record_file in record_files if read_json(record_file)["identity"] == identity]
 
 
 def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
-    """Return the view of the strategy of a snapshot.
+    """Return the view of the strategy of a snapshot, with a note on its step and file.
 
     Args:
         record_file: path of the snapshot's milestone.json.
@@ -84,7 +86,7 @@ def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
 
     Raises:
         ConfigError: the arguments contradict the record.
-        DamagedError: a file of the snapshot is damaged or missing.
+        DamagedError: the snapshot's strategy.csv or an entry of its record is damaged or missing.
     """
     record = read_json(record_file)
     file = record_file.with_name("strategy.csv")
@@ -103,10 +105,10 @@ def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
 
 
 def _read_checkpoint(file: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint, with ``strategy`` and ``step`` at least.
+    """Return the content of a checkpoint; entry ``strategy`` is the state of the strategy, ``step`` its step.
 
     The file is a checkpoint of kairos, or a file that another training loop has saved with torch. The latter contains
-    `Strategy.state_dict()`, alone or as entry ``strategy``.
+    `Strategy.state_dict()`, alone or as entry ``strategy``; its other content is left out.
 
     Raises:
         KairosError: the file is neither.
@@ -123,7 +125,7 @@ def _read_checkpoint(file: Path) -> dict[str, Any]:
         return checkpoint.read(file)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-        state = content.get("strategy", content)
+        state = content.get("strategy", content)  # by default the file contains the state alone
         return {"strategy": state, "step": state["step"]}
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError):
         missing = "no Strategy.state_dict(), neither alone nor as 'strategy'"
@@ -152,8 +154,9 @@ def _view_of_checkpoint(
 
     if record is not None:
         load_plugins(record["config"].get("plugins", []))
-    settings = parse_strategy(arguments) if record is None else _recorded_settings(record, arguments)
-    sampler, weighting, diffusion = settings
+        sampler, weighting, diffusion = _recorded_settings(record, arguments)
+    else:
+        sampler, weighting, diffusion = parse_strategy(arguments)
     process = build_process_with_warnings(diffusion.process, diffusion.prediction)
     if _is_per_image(sampler["name"]):
         problem = f"p(t) of {sampler['name']} differs between images, and step {content['step']} has no snapshot"
@@ -176,7 +179,7 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
     The arguments may repeat the name of the recorded strategy; they may contain no other setting.
 
     Raises:
-        ConfigError: the arguments contain another strategy, or a setting that the record contains.
+        ConfigError: the arguments contain another strategy, or a setting that the record contains, even if it is equal.
     """
     method = record["config"]["methods"][record["method"]]
     recorded_sampler, recorded_weighting = method["sampler"]["name"], method["weighting"]["name"]
@@ -187,10 +190,10 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
         if not agrees:
             problem = f"got {arguments.strategy!r}, but the checkpoint contains {recorded_sampler}+{recorded_weighting}"
             raise ConfigError(f"strategy: {problem}; omit the name")
-    options = ("process", "schedule", "timesteps", "prediction", "set")
-    superfluous = [f"--{option}" for option in options if getattr(arguments, option) not in (None, [])]
-    if superfluous:
-        raise ConfigError(f"{', '.join(superfluous)}: not allowed with --checkpoint, which contains it; omit it")
+    recorded_options = ("process", "schedule", "timesteps", "prediction", "set")
+    repeated = [f"--{option}" for option in recorded_options if getattr(arguments, option) not in (None, [])]
+    if repeated:
+        raise ConfigError(f"{', '.join(repeated)}: not allowed with --checkpoint, which contains it; omit it")
     diffusion = record["config"]["diffusion"]
     process = LibraryComponent.select(PROCESSES, diffusion["process"])
     process = with_sigma_data(process, record["sigma_data"])
@@ -198,5 +201,5 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
 
 
 def _is_per_image(sampler: str) -> bool:
-    """Return True if the density of a sampler differs between images."""
+    """Return True if the density of a sampler, given by name, differs between images; False for an unknown name."""
     return sampler in SAMPLERS and SAMPLERS[sampler].load().per_image

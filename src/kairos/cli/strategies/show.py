@@ -63,7 +63,7 @@ class View:
     notes: tuple[str, ...] = ()
 
     def header(self) -> list[tuple[str, str]]:
-        """Return the header lines, each a label and a text."""
+        """Return the header lines, each a label and a text: the name first, then `description`, then `notes`."""
         kind = "preset" if is_preset(self.name) else "strategy"
         return [(kind, self.name), *self.description, *(("note", note) for note in self.notes)]
 
@@ -148,12 +148,14 @@ def _draw(views: list[View], figures: Any) -> Any:
 
 
 def _figure_lines(view: View) -> list[str]:
-    """Return the header lines of a view without the first, the name, which is the title of a figure."""
+    """Return the header lines of a view as text, without the first, the name, which is the title of a figure."""
     return [f"{label}  {text}" for label, text in view.header()[1:]]
 
 
 def build_views(arguments: argparse.Namespace) -> list[View]:
     """Return the view of the strategy or preset that the arguments name, and the view of the one in ``--compare``.
+
+    With ``--checkpoint``, the list contains only the view of the recorded strategy.
 
     Raises:
         ConfigError: the arguments contradict one another, the two do not have the same time, or ``--context`` contains
@@ -168,9 +170,8 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
         return [build_recorded_view(arguments)]
     if arguments.compare_set:
         demand(arguments.compare is not None, "compare-set", arguments.compare_set[0], "nothing without --compare")
-    names = [name for name in (arguments.strategy, arguments.compare) if name is not None]
     context = _parse_context(arguments.context)
-    if any(map(is_preset, names)):
+    if is_preset(arguments.strategy) or is_preset(arguments.compare):
         from kairos.cli.strategies.trainer_presets import build_views_with_presets
 
         views = build_views_with_presets(arguments, context)
@@ -186,12 +187,15 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
 
 
 def is_preset(name: str | None) -> bool:
-    """Return True for names of presets, ``trainer:option``."""
+    """Return True for names of presets, ``trainer:option``; False for other names and None."""
     return ":" in (name or "")
 
 
 def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return arguments that show the strategy or preset in ``--compare``, with the options in ``--compare-set``."""
+    """Return a copy of the arguments that shows the strategy or preset in ``--compare``, with ``--compare-set``.
+
+    The process and the other options are kept, except ``--progress``, which applies to the first strategy alone.
+    """
     compared = {
         "strategy": arguments.compare,
         "set": arguments.compare_set,
@@ -202,7 +206,9 @@ def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _parse_context(settings: list[str]) -> dict[str, Any]:
-    """Parse settings ``name=value`` of a sample's properties, such as its tokens; the last of equal names counts.
+    """Return the properties of a sample, such as its tokens, from settings ``name=value``, by name.
+
+    The last of several settings with one name counts.
 
     Raises:
         ConfigError: a setting has no ``=``, or its value is not YAML.
@@ -216,30 +222,37 @@ def _parse_context(settings: list[str]) -> dict[str, Any]:
 
 
 def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the properties of a sample that a sampler depends on, and a note on each.
+    """Return the properties of a sample that a sampler depends on, and a note such as ``tokens = 4096`` on each.
+
+    Other properties are left out.
 
     Args:
-        sampler: the sampler.
+        sampler: the sampler, or that of a preset.
         name: name of the sampler for the error message.
         context: properties of a sample, such as its tokens.
 
     Raises:
         ConfigError: the sampler requires a property that `context` does not contain.
     """
-    provided = {*context, "progress", "step"}  # progress and step are options of the command
+    provided = {*context, "progress", "step"}  # progress and step follow from option --progress
     missing = sorted(sampler.required_context(sampler.options) - provided)
     if missing:
-        examples = [f"--context {key}=" + ("4096" if key == "tokens" else "1") for key in missing]
+        example_values = {"tokens": "4096"}
+        examples = [f"--context {key}={example_values.get(key, '1')}" for key in missing]
         raise ConfigError(f"{name} depends on {', '.join(missing)} of a sample; add {', '.join(examples)}")
     properties = {key: value for key, value in context.items() if key in sampler.context_names}
     return properties, [f"{key} = {value}" for key, value in properties.items()]
 
 
 def _join_columns(views: list[View]) -> dict[str, Array]:
-    """Return the columns of the first view, and those of the second with the suffix ``_compared``."""
-    columns = dict(views[0].columns)
-    for view in views[1:]:
-        columns |= {f"{key}_compared": values for key, values in view.columns.items() if key != "t"}
+    """Return the columns of the first view, and those of the second, if any, with the suffix ``_compared``.
+
+    Column ``t`` occurs once: both views have equal times.
+    """
+    first, *others = views
+    columns = dict(first.columns)
+    for other in others:
+        columns |= {f"{key}_compared": values for key, values in other.columns.items() if key != "t"}
     return columns
 
 
@@ -250,24 +263,25 @@ def find_faults(columns: dict[str, Array]) -> list[str]:
     faults gives an empty list.
     """
     faults = []
-    is_affected_by = {  # mask of the affected timesteps, (T,), by fault
+    affected_timesteps = {  # boolean mask, (T,), by fault
         "weight is negative": columns["w"] < 0,
         "weight is not finite": ~np.isfinite(columns["w"]),
         "timestep is never drawn (p = 0)": columns["p"] == 0,
     }
-    for fault, is_affected in is_affected_by.items():
-        affected_times = columns["t"][is_affected]
-        if len(affected_times):
-            count = f"{len(affected_times)} of {len(is_affected)} timesteps"
-            faults.append(f"{fault} at {count} between t = {affected_times[0]:g} and {affected_times[-1]:g}")
+    for fault, mask in affected_timesteps.items():
+        times = columns["t"][mask]
+        if len(times):
+            count = f"{len(times)} of {len(mask)} timesteps"
+            faults.append(f"{fault} at {count} between t = {times[0]:g} and {times[-1]:g}")
     return faults
 
 
 def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
     """Return sampler, weighting and forward process, with their options, from the arguments of the command.
 
-    Sampler and weighting contain only the options of ``--set``; other options have their defaults. The process is
-    ``discrete`` by default, and its option `sigma_data`, if it has one, is 0.5 by default.
+    Sampler and weighting contain only the options of ``--set``, without defaults. The process is ``discrete`` by
+    default, and its option `sigma_data`, if it has one, is 0.5 by default. ``--schedule`` and ``--timesteps`` override
+    these options of the process in ``--set``.
 
     Raises:
         ConfigError: the name is missing or unknown, or an option is unknown or ambiguous.
@@ -290,7 +304,7 @@ def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
 
 
 def build_process_with_warnings(component: LibraryComponent, prediction: str | None) -> Process:
-    """Build a forward process, and print its warnings, such as a process that ends before noise."""
+    """Build a forward process, and print its warnings to standard error, such as a process that ends before noise."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         process = build_process(component, prediction)
@@ -300,37 +314,32 @@ def build_process_with_warnings(component: LibraryComponent, prediction: str | N
 
 
 def parse_settings(settings: list[str], names: dict[str, str], set_option: str) -> dict[str, dict[str, Any]]:
-    """Parse settings such as ``sampler.k=5``; return the values of options by part and option: sampler, k.
+    """Return the values of options by part and option, from settings such as ``sampler.k=5``: part sampler, option k.
 
     Every part of `names` is in the result, with an empty dictionary if no option of it is set. Values are parsed but
-    not checked.
-
-    The part may be omitted, as in ``k=5``, if only one of sampler, weighting and process has the option.
+    not checked. The part may be omitted, as in ``k=5``, if only one of sampler, weighting and process has the option.
 
     Args:
         settings: values of ``--set`` or ``--compare-set``.
-        names: names of sampler, weighting and process.
+        names: names of the components, by part: ``sampler``, ``weighting`` and ``process``.
         set_option: ``set`` or ``compare-set``, for error messages.
 
     Raises:
-        ConfigError: an option is unknown, ambiguous or set twice; the message lists the options that exist.
+        ConfigError: a setting has no ``=``, its value is not YAML, or an option is unknown, ambiguous or set twice. For
+            an unknown option, the message lists the options that exist.
     """
     registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "process": PROCESSES}
     defaults = {part: dump(registries[part].entry(name).options()) for part, name in names.items()}
-    existing = [f"{part}.{option}" for part in names for option in defaults[part]]
+    full_names = [f"{part}.{option}" for part in names for option in defaults[part]]  # such as sampler.k
     values: dict[str, dict[str, Any]] = {part: {} for part in names}
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
         demand(equals, set_option, repr(setting), "OPTION=VALUE, such as sampler.k=5")
-        matches = []
-        for name in existing:  # such as sampler.k
-            _, _, option = name.partition(".")
-            if key in (name, option):
-                matches.append(name)
+        matches = [full_name for full_name in full_names if key in (full_name, _option_of(full_name))]
         if len(matches) > 1:
             raise ConfigError(f"--{set_option} {key}: the option is ambiguous; allowed: {' or '.join(matches)}")
         if not matches:
-            raise unknown_key(key, existing, f"--{set_option}")
+            raise unknown_key(key, full_names, f"--{set_option}")
         part, _, option = matches[0].partition(".")
         if option in values[part]:
             raise ConfigError(f"--{set_option} {matches[0]}: set twice, allowed: once")
@@ -338,8 +347,16 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
     return values
 
 
+def _option_of(full_name: str) -> str:
+    """Return the option of a name with its part: ``k`` of ``sampler.k``."""
+    _, _, option = full_name.partition(".")
+    return option
+
+
 def parse_scalar(text: str, option: str, setting: str) -> Any:
-    """Parse a value in YAML; also numbers such as 1e-3, which YAML reads as text. 1e3 is the integer 1000.
+    """Return a value in YAML; a text that Python reads as a number, such as 1e-3, 1e3 or inf, is that number.
+
+    YAML reads these as texts. Those with an integer value below `_MOST_EXACT` are integers: 1e3 is 1000.
 
     Args:
         text: the value.
@@ -357,16 +374,17 @@ def parse_scalar(text: str, option: str, setting: str) -> Any:
     if isinstance(value, str):
         with suppress(ValueError):
             number = float(value)
-            return int(number) if number.is_integer() and abs(number) < _MOST_EXACT else number
+            is_exact_integer = number.is_integer() and abs(number) < _MOST_EXACT
+            return int(number) if is_exact_integer else number
     return value
 
 
 def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | None = None) -> View:
-    """Return the view of a strategy in its initial state.
+    """Return the view of a strategy in its initial state; a curriculum is shown at ``--progress``.
 
     Args:
         arguments: arguments of the command.
-        context: properties of a sample, such as its tokens.
+        context: properties of a sample, such as its tokens; None: none.
 
     Raises:
         ConfigError: a name, an option or a value is not allowed, or the sampler requires more context.
@@ -379,15 +397,9 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
         sampler=but_name(sampler_settings),
         weighting=but_name(weighting_settings),
     )
-    curriculum, notes = _curriculum_context(sampler, sampler_name, arguments.progress)
+    curriculum, curriculum_notes = _curriculum_context(sampler, sampler_name, arguments.progress)
     properties, context_notes = select_context(sampler, f"sampler {sampler_name}", context or {})
-    notes += context_notes
-    if isinstance(sampler, Learned):
-        notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows a learned density")
-    if sampler.importance:
-        notes.append("w(t) includes the importance weight 1/(T p(t))")
-    if isinstance(weighting, Learned):
-        notes.append("w(t) are the initial weights: this weighting learns; --checkpoint shows learned weights")
+    notes = [*curriculum_notes, *context_notes, *_state_notes(sampler, weighting)]
     with np.errstate(all="ignore"):  # `find_faults` reports what is not finite
         columns = table(sampler, weighting, **properties, **curriculum)
     sampler_settings = {"name": sampler_name, **dump(sampler.options)}  # defaults included
@@ -395,13 +407,27 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
     return build_strategy_view(sampler_settings, weighting_settings, diffusion, columns, tuple(notes))
 
 
+def _state_notes(sampler: Sampler, weighting: Any) -> list[str]:
+    """Return notes on what the table of a new strategy shows: initial density and weights, importance weights."""
+    notes = []
+    if isinstance(sampler, Learned):
+        notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows a learned density")
+    if sampler.importance:
+        notes.append("w(t) includes the importance weight 1/(T p(t))")
+    if isinstance(weighting, Learned):
+        notes.append("w(t) are the initial weights: this weighting learns; --checkpoint shows learned weights")
+    return notes
+
+
 def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> tuple[dict[str, Any], list[str]]:
-    """Return step and progress at which a curriculum is shown, with a note; empty for samplers without a curriculum.
+    """Return step and progress at which a curriculum is shown, and a note; both empty for samplers without one.
+
+    The step is that fraction of the curriculum's length, or 0 if the length is unknown.
 
     Args:
         sampler: the sampler.
         name: name of the sampler.
-        progress: fraction of the curriculum that has passed; None: 0.
+        progress: fraction of the curriculum that has passed; None: 0, and the note mentions ``--progress``.
 
     Raises:
         ConfigError: the sampler has no curriculum, or `progress` is not between 0 and 1.
@@ -423,7 +449,10 @@ def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> 
 
 
 def _curriculum_length(sampler: Any) -> int:
-    """Return the number of steps over which the density of a sampler changes; 0 if no option states it in steps."""
+    """Return the number of steps over which the density of a sampler changes; 0 if no option states it in steps.
+
+    The number of a mixture is the largest of its components.
+    """
     if hasattr(sampler, "length"):  # clts
         return int(sampler.length)
     if getattr(sampler, "of", None) == "steps":  # schedule: `values` are the steps at which its components begin
@@ -435,7 +464,8 @@ def _curriculum_length(sampler: Any) -> int:
 def _render_table(views: list[View]) -> str:
     """Return the descriptions of one or two views, a table with a row per range of times, and the sums of p and p w.
 
-    Each quantity has a column per view. The bar in the last column is the share of p w of the first view.
+    A row contains the mass of p, the mean of w and the share of p w, each with a column per view. The bar in the last
+    column is the share of p w of the first view.
     """
     first = views[0]
     is_discrete = first.process == "discrete"
@@ -444,7 +474,7 @@ def _render_table(views: list[View]) -> str:
         header.append(quantity)
         if len(views) > 1:
             header.append("compared")
-    rows = [[*header, ""]]
+    rows = [[*header, ""]]  # the column of bars has no header
     ranges = timestep_ranges(len(first.columns["t"]))
     shares = [_effective_shares(view, ranges) for view in views]
     largest_share = max(filter(np.isfinite, shares[0]), default=0.0)
@@ -464,7 +494,7 @@ def _render_table(views: list[View]) -> str:
 
 
 def _describe_ranges(t: Array, ranges: list[slice]) -> list[str]:
-    """Return the first and the last time of each range as aligned text, such as `` 50 -  99``, or one time alone.
+    """Return the first and the last time of each range as aligned text, such as `` 50 -  99``, or one time if equal.
 
     Args:
         t: the times, (T,).
@@ -484,7 +514,7 @@ def _describe_ranges(t: Array, ranges: list[slice]) -> list[str]:
 def _effective_shares(view: View, ranges: list[slice]) -> list[float]:
     """Return the share of the sum of p w in each range of timesteps; NaN if the range has an infinite weight.
 
-    All shares are NaN if every p w is 0.
+    The shares of finite ranges are then 0, since the sum is infinite. All shares are NaN if every p w is 0.
     """
     effective = view.columns["effective"]
     with np.errstate(invalid="ignore", over="ignore"):

@@ -44,35 +44,50 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
         context: properties of a sample, such as its tokens.
 
     Raises:
-        ConfigError: a name or an option is not allowed, or two presets have different times.
+        ConfigError: a name or an option is not allowed, two presets have different times, or ``--progress`` or an
+            option of the process is set, which the preset determines.
     """
     arguments_of_views = [arguments]
     if arguments.compare is not None:
         arguments_of_views.append(compared_arguments(arguments))
     # for each view its preset, or None for a strategy
     presets = [_build_preset(view) if is_preset(view.strategy) else None for view in arguments_of_views]
-    units = {preset.name: CONVENTIONS[_ROWS[preset.name].convention].time for preset in presets if preset is not None}
+
+    # the process of the presets' time
+    units = {preset.name: _time_unit(_ROWS[preset.name]) for preset in presets if preset is not None}
     if len(set(units.values())) > 1:
         times = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
         raise ConfigError(f"--compare: got {times}; allowed: presets in the same time")
-    preset_name, unit = next(iter(units.items()))
+    preset_name, unit = next(iter(units.items()))  # a second preset has an equal unit
     for option in (*_PROCESS_ARGUMENTS, "progress"):
         value = getattr(arguments, option)
         demand(value is None, option, value, f"none, since {preset_name} determines it")
     process = LibraryComponent.select(PROCESSES, PROCESS_BY_TIME_UNIT[unit])
     process_arguments = {"process": process.name, "schedule": process.get("schedule")}
+
     views = []
     for view_arguments, preset in zip(arguments_of_views, presets, strict=True):
         if preset is not None:
             views.append(build_preset_view(preset, process, context))
         else:
-            on_process = argparse.Namespace(**{**vars(view_arguments), **process_arguments})
-            views.append(build_initial_view(on_process, context))
+            arguments_on_process = argparse.Namespace(**{**vars(view_arguments), **process_arguments})
+            views.append(build_initial_view(arguments_on_process, context))
     return views
 
 
+def _time_unit(row: Row) -> str:
+    """Return the unit of a preset's times, a key of `PROCESS_BY_TIME_UNIT`.
+
+    Args:
+        row: row of the preset in the table of presets.
+    """
+    return CONVENTIONS[row.convention].time
+
+
 def _build_preset(arguments: argparse.Namespace) -> Any:
-    """Return the preset that the arguments name, with the options of the trainer in ``--set`` or ``--compare-set``.
+    """Return the preset that the arguments name, with the options of the trainer in ``--set``.
+
+    Arguments from `compared_arguments` have the options of ``--compare-set`` in `set`.
 
     Raises:
         ConfigError: the preset or an option is unknown, or the value of an option is not allowed or set twice.
@@ -87,30 +102,38 @@ def _build_preset(arguments: argparse.Namespace) -> Any:
 
 
 def build_preset_view(preset: Any, process: LibraryComponent, context: dict[str, Any]) -> View:
-    """Return the view of a preset: its density and weights in each cell of the process's time.
+    """Return the view of a preset: its density and weights in each of the T cells of the process's time.
 
-    The density is the increment of the preset's cumulative distribution over a cell. Draws outside of the process's
-    time belong to the outer cells; a note reports them if they are more than 0.01 %.
+    Column ``p`` is the increment of the preset's cumulative distribution over a cell. Draws outside of the process's
+    time belong to the outer cells; a note reports them if they are more than 0.01 %. Column ``w`` is the weight at the
+    time of a cell.
 
     Args:
         preset: the preset.
         process: the process that has the preset's time.
         context: properties of a sample, such as its tokens.
+
+    Raises:
+        ConfigError: the preset requires a property that `context` does not contain.
     """
     row = _ROWS[preset.name]
     built_process = build_process_with_warnings(process, select_prediction(process, None))
     properties, notes = select_context(preset.sampler, f"preset {preset.name}", context)
-    schedule, unit = built_process.schedule, CONVENTIONS[row.convention].time
-    unit_edges = np.arange(schedule.timesteps + 1) / schedule.timesteps  # edges of T equal cells of [0, 1]
-    edges = built_process.times(unit_edges) if unit == "sigma" else unit_edges
-    cumulative = preset.cdf(edges, **properties)
+
+    # density
+    schedule, unit = built_process.schedule, _time_unit(row)
+    unit_edges = np.arange(schedule.timesteps + 1) / schedule.timesteps  # edges of T equal cells of [0, 1], (T + 1,)
+    edges = built_process.times(unit_edges) if unit == "sigma" else unit_edges  # in the preset's unit
+    cumulative = preset.cdf(edges, **properties)  # (T + 1,)
     # 0 and 1 in place of the outer values: the outer cells include the draws beyond them
-    p = np.diff(np.concatenate([[0.0], cumulative[1:-1], [1.0]]))
-    outside = cumulative[0] + 1 - cumulative[-1]
-    if outside > _NOTED_SHARE:
+    p = np.diff(np.concatenate([[0.0], cumulative[1:-1], [1.0]]))  # (T,)
+    outside_share = cumulative[0] + 1 - cumulative[-1]
+    if outside_share > _NOTED_SHARE:
         ends = f"{built_process.time_symbol} below {edges[0]:g} or above {edges[-1]:g}"
-        notes.append(f"{100 * outside:.2g} % of the draws, {ends}, belong to the first and the last row")
-    t = schedule.times
+        notes.append(f"{100 * outside_share:.2g} % of the draws, {ends}, belong to the first and the last row")
+
+    # weights
+    t = schedule.times  # (T,)
     preset_times = t / len(t) if unit == "step" else t  # presets have steps as fractions of T
     w = preset.weights(preset_times).double().numpy()
     return View(
@@ -123,7 +146,10 @@ def build_preset_view(preset: Any, process: LibraryComponent, context: dict[str,
 
 
 def _describe_preset(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
-    """Return the lines that describe a preset: options, formula, time, components of kairos and source."""
+    """Return the lines that describe a preset: options, formula, time, components of kairos and source.
+
+    Each line is a label and a text.
+    """
     lines = {
         "options": describe_options(preset.options) or "none",
         "formula": preset.help,
