@@ -304,8 +304,9 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
             after step 0, and methods and seeds without runs, are left out.
 
     Raises:
-        KairosError: the folder, reference.json or a manifest is missing. Or a result is missing, damaged or outdated,
-            or was evaluated with another extractor or reference. If `unfinished`: no run is evaluated past step 0.
+        KairosError: the folder, reference.json or a manifest is missing or damaged; or timing.jsonl of a run or the
+            record of a job's time is damaged. A result is missing, damaged or outdated, or was evaluated with another
+            extractor or reference; if `unfinished`, only if no run is evaluated past step 0.
     """
     folder = Path(folder)
     if not folder.is_dir():

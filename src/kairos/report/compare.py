@@ -170,7 +170,8 @@ def build_comparison_table(
     """Build a table with `COLUMNS` and a row per method, the best value first; unknown values are NaN.
 
     The values are of the last common snapshot. If the measurements have no baseline, the first method is used. The
-    baseline's own difference is 0 without an interval. Differences are in units of the metric.
+    baseline's own difference is 0 without an interval. Differences are in units of the metric. Column ``spread`` is the
+    larger of the standard deviations over sample sets and over seeds.
 
     Args:
         measurements: measured values of the methods.

@@ -47,7 +47,8 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
         sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
     sentences += _summarise_ranking(comparisons, "Fréchet distance" if ranks_by_distance else "validation loss")
     seeds = results.experiment.seeds
-    if len(seeds) < MIN_SEEDS and len(comparisons) > 1 and not reason:  # more seeds would not remove the reason
+    more_seeds_would_rank = len(comparisons) > 1 and not reason  # more seeds would not remove the reason
+    if len(seeds) < MIN_SEEDS and more_seeds_would_rank:
         sentences.append(_advise_more_seeds(seeds))
     if results.baseline is None:
         sentences.append("No method samples uniformly without weights, so there is no baseline for factors.")

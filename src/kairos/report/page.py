@@ -30,6 +30,9 @@ def render_page(results: Results, figures: Path) -> str:
     Args:
         results: results of the experiment.
         figures: folder of the drawn figures.
+
+    Raises:
+        KairosError: no snapshot after step 0 is evaluated for all methods.
     """
     comparisons = compare_methods(results)
     shared_provenance, varying_provenance = _split_provenance(results)
@@ -93,7 +96,7 @@ def _tabulate_curves(results: Results, looks: dict[str, Look]) -> dict[str, dict
 
 
 def _list_learned_snapshots(results: Results, looks: dict[str, Look]) -> list[tuple[RunResults, SnapshotResults]]:
-    """Return the snapshots of runs whose sampler learns, with those of methods that have a look first."""
+    """Return the snapshots of runs whose sampler learns, each with its run; methods that have a look come first."""
     learned = [(run, snapshot) for run, snapshot in results.run_snapshots if run.learns_sampler]
     return sorted(learned, key=lambda run_and_snapshot: run_and_snapshot[0].method not in looks)
 

@@ -187,11 +187,11 @@ def _describe_unequal_settings(settings: dict[str, tuple[Any, Any]]) -> list[str
 
     A published value of None, which the paper does not state, does not differ.
     """
-    return [
-        f"{name} {measured}, published {published}"
-        for name, (measured, published) in settings.items()
-        if published not in (None, measured)
-    ]
+    descriptions = []
+    for name, (measured, published) in settings.items():
+        if published not in (None, measured):
+            descriptions.append(f"{name} {measured}, published {published}")
+    return descriptions
 
 
 def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline: str) -> float | None:

@@ -179,12 +179,7 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
             step_factor = compute_cost_factor(*curve_pair, cost="steps")
             time_factor = compute_cost_factor(*curve_pair, cost="seconds_by_seed")
             if index != baseline:
-                ratio_to_baseline = Ratio(
-                    value=float(ratios.values[index, baseline]),
-                    low=float(ratios.low[index, baseline]),
-                    high=float(ratios.high[index, baseline]),
-                    p_value=float(ratios.p_values[index, baseline]),
-                )
+                ratio_to_baseline = _select_ratio(ratios, index, baseline)
         better_count = int(ends_better[:, index].sum())  # methods that end better than this one
         worse_count = int(ends_better[index].sum())
         losses = {name: common.values_of(method, name).iloc[:, -1] for name in VALIDATION_LOSSES}
@@ -203,6 +198,16 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     return sorted(comparisons, key=lambda comparison: comparison.curve.mean[-1], reverse=common.higher_is_better)
 
 
+def _select_ratio(ratios: RatioArrays, method: int, other: int) -> Ratio:
+    """Return the ratio of a method's value to another's from arrays (methods, methods), with its corrected p-value."""
+    return Ratio(
+        value=float(ratios.values[method, other]),
+        low=float(ratios.low[method, other]),
+        high=float(ratios.high[method, other]),
+        p_value=float(ratios.p_values[method, other]),
+    )
+
+
 def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
     """Compare every pair of methods over seeds, in one table or in many at once.
 
@@ -211,7 +216,8 @@ def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
 
     Returns:
         Ratios of a's distance to b's, with p-values corrected over all pairs. Arrays are (..., methods, methods),
-        indexed [a, b]. P-values are NaN with fewer than five seeds.
+        indexed [a, b]. P-values are NaN with fewer than five seeds; otherwise they are 1 for a method with itself, and
+        for methods that are equal for every seed.
     """
     log_ratios = log_distances[..., :, None, :] - log_distances[..., None, :, :]  # (..., methods, methods, seeds)
     ratios = _geometric_mean_ratio(log_ratios)
@@ -369,8 +375,10 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
     baseline_costs = _costs_of_targets(baseline, cost, targets)
     method_costs = _costs_of_targets(curve, cost, targets)
     has_clock = np.isfinite(getattr(curve, cost)).all()
-    baseline_has_improved = (baseline_costs > 0).all()  # a cost of 0 is that of the first snapshot, at step 0
-    if not has_clock or not baseline_has_improved or (method_costs == 0).any():
+    # a cost of 0 is that of the snapshot before training
+    baseline_has_improved = (baseline_costs > 0).all()
+    method_starts_there = (method_costs == 0).any()
+    if not has_clock or not baseline_has_improved or method_starts_there:
         return None
     mean = _geometric_mean_ratio(np.log(baseline_costs / method_costs))
     missed_seed_count = int(np.isnan(method_costs).sum())

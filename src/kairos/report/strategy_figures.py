@@ -162,7 +162,7 @@ def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compar
 
 
 def _wrap_lines(lines: Sequence[str], width: int) -> list[str]:
-    """Wrap each line to `width` characters, with an indent from its second line on."""
+    """Wrap each line to `width` characters, with an indent from its second line on; empty lines are dropped."""
     wrapped: list[str] = []
     for line in lines:
         wrapped += textwrap.wrap(line, width, subsequent_indent="    ")
