@@ -66,17 +66,21 @@ def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: P
 def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw variance of the gradient and loss over time, a line per snapshot and a row of panels per method.
 
-    Two panels of a row show the training loss, two the VLB loss. The background is the density at the last snapshot.
+    The first two panels of a row show the training loss, the others the VLB loss. The background is the density of the
+    drawn timesteps at the last snapshot of the method.
     """
-    methods, colors = list(table.groupby("method", sort=False)), _snapshot_colors(table)
-    height = grid_height(len(methods), panel_height=2.2, row_space=0.8)
-    figure, grid = create_figure(14.2, height, len(methods), 4, column_space=1.25, row_space=0.8)
-    for panels, (method, rows) in zip(grid, methods):
+    methods_with_rows = list(table.groupby("method", sort=False))
+    colors = _snapshot_colors(table)
+    time_settings = time_axis_settings(experiment.diffusion.process.name)
+    panel_contents = list(product(("training", "vlb"), ("variance", "loss_mean")))  # loss and column of each panel
+    row_count = len(methods_with_rows)
+    height = grid_height(row_count, panel_height=2.2, row_space=0.8)
+    figure, grid = create_figure(14.2, height, row_count, len(panel_contents), column_space=1.25, row_space=0.8)
+    for panels, (method, rows) in zip(grid, methods_with_rows):
         density = _last_snapshot_rows(rows).groupby("t")["density"].mean()
-        for axes, (loss, column) in zip(panels, product(("training", "vlb"), ("variance", "loss_mean"))):
+        for axes, (loss, column) in zip(panels, panel_contents):
             _shade_density(axes, density)
             _draw_group_lines(axes, rows[rows["loss"] == loss], x="t", y=column, by="step", colors=colors)
-            time_settings = time_axis_settings(experiment.diffusion.process.name)
             axes.set(title=f"{method}, {_TITLES[loss]}", **time_settings)
     _draw_snapshot_legend(figure, colors, Patch(facecolor=_SHADE, label="T · p(t) at the last snapshot (right axis)"))
     return figure
@@ -86,7 +90,7 @@ def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
     """Shade the area below a density, a series by time, as background, on a second y axis at the right."""
     background = axes.twinx()
     background.fill_between(density.index, density, color=_SHADE, linewidth=0)
-    background.set(ylim=(0, 1.3 * max(1.6, density.max())))
+    background.set(ylim=(0, 1.3 * max(1.6, density.max())))  # a uniform density, 1, fills at most the lower half
     background.grid(visible=False)
     # twinx draws the second axes above the first: bring the first to the front, without its opaque background
     axes.set_zorder(2)
@@ -96,7 +100,8 @@ def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
 def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area.
 
-    A row of panels shows one loss of one method. The shares are those of the last snapshot.
+    A row of panels shows one loss of one method: the loss at the left, the variance at the right. The shares are those
+    of the last snapshot, and are written next to the lines.
     """
     groups = list(table.groupby(["method", "loss"], sort=False))
     height = grid_height(len(groups), panel_height=1.8, row_space=0.7)
@@ -118,31 +123,33 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
 
 
 def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw cosines between gradients at levels of ln SNR, at the last four snapshots.
+    """Draw cosines between gradients at levels of ln SNR, at the last four snapshots; each method has two rows.
 
-    Panels below show size and noise of the gradient by level. The last of them is in Adam's metric, and is drawn if
-    the table has rows of loss ``preconditioned``.
+    Panels in the lower row show size and noise of the gradient by level, at all snapshots. The last of them is in
+    Adam's metric, and is drawn if the table has rows of loss ``preconditioned``.
     """
     plain, preconditioned = table[table["loss"] == "training"], table[table["loss"] == "preconditioned"]
     methods, colors = list(plain["method"].unique()), _snapshot_colors(plain)
-    steps = list(colors)[-_AGREEMENT_STEPS:]
+    last_steps = list(colors)[-_AGREEMENT_STEPS:]
     row_count, column_count = 2 * len(methods), _AGREEMENT_STEPS
     width, height = 11.5, 5.2 * len(methods)
     figure, grid = create_figure(width, height, row_count, column_count, column_space=0.9, row_space=0.75)
     for (upper, lower), method in zip(grid.reshape(len(methods), 2, column_count), methods):
         rows = plain[plain["method"] == method]
-        _draw_cosines(figure, upper, rows, steps, method)
-        panels = [(rows, "squared_mean"), (rows, "variance"), (rows, "noise_scale")]
+        _draw_cosines(figure, upper, rows, last_steps, method)
+        # rows and column of each panel in the lower row
+        panel_contents = [(rows, "squared_mean"), (rows, "variance"), (rows, "noise_scale")]
         preconditioned_rows = preconditioned[preconditioned["method"] == method]
         if len(preconditioned_rows):
-            panels.append((preconditioned_rows, "noise_scale"))
-        for axes, (column_rows, column) in zip(lower, panels):
-            positive = column_rows[column_rows[column] > 0]  # a log axis has no zero
+            panel_contents.append((preconditioned_rows, "noise_scale"))
+        for axes, (panel_rows, column) in zip(lower, panel_contents):
+            positive = panel_rows[panel_rows[column] > 0]  # a log axis has no zero
             _draw_group_lines(axes, positive, x="log_snr", y=column, by="step", colors=colors)
             axes.set(xlabel="ln SNR (left: almost clean)")
             axes.xaxis.set_inverted(True)
         lower[3].set_ylabel(f"{_TITLES['noise_scale']}, Adam's metric")
-        for axes in [*upper[len(steps) :], *lower[len(panels) :]]:
+        unused_panels = [*upper[len(last_steps) :], *lower[len(panel_contents) :]]
+        for axes in unused_panels:
             axes.remove()
     _draw_snapshot_legend(figure, colors)
     return figure
@@ -157,34 +164,35 @@ def _draw_cosines(
         figure: figure that contains the panels.
         panels: axes of the snapshots, at least one per step.
         rows: rows of the method.
-        steps: steps of the snapshots.
+        steps: steps of the snapshots, at least one.
         method: name of the method, for the titles.
     """
     for axes, step in zip(panels, steps):
-        mean = rows[rows["step"] == step].groupby("level").mean(numeric_only=True)
+        mean = rows[rows["step"] == step].groupby("level").mean(numeric_only=True)  # over seeds; a row per level
         cosines = mean[[f"cosine_{level}" for level in mean.index]]
         names = [f"{value:.0f}" for value in mean["log_snr"]]
-        image = _draw_matrix(axes, cosines, names, names, vmin=-1, vmax=1)
+        image = _draw_matrix(axes, cosines, columns=names, rows=names, vmin=-1, vmax=1)
         axes.set(title=f"{method}, step {step:,}", xlabel="ln SNR", ylabel="ln SNR" if axes is panels[0] else "")
-    right_of_last = panels[len(steps) - 1].inset_axes((1.05, 0, 0.05, 1))
-    figure.colorbar(image, cax=right_of_last, label="cosine")
+    right_of_last_panel = panels[len(steps) - 1].inset_axes((1.05, 0, 0.05, 1))
+    figure.colorbar(image, cax=right_of_last_panel, label="cosine")  # one bar, since all panels have one scale
 
 
 def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw a matrix per snapshot: how training on one interval of the process changes the loss on every interval, in %.
 
     A row is an interval that was trained on, a column an interval that the loss was measured on. The last row is
-    of training on the whole process.
+    of training on the whole process. Every cell contains its number.
     """
     figure, panels = _create_panels(table, ["method", "step"], columns=3, width=3.6, height=3.6, row_space=0.95)
     for axes, (method, step), rows in panels:
         mean = rows.groupby(["trained", "part"], sort=False)[["before", "change"]].mean()
-        change = 100 * (mean["change"] / mean["before"]).unstack("part")  # rows: trained, columns: part
-        parts = sorted({*zip(rows["u_low"], rows["u_high"])})
-        names = [f"{100 * low:.0f}–{100 * high:.0f} %" for low, high in parts]
-        _draw_matrix(axes, change, names, [*names, "all"], norm=SymLogNorm(1, vmin=-1000, vmax=1000))
-        for (row, column), value in np.ndenumerate(change.to_numpy()):
-            is_dark = value > 100 or value < -20
+        percentages = 100 * (mean["change"] / mean["before"]).unstack("part")  # rows: trained, columns: part
+        intervals = sorted({*zip(rows["u_low"], rows["u_high"])})  # fractions of the process
+        names = [f"{100 * low:.0f}–{100 * high:.0f} %" for low, high in intervals]
+        norm = SymLogNorm(1, vmin=-1000, vmax=1000)  # linear from -1 % to 1 %
+        _draw_matrix(axes, percentages, columns=names, rows=[*names, "all"], norm=norm)
+        for (row, column), value in np.ndenumerate(percentages.to_numpy()):
+            is_dark = value > 100 or value < -20  # the colour of the cell
             text = f"{value:+.1f}" if abs(value) < 10 else f"{value:+.0f}"
             color = "white" if is_dark else INK
             axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
@@ -196,18 +204,18 @@ def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure
 def _draw_density(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw the trained density p(t) w(t) over its mean, a line per snapshot and a panel per method.
 
-    The dashed line is p(t) over its mean, at the last snapshot.
+    The dashed line is p(t) over its mean, at the last snapshot. The y axis is logarithmic and common to all panels.
     """
     colors, process = _snapshot_colors(table), experiment.diffusion.process.name
     figure, panels = _create_panels(table, ["method"], columns=4, width=2.3, height=2.3, row_space=0.9)
-    highest = max(2, table["trained"].max())
+    highest = max(2, table["trained"].max())  # a uniform density is 1
     for axes, (method,), rows in panels:
         last_density = _last_snapshot_rows(rows).groupby("t")["density"].mean()
         _draw_group_lines(axes, rows, x="t", y="trained", by="step", colors=colors)
         axes.plot(last_density.index, last_density, color=INK, **_DASHED)
         axes.set(title=method, ylim=(0.02, 1.5 * highest), ylabel="relative to uniform")
         axes.set(**time_axis_settings(process) | {"yscale": "log"})
-        style_log_axis(axes)
+        style_log_axis(axes)  # after the limits, which the ticks depend on
     _draw_snapshot_legend(figure, colors, Line2D([], [], color=INK, **_DASHED, label="p(t) alone, without weights"))
     return figure
 
@@ -220,21 +228,22 @@ def _draw_relative_time(table: pd.DataFrame, experiment: Experiment) -> Figure:
 
 
 def _draw_subset_size(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw the distance against relative time by |S|, and time per step and last distance against |S|.
+    """Draw the distance against relative time, a line per |S|, and time per step and last distance against |S|.
 
-    Dashed lines in the panels against |S| show the baseline, whose rows have no |S| (NaN in column ``selected``).
+    Dashed lines in the panels against |S| show the baseline, whose rows have no |S| (NaN in column ``selected``). Bars
+    are one standard deviation over seeds.
     """
     figure, grid = create_figure(12.6, 3.2, 1, 3, column_space=2.1)
     _draw_distance_over_time(grid[0, 0], table, experiment)
-    last = _last_snapshot_rows(table)
-    last = last.assign(step_milliseconds=1000 * last["seconds"] / last["step"])
-    baseline = last[last["selected"].isna()]
-    panels = (("step_milliseconds", "time of a step in ms"), ("distance", "last distance"))
-    for axes, (column, label) in zip(grid[0, 1:], panels):
-        by_size = last.groupby("selected")[column]
+    last_rows = _last_snapshot_rows(table)
+    last_rows = last_rows.assign(step_milliseconds=1000 * last_rows["seconds"] / last_rows["step"])
+    baseline_rows = last_rows[last_rows["selected"].isna()]
+    panel_contents = (("step_milliseconds", "time of a step in ms"), ("distance", "last distance"))
+    for axes, (column, label) in zip(grid[0, 1:], panel_contents):
+        by_size = last_rows.groupby("selected")[column]  # without the baseline: groupby drops NaN
         means, stds = by_size.mean(), by_size.std().fillna(0)  # over seeds; one seed has no standard deviation
         axes.errorbar(means.index, means, stds, color=_BLUE, marker="o", capsize=2)
-        axes.axhline(baseline[column].mean(), color=INK, **_DASHED)
+        axes.axhline(baseline_rows[column].mean(), color=INK, **_DASHED)
         axes.set(xscale="log", xlabel=f"|S| (dashed: {experiment.baseline})", ylabel=label)
         axes.set_xticks(means.index, [f"{size:.0f}" for size in means.index])
         axes.set_xticks([], minor=True)
@@ -244,18 +253,20 @@ def _draw_subset_size(table: pd.DataFrame, experiment: Experiment) -> Figure:
 def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw variance and mean of the increments with their bounds, a panel per process; t = 0 is left out.
 
-    The background shows SpeeD's areas, whose shares are in the title.
+    The background shows SpeeD's areas. The title contains the percentage of times in each area, in the order of the
+    process and with t = 0.
     """
     figure, panels = _create_panels(table, ["process"], columns=4, width=2.2, height=2.4, row_space=0.8)
     for axes, (name,), rows in panels:
         area_shares = 100 * rows["area"].value_counts(normalize=True, sort=False)
         rows = rows.iloc[1:]  # a log axis has no t = 0
         _draw_increment_moments(axes, rows)
+        full_height = axes.get_xaxis_transform()  # y = 1 is the upper edge of the axes
+        look: dict[str, Any] = {"fill": True, "alpha": 0.6, "linewidth": 0, "zorder": 0}
         for area, shade in SHADES.items():
-            is_in_area = (rows["area"] == area).to_numpy()[:-1]  # a stair lies between two times
-            look: dict[str, Any] = {"fill": True, "alpha": 0.6, "linewidth": 0, "zorder": 0}
-            axes.stairs(is_in_area, rows["t"].to_numpy(), color=shade, transform=axes.get_xaxis_transform(), **look)
-        scale = "log" if name in ("ve", "edm") else "linear"
+            is_in_area = (rows["area"] == area).to_numpy()[:-1]  # a stair is between two times
+            axes.stairs(is_in_area, rows["t"].to_numpy(), color=shade, transform=full_height, **look)
+        scale = "log" if name in ("ve", "edm") else "linear"  # variance-exploding processes
         axes.set(xscale=scale, yscale="log", xlabel="time t", xlim=(rows["t"].iloc[0], rows["t"].iloc[-1]))
         shares_text = " / ".join(f"{share:.0f}" for share in area_shares)
         axes.set_title(f"{name}: {shares_text} %", fontsize=9.5)
@@ -271,6 +282,7 @@ def _draw_increment_moments(axes: Axes, rows: pd.DataFrame) -> None:
 
     Values that are not positive are left out, since the y axis is logarithmic.
     """
+    # columns of the mean like those of the variance; the bound is that of the squared mean
     rows = rows.assign(mean=rows["mean"].abs(), mean_bound=rows["mean_squared_bound"] ** 0.5)
     for column, (color, _) in _INCREMENT_MOMENTS.items():
         moment, bound = rows[column], rows[f"{column}_bound"]
@@ -294,7 +306,7 @@ _DRAW_FUNCTIONS: dict[str, Callable[[pd.DataFrame, Experiment], Figure]] = {
 def _create_panels(
     table: pd.DataFrame, by: list[str], columns: int, width: float, height: float, row_space: float
 ) -> tuple[Figure, Iterator[tuple[Axes, Any, pd.DataFrame]]]:
-    """Create a figure with a panel for every group of a table.
+    """Create a figure with a grid that has a panel for every group of a table.
 
     Args:
         table: table of the analysis.
@@ -304,7 +316,8 @@ def _create_panels(
         row_space: space between rows of panels in inches.
 
     Returns:
-        The figure; and an iterator over axes, key (a tuple with a value per column) and rows of each group.
+        The figure; and an iterator over axes, key (a tuple with a value per column) and rows of each group, in the
+            order of the table.
     """
     groups = list(table.groupby(by, sort=False))
     columns = min(columns, len(groups))
@@ -323,13 +336,13 @@ def _last_snapshot_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:
-    """Return a colour for each snapshot by step, from light to dark."""
+    """Return a colour for each step in a table, ascending, from light to dark."""
     steps = np.sort(table["step"].unique()).tolist()
     return dict(zip(steps, matplotlib.colormaps["viridis"](np.linspace(0.9, 0.0, len(steps)))))
 
 
 def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, colors: dict[Any, Any]) -> None:
-    """Draw column `y` against column `x` on a log axis, a line per group of column `by`.
+    """Draw column `y` against column `x`, a line per group of column `by`; the y axis is logarithmic and has a label.
 
     Rows of a group with equal `x`, such as those of several seeds, are averaged. `colors` has a colour for each group.
     """
@@ -361,7 +374,7 @@ def _draw_matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: lis
 def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Experiment) -> None:
     """Draw the distance of each method against relative time, with a band of one standard deviation over seeds.
 
-    The snapshot before training (step 0) is left out.
+    The snapshot before training (step 0) is left out. A line is labelled with its method. The y axis is logarithmic.
     """
     labels: list[Label] = []
     for method, look in assign_looks(list(table["method"].unique()), experiment.baseline).items():

@@ -24,7 +24,8 @@ def build_report(experiment: Experiment, folder: Path, unfinished: bool = False)
     Args:
         experiment: the experiment.
         folder: its results folder, which the report is written into.
-        unfinished: True accepts missing results. If any are missing, only report_unfinished.html is written.
+        unfinished: True accepts missing results. If any are missing, only report_unfinished.html is written, and the
+            files of an earlier complete report stay. If none are missing, the report is complete.
 
     Raises:
         KairosError: results are missing or cannot be compared.
@@ -49,7 +50,8 @@ def build_report(experiment: Experiment, folder: Path, unfinished: bool = False)
 def summary_csv(results: Results) -> str:
     """Return the content of summary.csv: a row per evaluated snapshot, then a row per reference row.
 
-    The columns that scripts may rely on come first, then all other measured values and the protocol of the numbers.
+    The columns that scripts may rely on come first, whether measured or not. The other measured values follow, then
+    `OPTIONAL_PROTOCOL` and `LAST_COLUMNS`. Values of single sample sets are left out. A missing value is an empty cell.
     Floats have enough digits to be read back exactly.
     """
     metric = results.metric
@@ -58,16 +60,17 @@ def summary_csv(results: Results) -> str:
     records += results.reference["rows"].values()
     # names ending in _sets contain lists: the values of single sample sets
     measured_columns = [name for name in chain.from_iterable(records) if not name.endswith("_sets")]
-    distinct_columns = list(dict.fromkeys([*fixed_columns, *measured_columns]))
-    columns = [*distinct_columns, *OPTIONAL_PROTOCOL, *LAST_COLUMNS]
+    fixed_and_measured_columns = dict.fromkeys([*fixed_columns, *measured_columns])  # each name once, in this order
+    columns = [*fixed_and_measured_columns, *OPTIONAL_PROTOCOL, *LAST_COLUMNS]
     table = pd.concat([results.table, pd.DataFrame(_reference_rows(results), dtype=object)])
     return table.reindex(columns=columns).to_csv(index=False, lineterminator="\n")
 
 
 def _reference_rows(results: Results) -> list[Record]:
-    """Return the available reference rows with the protocol that they share; ``method`` is the row's name.
+    """Return the available reference rows, in the order of `REFERENCE_ROWS`, as rows of summary.csv.
 
-    Fields of the protocol that the reference does not contain are None.
+    A row contains its name as ``method``, its values, the name of the experiment, and the five fields of the protocol
+    that reference rows have. A field that reference.json lacks is None.
     """
     reference = results.reference
     rows = []

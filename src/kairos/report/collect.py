@@ -50,7 +50,7 @@ class SnapshotResults:
         """Density and weight by timestep, with columns t, p, w and effective; read at the first access.
 
         Raises:
-            KairosError: the file is damaged.
+            KairosError: the file is missing or damaged.
         """
         table: pd.DataFrame = _read(self.strategy_file, "train", pd.read_csv)
         return table
@@ -59,10 +59,11 @@ class SnapshotResults:
     def measured_values(self) -> Record:
         """Measured values by column name, as a flat dictionary.
 
-        Metrics come with their standard deviation and the values of single sample sets. Names of validation losses
-        begin with ``val_``.
+        A metric ``x`` comes with its standard deviation ``x_spread`` and the list ``x_sets`` of its values for single
+        sample sets. Names of validation losses begin with ``val_``; the evaluation may lack these losses.
         """
-        validation = self.evaluation.get("validation") or {}
+        validation = self.evaluation.get("validation") or {}  # absent if none was computed
+        # other entries are no losses: counts are integers, losses by time a list
         losses = {f"val_{name}": value for name, value in validation.items() if isinstance(value, float)}
         return {**self.evaluation["metrics"], **losses}
 
@@ -96,7 +97,7 @@ class RunResults:
         Keys of nested objects are joined by dots.
 
         Raises:
-            KairosError: the file is damaged.
+            KairosError: the file is missing or damaged.
         """
         if self.metrics_file is None:
             return pd.DataFrame()
@@ -143,18 +144,20 @@ class MethodMeasurements:
         return is_higher_better(self.metric)
 
     def values_of(self, method: str, column: str) -> pd.DataFrame:
-        """Return a column of the table for one method, (seeds, steps of the method); missing values are NaN.
+        """Return a column of the table for one method, a row per compared seed and a column per step, ascending.
 
-        All values are NaN if the table lacks the column. The result has no steps if the table lacks the method.
+        Missing values are NaN, and all values are NaN if the table lacks the column. The steps are those of the
+        method's rows; there are none if the table lacks the method.
         """
-        rows = self._rows_by_method.get(method, self.table[:0])
+        no_rows = self.table[:0]
+        rows = self._rows_by_method.get(method, no_rows)
         steps, step_indices = np.unique(rows["step"].to_numpy(int), return_inverse=True)
-        seed_indices = pd.Index(self.seeds).get_indexer(pd.Index(rows["seed"]))  # -1: none of the seeds
+        seed_indices = pd.Index(self.seeds).get_indexer(pd.Index(rows["seed"]))  # -1: a seed that is not compared
         values = np.full((len(self.seeds), len(steps)), np.nan)
         if column in rows:
-            is_counted = seed_indices >= 0
+            is_compared = seed_indices >= 0
             column_values = rows[column].to_numpy(float, na_value=np.nan)
-            values[seed_indices[is_counted], step_indices[is_counted]] = column_values[is_counted]
+            values[seed_indices[is_compared], step_indices[is_compared]] = column_values[is_compared]
         return pd.DataFrame(values, pd.Index(self.seeds, name="seed"), pd.Index(steps, name="step"))
 
     @cached_property
@@ -172,14 +175,14 @@ class MethodMeasurements:
         Raises:
             KairosError: no snapshot after step 0 is evaluated for all methods.
         """
-        trained = self.table[self.table["step"] > 0]
-        # a row per step and a column per method; a cell is the set of evaluated seeds, NaN if there are none
-        seed_sets = trained.groupby(["step", "method"])["seed"].agg(set).unstack().reindex(columns=self.methods)
-        seed_sets = seed_sets.dropna()  # steps that all methods have
-        if seed_sets.empty:
+        trained_rows = self.table[self.table["step"] > 0]
+        # a row per step, ascending, and a column per method; a cell is the set of evaluated seeds, NaN without any
+        seed_sets = trained_rows.groupby(["step", "method"])["seed"].agg(set).unstack().reindex(columns=self.methods)
+        seed_sets_at_common_steps = seed_sets.dropna()
+        if seed_sets_at_common_steps.empty:
             raise KairosError(f"{', '.join(self.methods)}: no snapshot after step 0 is evaluated for all of them")
-        last_common_step = seed_sets.index[-1]
-        common_seeds = set.intersection(*seed_sets.loc[last_common_step])  # one set per method
+        last_common_step = seed_sets_at_common_steps.index[-1]
+        common_seeds = set.intersection(*seed_sets_at_common_steps.loc[last_common_step])  # one set per method
         table = self.table[self.table["step"] <= last_common_step]
         if not common_seeds:
             return replace(self, table=table)
@@ -237,7 +240,7 @@ class Results:
 
     @property
     def has_validation_losses(self) -> bool:
-        """True if every training run has a validation loss by time at its last snapshot."""
+        """True if every training run has a validation loss per timestep at its last snapshot."""
         validations = [run.last_snapshot.evaluation.get("validation") or {} for run in self.runs]
         return all("per_timestep" in validation for validation in validations)
 
@@ -245,7 +248,7 @@ class Results:
     def table(self) -> pd.DataFrame:
         """Table with a row per evaluated snapshot: experiment, method, seed, step, measured values and protocol.
 
-        `train_seconds` is 0 at step 0, and None without a clock. All columns have dtype object.
+        `train_seconds` is 0 at step 0, and None if timing.jsonl lacks the step. All columns have dtype object.
         """
         rows = []
         for run, snapshot in self.run_snapshots:
@@ -274,11 +277,11 @@ class Results:
 
     @property
     def run_snapshots(self) -> list[tuple[RunResults, SnapshotResults]]:
-        """All pairs of a training run and one of its snapshots."""
+        """All pairs of a training run and one of its snapshots, run by run, with ascending steps."""
         return [(run, snapshot) for run in self.runs for snapshot in run.snapshots]
 
     def runs_of(self, method: str) -> list[RunResults]:
-        """Return the training runs of a method, one per seed."""
+        """Return the training runs of a method in the order of the seeds; an unfinished experiment may lack seeds."""
         return self._runs_by_method[method]
 
     @cached_property
@@ -293,26 +296,28 @@ class Results:
 def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False) -> Results:
     """Read the results of every method and seed of an experiment.
 
-    Snapshots that were computed with settings other than the experiment's are left out.
-
     Args:
         experiment: the experiment.
         folder: its results folder.
-        unfinished: True accepts missing results. A snapshot counts if all its files exist and belong to one run and
-            one reference. Runs without a snapshot after step 0, and methods and seeds without runs, are left out.
+        unfinished: True leaves out results that are missing, damaged or outdated instead of raising an error. A
+            snapshot counts if all its files exist and belong to one run and one reference. Runs without a snapshot
+            after step 0, and methods and seeds without runs, are left out.
 
     Raises:
-        KairosError: a result is missing, damaged or outdated, or it was evaluated with another extractor or reference.
-            If `unfinished`: no run has a valid result.
+        KairosError: the folder, reference.json or a manifest is missing or damaged; or timing.jsonl of a run or the
+            record of a job's time is damaged. A result is missing, damaged or outdated, or was evaluated with another
+            extractor or reference; if `unfinished`, only if no run is evaluated past step 0.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise KairosError(
             f"--results: {folder} is not a folder; `make run EXPERIMENT=...` creates results/<experiment>"
         )
+    # files that all runs share
     reference = _read(folder / "reference" / "reference.json", "reference")
     dataset = _read(folder / "dataset" / "manifest.json", "prepare")
     autoencoder = _read(folder / "autoencoder" / "manifest.json", "autoencoder")
+    # runs, each with the errors of its results
     expected = ExpectedSettings(experiment, folder)
     runs_with_errors = [
         _read_run(expected, method, seed, reference, unfinished)
@@ -322,6 +327,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
     for _, errors in runs_with_errors:
         if errors and not unfinished:
             raise errors[0]
+    # runs that count, and a description of what is left out
     runs = [run for run, _ in runs_with_errors if _last_step(run) > 0]
     missing = [_describe_missing(run, errors) for run, errors in runs_with_errors if errors]
     outdated = _describe_outdated(runs_with_errors)
@@ -346,21 +352,22 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
 
 
 def load_recorded_experiment(folder: Path) -> Experiment:
-    """Load the experiment that the newest snapshot in a results folder records.
+    """Load the experiment from the record of the snapshot that was written last in a results folder.
 
     Raises:
-        KairosError: the folder contains no snapshot.
+        KairosError: the folder contains no snapshot, or the record is damaged or no valid experiment.
     """
-    newest = max(folder.glob("*/seed*/milestones/*/milestone.json"), key=os.path.getmtime, default=None)
-    if newest is None:
+    newest_record = max(folder.glob("*/seed*/milestones/*/milestone.json"), key=os.path.getmtime, default=None)
+    if newest_record is None:
         raise KairosError(f"{folder}: contains no snapshot yet; `kairos status` shows the progress of training runs")
-    return validate(read_json(newest)["config"], str(folder))
+    return validate(read_json(newest_record)["config"], str(folder))
 
 
 def load_real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
-    """Return a label, and at most `count` held-out images, or training images if none are held out.
+    """Return a label, and the first `count` held-out images, or training images if none are held out.
 
-    The images are uint8 (n, height, width, channels).
+    The images are uint8 (n, height, width, channels), n at most `count`. The label is ``real, held out`` or ``real,
+    trained on``.
     """
     dataset = open_dataset(results.folder / "dataset")
     if len(dataset.heldout):
@@ -386,22 +393,27 @@ def _last_step(run: RunResults) -> int:
 
 
 def _describe_missing(run: RunResults, errors: list[KairosError]) -> str:
-    """Describe in one line how far a run is evaluated, and at most two reasons why results are missing."""
+    """Describe in one line how far a run is evaluated, and at most two reasons why results are missing.
+
+    A reason is an error's message without its remedy. Damaged and outdated files come before missing ones.
+    """
     last_step = _last_step(run)
     progress = f"evaluated up to step {last_step:,}" if last_step else "not evaluated yet"
     problems = [str(error).partition(";")[0] for error in errors]  # the remedy follows the semicolon
-    problems.sort(key=lambda problem: "is missing" in problem)  # damaged and outdated files come first
+    problems.sort(key=lambda problem: "is missing" in problem)  # False sorts before True
     distinct_problems = list(dict.fromkeys(problems))
     return "; ".join([f"{run.method} seed {run.seed}: {progress}", *distinct_problems[:2]])
 
 
 def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...]:
-    """Describe each change of settings that makes results outdated, with the runs that it concerns."""
-    runs_by_change = defaultdict[str, list[str]](list)
+    """Describe each change of settings that makes results outdated, in a line with the runs that it concerns."""
+    runs_by_changes = defaultdict[str, list[str]](list)
     for run, errors in runs_with_errors:
-        for changes in dict.fromkeys(error.changes for error in errors if isinstance(error, OutdatedError)):
-            runs_by_change[changes].append(f"{run.method} seed {run.seed}")
-    return tuple(f"{changes} ({join_first_names(names)})" for changes, names in runs_by_change.items())
+        outdated_errors = [error for error in errors if isinstance(error, OutdatedError)]
+        # once per run: most snapshots of a run have the same changes
+        for changes in dict.fromkeys(error.changes for error in outdated_errors):
+            runs_by_changes[changes].append(f"{run.method} seed {run.seed}")
+    return tuple(f"{changes} ({join_first_names(names)})" for changes, names in runs_by_changes.items())
 
 
 def _restrict_to_runs(experiment: Experiment, runs: list[RunResults]) -> Experiment:
@@ -418,9 +430,10 @@ def _read_run(
 ) -> _RunWithErrors:
     """Read the valid snapshots of a run, and collect an error for each result that is missing or outdated.
 
-    Snapshots of an unfinished experiment may belong to several runs, of which only the newest counts. Until the newest
-    run has ended, training.json and metrics.jsonl are missing or belong to an earlier run. Then the record of the
-    result is that of the newest snapshot, in the form of training.json; it is empty if there is no snapshot either.
+    Snapshots of an unfinished experiment may belong to several runs; only the run of the snapshot with the highest step
+    counts. Until this run has ended, training.json and metrics.jsonl are missing or belong to an earlier run. Then the
+    record of the result is that of the run's last snapshot, in the form of training.json; it is empty if there is no
+    snapshot either.
 
     Raises:
         KairosError: timing.jsonl is damaged.
@@ -428,19 +441,23 @@ def _read_run(
     folder = expected.results / method / f"seed{seed}"
     errors: list[KairosError] = []
     snapshots = _read_snapshots(expected, method, seed, reference, errors, unfinished)
-    metrics_file, record = None, Record()
+    # the run of an unfinished experiment is that of the last snapshot, whose record serves until training.json exists
+    record: Record = {}
     if unfinished and snapshots:
-        newest = snapshots[-1]
-        snapshots = _select_run(snapshots, newest.record["identity"], errors)
-        record = newest.record | {"steps": newest.step, "components": {}}  # in the form of training.json
+        last_snapshot = snapshots[-1]
+        snapshots = _select_run(snapshots, last_snapshot.record["identity"], errors)
+        record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # in the form of training.json
+    # files that a run writes at its end
+    metrics_file = None
     with _collect_error(errors):
-        run_record = _read(folder / "training.json", "train")
-        published_metrics = _read(folder / "metrics.jsonl", "train", Path)
+        record_at_end = _read(folder / "training.json", "train")
+        metrics_file_at_end = _read(folder / "metrics.jsonl", "train", Path)
         # an unfinished run may have the two files of an earlier run, which do not count
-        if not unfinished or run_record["identity"] == record.get("identity"):
+        if not unfinished or record_at_end["identity"] == record.get("identity"):
             if unfinished:
-                _read(published_metrics, "train", _read_json_lines)  # raises an error if the file is damaged
-            record, metrics_file = run_record, published_metrics
+                _read(metrics_file_at_end, "train", _read_json_lines)  # raises an error if the file is damaged
+            record, metrics_file = record_at_end, metrics_file_at_end
+    # training times by step
     timing_file = folder / "timing.jsonl"
     timing = _read(timing_file, "train", _read_json_lines) if timing_file.exists() else []
     run = RunResults(
@@ -465,8 +482,8 @@ def _read_snapshots(
 ) -> list[SnapshotResults]:
     """Read the valid snapshots of a run; append an error to `errors` for each one that is missing or outdated.
 
-    If `unfinished`, a snapshot with a damaged table of its strategy is left out, too. Otherwise its table is read when
-    a figure needs it, and ends the report.
+    If `unfinished`, a snapshot with a damaged table of its strategy is left out, too. Otherwise the table is not read
+    here; a damaged one raises an error when a figure needs it.
     """
     folder = expected.results / method / f"seed{seed}"
     snapshots = []
@@ -498,38 +515,42 @@ def _without_other_protocols(
 ) -> list[_RunWithErrors]:
     """Remove evaluations whose sampling or evaluation settings differ from the experiment's, and add an error for each.
 
-    If every evaluation differs, all are kept without errors, because they can be compared with each other. This can
-    happen if the experiment comes from a snapshot's record, which may be older than the evaluations.
+    The result has every run, with fewer snapshots or none. If every evaluation differs, the runs are returned
+    unchanged, because their evaluations can be compared with each other. This can happen if the experiment comes from a
+    snapshot's record, which may be older than the evaluations.
     """
-    kept: list[_RunWithErrors] = []
+    runs_with_valid_snapshots: list[_RunWithErrors] = []
     for run, errors in runs_with_errors:
-        valid, outdated = list[SnapshotResults](), list[OutdatedError]()
+        valid_snapshots: list[SnapshotResults] = []
+        outdated_errors: list[KairosError] = []
         for snapshot in run.snapshots:
             if changes := expected.find_evaluation_changes(snapshot.evaluation):
-                outdated.append(OutdatedError(format_changes(changes)))
+                outdated_errors.append(OutdatedError(format_changes(changes)))
             else:
-                valid.append(snapshot)
-        kept.append((replace(run, snapshots=tuple(valid)), [*errors, *outdated]))
-    if not any(run.snapshots for run, _ in kept):
+                valid_snapshots.append(snapshot)
+        run_with_valid_snapshots = replace(run, snapshots=tuple(valid_snapshots))
+        runs_with_valid_snapshots.append((run_with_valid_snapshots, [*errors, *outdated_errors]))
+    if not any(run.snapshots for run, _ in runs_with_valid_snapshots):
         return runs_with_errors
-    return kept
+    return runs_with_valid_snapshots
 
 
 def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) -> tuple[str, ...]:
     """Describe what differs in runs that count: sampling, evaluation, code, or settings that change rounding.
 
-    The last snapshot of each run is compared. Each reason has one sentence, with the runs that it concerns.
+    The last snapshot of each run is compared. Each reason has one sentence ``Computed with REASON: RUNS.``, and a run
+    may have several reasons.
     """
     runs_by_reason = defaultdict[str, list[str]](list)
     for run in runs:
         name = f"{run.method} seed {run.seed}"
         snapshot = run.last_snapshot
-        if changes := format_changes(expected.find_evaluation_changes(snapshot.evaluation)):
-            runs_by_reason[changes].append(name)
-        identities = expected.identities(run.method, run.seed)
+        if evaluation_changes := format_changes(expected.find_evaluation_changes(snapshot.evaluation)):
+            runs_by_reason[evaluation_changes].append(name)
+        identities = expected.identities(run.method, run.seed)  # empty: unknown, such as without latents
         if identities and snapshot.record["identity"] not in identities:
-            changes = format_changes(expected.find_rounding_changes(run.method, snapshot.record))
-            runs_by_reason[changes or "other code, or another kind of device"].append(name)
+            rounding_changes = format_changes(expected.find_rounding_changes(run.method, snapshot.record))
+            runs_by_reason[rounding_changes or "other code, or another kind of device"].append(name)
     return tuple(f"Computed with {reason}: {join_first_names(names)}." for reason, names in runs_by_reason.items())
 
 
@@ -543,11 +564,11 @@ def _collect_error(errors: list[KairosError]) -> Iterator[None]:
 
 
 def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, reference: Record) -> SnapshotResults:
-    """Read an evaluated snapshot of a run.
+    """Read record and evaluation of a snapshot, and check that its strategy table and sample grid exist.
 
     Raises:
-        KairosError: a file is missing or damaged, the evaluation belongs to another run, or its extractor or reference
-            statistics differ from those of `reference`.
+        KairosError: a file is missing or damaged, the evaluation belongs to another run, its extractor or reference
+            statistics differ from those of `reference`, or it lacks the metric of `reference`.
     """
     name = step_name(step)
     snapshot_folder = run_folder / "milestones" / name
@@ -573,7 +594,7 @@ def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, refe
 def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
     """Read the time records of the jobs that the report depends on.
 
-    These are the jobs of the experiment's methods and seeds, and the jobs of the stages that all methods share. The
+    These are the jobs of the stages that all methods share, and the jobs of the experiment's methods and seeds. The
     jobs of the report and of the tracking import are left out. Records of numbers of shards or segments that the
     experiment no longer has do not count. Examples of file names::
 
@@ -592,7 +613,7 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
     ]
     expected_run_paths = []
     for path in sorted(run_paths):
-        segment = int(path.name.partition(".")[0])
+        segment = int(path.name.partition(".")[0])  # 3 in 3.json and in 3.2of4.json
         if path.parent.name in run_names and segment <= len(experiment.segments):
             expected_run_paths.append(path)
     paths = [*shared_paths, *expected_run_paths, *encode_paths]

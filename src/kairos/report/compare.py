@@ -50,19 +50,26 @@ def join_experiments(
             method, or else its first method.
         metric: column that methods are compared by; None: the one that each experiment ranks its methods by.
 
+    Returns:
+        The measurements. Column ``experiment`` of their table is the name of each experiment, or its results folder if
+        names are equal. Seeds are those of any experiment, ascending.
+
     Raises:
-        KairosError: the protocols of the numbers differ; the message names the fields.
+        KairosError: the protocols of the numbers differ; the message reports the fields.
         ConfigError: the baseline is not among the methods, or not all methods have the metric.
     """
-    tables, names = list[pd.DataFrame](), list[str]()
+    # join the tables, with everything that must be equal as columns
+    tables = list[pd.DataFrame]()
+    names = list[str]()
     for (results, methods), label in zip(selection, _experiment_labels(selection)):
         new_names = {method: f"{label}/{method}" if len(selection) > 1 else method for method in methods}
         rows = results.table[results.table["method"].isin(methods)]
         column = metric or results.primary_metric
-        rows = rows.assign(metric=column, **_loss_settings(results, column))  # for the comparison of protocols below
+        rows = rows.assign(metric=column, **_loss_settings(results, column))
         tables.append(rows.assign(experiment=label, method=rows["method"].map(new_names)))
         names += new_names.values()
     table = pd.concat(tables)
+    # check that the numbers can be compared
     first_results, _ = selection[0]
     if metric is not None:
         measured_columns = _columns_measured_everywhere(selection)
@@ -83,7 +90,7 @@ def join_experiments(
 
 
 def _choose_baseline(names: list[str], requested: str | None, default: str | None) -> str:
-    """Return the first of the names that is the baseline: the requested method, the default one, or the first name.
+    """Return the first of the names that is the requested method; without a request the default one, else the first.
 
     Args:
         names: names of the methods, such as ``experiment/method``.
@@ -93,8 +100,8 @@ def _choose_baseline(names: list[str], requested: str | None, default: str | Non
     Raises:
         ConfigError: the requested method is not among the names.
     """
-    searched = requested or default
-    matches = [name for name in names if searched in (name, _method_name(name))]
+    wanted = requested or default
+    matches = [name for name in names if wanted in (name, _method_name(name))]
     if requested:
         demand(matches, "--baseline", requested, ", ".join(names))
     return matches[0] if matches else names[0]
@@ -106,9 +113,10 @@ def _method_name(name: str) -> str:
 
 
 def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
-    """Describe each column whose value is not equal in all rows, with an experiment for each value.
+    """Describe each column whose value is not equal in all rows, such as ``n_samples (500 in a, 1000 in b)``.
 
-    Values are compared as texts, and shown with at most 12 characters. The list is empty if all columns are equal.
+    Each value is shown with the experiment that has it first. Values are compared as texts, and shown with at most 12
+    characters. The list is empty if all columns are equal.
     """
     differences = []
     for column in columns:
@@ -122,24 +130,26 @@ def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
 def _columns_measured_everywhere(selection: Selection) -> list[str]:
     """Return the names of the numbers that every evaluated snapshot of the selected methods has.
 
-    Standard deviations over sample sets are left out.
+    Standard deviations over sample sets are left out. The order is that of the first snapshot.
     """
-    columns: list[str] | None = None
+    columns_by_snapshot = []
     for results, methods in selection:
         for run, snapshot in results.run_snapshots:
-            if run.method not in methods:
-                continue
-            numbers = [
-                name
-                for name, value in snapshot.measured_values.items()
-                if isinstance(value, (int, float)) and not name.endswith("_spread")
-            ]
-            columns = numbers if columns is None else [name for name in columns if name in numbers]
-    return columns or []
+            if run.method in methods:
+                values = snapshot.measured_values
+                numbers = [name for name, value in values.items() if isinstance(value, (int, float))]
+                columns_by_snapshot.append([name for name in numbers if not name.endswith("_spread")])
+    if not columns_by_snapshot:
+        return []
+    first_columns, *other_columns = columns_by_snapshot
+    return [name for name in first_columns if all(name in columns for columns in other_columns)]
 
 
 def _loss_settings(results: Results, column: str) -> dict[str, str]:
-    """Return the settings that must be equal to compare losses of held-out images; nothing for other columns."""
+    """Return the settings that must be equal to compare losses of held-out images, as texts by dotted name.
+
+    The dictionary is empty if `column` is no such loss.
+    """
     if column not in ("mlperf8", *VALIDATION_LOSSES):
         return {}
     experiment = results.experiment
@@ -159,7 +169,9 @@ def build_comparison_table(
 ) -> pd.DataFrame:
     """Build a table with `COLUMNS` and a row per method, the best value first; unknown values are NaN.
 
-    The values are of the last common snapshot. If the measurements have no baseline, the first method is used.
+    The values are of the last common snapshot. If the measurements have no baseline, the first method is used. The
+    baseline's own difference is 0 without an interval. Differences are in units of the metric. Column ``spread`` is the
+    larger of the standard deviations over sample sets and over seeds.
 
     Args:
         measurements: measured values of the methods.
@@ -173,13 +185,7 @@ def build_comparison_table(
     if comparisons is None:
         comparisons = compare_methods(replace(measurements, baseline=baseline))
     if not comparisons[0].seed_count:
-        names = ", ".join(measurements.methods)
-        if _seeds_without_ratios(measurements):
-            raise KairosError(
-                f"{names}: {measurements.metric} of a method is 0 or negative for every seed; differences are computed "
-                "from ratios of positive values"
-            )
-        raise KairosError(f"{names}: no seed is evaluated for all of them at their last common snapshot")
+        raise _no_seeds_error(measurements)
     final_values = {comparison.method: comparison.curve.mean[-1] for comparison in comparisons}
     baseline_value = final_values[baseline]
     experiments = dict(zip(measurements.table["method"], measurements.table["experiment"]))
@@ -208,8 +214,19 @@ def build_comparison_table(
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
+def _no_seeds_error(measurements: MethodMeasurements) -> KairosError:
+    """Return the error for methods that no seed compares: values that are not positive, or no common seed."""
+    names = ", ".join(measurements.methods)
+    if _seeds_without_ratios(measurements):
+        return KairosError(
+            f"{names}: {measurements.metric} of a method is 0 or negative for every seed; differences are computed "
+            "from ratios of positive values"
+        )
+    return KairosError(f"{names}: no seed is evaluated for all of them at their last common snapshot")
+
+
 def _seeds_without_ratios(measurements: MethodMeasurements) -> list[int]:
-    """Return the seeds for which a method's metric at the last common snapshot is 0 or negative."""
+    """Return the common seeds for which any method's metric at the last common snapshot is 0 or negative."""
     common = measurements.common_measurements
     final_values = [common.values_of(method, common.metric).iloc[:, -1] for method in common.methods]
     return [seed for seed in common.seeds if any(values[seed] <= 0 for values in final_values)]
@@ -218,7 +235,8 @@ def _seeds_without_ratios(measurements: MethodMeasurements) -> list[int]:
 def format_table(table: pd.DataFrame, form: str) -> str:
     """Format a comparison table as ``csv``, ``json``, ``md`` or, for any other `form`, as text for a terminal.
 
-    csv and json contain all digits of the numbers.
+    csv and json contain all digits of the numbers; in the other forms floats have four significant digits. The text
+    ends with a newline.
     """
     if form == "csv":
         return table.to_csv(index=False, lineterminator="\n")
@@ -232,16 +250,22 @@ def format_table(table: pd.DataFrame, form: str) -> str:
 
 
 def _format_for_terminal(cells: pd.DataFrame) -> str:
-    """Align columns of text for a terminal, below a line with those columns of `_SHARED` whose cells are all equal."""
+    """Align columns of text for a terminal, below a line with those columns of `_SHARED` whose cells are all equal.
+
+    Columns ``experiment`` and ``method`` are aligned at the left, all others at the right.
+    """
     equal_columns = [name for name in _SHARED if cells[name].nunique() == 1]
-    shared = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
-    shown = cells.drop(columns=equal_columns)
-    left_columns = [index for index, name in enumerate(shown.columns) if name in ("experiment", "method")]
-    return f"{shared}\n\n{progress.table([list(shown.columns), *shown.to_numpy(str)], left=left_columns)}\n"
+    shared_line = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
+    other_cells = cells.drop(columns=equal_columns)
+    left_columns = [index for index, name in enumerate(other_cells.columns) if name in ("experiment", "method")]
+    rows = [list(other_cells.columns), *other_cells.to_numpy(str)]
+    return f"{shared_line}\n\n{progress.table(rows, left=left_columns)}\n"
 
 
 def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | str], out: Path) -> str:
     """Render the page at `out`, which shows the comparison of each results folder and links to its reports.
+
+    The page is returned, not written. It links only files that exist.
 
     Args:
         entries: results and comparisons of each folder, or the reason why there are none.
@@ -253,18 +277,18 @@ def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | st
         for label, file in _LINKS.items():
             if (folder / file).exists():
                 links[label] = os.path.relpath(folder / file, out.parent)
+        picture = links.pop("picture", None)  # shown, unlike the other files
         ranking_warnings = []
         if not isinstance(entry, str):
             results, _ = entry
             ranking_warnings = list(find_ranking_warnings([(results, results.methods)]))
-        picture = links.pop("picture", None)
         experiments.append((folder.name, entry, picture, links, ranking_warnings))
     template = formatting.load_template(Path(__file__).with_suffix(".html.jinja"))
     return template.render(formatting=formatting, experiments=experiments)
 
 
 def find_ranking_warnings(selection: Selection, metric: str | None = None) -> Iterator[str]:
-    """Yield a warning for every distance that ranks methods although it cannot, see `separation.cannot_rank`.
+    """Yield a warning for every experiment whose distance ranks methods although it cannot, see `cannot_rank`.
 
     Args:
         selection: experiments, each with its selected methods.
@@ -287,6 +311,7 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
         selection: the compared experiments, each with its selected methods.
         measurements: the joined measurements of the selection, see `join_experiments`.
     """
+    # missing and outdated results, and results that differ in code or rounding
     for (results, _), label in zip(selection, _experiment_labels(selection)):
         if results.missing:
             # without the reason, which follows the semicolon: "uniform seed 1: evaluated up to step 200; ..."
@@ -297,6 +322,7 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
             yield f"{label}: results of other settings are left out: {changes}"
         for note in results.notes:
             yield f"{label}: {note}"
+    # seeds
     common_seeds = measurements.common_measurements.seeds
     if len(common_seeds) < MIN_SEEDS:
         have = formatting.format_count(len(common_seeds), "seed")

@@ -39,7 +39,7 @@ _FLATTENING = 10  # a panel this many times higher than the median panel would f
 
 
 def metric_label(name: str) -> str:
-    """Return the axis label of a metric: ``val_loss``, ``fid``, or ``frechet_<extractor>``."""
+    """Return the axis label of a metric; its name is ``val_loss``, ``fid``, or ``frechet_<extractor>``."""
     if name == "val_loss":
         return "validation loss (lower is better)"
     if name == "fid":
@@ -50,7 +50,8 @@ def metric_label(name: str) -> str:
 def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw smoothed training losses, mean over seeds: the minimised loss, and the squared error without weights.
 
-    Methods without a look are left out: levels of training losses do not compare between methods.
+    Methods without a look, and methods without a training log, are left out. There is no band for the others, because
+    levels of training losses do not compare between methods.
     """
     figure, grid = create_figure(7.8, 2.95, 1, 2, column_space=1.9)
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
@@ -77,7 +78,7 @@ def _smooth_mean(losses: "list[pd.Series[float]]") -> "pd.Series[float]":
 def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the validation loss per timestep at the last snapshot: linear, logarithmic, and relative to the baseline.
 
-    Without a baseline the third panel is left out.
+    Methods without a look are a grey band. Without a baseline the third panel is left out.
     """
     baseline = results.baseline
     rows = 1 if baseline is None else 2
@@ -90,6 +91,7 @@ def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
         draw_method_lines(axes, looks, losses, settings | {"title": title, "yscale": scale}, labelled=scale == "log")
     if baseline is None:
         return figure
+    # one panel as wide as the second row
     whole_row = grid[1][0].get_gridspec()[1, :]
     for axes in grid[1]:
         axes.remove()
@@ -107,9 +109,9 @@ def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
 
 
 def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> Figure:
-    """Draw the distance of every method against optimiser steps, or against training time if `over_time`.
+    """Draw the primary metric of every method against optimiser steps, or against training time if `over_time`.
 
-    Methods without a look are a grey band. Reference rows are dashed lines.
+    Methods without a look are a grey band. Reference rows are dashed lines. The y axis is logarithmic.
     """
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
@@ -117,17 +119,18 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
     longest_seconds = max(np.nan_to_num(curve.seconds).max() for curve in curves.values())  # NaN: no clock
     unit, unit_seconds = _choose_time_unit(longest_seconds)
     labels = []
-    right_end = 0.0
+    right_end = 0.0  # of the shown curves
     for method, look in looks.items():
         curve = curves[method]
         x = curve.seconds / unit_seconds if over_time else curve.steps
         label = _draw_distance_curve(axes, curve, x, method, look)
         right_end = max(right_end, label.x or 0.0)
         labels.append(label)
-    others = [curve for method, curve in curves.items() if method not in looks]
-    if others:
-        labels.append(_draw_other_curves(axes, others, unit_seconds if over_time else None))
+    other_curves = [curve for method, curve in curves.items() if method not in looks]
+    if other_curves:
+        labels.append(_draw_other_curves(axes, other_curves, unit_seconds if over_time else None))
     labels += _draw_reference_rows(axes, results)
+    # the axes, before the labels, whose heights depend on the limits
     axes.set(yscale="log", ylabel=metric_label(results.primary_metric))
     style_log_axis(axes)
     if over_time:
@@ -142,7 +145,7 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
 
 
 def _choose_time_unit(longest: float) -> tuple[str, int]:
-    """Return the unit for training times up to `longest` seconds, and its length in seconds."""
+    """Return the unit for times up to `longest` seconds, ``h``, ``min`` or ``s``, and its length in seconds."""
     if longest > 3 * 3600:
         return "h", 3600
     if longest > 3 * 60:
@@ -156,7 +159,7 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, l
     Points with an unknown value or `x` are left out; at least one point is known.
     """
     # values of an unfinished experiment may be missing, and times if there is no clock
-    is_known = np.isfinite(curve.mean + x)
+    is_known = np.isfinite(curve.mean + x)  # NaN if either is NaN
     x, mean = x[is_known], curve.mean[is_known]
     std_above = np.nan_to_num(curve.std[is_known])  # no band where it is unknown
     std_below = np.minimum(std_above, mean * 0.999)  # a log axis has no zero
@@ -167,7 +170,7 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, l
 
 
 def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> Label:
-    """Draw the range of the curves of methods without a look, and return its label.
+    """Draw the range and the median of the curves of methods without a look, and return the label of the range.
 
     Args:
         axes: axes to draw into.
@@ -195,16 +198,18 @@ def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:
 
 
 def _style_step_axis(axes: Axes, steps: np.ndarray) -> None:
-    """Put ticks at the snapshots; the axis is logarithmic past the first one if steps grow by orders of magnitude.
+    """Put ticks at the snapshots; the x axis is logarithmic if the steps after 0 differ by a factor of more than 20.
+
+    The part from 0 to the first trained snapshot is linear.
 
     Args:
         axes: axes to style.
         steps: ascending steps of the snapshots; the first is 0.
     """
     first_trained, last = steps[1], steps[-1]
-    left = -0.015 * last
+    left = -0.015 * last  # room for the marker at step 0
     if last / first_trained > 20:
-        axes.set_xscale("symlog", linthresh=first_trained, linscale=0.4)  # linear from 0 to the first snapshot
+        axes.set_xscale("symlog", linthresh=first_trained, linscale=0.4)
         left = -0.03 * first_trained
     axes.set_xticks(steps, [f"{step:,.0f}" for step in steps])
     axes.set_xlim(left=left)
@@ -215,7 +220,7 @@ def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str,
 
     Returns:
         Method by value of an option, by name without the option, by option. For example, methods ``a-k=1`` and
-        ``a-k=2`` give ``{"k": {"a": {"1": "a-k=1", "2": "a-k=2"}}}``.
+        ``a-k=2`` give ``{"k": {"a": {"1": "a-k=1", "2": "a-k=2"}}}``. Other methods are left out.
     """
     groups: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for method in methods:
@@ -226,36 +231,19 @@ def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str,
 
 
 def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw the final distance against each option of a sweep, a panel per option.
+    """Draw the primary metric at each method's last snapshot against each option of a sweep, a panel per option.
 
     A line connects the methods that differ in this option alone. Of more than 12 lines in a panel, five are labelled
     and the others are grey. A baseline outside of the sweep is a dashed line. The x axis is numeric if all values of
     the option are numbers; otherwise the values are evenly spaced in order.
     """
-    panels, baseline = group_swept_methods(results.methods), results.baseline
-    height = grid_height(len(panels), panel_height=2.6, row_space=0.8)
-    figure, grid = create_figure(4.6, height, len(panels), row_space=0.8)
-    for axes, (option, lines) in zip(grid[:, 0], panels.items()):
+    lines_by_option = group_swept_methods(results.methods)
+    height = grid_height(len(lines_by_option), panel_height=2.6, row_space=0.8)
+    figure, grid = create_figure(4.6, height, len(lines_by_option), row_space=0.8)
+    for axes, (option, lines) in zip(grid[:, 0], lines_by_option.items()):
         positions = _option_positions(lines)
-        labels = []
-        selected = _select_sweep_lines(results, lines)
-        for name, method_by_value in lines.items():
-            values = sorted(method_by_value, key=lambda value: positions[value])
-            methods = [method_by_value[value] for value in values]
-            curves = [build_curve(results.measurements, method) for method in methods]
-            x = [positions[value] for value in values]
-            y = [float(curve.mean[-1]) for curve in curves]
-            std = np.nan_to_num([curve.std[-1] for curve in curves])  # no bar where it is unknown
-            if name not in selected:
-                axes.plot(x, y, color=BAND, linewidth=1, zorder=0.6)
-                end_of_other_line = x[-1], y[-1]
-                continue
-            look = next((looks[method] for method in methods if method in looks), _SWEEP_LOOK)
-            axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
-            labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
-        if len(selected) < len(lines):  # one label for all grey lines, at the end of the last one
-            label_x, label_y = end_of_other_line
-            labels.append(Label(label_y, f"{len(lines) - len(selected)} other lines", MUTED, x=label_x))
+        labels = _draw_sweep_lines(axes, results, looks, lines, positions)
+        baseline = results.baseline
         if baseline is not None and not parse_sweep_name(baseline):  # a baseline outside of the sweep
             final_value = float(build_curve(results.measurements, baseline).mean[-1])
             labels.append(Label(final_value, baseline, MUTED))
@@ -271,8 +259,52 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
     return figure
 
 
+def _draw_sweep_lines(
+    axes: Axes,
+    results: Results,
+    looks: dict[str, Look],
+    lines: dict[str, dict[str, str]],
+    positions: dict[str, Any],
+) -> list[Label]:
+    """Draw the lines of a panel of a swept option, and return their labels.
+
+    A line has the look of its first method that has one. Lines that are not labelled are thin, grey and without bars,
+    and have one label in common.
+
+    Args:
+        axes: axes to draw into.
+        results: results of the experiment.
+        looks: look of each shown method.
+        lines: for each line, named without the option, its methods by value of the option.
+        positions: position on the x axis of each value of the option.
+    """
+    labels = []
+    labelled_names = _select_sweep_lines(results, lines)
+    for name, method_by_value in lines.items():
+        values = sorted(method_by_value, key=lambda value: positions[value])
+        methods = [method_by_value[value] for value in values]
+        curves = [build_curve(results.measurements, method) for method in methods]
+        x = [positions[value] for value in values]
+        y = [float(curve.mean[-1]) for curve in curves]
+        if name not in labelled_names:
+            axes.plot(x, y, color=BAND, linewidth=1, zorder=0.6)
+            end_of_grey_line = x[-1], y[-1]
+            continue
+        std = np.nan_to_num([curve.std[-1] for curve in curves])  # no bar where it is unknown
+        look = next((looks[method] for method in methods if method in looks), _SWEEP_LOOK)
+        axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
+        labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
+    grey_line_count = len(lines) - len(labelled_names)
+    if grey_line_count:
+        label_x, label_y = end_of_grey_line  # of the last grey line
+        labels.append(Label(label_y, f"{grey_line_count} other lines", MUTED, x=label_x))
+    return labels
+
+
 def _select_sweep_lines(results: Results, lines: dict[str, dict[str, str]]) -> set[str]:
-    """Return the names of the lines that a panel of a swept option labels: all, or the five with the lowest values.
+    """Return the names of the lines that a panel of a swept option labels: all, or of more than 12 the five lowest.
+
+    Lines are compared by their lowest final value.
 
     Args:
         results: results of the experiment.
@@ -289,7 +321,9 @@ def _select_sweep_lines(results: Results, lines: dict[str, dict[str, str]]) -> s
 
 
 def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Return the position on the x axis of each value of an option: the number itself, or its index in the order.
+    """Return the position on the x axis of each value of an option: the number itself if all values are numbers.
+
+    Otherwise a position is the value's index in the order of the methods.
 
     Args:
         lines: for each line, named without the option, its methods by value of the option.
@@ -304,6 +338,8 @@ def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
 def draw_strategies(results: Results, looks: dict[str, Look], column: str, label: str, scale: str) -> Figure:
     """Draw a column of the strategy tables, multiplied by T, at every snapshot, with a panel per method.
 
+    All panels have one y axis. A note above each panel reports how far a learned sampler has moved.
+
     Args:
         results: results of the experiment.
         looks: look of each method that gets a panel.
@@ -311,16 +347,19 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
         label: label of the y axis.
         scale: scale of the y axis, ``linear`` or ``log``.
     """
-    methods, steps = [method for method in results.methods if method in looks], results.experiment.milestones
+    methods = [method for method in results.methods if method in looks]
+    steps = results.experiment.milestones
     time_settings = time_axis_settings(results.experiment.diffusion.process.name)
+    # the grid, without panels for which there is no method
     columns = min(_STRATEGY_COLUMNS, len(methods))
     rows = math.ceil(len(methods) / columns)
     height = 2.25 * rows - 0.55  # inches
     figure, grid = create_figure(8.7, height, rows, columns, column_space=0.3, row_space=0.5)
-    color_by_step = dict(zip(steps, matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))))
-    highest_values = []  # of each method
     for axes in grid.flat[len(methods) :]:
         axes.remove()
+    # a panel per method
+    color_by_step = dict(zip(steps, matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))))
+    highest_values = []  # of each method
     for panel, (axes, method) in enumerate(zip(grid.flat, methods)):
         runs = results.runs_of(method)
         highest_values.append(_draw_strategy_lines(axes, runs, column, color_by_step))
@@ -333,6 +372,7 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
         axes.set(yscale=scale, ylabel=label if is_leftmost else "")
         axes.tick_params(labelbottom=is_lowest, labelleft=is_leftmost)
         axes.margins(x=0)
+    # the common y axis; removed panels are not in figure.axes
     if scale == "linear":
         _set_common_linear_limit(figure.axes, highest_values)
     else:
@@ -340,6 +380,7 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
         lowest = min(highest * 1e-4, min(highest_values) / 30)  # so that every method's line is inside the axis
         for axes in figure.axes:
             axes.set_ylim(lowest, highest * 2)
+    # the legend, with snapshots if any strategy changes
     handles = {"does not change": Line2D([], [], color=INK, linewidth=1.6)}
     if any(not _is_fixed(results.runs_of(method), column) for method in methods):
         for step, color in color_by_step.items():
@@ -350,17 +391,18 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
 
 
 def _set_common_linear_limit(panels: Sequence[Axes], highest_values: Sequence[float]) -> None:
-    """Give panels a common axis from 0 to their highest value, or lower if one value would flatten all other panels.
+    """Give panels a common y axis from 0 to their highest value, or lower if one value would flatten other panels.
 
-    A panel whose lines leave the axis states its highest value.
+    If the highest value exceeds ten times the median panel's, the axis ends at five times the median panel's. A panel
+    whose lines leave the axis contains its highest value as a text.
 
     Args:
         panels: the panels.
         highest_values: highest value of each panel.
     """
-    limit, typical = max(highest_values), float(np.median(highest_values))
-    if limit > _FLATTENING * typical:
-        limit = _FLATTENING * typical / 2
+    limit, median = max(highest_values), float(np.median(highest_values))
+    if limit > _FLATTENING * median:
+        limit = _FLATTENING * median / 2
     for axes, highest in zip(panels, highest_values, strict=True):
         axes.set_ylim(0, limit * 1.08)
         if highest > limit:
@@ -370,7 +412,7 @@ def _set_common_linear_limit(panels: Sequence[Axes], highest_values: Sequence[fl
 def _draw_strategy_lines(
     axes: Axes, runs: list[RunResults], column: str, color_by_step: dict[int, np.ndarray]
 ) -> float:
-    """Draw a column of the strategy tables of a method, multiplied by T, and return the highest value.
+    """Draw a column of the strategy tables of a method, multiplied by T, and return the highest drawn value, or 0.
 
     A strategy that changes has a line per seed and snapshot, any other strategy has a single dark line.
 
@@ -389,14 +431,14 @@ def _draw_strategy_lines(
     highest = 0.0
     for snapshot, color in lines:
         table = snapshot.strategy_table
-        values = table[column].to_numpy(float) * len(table)
+        values = table[column].to_numpy(float) * len(table)  # a row per timestep: T rows
         highest = max(highest, float(values.max()))
         axes.plot(table["t"], values, color=color, linewidth=linewidth)
     return highest
 
 
 def _is_fixed(runs: list[RunResults], column: str) -> bool:
-    """Return True if a column of the strategy table is equal at all snapshots of every run."""
+    """Return True if a column of the strategy table is equal at all snapshots of a run, for every run."""
     for run in runs:
         final_values = run.last_snapshot.strategy_table[column]
         if any(not np.array_equal(snapshot.strategy_table[column], final_values) for snapshot in run.snapshots):
@@ -405,9 +447,10 @@ def _is_fixed(runs: list[RunResults], column: str) -> bool:
 
 
 def _movement_note(runs: list[RunResults]) -> str:
-    """Describe how far the learned sampler of a method has moved from its start: the largest distance over seeds.
+    """Describe how far the learned sampler of a method has moved from its start, such as ``moved by 0.12``.
 
-    The text is ``fixed`` if the sampler does not learn.
+    The distance is the largest over seeds, see `distance_from_start`. Below `NOT_MOVED` the text is ``has not moved``;
+    it is ``fixed`` if the sampler does not learn.
     """
     distances = [distance for distance in map(distance_from_start, runs) if distance is not None]
     if not distances:

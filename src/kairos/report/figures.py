@@ -31,7 +31,11 @@ FIGURES: dict[str, DrawFunction] = {
 
 
 def available_figures(results: Results) -> dict[str, DrawFunction]:
-    """Return the figures whose results exist, in the order of `FIGURES`."""
+    """Return the figures whose results exist, in the order of `FIGURES`.
+
+    Five figures need results that not every experiment has: validation losses, a condition that is drawn (text or
+    low resolution), a metrics.jsonl, saved samples of all snapshots, or a sweep.
+    """
     conditions = set(results.experiment.conditions)
     grid_files = [snapshot.grid_file for _, snapshot in results.run_snapshots]
     is_available = {
@@ -45,7 +49,7 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
 
 
 def draw_figures(results: Results, folder: Path) -> None:
-    """Draw every available figure into `folder`, as NAME.png and NAME.svg."""
+    """Draw every available figure in the common style, and write NAME.png and NAME.svg into the existing `folder`."""
     looks = plot_style.assign_looks(select_shown_methods(results), results.baseline)
     for name, draw in available_figures(results).items():
         with matplotlib.rc_context(plot_style.STYLE):

@@ -30,29 +30,26 @@ _MOST_WARNINGS = 12  # of one kind
 def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> list[str]:
     """Summarise the outcome in a few sentences that claim no more than the tests find.
 
-    If the distance cannot rank methods, the first sentence reports that.
+    If methods are ranked by the distance although it cannot rank them, the first sentence reports that. The sentences
+    about the ranking and the baseline follow.
 
     Args:
         results: results of the experiment.
-        comparisons: comparison of its methods, see `ranking.compare_methods`.
+        comparisons: comparison of its methods, the best one first, see `ranking.compare_methods`.
     """
-    by_distance = results.primary_metric == results.metric
+    ranks_by_distance = results.primary_metric == results.metric
     sentences = []
-    reason = cannot_rank(results.reference) if by_distance else None
+    reason = cannot_rank(results.reference) if ranks_by_distance else None
     if reason:
         sentences.append(f"{reason} {ADVICE}")
     if results.missing:
         last_step = comparisons[0].curve.steps[-1]
         sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
-    sentences += _summarise_ranking(comparisons, "Fréchet distance" if by_distance else "validation loss")
+    sentences += _summarise_ranking(comparisons, "Fréchet distance" if ranks_by_distance else "validation loss")
     seeds = results.experiment.seeds
-    if len(seeds) < MIN_SEEDS and len(comparisons) > 1 and not reason:  # more seeds would not remove the reason
-        new_seeds = [seed for seed in range(MIN_SEEDS) if seed not in seeds]
-        enough_seeds = sorted([*seeds, *new_seeds[: MIN_SEEDS - len(seeds)]])
-        sentences.append(
-            f"To rank them, set seeds: {enough_seeds} in the experiment file and run it again; only new seeds are "
-            "computed."
-        )
+    more_seeds_would_rank = len(comparisons) > 1 and not reason  # more seeds would not remove the reason
+    if len(seeds) < MIN_SEEDS and more_seeds_would_rank:
+        sentences.append(_advise_more_seeds(seeds))
     if results.baseline is None:
         sentences.append("No method samples uniformly without weights, so there is no baseline for factors.")
     else:
@@ -60,10 +57,23 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
     return sentences
 
 
+def _advise_more_seeds(seeds: list[int]) -> str:
+    """Advise to add the smallest unused seeds, so that the experiment has the five that a ranking needs."""
+    new_seeds = [seed for seed in range(MIN_SEEDS) if seed not in seeds]
+    enough_seeds = sorted([*seeds, *new_seeds[: MIN_SEEDS - len(seeds)]])
+    return (
+        f"To rank them, set seeds: {enough_seeds} in the experiment file and run it again; only new seeds are computed."
+    )
+
+
 def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> list[str]:
-    """Summarise which methods may be the best ones; `measure` is the name of the primary metric.
+    """Summarise which methods may be the best ones.
 
     With fewer than five seeds that all methods have, the sentences only report the range of final values.
+
+    Args:
+        comparisons: comparison of the methods, the lowest final value first.
+        measure: name of the primary metric in the sentences.
     """
     final_values = {}
     for comparison in comparisons:
@@ -84,9 +94,10 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
 
 
 def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline: str) -> list[str]:
-    """Summarise which methods end below and above the baseline, and how many steps one method saves.
+    """Summarise which methods the tests find below the baseline, above it or neither, and how many steps one saves.
 
-    This method has the lowest distance among the methods that save steps significantly.
+    This method has the lowest final value among those that end below and save steps significantly. The list is empty if
+    methods are not ranked.
     """
     methods_by_outcome: dict[str, list[str]] = {"Below": [], "Above": [], "Not told apart from": []}
     saving_methods = []
@@ -107,7 +118,7 @@ def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline
         if methods:
             sentences.append(f"{outcome} {baseline}: {join_first_names(methods)}.")
     if saving_methods:
-        sentences.append(_summarise_saving(saving_methods[0], baseline))
+        sentences.append(_summarise_saving(saving_methods[0], baseline))  # the lowest, since comparisons are sorted
     return sentences
 
 
@@ -131,32 +142,38 @@ def find_warnings(results: Results) -> Iterator[str]:
     - An evaluation has a warning, or a run is not bit-exact.
     - There is only one seed, or training times are missing.
     """
-    unmoved = []
-    for run in results.runs:
-        if has_not_moved(run):
-            distance = format_number(distance_from_start(run))
-            moved = f"has not moved from its start (total variation distance {distance})"
-            consequence = f"its sampler learns but {moved}; its numbers are those of the distribution it started from."
-            unmoved.append(f"{run.method} seed {run.seed}: {consequence}")
-    yield from _shorten(unmoved, "training runs have samplers that learn but have not moved from their start")
-    reason = cannot_rank(results.reference)
-    if reason and results.primary_metric != results.metric:
-        yield reason
-    elif results.primary_metric != results.metric:
-        yield from _find_distances_above_gaussian(results)
+    unmoved_warnings = list(_find_unmoved_samplers(results))
+    yield from _shorten(unmoved_warnings, "training runs have samplers that learn but have not moved from their start")
+    if results.primary_metric != results.metric:  # otherwise the outcome reports the reason
+        reason = cannot_rank(results.reference)
+        if reason:
+            yield reason
+        else:
+            yield from _find_distances_above_gaussian(results)
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.primary_metric)
-    distance_warnings: list[str] = []
+    metric_warnings: list[str] = []
     for method in results.methods:
-        distance_warnings += _find_distance_warnings(method, build_curve(results.measurements, method), gaussian)
-    yield from _shorten(distance_warnings, f"warnings of these kinds; {results.folder}/summary.csv has all values")
+        metric_warnings += _find_metric_warnings(method, build_curve(results.measurements, method), gaussian)
+    yield from _shorten(metric_warnings, f"warnings of these kinds; {results.folder}/summary.csv has all values")
     yield from _find_evaluation_warnings(results)
-    reasons = (run.record["provenance"].get("inexact_because") or [] for run in results.runs)
-    for reason in dict.fromkeys(chain.from_iterable(reasons)):
-        yield f"Not bit-exact: {reason}."
+    reasons_by_run = [run.record["provenance"].get("inexact_because") or [] for run in results.runs]
+    for inexact_reason in dict.fromkeys(chain.from_iterable(reasons_by_run)):  # each reason once
+        yield f"Not bit-exact: {inexact_reason}."
     if len(results.experiment.seeds) == 1:
         yield "One seed: the variation between seeds is unknown, and is not part of the standard deviation."
     if not all(run.seconds_by_step for run in results.runs):
         yield "Some training runs have no timing.jsonl: their times and factors in time are missing."
+
+
+def _find_unmoved_samplers(results: Results) -> Iterator[str]:
+    """Yield a warning for each training run whose sampler learns but has not moved from its start."""
+    for run in results.runs:
+        if has_not_moved(run):
+            distance = format_number(distance_from_start(run))
+            yield (
+                f"{run.method} seed {run.seed}: its sampler learns but has not moved from its start (total variation "
+                f"distance {distance}); its numbers are those of the distribution it started from."
+            )
 
 
 def _shorten(warnings: list[str], subject: str) -> Iterator[str]:
@@ -173,18 +190,21 @@ def _shorten(warnings: list[str], subject: str) -> Iterator[str]:
 
 
 def _find_evaluation_warnings(results: Results) -> Iterator[str]:
-    """Yield each warning in the evaluation records once, with the evaluations that it concerns."""
+    """Yield each warning in the evaluation records once, with the first of its evaluations and the number of others."""
     evaluations: dict[str, list[str]] = defaultdict(list)
     for run, snapshot in results.run_snapshots:
         for message in snapshot.evaluation.get("warnings") or []:
             evaluations[message].append(f"{run.method} seed {run.seed} step {snapshot.step:,}")
-    for message, (first, *others) in evaluations.items():
+    for message, (first, *others) in evaluations.items():  # every message has at least one evaluation
         subject = f"{first} and {format_count(len(others), 'other evaluation')}" if others else first
         yield f"{subject}: {message}."
 
 
 def _find_distances_above_gaussian(results: Results) -> Iterator[str]:
-    """Yield a warning about all methods whose distance ends no lower than that of a Gaussian fitted to the data."""
+    """Yield one warning about all methods whose distance ends no lower than that of a Gaussian fitted to the data.
+
+    Distances are means over seeds at the last common snapshot. Nothing is yielded if the Gaussian's row is missing.
+    """
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.metric)
     if gaussian is None:
         return
@@ -199,16 +219,16 @@ def _find_distances_above_gaussian(results: Results) -> Iterator[str]:
         yield f"{results.metric} is not below the {limit}: {join_first_names(methods_above)}. Train longer."
 
 
-def _find_distance_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:
-    """Yield warnings about a method whose distance ends no lower than a Gaussian's or rises during training.
+def _find_metric_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:
+    """Yield warnings about a method whose primary metric ends no lower than a Gaussian's or rises during training.
 
     A rise is reported if two neighbouring snapshots differ by more than the sum of their standard deviations. If one of
     these is unknown, nothing is reported.
 
     Args:
         method: name of the method.
-        curve: its distance over training.
-        gaussian: distance of a Gaussian that is fitted to the data, if known.
+        curve: its primary metric over training.
+        gaussian: value of a Gaussian that is fitted to the data; None: unknown.
     """
     final_value = curve.mean[-1]
     if gaussian is not None and final_value >= gaussian:

@@ -22,17 +22,22 @@ _MOST_NAMES = 12  # in a sentence
 def load_template(file: Path, **filters: Any) -> jinja2.Template:
     """Load a jinja2 template with additional `filters`.
 
-    Values are escaped in ``.html.jinja`` templates. In all other templates an undefined variable is an error.
+    In ``.html.jinja`` templates, values are escaped and an undefined variable is an empty text. In all other templates
+    an undefined variable is an error.
     """
-    html = file.name.endswith(".html.jinja")
-    undefined = jinja2.Undefined if html else jinja2.StrictUndefined
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=html, undefined=undefined)
+    is_html = file.name.endswith(".html.jinja")
+    undefined = jinja2.Undefined if is_html else jinja2.StrictUndefined
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=is_html, undefined=undefined)
     environment.filters |= filters
     return environment.from_string(file.read_text(encoding="utf-8"))
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """Format a number with `digits` significant digits and separated thousands; a dash if it is missing."""
+    """Format a number with `digits` significant digits, or as a whole number with separated thousands.
+
+    Whole numbers, and numbers with at least `digits` digits before the point, have no decimals: 12,345.6 becomes
+    ``12,346``. None, NaN and infinity become a dash.
+    """
     if value is None or not math.isfinite(value):
         return NONE
     has_digits_before_point = abs(value) >= 10 ** (digits - 1)  # at least `digits` of them
@@ -44,8 +49,9 @@ def format_number(value: float | None, digits: int = 3) -> str:
 def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -> str:
     """Format a value with its standard deviation, such as ``21.3 ± 0.9``.
 
-    The standard deviation has two significant digits, and the value has the decimals of the standard deviation. A value
-    without standard deviation has `digits` significant digits. A missing value is a dash.
+    The standard deviation has two significant digits and at most eight decimals, and sets the decimals of the value. A
+    standard deviation that is unknown, 0 or no more than a rounding error is left out; the value then has `digits`
+    significant digits. A missing value is a dash.
     """
     if value is None or not math.isfinite(value):
         return NONE
@@ -59,8 +65,8 @@ def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -
 def format_factor(factor: "Ratio | None") -> tuple[str, str]:
     """Format a cost factor and its interval over seeds, such as ``1.52×`` and ``1.31–1.77``.
 
-    If a seed does not reach the baseline's final value, the texts are ``not reached`` and ``in 2 of 5 seeds``. The
-    second text is empty with one seed. Without a factor, the texts are a dash and an empty text.
+    If two of five seeds do not reach the baseline's final value, the texts are ``not reached`` and ``in 2 of 5 seeds``.
+    The second text is empty with one seed. Without a factor, the texts are a dash and an empty text.
     """
     if factor is None:
         return NONE, ""
@@ -74,8 +80,8 @@ def format_factor(factor: "Ratio | None") -> tuple[str, str]:
 def format_change(ratio: "Ratio | None") -> tuple[str, str]:
     """Format a ratio as a difference in per cent, and the interval of that difference.
 
-    The texts are, for example, ``−12.5 %`` and ``−15.1 to −9.8 %``; the second one is empty with one seed. Without a
-    ratio, the texts are a dash and an empty text.
+    The texts are, for example, ``−12.5 %`` and ``−15.1 to −9.8 %``, always with a sign; the second one is empty with
+    one seed. Without a known ratio, the texts are a dash and an empty text.
     """
     if ratio is None or not math.isfinite(ratio.value):
         return NONE, ""
@@ -91,14 +97,17 @@ def _format_percentage(ratio: float) -> str:
 
 
 def format_p_value(ratio: "Ratio | None") -> str:
-    """Format the corrected p-value of the hypothesis that a ratio is 1."""
+    """Format the corrected p-value of the hypothesis that a ratio is 1, such as ``0.012`` or ``< 0.001``.
+
+    The text is a dash without a ratio, and if nothing is tested.
+    """
     if ratio is None or math.isnan(ratio.p_value):
         return NONE
     return "< 0.001" if ratio.p_value < 0.001 else f"{ratio.p_value:.3f}"
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Join names to a list in a sentence, such as ``a, b and c``."""
+    """Join at least one name to a list in a sentence, such as ``a, b and c``."""
     if len(names) == 1:
         return names[0]
     return ", ".join(names[:-1]) + " and " + names[-1]
@@ -124,7 +133,10 @@ def describe_sample_sets(evaluation: Any) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format a duration, such as ``0.4 s``, ``75 s``, ``12.5 min`` or ``3.2 h``; a dash if it is unknown."""
+    """Format a duration, such as ``0.4 s``, ``75 s``, ``12.5 min`` or ``3.2 h``; a dash if it is unknown.
+
+    Minutes begin at 3 min, and hours at 3 h. Seconds below 10 have a decimal.
+    """
     if seconds is None or not math.isfinite(seconds):
         return NONE
     for unit, unit_seconds in (("h", 3600), ("min", 60)):
@@ -134,16 +146,21 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_milliseconds(seconds: float) -> str:
-    """Format a duration in seconds as milliseconds, such as ``50 ms``."""
+    """Format a duration in seconds as whole milliseconds, such as ``50 ms``; a dash if it is not finite."""
     return f"{seconds * 1000:.0f} ms" if math.isfinite(seconds) else NONE
 
 
 def describe_component(settings: dict[str, object]) -> str:
-    """Describe a component, such as a sampler or a weighting, by its name and its options in one line."""
+    """Describe a component, such as a sampler or a weighting, in one line: its name, and its options in brackets.
+
+    Options with the value None or an empty list are left out, and so are the brackets if no option remains.
+    """
     options = [f"{key} {value}" for key, value in but_name(settings).items() if value not in (None, [])]
     return str(settings["name"]) + (f" ({', '.join(options)})" if options else "")
 
 
 def format_record_value(value: object) -> str:
-    """Format any value of a record; a list becomes ``a, b and c``."""
-    return join_names([str(item) for item in value]) if isinstance(value, list) and value else str(value)
+    """Format any value of a record; a list becomes ``a, b and c``, an empty list ``[]``, and None ``None``."""
+    if isinstance(value, list) and value:
+        return join_names([str(item) for item in value])
+    return str(value)

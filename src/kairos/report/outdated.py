@@ -83,7 +83,7 @@ class Change:
 
 
 def format_changes(changes: Sequence[Change]) -> str:
-    """Format the first three changes in one line, with the number of further changes."""
+    """Format the first three changes in one line, with the number of further changes; empty without changes."""
     shown = ", ".join(str(change) for change in changes[:3])
     return f"{shown} and {len(changes) - 3} more" if len(changes) > 3 else shown
 
@@ -113,8 +113,9 @@ class ExpectedSettings:
     def _find_changes(self, method: str, seed: int, path: Path) -> list[Change]:
         """Find the settings that have changed since a snapshot and that change results; a valid snapshot has none.
 
-        Changed settings of the training and of earlier stages do not count if the identity, or the hash of the stage's
-        result, shows that the result is equal. A hash that differs although no setting has changed is a change too.
+        Settings that change no more than rounding do not count. Changed settings of the training and of earlier stages
+        do not count if the identity, or the hash of the stage's result, shows that the result is equal. A hash that
+        differs although no setting has changed is a change too, and so is another seed in the record.
 
         Args:
             method: method of the snapshot.
@@ -141,11 +142,13 @@ class ExpectedSettings:
     def find_sampling_changes(self, protocol: Record) -> list[Change]:
         """Find the settings of sampling that differ from the protocol in a file of samples.
 
-        Settings that the protocol lacks do not count.
+        The total number of samples, over all sets, is one of these settings. Settings that the protocol lacks do not
+        count.
         """
         evaluation = self.experiment.evaluation
         now = {"sampling": self._sampling_settings, "number of samples": evaluation.num_samples * evaluation.sets}
-        return _compare_settings(now, {"sampling": protocol, **_select_fields(protocol, {"number of samples": "num"})})
+        before = {"sampling": protocol, **_select_fields(protocol, {"number of samples": "num"})}
+        return _compare_settings(now, before)
 
     def find_evaluation_changes(self, evaluation: Record) -> list[Change]:
         """Find the settings of sampling and evaluation that differ from the protocol in an evaluation record.
@@ -153,27 +156,31 @@ class ExpectedSettings:
         Settings that the record lacks do not count. The numbers of images and strata of validation losses are compared
         with the numbers that the data set and the process allow.
         """
-        before = {
-            "sampling": self._recorded_sampling_settings(evaluation["protocol"]),
-            "evaluation": _select_fields(evaluation["protocol"], _EVALUATION_FIELDS),
-        }
         settings = self.experiment.evaluation
-        now = {name: getattr(settings, name) for name in _EVALUATION_FIELDS}
+        evaluation_before = _select_fields(evaluation["protocol"], _EVALUATION_FIELDS)
+        evaluation_now = {name: getattr(settings, name) for name in _EVALUATION_FIELDS}
         validation = evaluation.get("validation") or {}
         if image_count := validation.get("images"):
-            before["evaluation"]["loss_images"] = image_count
+            evaluation_before["loss_images"] = image_count
             # the data set may have fewer held-out images than requested
             heldout_count = self._read_manifest("dataset").get("heldout_count", image_count)
-            now["loss_images"] = min(settings.loss_images, heldout_count)
+            evaluation_now["loss_images"] = min(settings.loss_images, heldout_count)
         if losses_by_time := validation.get("per_timestep"):
-            before["evaluation"]["strata"] = len(losses_by_time) - 2  # the first and the last cell are separate strata
+            evaluation_before["strata"] = len(losses_by_time) - 2  # the first and the last cell are separate strata
             cells = self.experiment.diffusion.process.get("timesteps", CELLS)
-            now["strata"] = min(settings.strata, max(cells - 2, 0))
-        return _compare_settings({"sampling": self._sampling_settings, "evaluation": now}, before)
+            evaluation_now["strata"] = min(settings.strata, max(cells - 2, 0))
+        sampling_before = self._recorded_sampling_settings(evaluation["protocol"])
+        return _compare_settings(
+            now={"sampling": self._sampling_settings, "evaluation": evaluation_now},
+            before={"sampling": sampling_before, "evaluation": evaluation_before},
+        )
 
     def _recorded_sampling_settings(self, protocol: Record) -> Record:
-        """Return the sampling settings that an evaluation's protocol contains, by the names in `_sampling_settings`."""
-        # each dictionary maps the name of a setting to its name in the protocol
+        """Return the sampling settings that an evaluation's protocol contains, in the form of `_sampling_settings`.
+
+        Of the solver's options, only those of the experiment's solver are selected.
+        """
+        # each dictionary maps the name of a setting to its name in the protocol, which is equal for most
         solver_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
         solver_fields["name"] = "scheduler"
         other_fields = {name: name for name in ("steps", "weights", *GUIDANCE)}
@@ -197,7 +204,7 @@ class ExpectedSettings:
         return []
 
     def _collect_settings(self, method: str) -> Record:
-        """Collect the settings that decide the results of a method, by section."""
+        """Collect the settings that decide the results of a method, by section; `methods` has this method alone."""
         dataset = self.plain["dataset"]
         return {
             "dataset": {name: value for name, value in dataset.items() if name not in _NO_EFFECT},
@@ -238,8 +245,11 @@ class ExpectedSettings:
         return {**record, "config": {**config, "methods": methods}}
 
     def _find_all_changes(self, method: str, record: Record) -> list[Change]:
-        """Find all settings that decide the results of a method and differ from a snapshot's record."""
-        recorded = dict(record["config"])
+        """Find all settings that decide the results of a method and differ from a snapshot's record.
+
+        Options that are newer than the record count as recorded with their defaults.
+        """
+        recorded = dict(record["config"])  # copies: records share their settings
         recorded_method = dict(recorded["methods"].get(record["method"], {}))
         for part, (_, default) in PARTS.items():
             component = getattr(self.experiment.methods[method], part)
@@ -261,7 +271,7 @@ class ExpectedSettings:
             section: section of the experiment file that contains the stage's settings.
             changes: changed settings of all sections.
             record: record of the snapshot.
-            path: file of this record.
+            path: file of this record, whose modification time is the time of the snapshot.
         """
         stage_hash = _STAGE_HASHES[section]
         before = record[stage_hash.record_field]
@@ -269,15 +279,18 @@ class ExpectedSettings:
         if not before or not now:  # unknown
             return changes
         if before != now:
-            if any(_section(change) == section for change in changes):
+            if any(_section(change) == section for change in changes):  # a changed setting explains the other hash
                 return changes
             return [*changes, Change(f"{section} (SHA-256)", before[:12], now[:12])]
-        if not _is_newer(self.results / stage_hash.manifest, path):
+        if not _is_newer(self.results / stage_hash.manifest, path):  # the stage did not run with the present settings
             return changes
         return [change for change in changes if _section(change) != section or change.field in _READ_BY_ENCODE]
 
     def _find_latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
-        """Find a change of the latents that no setting explains; until the run has ended, no change is found."""
+        """Find a change of the latents' hash since a run; the list is empty or has one change.
+
+        The run's training.json contains the hash, so until the run has ended no change is found.
+        """
         run_record = glance(self.results / method / f"seed{seed}" / "training.json")
         if run_record.get("identity") != record["identity"]:
             return []
@@ -295,7 +308,7 @@ class ExpectedSettings:
 
 
 def _select_used_fields(autoencoder: Record) -> Record:
-    """Select the fields of section `autoencoder` that decide the latents, by the section's kind."""
+    """Select the fields of section `autoencoder` that decide the latents; they depend on the kind of autoencoder."""
     match autoencoder["kind"]:
         case "none":
             used: Sequence[str] = ("kind",)
@@ -311,6 +324,8 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
 
     A field that one side lacks belongs to another version of kairos and does not count. `_add_defaults` adds options.
 
+    If components have different names, only the names are compared, because their options differ.
+
     Args:
         now: settings of the experiment, or a single value.
         before: settings in a record, or a single value.
@@ -321,7 +336,7 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     if not (isinstance(now, dict) and isinstance(before, dict)):
         return [Change(field, before, now)]
     names = [name for name in now if name in before]
-    if "name" in names and now["name"] != before["name"]:  # another component, which has other options
+    if "name" in names and now["name"] != before["name"]:
         names = ["name"]
     changes = []
     for name in names:
@@ -333,7 +348,7 @@ def _add_defaults(recorded: Any, component: Component | LibraryComponent) -> Any
     """Add options that are newer than a record to the recorded options of a component, with their defaults.
 
     Args:
-        recorded: name and options of a component in a record; other values are returned unchanged.
+        recorded: name and options of a component in a record; a value that is no dictionary is returned unchanged.
         component: the component of the experiment. If it has another name, nothing is added.
     """
     if not isinstance(recorded, dict) or recorded.get("name") != component.name:
@@ -393,7 +408,10 @@ def _read_protocol(path: Path, modified_ns: int, size: int) -> Record:
 
 
 def _decode_text_array(content: bytes) -> str:
-    """Return the string in a .npy file that contains one; faster than numpy, which parses headers as Python code."""
+    """Return the string in a .npy file that contains a single string.
+
+    It is faster than numpy, which parses headers as Python code; numpy reads the other forms of the file.
+    """
     start = 10 + int.from_bytes(content[8:10], "little")  # the header's length is at byte 8 in version 1 of the format
     if content[:8] == b"\x93NUMPY\x01\x00" and b"'<U" in content[:start]:
         return content[start:].decode("utf-32-le").rstrip("\0")

@@ -30,24 +30,25 @@ def render_page(results: Results, figures: Path) -> str:
     Args:
         results: results of the experiment.
         figures: folder of the drawn figures.
+
+    Raises:
+        KairosError: no snapshot after step 0 is evaluated for all methods.
     """
     comparisons = compare_methods(results)
     shared_provenance, varying_provenance = _split_provenance(results)
+    # protocol and model of the first run are shown for all runs
     last_snapshot = results.runs[0].last_snapshot
     protocol = last_snapshot.evaluation["protocol"]
-    metrics_of_runs = [run.last_snapshot.evaluation["metrics"] for run in results.runs]
+    final_metrics = [run.last_snapshot.evaluation["metrics"] for run in results.runs]
     common = results.measurements.common_measurements
     looks = assign_looks(select_shown_methods(results), results.baseline)
-    values_by_step = {}  # mean and standard deviation of the distance at each step, by method
-    for method in sorted(results.methods, key=lambda method: method not in looks):  # shown methods first
-        curve = build_curve(results.measurements, method)
-        values_by_step[method] = dict(zip(curve.steps, zip(curve.mean, curve.std)))
 
     def final_value(method: str, column: str) -> float:
-        """Return a column of a method at the last common snapshot, mean over seeds."""
+        """Return a column of a method at the last common snapshot, mean over seeds; NaN if a seed lacks it."""
         return float(common.values_of(method, column).iloc[:, -1].mean(skipna=False))
 
-    return formatting.load_template(Path(__file__).with_suffix(".html.jinja")).render(
+    template = formatting.load_template(Path(__file__).with_suffix(".html.jinja"))
+    return template.render(
         formatting=formatting,
         results=results,
         comparisons=comparisons,
@@ -64,11 +65,11 @@ def render_page(results: Results, figures: Path) -> str:
         learned_rows=_list_learned_snapshots(results, looks),
         outcome=findings.summarise_outcome(results, comparisons),
         warnings=[*results.notes, *findings.find_warnings(results)],
-        curves=values_by_step,
+        curves=_tabulate_curves(results, looks),
         unmoved={method: all(map(has_not_moved, results.runs_of(method))) for method in results.methods},
         has_not_moved=has_not_moved,
         final_value=final_value,
-        further_metrics=_further_metrics(metrics_of_runs, results.primary_metric),
+        further_metrics=_further_metrics(final_metrics, results.primary_metric),
         reference_metrics=_further_metrics(results.reference["rows"].values(), results.metric),
         snapshot_labels=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
         losses=formatting.join_names(
@@ -85,16 +86,25 @@ def render_page(results: Results, figures: Path) -> str:
     )
 
 
+def _tabulate_curves(results: Results, looks: dict[str, Look]) -> dict[str, dict[float, tuple[float, float]]]:
+    """Return mean and standard deviation of the primary metric by step, by method; methods with a look come first."""
+    values_by_method = {}
+    for method in sorted(results.methods, key=lambda method: method not in looks):  # False sorts before True
+        curve = build_curve(results.measurements, method)
+        values_by_method[method] = dict(zip(curve.steps, zip(curve.mean, curve.std)))
+    return values_by_method
+
+
 def _list_learned_snapshots(results: Results, looks: dict[str, Look]) -> list[tuple[RunResults, SnapshotResults]]:
-    """Return the snapshots of runs whose sampler learns, with those of methods that have a look first."""
+    """Return the snapshots of runs whose sampler learns, each with its run; methods that have a look come first."""
     learned = [(run, snapshot) for run, snapshot in results.run_snapshots if run.learns_sampler]
     return sorted(learned, key=lambda run_and_snapshot: run_and_snapshot[0].method not in looks)
 
 
 def _split_provenance(results: Results) -> tuple["pd.Series[str]", pd.DataFrame]:
-    """Return the provenance that all runs share without empty fields, and a row per run with the varying fields.
+    """Return the provenance that all runs share, by field, and a table with a row per run and the varying fields.
 
-    All values are texts; a field that a run lacks is a dash.
+    All values are texts; a field that a run lacks is a dash. Shared fields that are None or an empty list are left out.
     """
     rows = []
     for run in results.runs:
@@ -126,8 +136,8 @@ def _solver_settings(protocol: Record) -> Record:
 def _validation_size(results: Results) -> tuple[int, int] | None:
     """Return the number of held-out images, and of strata between the end points, that validation losses use.
 
-    None if a run has no validation loss. Both numbers are from the last snapshot of the first run. Records of earlier
-    versions do not contain the number of images, which then follows from the experiment and the data set.
+    None if a run has no validation loss. Both numbers are from the last snapshot of the first run. If its record lacks
+    the number of images, as in earlier versions, the number follows from the experiment and the data set.
     """
     if not results.has_validation_losses:
         return None
@@ -138,7 +148,10 @@ def _validation_size(results: Results) -> tuple[int, int] | None:
 
 
 def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
-    """Return the metrics in records, except `first`: without standard deviations, values of single sets, n_samples."""
+    """Return the names of the metrics that any of the records has, each once, except the metric `first`.
+
+    Standard deviations, values of single sample sets and ``n_samples`` are left out.
+    """
     names = dict.fromkeys(chain.from_iterable(records))
     other_names = [name for name in names if name not in (first, "n_samples")]
     return [name for name in other_names if not name.endswith(("_spread", "_sets"))]
@@ -147,8 +160,9 @@ def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
 def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
     """Sum CPU and wall time of the jobs by stage, and over all stages in the last row.
 
-    A row is a dictionary of stage, number of jobs, largest peak memory in bytes and times in seconds. Stages are in the
-    order of the pipeline. There are no rows without jobs.
+    A row has the keys ``stage`` (``all`` in the last row), ``jobs`` (their number), ``peak`` (largest peak memory in
+    bytes), and in seconds ``wall_seconds``, ``cpu_seconds``, ``startup_wall_seconds`` and ``startup_cpu_seconds``.
+    Stages are in the order of the pipeline. The list is empty without jobs.
     """
     if not jobs:
         return []
@@ -169,16 +183,21 @@ def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
 
 
 def _load_analyses(results: Results) -> list[tuple[str, str, tuple[str, int | None]]]:
-    """Return name, title and figure of each analysis whose figure exists."""
+    """Return name, title and figure of each analysis whose figure exists, for the figure see `_load_figure`."""
     folder = results.folder / "analyses"
-    available = [each for each in results.experiment.analyses if (folder / f"{each.name}.png").is_file()]
-    return [(analysis.name, analysis.title, _load_figure(folder, analysis.name, "png")) for analysis in available]
+    analyses = []
+    for analysis in results.experiment.analyses:
+        if (folder / f"{analysis.name}.png").is_file():
+            figure = _load_figure(folder, analysis.name, form="png")
+            analyses.append((analysis.name, analysis.title, figure))
+    return analyses
 
 
 def _load_figure(folder: Path, name: str, form: str = "svg") -> tuple[str, int | None]:
     """Return a figure as a data URL, and the width of a PNG in CSS pixels; None for an SVG, which has a width.
 
-    Figures of samples are PNG files: an SVG file would contain their pixels too, and be larger.
+    With form ``svg``, figures whose names end in ``samples`` are PNG files, too: an SVG file would contain their pixels
+    as well, and be larger.
     """
     if form == "svg" and not name.endswith("samples"):
         return _data_url(folder / f"{name}.svg", "svg+xml"), None

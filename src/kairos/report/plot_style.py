@@ -55,7 +55,7 @@ class Label:
 
 
 def assign_looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
-    """Assign a look to each shown method by its position in the configuration; the baseline is black.
+    """Assign a look to each of the methods by its position among them; the baseline is black and the last entry.
 
     The looks of other methods repeat after 28 methods. A baseline that is not among the methods has a look too.
     """
@@ -109,7 +109,7 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     """Write labels right of the axes at the heights of their lines; labels that would overlap are moved apart.
 
     matplotlib has no function that moves labels apart. Scales and limits of the axes must be final. A dotted line
-    leads from the end of a line with `x` to the right edge.
+    leads from the end of a line with `x` to the right edge, and a thin line from there to the label.
 
     Args:
         axes: axes that contain the lines.
@@ -122,9 +122,10 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     assert figure is not None
     text_pixels = size * 1.3 / 72 * figure.dpi  # 72 points an inch; 1.3: line spacing
     gap = text_pixels / axes.get_window_extent().height  # as a fraction of the axes' height
-    ordered = sorted(labels, key=lambda label: label.y)
-    heights = [_height_in_axes(axes, label.y) for label in ordered]
-    for label, line_height, text_height in zip(ordered, heights, space_out_heights(heights, gap)):
+    ascending = sorted(labels, key=lambda label: label.y)
+    line_heights = [_height_in_axes(axes, label.y) for label in ascending]
+    text_heights = space_out_heights(line_heights, gap)
+    for label, line_height, text_height in zip(ascending, line_heights, text_heights):
         if label.x is not None:  # a dotted line from the end of the line to the right edge
             right = axes.get_xlim()[1]
             axes.plot([label.x, right], [label.y, label.y], color=label.color, lw=0.7, ls=(0, (1, 2)), alpha=0.7)
@@ -164,14 +165,14 @@ def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
 def style_log_axis(axes: Axes) -> None:
     """Label a logarithmic y axis with numbers instead of powers of ten, with enough ticks for a short axis.
 
-    Call it after plotting, since the ticks depend on the limits of the axis.
+    Call it after plotting, since the ticks depend on the limits of the axis. Minor ticks have no labels.
     """
     low, high = axes.get_ylim()
     decades = np.log10(high / low)
     if decades < 0.6:
-        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.yaxis.set_major_locator(MaxNLocator(6))  # evenly spaced, up to 6 intervals
     else:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,)))  # in each decade
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
 
@@ -181,14 +182,14 @@ def draw_method_lines(
 ) -> None:
     """Draw one line per method with the method's name at its end, and a grey band for the methods without a look.
 
-    Methods with a look but without a line are left out.
+    Methods with a look but without a line are left out. Lines have no markers.
 
     Args:
         axes: axes to draw into.
         looks: look of each method that gets a line.
         lines: pandas Series of each method; its index is the x axis.
-        settings: arguments of ``axes.set``.
-        labelled: False draws no names.
+        settings: arguments of ``axes.set``, such as title and scales.
+        labelled: False draws no names, neither of lines nor of the band.
     """
     labels = []
     for method, look in looks.items():
@@ -196,10 +197,11 @@ def draw_method_lines(
             line = lines[method]
             axes.plot(line.index, line, **look | {"marker": "", "label": method}, linewidth=1.4)
             labels.append(Label(float(line.iloc[-1]), method, look["color"]))
-    others = [line for method, line in lines.items() if method not in looks]
-    if others:
-        table = pd.concat(others, axis=1)
-        labels.append(draw_band(axes, table.index.to_numpy(float), table.to_numpy(float).T))
+    other_lines = [line for method, line in lines.items() if method not in looks]
+    if other_lines:
+        table = pd.concat(other_lines, axis=1)
+        labels.append(draw_band(axes, x=table.index.to_numpy(float), values=table.to_numpy(float).T))
+    # the axes, before the labels, whose heights depend on the limits
     axes.set(**settings)
     axes.margins(x=0)
     if axes.get_yscale() == "log":
@@ -220,10 +222,11 @@ def draw_band(axes: Axes, x: np.ndarray, values: np.ndarray) -> Label:
     """
     is_known = np.isfinite(values).any(axis=0) & np.isfinite(x)
     x, known_values = x[is_known], values[:, is_known]
-    low, middle, high = np.nanmin(known_values, 0), np.nanmedian(known_values, 0), np.nanmax(known_values, 0)
+    low, high = np.nanmin(known_values, axis=0), np.nanmax(known_values, axis=0)
+    median = np.nanmedian(known_values, axis=0)
     axes.fill_between(x, low, high, color=BAND, alpha=0.55, linewidth=0, zorder=0.5)
-    axes.plot(x, middle, color=MUTED, linewidth=1, linestyle=(0, (1, 1.5)), zorder=0.6)
-    return Label(float(middle[-1]), f"{len(values)} others: range, median", MUTED, x=float(x[-1]))
+    axes.plot(x, median, color=MUTED, linewidth=1, linestyle=(0, (1, 1.5)), zorder=0.6)
+    return Label(float(median[-1]), f"{len(values)} others: range, median", MUTED, x=float(x[-1]))
 
 
 def time_axis_settings(process: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ paper. If one differs, both numbers are shown with the reason. Settings that a p
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -55,7 +56,7 @@ class Acceleration:
 
 
 def compare_published_numbers(results: Results) -> list[NumberComparison]:
-    """Compare every published number in the experiment file with the measured one."""
+    """Compare every published number in the experiment file with the measured one, table by table and row by row."""
     comparisons = []
     for block in results.experiment.published:
         comparisons += [_compare_number(results, block, row) for row in block.numbers()]
@@ -63,7 +64,11 @@ def compare_published_numbers(results: Results) -> list[NumberComparison]:
 
 
 def published_csv(results: Results) -> str:
-    """Return the content of published.csv, with `COLUMNS`, which scripts may rely on."""
+    """Return the content of published.csv: a row per published number, with `COLUMNS`, which scripts may rely on.
+
+    ``step`` is the training length as the paper prints it, ``comparable`` is true or false, and ``why`` is the
+    obstacle. Without a measured number, its cell is empty.
+    """
     rows = []
     for comparison in compare_published_numbers(results):
         block, row = comparison.block, comparison.row
@@ -96,9 +101,9 @@ def compute_accelerations(results: Results) -> Iterator[Acceleration]:
 
 
 def judge_claim(results: Results) -> str:
-    """Return a sentence that compares the measured cost factor with the paper's claim.
+    """Return two sentences that compare the measured cost factor, up to the last common snapshot, with a paper's claim.
 
-    Empty if there is no claim, or its method or baseline is missing.
+    The text is empty if the experiment has no claim, or if results of the claim's method or baseline are missing.
     """
     claim = results.experiment.claim
     if claim is None or not {claim.method, claim.baseline} <= {*results.methods}:
@@ -114,13 +119,14 @@ def judge_claim(results: Results) -> str:
 
 
 def _judge_factor(factor: Ratio | None, claimed: float) -> str:
-    """Describe the outcome of a claim by the measured cost factor and its interval over seeds.
+    """Describe the outcome of a claim by the interval of the measured cost factor over seeds.
 
-    The outcome is ``confirmed``, ``refuted`` or ``left open``. Without an interval, the text is the reason.
+    The outcome is ``confirmed`` if the interval begins at `claimed` or above, ``refuted`` if it ends below, else ``left
+    open``. Without an interval, the text is the reason.
     """
-    _, remark = formatting.format_factor(factor)
+    _, interval_or_missed_seeds = formatting.format_factor(factor)
     if factor is None or factor.missed_seed_count:
-        return remark or "in no seed"
+        return interval_or_missed_seeds or "in no seed"
     if not factor.low < factor.high:  # NaN with one seed
         return "which one seed cannot confirm or refute"
     if factor.low >= claimed:
@@ -129,13 +135,14 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
         outcome = "refuted"
     else:
         outcome = "left open"
-    return f"95 % interval {remark}: {outcome} at this length and with these settings"
+    return f"95 % interval {interval_or_missed_seeds}: {outcome} at this length and with these settings"
 
 
 def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
     """Compare a published number with the measured one at its step, or at the last step if that is no snapshot.
 
-    If nothing is measured, the numbers of the result are NaN and the obstacle is the reason.
+    Mean and standard deviation are over the seeds that have a value. If no seed has one, both are NaN and the obstacle
+    is the reason.
     """
     not_measured = NumberComparison(block, row, measured=np.nan, std=np.nan, obstacle="not measured yet")
     if row.method is None:
@@ -145,15 +152,17 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
     snapshots = results.table[(results.table["method"] == row.method) & (results.table["step"] == step)]
     if snapshots.empty:
         return not_measured
+    # the measured values of all seeds, in the paper's unit
     column = results.metric if block.column == "fid" else block.column
     values = results.measurements.values_of(row.method, column)  # (seeds, steps)
     values = values.drop(columns=0, errors="ignore")  # papers have no untrained network
     if block.best_so_far:
         values = values.cummin(axis=1)
-    measured = values.get(step, pd.Series(dtype=float)) / block.scale  # no column for step 0
-    if measured.isna().all():
+    no_values = pd.Series(dtype=float)  # at step 0
+    values_at_step = values.get(step, no_values) / block.scale
+    if values_at_step.isna().all():
         return replace(not_measured, obstacle=f"{column} is not measured")
-    protocol = snapshots.iloc[0]
+    protocol = snapshots.iloc[0]  # that of the first seed, which stands for all
     settings = {  # measured and published
         "extractor": (protocol["extractor"], block.extractor),
         "samples": (protocol["n_samples"], block.samples),
@@ -161,13 +170,28 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
         "reference": (results.reference["reference"], block.reference),
         "training steps": (step, row.step),
     }
-    obstacles = []
-    for name, (measured_setting, published_setting) in settings.items():
-        if published_setting not in (None, measured_setting):  # None: the paper does not state it
-            obstacles.append(f"{name} {measured_setting}, published {published_setting}")
+    obstacles = _describe_unequal_settings(settings)
     if block.differs:
         obstacles.append(block.differs)
-    return NumberComparison(block, row, measured=measured.mean(), std=measured.std(), obstacle="; ".join(obstacles))
+    return NumberComparison(
+        block=block,
+        row=row,
+        measured=values_at_step.mean(),
+        std=values_at_step.std(),
+        obstacle="; ".join(obstacles),
+    )
+
+
+def _describe_unequal_settings(settings: dict[str, tuple[Any, Any]]) -> list[str]:
+    """Describe the settings whose measured value, the first of a pair, differs from the published one.
+
+    A published value of None, which the paper does not state, does not differ.
+    """
+    descriptions = []
+    for name, (measured, published) in settings.items():
+        if published not in (None, measured):
+            descriptions.append(f"{name} {measured}, published {published}")
+    return descriptions
 
 
 def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline: str) -> float | None:
@@ -178,12 +202,13 @@ def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline
     for block in blocks:
         values_by_method = {block.methods.get(row, row): values for row, values in block.rows.items()}
         has_curves = block.column == "fid" and len(block.steps) > 1
-        if has_curves and {method, baseline} <= values_by_method.keys():
-            values = np.array(values_by_method[method], float)
-            baseline_values = np.array(values_by_method[baseline], float)
-            is_known = np.isfinite(values) & np.isfinite(baseline_values)
-            steps = np.array(block.steps, float)[is_known]
-            return highest_cost_ratio(
-                baseline_costs=steps, baseline_values=baseline_values[is_known], costs=steps, values=values[is_known]
-            )
+        if not has_curves or not {method, baseline} <= values_by_method.keys():
+            continue
+        values = np.array(values_by_method[method], float)  # a published null becomes NaN
+        baseline_values = np.array(values_by_method[baseline], float)
+        is_known = np.isfinite(values) & np.isfinite(baseline_values)
+        steps = np.array(block.steps, float)[is_known]
+        return highest_cost_ratio(
+            baseline_costs=steps, baseline_values=baseline_values[is_known], costs=steps, values=values[is_known]
+        )
     return None

@@ -122,14 +122,16 @@ class MethodComparison:
 
 
 def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
-    """Build the curve of a method's metric; the means of an unfinished experiment are over the available seeds.
+    """Build the curve of a method's metric over its snapshots.
 
-    Otherwise a mean is NaN where the value of a seed is missing.
+    Means of an unfinished experiment are over the available seeds. Otherwise a mean is NaN where the value of a seed is
+    missing. The deviation over sample sets is the root of the mean of the seeds' variances. The larger deviation is the
+    known one where only one is known.
     """
     values = measurements.values_of(method, measurements.metric)
     seconds = measurements.values_of(method, "train_seconds")
     set_stds = measurements.values_of(method, f"{measurements.metric}_spread")
-    skip_missing = bool(measurements.missing)
+    skip_missing = bool(measurements.missing)  # True for an unfinished experiment
     std_over_sets = np.sqrt((set_stds**2).mean(skipna=skip_missing).to_numpy())
     std_over_seeds = values.std().to_numpy()
     return Curve(
@@ -138,7 +140,7 @@ def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
         mean=values.mean(skipna=skip_missing).to_numpy(),
         std_over_sets=std_over_sets,
         std_over_seeds=std_over_seeds,
-        std=np.fmax(std_over_sets, std_over_seeds),
+        std=np.fmax(std_over_sets, std_over_seeds),  # fmax ignores NaN
         values_by_seed=values.to_numpy(),
         seconds_by_seed=seconds.to_numpy(),
     )
@@ -148,7 +150,8 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     """Compare all methods at their last common snapshot; the method with the best value of the metric comes first.
 
     Ratios, tests and ranks are over the seeds for which every method has a positive value. With fewer than five such
-    seeds, nothing is tested, and every method may have every rank.
+    seeds, nothing is tested, and every method may have every rank. Without a baseline, `ratio_to_baseline` and the
+    factors are None.
 
     Raises:
         KairosError: no snapshot after step 0 is evaluated for all methods.
@@ -156,31 +159,28 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     measurements = results.measurements if isinstance(results, Results) else results
     common = measurements.common_measurements
     curves = [build_curve(common, method) for method in common.methods]
+    # test every pair of methods
     final_values = np.array([curve.values_by_seed[:, -1] for curve in curves])  # (methods, seeds)
     has_logarithm = np.isfinite(final_values) & (final_values > 0)
     final_values = final_values[:, has_logarithm.all(axis=0)]  # of the seeds that all methods have
     ratios = compare_pairs(np.log(final_values))
     is_better = ratios.values > 1 if common.higher_is_better else ratios.values < 1
     ends_better = (ratios.p_values < SIGNIFICANCE_LEVEL) & is_better  # [a, b]: a ends better than b
-    oriented_curves = curves  # with lower values better
+    # cost factors need curves of which lower values are better
+    descending_curves = curves
     if common.higher_is_better:
-        oriented_curves = [replace(curve, values_by_seed=-curve.values_by_seed) for curve in curves]
+        descending_curves = [replace(curve, values_by_seed=-curve.values_by_seed) for curve in curves]
     baseline = common.methods.index(common.baseline) if common.baseline else None
     comparisons = []
     for index, (method, curve) in enumerate(zip(common.methods, curves)):
         ratio_to_baseline = step_factor = time_factor = None
         if baseline is not None:
-            curve_pair = oriented_curves[index], oriented_curves[baseline]
-            step_factor = compute_cost_factor(*curve_pair, "steps")
-            time_factor = compute_cost_factor(*curve_pair, "seconds_by_seed")
+            curve_pair = descending_curves[index], descending_curves[baseline]
+            step_factor = compute_cost_factor(*curve_pair, cost="steps")
+            time_factor = compute_cost_factor(*curve_pair, cost="seconds_by_seed")
             if index != baseline:
-                ratio_to_baseline = Ratio(
-                    value=float(ratios.values[index, baseline]),
-                    low=float(ratios.low[index, baseline]),
-                    high=float(ratios.high[index, baseline]),
-                    p_value=float(ratios.p_values[index, baseline]),
-                )
-        better_count = int(ends_better[:, index].sum())
+                ratio_to_baseline = _select_ratio(ratios, index, baseline)
+        better_count = int(ends_better[:, index].sum())  # methods that end better than this one
         worse_count = int(ends_better[index].sum())
         losses = {name: common.values_of(method, name).iloc[:, -1] for name in VALIDATION_LOSSES}
         comparison = MethodComparison(
@@ -198,6 +198,16 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     return sorted(comparisons, key=lambda comparison: comparison.curve.mean[-1], reverse=common.higher_is_better)
 
 
+def _select_ratio(ratios: RatioArrays, method: int, other: int) -> Ratio:
+    """Return the ratio of a method's value to another's from arrays (methods, methods), with its corrected p-value."""
+    return Ratio(
+        value=float(ratios.values[method, other]),
+        low=float(ratios.low[method, other]),
+        high=float(ratios.high[method, other]),
+        p_value=float(ratios.p_values[method, other]),
+    )
+
+
 def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
     """Compare every pair of methods over seeds, in one table or in many at once.
 
@@ -206,7 +216,8 @@ def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
 
     Returns:
         Ratios of a's distance to b's, with p-values corrected over all pairs. Arrays are (..., methods, methods),
-        indexed [a, b]. P-values are NaN with fewer than five seeds.
+        indexed [a, b]. P-values are NaN with fewer than five seeds; otherwise they are 1 for a method with itself, and
+        for methods that are equal for every seed.
     """
     log_ratios = log_distances[..., :, None, :] - log_distances[..., None, :, :]  # (..., methods, methods, seeds)
     ratios = _geometric_mean_ratio(log_ratios)
@@ -242,7 +253,7 @@ def correct_after_holm(p_values: np.ndarray, test_count: int | None = None) -> n
 
 
 def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, power: float = 0.8) -> float:
-    """Return the true mean log ratio that a two-sided paired t-test over seeds detects.
+    """Return the smallest true mean log ratio that a two-sided paired t-test over seeds detects, above 0.
 
     Args:
         deviation: standard deviation of the log ratio over seeds.
@@ -252,13 +263,16 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
     """
     from scipy import optimize, stats
 
-    edge = stats.t.ppf(1 - level / 2, seeds - 1)
+    freedom = seeds - 1  # degrees of freedom
+    critical_value = stats.t.ppf(1 - level / 2, freedom)  # of the t statistic
 
     def excess_power(shift: float) -> float:
-        below = np.nan_to_num(stats.nct.cdf(-edge, seeds - 1, shift))  # NaN if it is too small for scipy
-        return float(stats.nct.sf(edge, seeds - 1, shift) + below) - power
+        """Return the test's power minus `power`, for a t statistic with noncentrality `shift`."""
+        below = np.nan_to_num(stats.nct.cdf(-critical_value, freedom, shift))  # NaN if it is too small for scipy
+        return float(stats.nct.sf(critical_value, freedom, shift) + below) - power
 
-    return float(optimize.brentq(excess_power, 0, 3 * edge)) * deviation / math.sqrt(seeds)
+    shift = float(optimize.brentq(excess_power, 0, 3 * critical_value))
+    return shift * deviation / math.sqrt(seeds)
 
 
 def crossing_cost(costs: np.ndarray, values: np.ndarray, target: float) -> float:
@@ -276,11 +290,14 @@ def crossing_cost_just_below(costs: np.ndarray, values: np.ndarray, target: floa
     """Return the limit of `crossing_cost` for values that rise to `target`; NaN if no value is below `target`.
 
     The limit exceeds `crossing_cost` where the curve only touches `target`, rises, and later falls below `target`.
+
+    Args:
+        costs, values, target: see `crossing_cost`.
     """
     return _interpolate_cost(costs, values, target, values < target)
 
 
-def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, reached: np.ndarray) -> float:
+def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, is_reached: np.ndarray) -> float:
     """Interpolate the cost of `target` between the first snapshot that reaches it and the snapshot before.
 
     The result is NaN if no snapshot reaches it, and the cost of the first snapshot if that one does.
@@ -289,16 +306,16 @@ def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, reac
         costs: steps or seconds at the snapshots, (snapshots,).
         values: values at the snapshots, (snapshots,), of which lower ones are better.
         target: value to reach.
-        reached: True for the snapshots that reach the target, (snapshots,).
+        is_reached: True for the snapshots that reach the target, (snapshots,).
     """
-    if not reached.any():
+    if not is_reached.any():
         return math.nan
-    first_reached = int(reached.argmax())
+    first_reached = int(is_reached.argmax())  # index of the first True
     if first_reached == 0:
         return float(costs[0])
-    span = slice(first_reached - 1, first_reached + 1)
-    # np.interp needs ascending values; distances descend from the snapshot before to the one that reaches the target
-    return float(np.interp(-target, -values[span], costs[span]))
+    neighbours = slice(first_reached - 1, first_reached + 1)  # the snapshot before and the one that reaches the target
+    # np.interp needs ascending values; the values of these two snapshots descend
+    return float(np.interp(-target, -values[neighbours], costs[neighbours]))
 
 
 def highest_cost_ratio(
@@ -309,23 +326,28 @@ def highest_cost_ratio(
     Wang et al. (2025, section 3.3) define the acceleration by curves of the distance in this way. The curves are linear
     between snapshots, so the ratio is monotone between neighbouring distances of snapshots. The supremum is the ratio
     at such a distance or its limit from below: a cost jumps where a curve rises again from a minimum.
+
+    Args:
+        baseline_costs, costs: steps or seconds at the snapshots, each (snapshots,); above 0.
+        baseline_values, values: distances at the snapshots, each (snapshots,); finite.
     """
-    lowest = max(baseline_values.min(), values.min())  # the lowest distance that both curves reach
+    lowest_common = max(baseline_values.min(), values.min())  # the lowest distance that both curves reach
     ratios = []
     for target in {*baseline_values, *values}:
-        if target >= lowest:
+        if target >= lowest_common:
             baseline_cost = crossing_cost(baseline_costs, baseline_values, target)
             ratios.append(baseline_cost / crossing_cost(costs, values, target))
-        if target > lowest:
+        if target > lowest_common:
             baseline_limit = crossing_cost_just_below(baseline_costs, baseline_values, target)
             ratios.append(baseline_limit / crossing_cost_just_below(costs, values, target))
     return max(ratios)
 
 
 def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
-    """Compute the highest factor by which a method needs fewer steps than the baseline, over seeds.
+    """Compute the highest factor by which a method needs fewer steps than the baseline for one distance, over seeds.
 
-    The snapshot before training (step 0) is left out: all methods are equal there.
+    The snapshot before training (step 0) is left out: all methods are equal there. The two curves have equal snapshots.
+    The ratio has no p-value.
     """
     is_trained = curve.steps > 0
     steps = curve.steps[is_trained]
@@ -336,7 +358,9 @@ def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
 
 
 def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | None:
-    """Compute the baseline's cost for its final value over the method's cost for that value, seed by seed.
+    """Compute the baseline's cost for its final value over the method's cost for that value, the mean over seeds.
+
+    The mean is geometric. Lower values of both curves are better, and the ratio has no p-value.
 
     Args:
         curve: the method.
@@ -351,7 +375,10 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
     baseline_costs = _costs_of_targets(baseline, cost, targets)
     method_costs = _costs_of_targets(curve, cost, targets)
     has_clock = np.isfinite(getattr(curve, cost)).all()
-    if not has_clock or not (baseline_costs > 0).all() or (method_costs == 0).any():
+    # a cost of 0 is that of the snapshot before training
+    baseline_has_improved = (baseline_costs > 0).all()
+    method_starts_there = (method_costs == 0).any()
+    if not has_clock or not baseline_has_improved or method_starts_there:
         return None
     mean = _geometric_mean_ratio(np.log(baseline_costs / method_costs))
     missed_seed_count = int(np.isnan(method_costs).sum())
@@ -368,14 +395,14 @@ def _costs_of_targets(curve: Curve, cost: str, targets: np.ndarray) -> np.ndarra
     """Return the cost at which each seed reaches its target, (seeds,); NaN for a seed that does not reach it."""
     # steps are common to all seeds, seconds are not
     costs_by_seed = np.broadcast_to(getattr(curve, cost), curve.values_by_seed.shape)
-    seeds = zip(costs_by_seed, curve.values_by_seed, targets)
-    return np.array([crossing_cost(costs, values, target) for costs, values, target in seeds])
+    rows_by_seed = zip(costs_by_seed, curve.values_by_seed, targets)
+    return np.array([crossing_cost(costs, values, target) for costs, values, target in rows_by_seed])
 
 
 def distance_from_start(run: RunResults) -> float | None:
-    """Return the total variation distance of a learned sampler's final p(t) from its start; None if it is fixed.
+    """Return the total variation distance of a learned sampler's last p(t) from its start; None if it does not learn.
 
-    NaN if the distance is unknown.
+    The last p(t) is that of the last evaluated snapshot. The result is NaN if its record lacks the distance.
     """
     if not run.learns_sampler:
         return None
@@ -397,7 +424,8 @@ def has_not_moved(run: RunResults) -> bool:
 def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
     """Return the geometric mean of ratios over seeds, its 95 % interval, and the p-value of the mean being 1.
 
-    Interval and p-value are NaN with one seed; all are NaN without seeds.
+    Arrays have the shape of `log_ratios` without its last axis. Interval and p-value are those of a t-test, not
+    corrected. They are NaN with one seed; all values are NaN without seeds or if a ratio is NaN.
 
     Args:
         log_ratios: logarithms of the ratios, (..., seeds).

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,12 @@ _CONDITIONED_IMAGES = 8  # captions or low-resolution images that are shown
 
 
 def draw_samples_over_training(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw the sample grids of the first seed, a row per method and a column per snapshot; missing ones are blank."""
+    """Draw the sample grids of the first seed, a row per method and a column per snapshot; missing ones are blank.
+
+    Methods without a look are left out.
+    """
     methods, steps = _select_methods(results, looks), results.experiment.milestones
-    side = min(1.9, 9.0 / len(steps))
+    side = min(1.9, 9.0 / len(steps))  # inches of a sample grid
     width, height = side * len(steps) + 0.05, side * len(methods)
     figure, grid = create_figure(width, height, len(methods), len(steps), column_space=0.08, row_space=0.08)
     for row, method in zip(grid, methods):
@@ -39,7 +42,10 @@ def draw_samples_over_training(results: Results, looks: dict[str, Look]) -> Figu
 
 
 def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw a grid of real images, held out if possible, and a grid of every method's last samples (first seed)."""
+    """Draw a grid of real images, held out if possible, and a grid of every method's last samples (first seed).
+
+    Methods without a look are left out. The panels fill rows of four.
+    """
     real_label, images = load_real_images(results, results.experiment.sampling.grid)
     pictures = [(real_label, tile_images(images))]
     for method in _select_methods(results, looks):
@@ -59,21 +65,22 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
 def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the first four images one by one, each in a panel with a row per method and a column per snapshot.
 
-    Images are those of the first seed that has the snapshot; a snapshot without images is white.
+    Images are those of the first seed that has the snapshot; a snapshot without images is white. Methods without a look
+    are left out.
     """
     methods, steps = _select_methods(results, looks), results.experiment.milestones
-    grid_files = {}
-    for run in reversed([run for method in methods for run in results.runs_of(method)]):  # the first seed is kept
+    # the images of every cell
+    first_images: dict[tuple[str, int], np.ndarray] = {}  # by method and step, each (images, height, width, channels)
+    for run in chain.from_iterable(results.runs_of(method) for method in methods):
         for snapshot in run.snapshots:
-            grid_files[run.method, snapshot.step] = snapshot.grid_file
-    first_images = {
-        method_and_step: open_samples(grid_file.with_suffix(".npz")).images[:_IMAGES_ONE_BY_ONE]
-        for method_and_step, grid_file in grid_files.items()
-    }
+            if (run.method, snapshot.step) not in first_images:  # otherwise an earlier seed has the snapshot
+                samples = open_samples(snapshot.grid_file.with_suffix(".npz"))
+                first_images[run.method, snapshot.step] = samples.images[:_IMAGES_ONE_BY_ONE]
     blank = np.full_like(next(iter(first_images.values())), 255)
     cells = [first_images.get(method_and_step, blank) for method_and_step in product(methods, steps)]
     images = np.stack(cells)  # (methods x steps, images, height, width, channels)
     image_count, image_height, image_width, _ = blank.shape
+    # a panel per image; sizes are in inches
     figure_width = 9.5
     panel_width = figure_width / image_count
     # the height at which pixels are square
@@ -94,14 +101,15 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
 def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the first conditions (captions or low-resolution images), their real images, and each method's last samples.
 
-    A row shows one condition, of at most eight. Samples are of the first seed.
+    A row shows one condition, of at most eight. Samples are of the first seed. Captions are left of the row, and
+    low-resolution images in the first column. Methods without a look are left out.
     """
     from kairos.sampling.conditions import select_condition_sources  # imports torch, which other figures do not need
 
     methods = _select_methods(results, looks)
     snapshots = {method: results.runs_of(method)[0].last_snapshot for method in methods}
     samples = {method: open_samples(snapshot.grid_file.with_suffix(".npz")) for method, snapshot in snapshots.items()}
-    # conditions are equal for all methods
+    # the real images whose conditions were used; conditions are equal for all methods
     first_method = methods[0]
     first_samples = samples[first_method]
     count = min(_CONDITIONED_IMAGES, len(first_samples.images))
@@ -113,13 +121,14 @@ def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure
         labels=first_samples.protocol["labels"],
         seed=first_samples.protocol["seed"],
     )
+    # a column of images per name
     columns = {}
     if factor := results.experiment.dataset.low_resolution:
         columns["low resolution"] = to_uint8(reduce_resolution(dataset.load_tensor(sources), factor))
     columns["real"] = dataset.images[sources]
     for method in methods:
         columns[method] = samples[method].images[:count]
-    width, height = 1.3 * len(columns), 1.4 * count
+    width, height = 1.3 * len(columns), 1.4 * count  # inches
     figure, grid = create_figure(width, height, count, len(columns), column_space=0.1, row_space=0.1)
     for column, (name, images) in enumerate(columns.items()):
         grid[0, column].set_title(name, fontsize=9.5, color=INK if name in samples else MUTED)
@@ -145,6 +154,6 @@ def load_sample_grid(path: Path) -> np.ndarray:
 
 
 def _show_image(axes: Axes, pixels: np.ndarray) -> None:
-    """Show an image in the axes, without frame and ticks."""
+    """Show an image, gray (height, width, 1) or RGB with values from 0 to 255, in the axes without frame and ticks."""
     axes.imshow(pixels.squeeze(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
     axes.axis("off")

@@ -10,8 +10,9 @@ MOST_SHOWN = 12  # methods that a figure can show with a colour and a name each
 def select_shown_methods(results: Results) -> list[str]:
     """Return the methods that figures show one by one, in the order of the configuration.
 
-    An experiment with at most 12 methods shows all. Otherwise the baseline, the best method of each sweep and the best
-    methods of the experiment are selected, 12 in total. Final values are compared at the last common snapshot.
+    An experiment with at most 12 methods shows all. Otherwise 12 are selected: first the baseline, then the best method
+    of each sweep, then the best methods of the experiment. The best method has the lowest primary metric at the last
+    common snapshot.
     """
     methods = results.methods
     if len(methods) <= MOST_SHOWN:
@@ -22,14 +23,15 @@ def select_shown_methods(results: Results) -> list[str]:
     best_of_sweeps: dict[str, str] = {}
     for method in best_first:
         if parse_sweep_name(method):
-            best_of_sweeps.setdefault(name_of_sweep(method), method)
+            best_of_sweeps.setdefault(name_of_sweep(method), method)  # keeps the first, which is the best
     baselines = [results.baseline] if results.baseline else []
-    selected = list(dict.fromkeys([*baselines, *best_of_sweeps.values(), *best_first]))[:MOST_SHOWN]
+    by_priority = dict.fromkeys([*baselines, *best_of_sweeps.values(), *best_first])  # each method once
+    selected = list(by_priority)[:MOST_SHOWN]
     return [method for method in methods if method in selected]
 
 
 def name_of_sweep(method: str) -> str:
-    """Return the name of a method without the options of its grid: ``speed`` for ``speed-k=5``."""
+    """Return the name of a method without the options of its grid: ``speed`` for ``speed-k=5`` and for ``speed``."""
     for option, value in parse_sweep_name(method):
         method = method.replace(f"-{option}={value}", "", 1)
     return method

@@ -83,7 +83,9 @@ def draw_strategy(
     process: str,
     compared: ComparedStrategy | None = None,
 ) -> Figure:
-    """Draw density, weight and their product over timesteps.
+    """Draw density, weight and their product over timesteps, in three panels.
+
+    Weight and product have a log axis if the weights, of both strategies together, span more than three decades.
 
     Args:
         columns: ``t``, ``p``, ``w`` and ``effective`` of the strategy, each (T,), see `kairos_timesteps.lookup.table`.
@@ -96,7 +98,8 @@ def draw_strategy(
     _write_descriptions(figure, title, lines, compared)
     other_strategies = [] if compared is None else [compared.columns]
     timestep_count = len(columns["t"])
-    weights_span_decades = _span_decades(np.concatenate([table["w"] for table in (columns, *other_strategies)]))
+    all_weights = np.concatenate([table["w"] for table in (columns, *other_strategies)])
+    weights_span_decades = _span_decades(all_weights)
     panels = (
         _StrategyPanel("Drawn: T · p(t)", "p", timestep_count, _BLUE, logarithmic=False),
         _StrategyPanel("Weighted: w(t)", "w", 1, _ORANGE, logarithmic=weights_span_decades),
@@ -115,6 +118,7 @@ def draw_strategy(
         )
         axes.set(title=panel.title, **time_axis_settings(process))
         axes.margins(x=0)
+    # a line at the uniform density
     density_axes = grid[0, 0]
     density_axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
     density_axes.annotate(
@@ -133,7 +137,8 @@ def draw_strategy(
 def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compared: ComparedStrategy | None) -> None:
     """Write name and description of a strategy above the panels, and those of the compared one on the right.
 
-    With a compared strategy, a short line before each name shows the look of its curves.
+    With a compared strategy, a short line before each name shows the look of its curves. Long lines of the descriptions
+    are wrapped.
     """
     if compared is None:
         names, descriptions = [title], [_wrap_lines(lines, width=150)]
@@ -157,7 +162,7 @@ def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compar
 
 
 def _wrap_lines(lines: Sequence[str], width: int) -> list[str]:
-    """Wrap each line to `width` characters, with an indent from its second line on."""
+    """Wrap each line to `width` characters, with an indent from its second line on; empty lines are dropped."""
     wrapped: list[str] = []
     for line in lines:
         wrapped += textwrap.wrap(line, width, subsequent_indent="    ")
@@ -170,7 +175,7 @@ def _inches_above_panels(inches: float) -> float:
 
 
 def _span_decades(weights: np.ndarray) -> bool:
-    """Return True if weights are not negative and differ by a factor of more than 1000."""
+    """Return True if no weight is negative and the positive, finite weights differ by a factor of more than 1000."""
     if (weights < 0).any():
         return False
     positive = weights[np.isfinite(weights) & (weights > 0)]
@@ -187,8 +192,8 @@ def _draw_filled_curve(
 ) -> None:
     """Draw a filled curve from 0, or from the lower end of a log axis, and dashed curves to compare it with.
 
-    The limits of the y axis are set for all curves. A note and red marks above the x axis show where `values` are
-    negative or not finite.
+    The limits of the y axis are set for all curves; values that are not finite leave gaps. A note and red marks above
+    the x axis show where `values` are negative or not finite.
 
     Args:
         axes: axes to draw into.
@@ -201,7 +206,7 @@ def _draw_filled_curve(
     curve, *compared_curves = [np.where(np.isfinite(array), array, np.nan) for array in (values, *compared_values)]
     bottom = _set_value_limits(axes, np.concatenate([curve, *compared_curves]), logarithmic)
     if len(t) <= _STAIRS:
-        edges = np.arange(len(t) + 1) - 0.5
+        edges = np.arange(len(t) + 1) - 0.5  # a step is centred at its timestep
         axes.stairs(curve, edges, baseline=None, color=color, linewidth=1.6)
         axes.stairs(curve, edges, baseline=bottom, color=color, alpha=0.12, fill=True, linewidth=0)
         for compared_curve in compared_curves:
@@ -220,9 +225,10 @@ def _draw_filled_curve(
 
 
 def _set_value_limits(axes: Axes, values: np.ndarray, logarithmic: bool) -> float:
-    """Set the limits of the y axis with room around the values, and return the height that areas are filled from.
+    """Set scale and limits of the y axis with room around the values, and return the height that areas are filled from.
 
-    The axis is linear if no value is positive. Values may be NaN.
+    This height is the lower end of a log axis, else 0, which a linear axis always contains. The axis is linear if no
+    value is positive. Values may be NaN.
     """
     positive = values[values > 0]
     if logarithmic and len(positive):
@@ -249,13 +255,14 @@ def draw_increments(increments: Increments, title: str) -> Figure:
     heading = f"Process increments: {title}"
     figure.text(0, 1 + 1.18 / _INCREMENTS_HEIGHT, heading, va="top", fontsize=13, fontweight="bold")
     areas = increments.area()
-    names = [name for name in SHADES if (areas == name).any()]
-    exploding = increments.process in _EXPLODING
+    names = [name for name in SHADES if (areas == name).any()]  # areas that the process has
+    is_exploding = increments.process in _EXPLODING
+    # moments of the increments
     _draw_increment_panel(
         grid[0, 0],
         increments,
         title="Variance of $x_{t+1} - x_t$",
-        logarithmic=exploding,
+        logarithmic=is_exploding,
         lines=[
             _Line("by the paper's formula", increments.variance, _BLUE),
             _Line("its lower bound", increments.variance_bound, INK, _DASHES),
@@ -273,19 +280,20 @@ def draw_increments(increments: Increments, title: str) -> Figure:
         grid[1, 0],
         increments,
         title="Variance given x0",
-        logarithmic=exploding,
+        logarithmic=is_exploding,
         lines=[_Line("", increments.own_variance, _GREEN)],
     )
     _draw_increment_panel(
         grid[1, 1],
         increments,
         title="Mean, in multiples of x0",
-        logarithmic=not exploding,
+        logarithmic=not is_exploding,
         lines=[
             _Line("size of the mean", abs(increments.mean), _BLUE),
             _Line("its upper bound", increments.mean_squared_bound**0.5, INK, _DASHES),
         ],
     )
+    # the areas
     _mark_boundaries(grid[0, 1], increments)
     _draw_area_shares(grid[0, 2], areas, names)
     _draw_variance_histogram(grid[1, 2], increments, areas, names)
@@ -306,6 +314,9 @@ def _draw_increment_panel(
 ) -> None:
     """Draw moments of the increments over time, with the areas as background.
 
+    For a variance-exploding process, the x axis is logarithmic and the first time, t = 0, is left out. If all values
+    are 0, a note that the scale of x0 is constant replaces the legend.
+
     Args:
         axes: axes to draw into.
         increments: increments of the process.
@@ -314,10 +325,10 @@ def _draw_increment_panel(
         lines: lines to draw.
         legend_position: position of the legend, for several lines.
     """
-    exploding = increments.process in _EXPLODING
-    visible = slice(1, None) if exploding else slice(None)  # a log axis has no t = 0
+    is_exploding = increments.process in _EXPLODING
+    visible = slice(1, None) if is_exploding else slice(None)  # a log axis has no t = 0
     t = increments.t[visible]
-    axes.set(xscale="log" if exploding else "linear", yscale="log" if logarithmic else "linear")
+    axes.set(xscale="log" if is_exploding else "linear", yscale="log" if logarithmic else "linear")
     for line in lines:
         values = line.values[visible]
         axes.plot(t, values, color=line.color, linestyle=line.dash, linewidth=1.6, label=line.label or None)
@@ -332,11 +343,13 @@ def _draw_increment_panel(
 
 
 def _shade_areas(axes: Axes, increments: Increments) -> None:
-    """Draw the areas as background, with lines at their boundaries."""
+    """Draw the areas as background over the full height, with dashed lines at their boundaries."""
     areas = increments.area()
     look: dict[str, Any] = {"fill": True, "alpha": 0.55, "linewidth": 0, "zorder": 0}
+    full_height = axes.get_xaxis_transform()  # y = 1 is the upper edge of the axes
     for name, shade in SHADES.items():
-        axes.stairs(areas[:-1] == name, increments.t, color=shade, transform=axes.get_xaxis_transform(), **look)
+        is_in_area = areas[:-1] == name  # a stair is between two times
+        axes.stairs(is_in_area, increments.t, color=shade, transform=full_height, **look)
     for boundary in (increments.deceleration, increments.convergence):
         if boundary is not None:
             axes.axvline(boundary, **_BOUNDARY, zorder=1)
@@ -344,17 +357,19 @@ def _shade_areas(axes: Axes, increments: Increments) -> None:
 
 def _mark_boundaries(axes: Axes, increments: Increments) -> None:
     """Label the boundaries of the areas with their times, above the curve; the y axis is extended for the labels."""
-    # the labels need 28 % of the height of the curve
+    # the labels need 28 % of the height of the curve, which a log axis measures in decades
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":
         axes.set_ylim(low, high * (high / low) ** 0.28)
     else:
         axes.set_ylim(0, high * 1.28)
+    # time of each boundary, height of its label as a fraction of the axes, and an addition to the label
     boundaries = ((increments.deceleration, 0.97, ""), (increments.convergence, 0.88, f" (r = {increments.r:g})"))
     for time, height, note in boundaries:
         if time is None:
             continue
-        x_in_axes, _ = axes.transAxes.inverted().transform(axes.transData.transform((time, high)))
+        pixels = axes.transData.transform((time, high))
+        x_in_axes, _ = axes.transAxes.inverted().transform(pixels)
         has_room_on_right = x_in_axes < 0.6
         axes.annotate(
             f"t = {time:.5g}{note}",
@@ -370,7 +385,7 @@ def _mark_boundaries(axes: Axes, increments: Increments) -> None:
 
 
 def _draw_area_shares(axes: Axes, areas: np.ndarray, names: list[str]) -> None:
-    """Draw a bar for the share of timesteps in each area."""
+    """Draw a bar for the percentage of timesteps in each named area; `areas` has the area of every timestep."""
     shares = [100 * float((areas == name).mean()) for name in names]
     bars = axes.bar(names, shares, color=[SHADES[name] for name in names], edgecolor=MUTED, linewidth=0.8, width=0.62)
     axes.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], padding=2, fontsize=9)
@@ -391,19 +406,21 @@ def _draw_variance_histogram(axes: Axes, increments: Increments, areas: np.ndarr
         names: names of the areas to draw, keys of `SHADES`.
     """
     variance = increments.variance
-    edges = np.linspace(0, variance.max(), 21)
+    edges = np.linspace(0, variance.max(), 21)  # of 20 bars
     if increments.process in _EXPLODING:
         edges = np.geomspace(variance.min(), variance.max() * 1.0001, 21)  # rounding must not exclude the maximum
         axes.set_xscale("log")
-    values = [variance[areas == name] for name in names]
-    weights = [np.full(len(area_values), 100 / len(areas)) for area_values in values]  # bars in % of all timesteps
+    variances_by_area = [variance[areas == name] for name in names]
+    # each timestep counts as its percentage of all timesteps
+    weights = [np.full(len(variances), 100 / len(areas)) for variances in variances_by_area]
     shades = [SHADES[name] for name in names]
-    axes.hist(values, edges.tolist(), weights=weights, stacked=True, color=shades, edgecolor=MUTED, linewidth=0.6)
+    look: dict[str, Any] = {"color": shades, "edgecolor": MUTED, "linewidth": 0.6}
+    axes.hist(variances_by_area, edges.tolist(), weights=weights, stacked=True, **look)
     axes.set(title="Timesteps by variance, %", xlabel="variance by the paper's formula")
     axes.grid(axis="x", visible=False)
 
 
 def write_png(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw a figure in the common style and write it to a PNG file, atomically."""
+    """Call `draw` in the common style and write its figure to a PNG file, atomically."""
     with matplotlib.rc_context(STYLE), atomic(path) as file:
         draw().savefig(file, format="png", dpi=DPI, bbox_inches="tight", pad_inches=0.1)
