@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from kairos.autoencoders.codec import Codec, load_codec
+from kairos.autoencoders.codec import Codec, check_image_size, load_codec
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder, psnr
 from kairos.data.dataset import open_dataset, to_uint8
@@ -237,5 +237,10 @@ def test_a_colour_autoencoder_encodes_grey_images(tmp_path):
 @taesd
 def test_taesd_rejects_sizes_that_are_no_multiples_of_eight(digits, tmp_path):
     prepare(DatasetConfig(limit=4, resolution=28), tmp_path / "data")
-    with pytest.raises(ConfigError, match=r"28×28.*multiples of 8; allowed: 24 or 32"):
+    with pytest.raises(ConfigError, match=r"28×28.*multiples of 8; allowed: 24 or 32 instead of 28"):
         make_autoencoder(TAESD, open_dataset(tmp_path / "data"), tmp_path / "out", CPU)
+
+
+def test_proposed_sizes_are_those_of_the_side_that_does_not_fit():
+    with pytest.raises(ConfigError, match="allowed: 28 or 32 instead of 30"):
+        check_image_size((3, 32, 30), 4, "this autoencoder")

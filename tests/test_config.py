@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -294,3 +295,15 @@ def test_an_invalid_file_stops_a_command_before_any_work(tmp_path, capsys):
     line = ["train", "--config", str(path), "--method", "uniform", "--seed", "0", "--out", str(tmp_path / "out")]
     assert main(line) == 2
     assert "timesteps: got -1" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_values_of_the_command_line_do_not_hide_extends(tmp_path, monkeypatch):
+    """Snakemake's ``--config`` without ``--configfile``, with a params.yaml that extends another file."""
+    from kairos.workflow.controller import _load_experiment
+
+    (tmp_path / "base.yaml").write_text(Path("params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text("extends: base.yaml\nseeds: [3]\n")
+    settings = SimpleNamespace(configfiles=[], config={"experiment": "other"})
+    loaded = _load_experiment(SimpleNamespace(config_settings=settings), {"experiment": "other"})
+    assert (loaded.experiment, loaded.seeds) == ("other", [3]) and "uniform" in loaded.methods

@@ -514,3 +514,11 @@ def test_an_extractor_is_added_by_name(results, tmp_path, monkeypatch):
     assert kairos("reference", *shared, *folders, "--out", "reference") == 0
     assert kairos("evaluate", "--samples", results / "1.npz", "--reference", "reference", "--out", "x.json") == 0
     assert json.loads(Path("x.json").read_text())["metrics"]["frechet_pixels2"] > 0
+
+
+def test_few_samples_give_the_requested_number_of_sets():
+    sets, warnings = evaluate.split_into_sets(9, None, 5, "samples.npz")
+    assert [*map(len, sets)] == [1] * 5 and "4 images" in warnings[0]
+    assert len(evaluate.split_into_sets(9, 2, 5, "samples.npz")[0]) == 4
+    with pytest.raises(KairosError, match="got 4 images, allowed: at least 5"):
+        evaluate.split_into_sets(4, None, 5, "samples.npz")

@@ -86,6 +86,14 @@ def test_a_signal_before_the_first_step_stops_at_once():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
+    with StopRequest() as request:
+        request.begin()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert request.reason_to_stop(0.0) == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
 
 
 def test_an_allocated_gpu_that_cannot_be_used_is_an_error(monkeypatch):

@@ -228,7 +228,7 @@ def test_lists_select_files_by_their_names_without_extension(tmp_path):
 def test_lists_of_files_keep_the_classes(tmp_path):
     for name in "ab":
         write_images(tmp_path / "in" / name, 3)
-    (tmp_path / "list").write_text("b/001.png\na/000.png\n")
+    (tmp_path / "list").write_text("b/001.png\na/000.png\nb/001\n")  # names a file twice
     source = open_source(folder_config(tmp_path / "in", files=str(tmp_path / "list")))
     assert source.classes == ["a", "b"] and source.labels.tolist() == [1, 0]
 

@@ -172,14 +172,18 @@ def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str)
         autoencoder: name of the autoencoder in the error message.
 
     Raises:
-        ConfigError: they are not; the message contains the allowed sizes nearest to the height.
+        ConfigError: they are not; the message contains the allowed sizes nearest to each side that does not fit.
     """
     _, height, width = shape
-    if height % factor or width % factor:
-        size_below = max(factor, math.floor(height / factor) * factor)
-        size_above = math.ceil(height / factor) * factor
-        nearest_sizes = " or ".join(str(size) for size in sorted({size_below, size_above}))  # they may be equal
+    proposals = []
+    for side in sorted({height, width}):
+        if side % factor:
+            size_below = max(factor, math.floor(side / factor) * factor)
+            size_above = math.ceil(side / factor) * factor
+            nearest_sizes = " or ".join(str(size) for size in sorted({size_below, size_above}))  # they may be equal
+            proposals.append(f"{nearest_sizes} instead of {side}")
+    if proposals:
         raise ConfigError(
             f"dataset.resolution: images are {height}×{width}, but {autoencoder} needs sides that are multiples of "
-            f"{factor}; allowed: {nearest_sizes}, for example"
+            f"{factor}; allowed: {', '.join(proposals)}, for example"
         )

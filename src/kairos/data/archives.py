@@ -138,6 +138,7 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
             f"dataset.files: {path} lists {len(missing)} of {len(listed)} files that {config.path!r} does not hold, "
             f"such as {missing[0]!r}; allowed: names relative to it (LIST:N where lines are `name N`)"
         )
+    selected = list(dict.fromkeys(selected))  # the list may name a file with and without its suffix
     selected_names = [names[index] for index in selected]
     selected_labels = [labels[index] for index in selected] if labels else []
     return selected_names, selected_labels

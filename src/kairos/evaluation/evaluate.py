@@ -318,8 +318,10 @@ def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) 
     Raises:
         KairosError: fewer images than one set has.
     """
-    set_size = images // sets if num_samples is None else num_samples
-    set_count = images // set_size if set_size > 0 else 0
+    if num_samples is None:
+        set_size, set_count = images // sets, sets if images >= sets else 0
+    else:
+        set_size, set_count = num_samples, images // num_samples
     if set_count == 0:
         raise KairosError(f"{file}: got {images} images, allowed: at least {num_samples or sets}, one full set")
     warnings = []

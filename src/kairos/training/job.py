@@ -47,8 +47,7 @@ class StopRequest:
 
     As a context manager it handles SIGTERM, SIGUSR1 and SIGINT, and restores the previous handlers afterwards. Before
     `begin` there is nothing to save, and a signal raises `StoppedEarly` where it arrives. After `begin`,
-    `reason_to_stop` returns the reason, which is the first signal. A SIGINT after a first SIGINT ends the process at
-    once.
+    `reason_to_stop` returns the reason, which is the first signal. A second SIGINT ends the process at once.
 
     Attributes:
         reason: why the process should stop; empty: no request.
@@ -57,6 +56,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason = ""
         self._has_begun = False
+        self._was_interrupted = False  # by a SIGINT
         self._previous_handlers: dict[int, Any] = {}
         self._job_end = 0.0  # end of the SLURM job, Unix time; 0: unknown
 
@@ -69,15 +69,17 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: object) -> None:
-        """Record the first signal as the reason to stop; later signals do nothing, except for a repeated SIGINT.
+        """Record the first signal as the reason to stop; later signals do nothing, except for a second SIGINT.
 
         Raises:
             StoppedEarly: this is the first signal, and there is nothing to save yet.
-            KeyboardInterrupt: this signal and the first one are SIGINT.
+            KeyboardInterrupt: this is the second SIGINT.
         """
         name = signal.Signals(number).name
-        if name == "SIGINT" and self.reason == "SIGINT":
-            raise KeyboardInterrupt
+        if name == "SIGINT":
+            if self._was_interrupted:
+                raise KeyboardInterrupt
+            self._was_interrupted = True
         if self.reason:
             return
         self.reason = name

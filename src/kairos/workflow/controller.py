@@ -106,7 +106,8 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
-    return validate({**values, **config}, f"{_DEFAULT_EXPERIMENT} with --config")
+    merged = apply_extends({**values, **config}, Path(_DEFAULT_EXPERIMENT))
+    return validate(merged, f"{_DEFAULT_EXPERIMENT} with --config")
 
 
 @contextmanager
@@ -148,19 +149,19 @@ def _remove_leftovers(layout: Layout) -> None:
 
     The record of an import into MLflow that failed, or went to another server, is removed, so that the import is
     repeated. The record of a SLURM job is removed if the job succeeded without its controller: Snakemake's metadata
-    contain the job. A KairosError, such as for a damaged record, ends the removal without a message.
+    contain the job. A damaged record of an import stays.
     """
     results = Path(layout.results)
     with suppress(KairosError), _lock_results(results):
+        for success in job_records_folder(results).glob("*.done"):
+            success.with_suffix(".json").unlink(missing_ok=True)
+            success.unlink()
         tracking_file = results / "tracking.json"
         if tracking_file.exists():
             tracking = read_json(tracking_file)
             uri = without_credentials(tracking_uri(layout.experiment.tracking.uri))
             if not tracking.get("imported") or tracking.get("uri") != uri:
                 tracking_file.unlink()
-        for success in job_records_folder(results).glob("*.done"):
-            success.with_suffix(".json").unlink(missing_ok=True)
-            success.unlink()
 
 
 # ------------------------------------------------------------------------------------------- inputs, params and groups
