@@ -6,8 +6,8 @@ from kairos import process_exit
 
 
 def run() -> NoReturn:
-    """Run the command line of this process, and end the process."""
-    process_exit.skip_teardown()
+    """Run the command line of this process, and end the process with the exit status of the command."""
+    process_exit.skip_teardown()  # before the import, which may register functions for the exit
     from kairos.cli import main
 
     process_exit.end_process(main())
