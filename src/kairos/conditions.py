@@ -59,6 +59,11 @@ def drop(conditions: dict[str, Tensor], descriptions: Descriptions, dropped: Ten
     """Return conditions with null values for the samples where `dropped`, bool (batch,), is True.
 
     All conditions of such a sample are null. The arguments do not change.
+
+    Args:
+        conditions: conditions by name, each (batch, ...).
+        descriptions: descriptions of at least these conditions.
+        dropped: mask of the samples, on the device of the conditions.
     """
     null_values = nulls(conditions, descriptions)
     new_conditions = {}

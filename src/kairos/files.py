@@ -95,9 +95,9 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def write_weights(path: Path | str, weights: dict[str, Any]) -> None:
-    """Write tensors as safetensors, as diffusers and transformers do but atomically.
+    """Write tensors by name as safetensors, as diffusers and transformers do but atomically.
 
-    The tensors may be on any device.
+    The tensors may be on any device, and may require gradients.
     """
     from safetensors.torch import save
 

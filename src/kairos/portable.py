@@ -211,6 +211,7 @@ def _replace_kernel(library: Any, name: str, kernel: Callable[..., Any]) -> None
     original = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Call the new kernel, and the old one if the result is None; torch passes the dispatch keys."""
         result = kernel(*arguments, **keywords)
         if result is None:
             return original.call_boxed(keys, *arguments, **keywords)
@@ -265,7 +266,11 @@ def _matrix_product(a: "Tensor", b: "Tensor", bias: "Tensor | None" = None) -> "
 
 
 def _affine_product(bias: "Tensor", a: "Tensor", b: "Tensor", beta: Any = 1, alpha: Any = 1) -> "Tensor | None":
-    """Return a @ b + bias by `_matrix_product` for a bias per column; None for other biases and for factors."""
+    """Return a @ b + bias by `_matrix_product` for a bias per column; None for other biases and for factors.
+
+    Arguments are those of `torch.addmm`, whose result is beta bias + alpha a @ b. The result is also None where that of
+    `_matrix_product` is.
+    """
     is_bias_per_column = bias.dim() == 1 and len(bias) == b.shape[1]
     if not is_bias_per_column or beta != 1 or alpha != 1:
         return None

@@ -138,8 +138,8 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) 
             meaning = model_field.description or ""
             # the type of the field, and the types in a union such as `TextEncoderConfig | None`
             annotation = model_field.annotation
-            types = (item for item in (annotation, *get_args(annotation)) if isinstance(item, type))
-            section = next((item for item in types if issubclass(item, BaseModel)), None)
+            types = [member for member in (annotation, *get_args(annotation)) if isinstance(member, type)]
+            section = next((member for member in types if issubclass(member, BaseModel)), None)
             component = _find_component_annotation(model_field)
         values_are_of_one_component = not isinstance(values, list)  # in a list, the next key is the component's index
         if component is not None and values_are_of_one_component:

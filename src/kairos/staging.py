@@ -211,11 +211,13 @@ def _is_complete(home: Path, copied: Copied) -> bool:
         copied: the files that were copied.
     """
     copy = home / "copy"
-    pairs = [(copy / name / file, source / file) for name, (source, files) in copied.items() for file in files]
     try:
-        sizes_agree = all(target.stat().st_size == source.stat().st_size for target, source in pairs)
-        return sizes_agree and all((copy / name / "manifest.json").is_file() for name in copied)
-    except OSError:
+        for name, (source, files) in copied.items():
+            for file in files:
+                if (copy / name / file).stat().st_size != (source / file).stat().st_size:
+                    return False
+        return all((copy / name / "manifest.json").is_file() for name in copied)
+    except OSError:  # a file is missing
         return False
 
 

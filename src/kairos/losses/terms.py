@@ -1,8 +1,8 @@
 """Loss terms, each with one value per sample; the objective of an experiment is the sum of its terms.
 
 The strategy's weights multiply the terms with option ``weighted``, which is the default. Terms that must not be
-reweighted, such as the term of a learned variance, have ``weighted: false``. The training loop multiplies by these
-weights and by option ``scale``; the functions here apply neither.
+reweighted, such as the term of a learned variance, have ``weighted: false``. The callers multiply by these weights and
+by option ``scale``; the functions here apply neither.
 """
 
 import functools
@@ -152,7 +152,8 @@ def _normal_cdf(x: Tensor) -> Tensor:
 def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return ln beta, ln of the posterior's variance, and the factor of x0 in its mean, float64 (T,) on the device.
 
-    The posterior is q(x_{t-1} | x_t, x0). Its variance at t = 0, which is 0, is replaced by the one at t = 1.
+    The posterior is q(x_{t-1} | x_t, x0) of a discrete process. Its variance at t = 0, which is 0, is replaced by the
+    one at t = 1. Results are cached.
     """
     schedule = process.schedule
     alphas_cumprod = torch.from_numpy(schedule.alphas_cumprod)
