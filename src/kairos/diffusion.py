@@ -63,7 +63,7 @@ class MethodConfig(Section):
 
     @property
     def components(self) -> tuple[LibraryComponent, ...]:
-        """Sampler, weighting and coupling; without the coupling if it is the default, which does nothing."""
+        """Sampler, weighting and coupling, in this order; without the default coupling, ``independent``."""
         if self.coupling.name == "independent":
             return self.sampler, self.weighting
         return self.sampler, self.weighting, self.coupling

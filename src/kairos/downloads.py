@@ -70,7 +70,13 @@ class Requirement:
         return location, ""
 
     def describe_absence(self, problem: str = "") -> str:
-        """Return the problem of `locate`; without a problem, return that the files are missing, and what to do."""
+        """Return the problem of `locate`; without a problem, return that the files are missing, and what to do.
+
+        Example: ``not here; kairos fetch brings it``.
+
+        Args:
+            problem: second result of `locate`.
+        """
         if problem:
             return problem
         remedy = "kairos fetch brings it" if self.download else self.advice
@@ -80,7 +86,8 @@ class Requirement:
 def list_requirements(experiment: Experiment) -> list[Requirement]:
     """Return what the jobs of an experiment read from outside the results folder, in the order of reading.
 
-    Digits, and networks that kairos trains, are no requirements.
+    They are data sets, a pretrained autoencoder, files of captions, a text encoder, CLIP, and the weights of a feature
+    extractor. Digits, and networks that kairos trains, are no requirements.
     """
     sections = [section for section in experiment.dataset.sections if section.source != "digits"]
     requirements = [_dataset(section) for section in sections]
@@ -110,7 +117,10 @@ def warn_of_missing(experiment: Experiment) -> list[str]:
 
 
 def _networks_and_captions(experiment: Experiment) -> list[Requirement]:
-    """Return the requirements of an experiment other than its images and its feature extractor."""
+    """Return the requirements of an experiment other than its images and its feature extractor.
+
+    They are a pretrained autoencoder, files of captions, a text encoder, and CLIP for a metric.
+    """
     requirements = []
     if experiment.autoencoder.kind == "pretrained":
         path = experiment.autoencoder.path

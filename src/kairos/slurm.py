@@ -108,7 +108,10 @@ def job_records_folder(results: str | Path) -> Path:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment without the variables by which users change the output of SLURM's commands."""
+    """Return the environment without the variables by which users change the output of SLURM's commands.
+
+    They are ``SLURM_TIME_FORMAT`` and all whose names begin with ``SQUEUE_``, ``SACCT_`` or ``SINFO_``.
+    """
     return {name: value for name, value in os.environ.items() if not _USER_OPTIONS.match(name)}
 
 

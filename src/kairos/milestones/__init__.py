@@ -31,7 +31,7 @@ _SHAPE_OPTIONS = ("patch", "width", "depth", "heads", "channels", "multipliers",
 
 
 def step_name(step: int) -> str:
-    """Return the name of a step in folders and files, with 7 digits."""
+    """Return the name of a step in folders and files, with leading zeros up to 7 digits."""
     return f"{step:07d}"
 
 
