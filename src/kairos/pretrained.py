@@ -22,7 +22,7 @@ def download_files(path: str, files: Iterable[str], cached: bool = False) -> Pat
         cached: download nothing, and return the folder in the cache, which may lack files.
 
     Raises:
-        KairosError: the hub cannot be reached, rejects the request or is not asked, and the cache has no copy.
+        KairosError: the cache has no copy, and the hub cannot be reached, rejects the request, or `cached` is set.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

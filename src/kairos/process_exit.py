@@ -24,7 +24,7 @@ def skip_teardown() -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """Raise SystemExit with a status, as `sys.exit`, and make it the status of `skip_teardown`'s end of the process."""
+    """Raise SystemExit with a status, as `sys.exit`; a process that skips the teardown ends with this status too."""
     global _status
     _status = status
     sys.exit(status)
