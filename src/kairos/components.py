@@ -258,8 +258,10 @@ def _library_schema(cls: type) -> dict[str, Any]:
         for bound, limit in option.metadata["bounds"].items():
             schema[_BOUNDS[bound]] = limit
         schema["description"] = option.metadata["help"]
-        has_factory = option.default_factory is not dataclasses.MISSING
-        schema["default"] = option.default_factory() if has_factory else option.default
+        if option.default_factory is dataclasses.MISSING:
+            schema["default"] = option.default
+        else:
+            schema["default"] = option.default_factory()
         schemas[options.public_name(option)] = schema
     return schemas
 
