@@ -7,7 +7,8 @@ from kairos import process_exit
 
 def run() -> NoReturn:
     """Run the command line of this process, and end the process with the exit status of the command."""
-    process_exit.skip_teardown()  # before the import, which may register functions for the exit
+    # before the import, which may register functions for the exit
+    process_exit.skip_teardown()
     from kairos.cli import main
 
     process_exit.end_process(main())
