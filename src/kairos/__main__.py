@@ -6,7 +6,8 @@ from kairos import process_exit, quick_imports
 
 
 def run() -> NoReturn:
-    """Run the command line of this process, and end the process."""
+    """Run the command line of this process, and end the process with the exit status of the command."""
+    # before the import, which may register functions for the exit
     process_exit.skip_teardown()
     quick_imports.enable()
     from kairos.cli import main

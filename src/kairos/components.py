@@ -90,7 +90,10 @@ class Components(UserDict[str, type[C]], Generic[C]):
         self.kind = kind
 
     def register(self, cls: type[C]) -> type[C]:
-        """Add a component under the default of its field `name`; use as a decorator."""
+        """Add a component under the default of its field `name`, and return it; use as a decorator.
+
+        A component of the same name is replaced.
+        """
         self.data[cls.model_fields["name"].default] = cls
         return cls
 
@@ -98,7 +101,7 @@ class Components(UserDict[str, type[C]], Generic[C]):
         """Return the component of a name.
 
         Raises:
-            ConfigError: there is no such component; the message lists those that exist.
+            ConfigError: there is no such component; the message lists those that exist, and the most similar one.
         """
         if name not in self.data:
             alternatives = options.instead(str(name), self.data) if self.data else "; there is none"
@@ -110,6 +113,7 @@ class Components(UserDict[str, type[C]], Generic[C]):
 
         Raises:
             ConfigError: there is no such component, or an option is unknown or has a value that is not allowed.
+            KeyError: the values have no name.
         """
         name = values["name"]
         return check(self.find(name), dict(values), f"{self.kind} {name}")
@@ -145,24 +149,32 @@ class Selection:
     default: str | None = None
 
     def class_of(self, value: Any) -> type[Component] | None:
-        """Return the class of the component of the pipeline that a value of the field selects, if there is one."""
-        name = value.get("name", self.default) if isinstance(value, dict) else value
-        if isinstance(self.components, Registry) or not isinstance(name, str):
+        """Return the class of the component of the pipeline that a value of the field selects.
+
+        None for a component of the library, for an unknown name, and for a value that selects nothing.
+
+        Args:
+            value: a name, or a dictionary of name and options; without a name it selects the default.
+        """
+        if isinstance(self.components, Registry):
             return None
-        return self.components.get(name)
+        name = value.get("name", self.default) if isinstance(value, dict) else value
+        return self.components.get(name) if isinstance(name, str) else None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        """Return pydantic's schema, which validates with `_select` and serialises as plain values."""
+        """Return pydantic's schema, which validates with `_select` and serialises as ``{name: ..., option: ...}``."""
         serialization = core_schema.plain_serializer_function_ser_schema(lambda value: value.plain())
         return core_schema.no_info_plain_validator_function(self._select, serialization=serialization)
 
     def _select(self, value: Any) -> Component | LibraryComponent:
         """Return the selected component with checked options.
 
-        A component is returned as it is. The value is a name, or a dictionary of name and options.
+        Args:
+            value: a name, or a dictionary of name and options; without a name it selects the default. A component is
+                returned as it is.
 
         Raises:
-            ValueRejected: there is no such component, or the library rejects an option.
+            ValueRejected: the value has another form, there is no such component, or the library rejects an option.
             ValidationError: pydantic rejects an option.
         """
         if isinstance(value, Component | LibraryComponent):
@@ -177,14 +189,17 @@ class Selection:
         try:
             if isinstance(self.components, Registry):
                 return LibraryComponent.select(self.components, value)
-            # not `select`, whose message would replace that of pydantic, with the option's place in the experiment
+            # not `select`: its message would replace pydantic's, which contains the option's path in the experiment
             selected: Component = self.components.find(value["name"]).model_validate(value)
             return selected
         except ConfigError as error:
             raise ValueRejected(str(error)) from None
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        """Return a JSON schema that accepts the name of each component, or its name with options."""
+        """Return a JSON schema that accepts the name of each component, or its name with options.
+
+        Options alone select the default component. If there is no component, the schema accepts no value.
+        """
         name_schemas, object_schemas = [], []
         for name in self.components:
             if isinstance(self.components, Registry):
@@ -204,11 +219,13 @@ class Selection:
                     "additionalProperties": False,
                 }
             )
-        return {"anyOf": [*name_schemas, *object_schemas]} if name_schemas else {"not": {}}
+        if not name_schemas:
+            return {"not": {}}  # accepts no value
+        return {"anyOf": [*name_schemas, *object_schemas]}
 
 
 def _options_schema(cls: type[Component]) -> dict[str, Any]:
-    """Return the JSON schemas of the options of a component of the pipeline, by name."""
+    """Return the JSON schemas of the options of a component of the pipeline, by name and without titles."""
     properties: dict[str, Any] = cls.model_json_schema()["properties"]
     options_schema = {name: schema for name, schema in properties.items() if name != "name"}
     for schema in options_schema.values():
@@ -221,7 +238,13 @@ _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", 
 
 
 def _library_schema(cls: type) -> dict[str, Any]:
-    """Return the JSON schemas of the options of a component of the library, by the names in an experiment file."""
+    """Return the JSON schemas of the options of a component of the library, by the names in an experiment file.
+
+    Each schema contains the choices or the type, the bounds, the help as ``description``, and the default.
+
+    Args:
+        cls: class of the options.
+    """
     schemas = {}
     types = get_type_hints(cls)
     for option in dataclasses.fields(cls):
@@ -229,12 +252,17 @@ def _library_schema(cls: type) -> dict[str, Any]:
         choices = option.metadata["choices"]
         if choices:
             is_nullable = type(None) in get_args(option_type)
-            schema: dict[str, Any] = {"enum": spellings(choices, is_nullable)}
+            schema: dict[str, Any] = {"enum": spellings(choices, nullable=is_nullable)}
         else:
             schema = TypeAdapter(option_type).json_schema()
-        schema |= {_BOUNDS[bound]: value for bound, value in option.metadata["bounds"].items()}
-        default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
-        schemas[options.public_name(option)] = {**schema, "description": option.metadata["help"], "default": default}
+        for bound, limit in option.metadata["bounds"].items():
+            schema[_BOUNDS[bound]] = limit
+        schema["description"] = option.metadata["help"]
+        if option.default_factory is dataclasses.MISSING:
+            schema["default"] = option.default
+        else:
+            schema["default"] = option.default_factory()
+        schemas[options.public_name(option)] = schema
     return schemas
 
 
@@ -242,6 +270,10 @@ def spellings(choices: Any, nullable: bool = False) -> list[Any]:
     """Return the values in YAML that select one of the choices.
 
     YAML parses the name ``64`` as a number: for the choices "32" and "64" the values are "32", "64", 32 and 64.
+
+    Args:
+        choices: the choices, as texts.
+        nullable: None is a value too, the last one.
     """
     values = [*choices, *(int(choice) for choice in choices if str(choice).isdecimal())]
     if nullable:

@@ -16,15 +16,16 @@ def setup(
 ) -> torch.device:
     """Set the number of threads and deterministic algorithms, select the device, and return the device.
 
-    Determinism sets ``CUBLAS_WORKSPACE_CONFIG`` unless it is set, and hides torch's warnings about it. All settings are
-    those of the whole process.
+    All settings are those of the whole process. Determinism sets ``CUBLAS_WORKSPACE_CONFIG`` unless it is set, and
+    hides torch's warnings about determinism. An operation without a deterministic algorithm then raises an error.
 
     Args:
         threads: number of CPU threads; results depend on it, so it is part of the identity of a training run.
         device: ``auto`` (a GPU if one is usable), ``cpu``, ``cuda`` or ``cuda:N``.
         deterministic: reject algorithms whose results vary between runs; ``portable``: or between CPU models.
-        local_rank: index of this process on this machine, and of its GPU; None: a single process.
-        precision: ``tf32`` allows matrix products and convolutions in TF32 on a GPU.
+        local_rank: index of this process on this machine. On GPUs it is the index of the process's GPU, in place of
+            the one in `device`. None: a single process.
+        precision: ``tf32`` allows TF32 in matrix products and convolutions on a GPU; any other value forbids it.
 
     Raises:
         KairosError: a GPU is configured or was allocated to the SLURM job, and none is usable; or portable kernels
@@ -55,15 +56,16 @@ def _select_device(device: str) -> torch.device:
     Raises:
         KairosError: a GPU is configured or was allocated to the SLURM job, and none is usable.
     """
-    usable = torch.cuda.is_available()
-    allocated = _allocated_by_slurm()
-    needs_gpu = device not in ("cpu", "auto") or (device == "auto" and allocated != "")
-    if needs_gpu and not usable:
-        where = f" in a SLURM job that was given GPUs ({allocated})" if allocated else ""
-        allowed = "cpu" if allocated else "cpu or auto"
+    has_usable_gpu = torch.cuda.is_available()
+    slurm_variable = _find_slurm_gpu_variable()
+    is_gpu_configured = device not in ("cpu", "auto")
+    is_gpu_allocated = device == "auto" and slurm_variable != ""
+    if (is_gpu_configured or is_gpu_allocated) and not has_usable_gpu:
+        where = f" in a SLURM job that was given GPUs ({slurm_variable})" if slurm_variable else ""
+        allowed = "cpu" if slurm_variable else "cpu or auto"
         raise KairosError(f"training.device: got {device!r}{where}, but no usable GPU is here; allowed here: {allowed}")
     if device == "auto":
-        return torch.device("cuda" if usable else "cpu")
+        return torch.device("cuda" if has_usable_gpu else "cpu")
     return torch.device(device)
 
 
@@ -92,10 +94,12 @@ def _allow_tf32(allowed: bool) -> None:
 
 @contextlib.contextmanager
 def precision(name: str, device: torch.device) -> Iterator[None]:
-    """Set the precision in which a network computes inside the context, on one device; afterwards TF32 is forbidden.
+    """Set the precision in which a network computes inside the context; afterwards TF32 is forbidden.
 
-    ``fp32``: full precision. ``tf32``: matrix products and convolutions on a GPU round their inputs to 11 significant
-    bits. ``bf16``: autocast.
+    Args:
+        name: ``fp32``: full precision. ``tf32``: matrix products and convolutions on all GPUs round their inputs to 11
+            significant bits. ``bf16``: autocast.
+        device: device of the autocast.
     """
     _allow_tf32(name == "tf32")
     try:
@@ -105,8 +109,11 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
         _allow_tf32(False)
 
 
-def _allocated_by_slurm() -> str:
-    """Return a variable that shows that this SLURM job has GPUs, as ``NAME=value``; empty if it has none."""
+def _find_slurm_gpu_variable() -> str:
+    """Return the first variable that shows that this SLURM job has GPUs, as ``NAME=value``.
+
+    The result is empty outside of SLURM jobs, and if the job has no GPUs.
+    """
     if "SLURM_JOB_ID" not in os.environ:
         return ""
     for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
@@ -119,7 +126,10 @@ def _allocated_by_slurm() -> str:
 
 
 def describe(device: torch.device) -> str:
-    """Return the name of a device, and the GPUs that are visible to this process, for messages."""
+    """Return the name of a device, and the GPUs that are visible to this process, for messages.
+
+    Example: ``the CPU, CUDA_VISIBLE_DEVICES not set``.
+    """
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "the CPU"
     visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "not set"
     return f"{name}, CUDA_VISIBLE_DEVICES {visible_gpus}"

@@ -42,23 +42,33 @@ CONDITIONS = {"class": no_class, "tensor": zero, "text": no_text, "image": zero}
 
 
 def nulls(conditions: dict[str, Tensor], descriptions: Descriptions) -> dict[str, Tensor]:
-    """Return the null values of conditions, by name and with equal shapes."""
+    """Return the null values of conditions, by name, with the shapes, types and devices of the conditions.
+
+    Args:
+        conditions: conditions by name, each (batch, ...).
+        descriptions: descriptions of at least these conditions.
+    """
     null_values = {}
     for name, values in conditions.items():
-        null_value = CONDITIONS[descriptions[name]["kind"]]
-        null_values[name] = null_value(values, descriptions[name])
+        make_null_values = CONDITIONS[descriptions[name]["kind"]]
+        null_values[name] = make_null_values(values, descriptions[name])
     return null_values
 
 
 def drop(conditions: dict[str, Tensor], descriptions: Descriptions, dropped: Tensor) -> dict[str, Tensor]:
-    """Return conditions with null values for the samples in `dropped`, bool (batch,).
+    """Return conditions with null values for the samples where `dropped`, bool (batch,), is True.
 
     All conditions of such a sample are null. The arguments do not change.
+
+    Args:
+        conditions: conditions by name, each (batch, ...).
+        descriptions: descriptions of at least these conditions.
+        dropped: mask of the samples, on the device of the conditions.
     """
     null_values = nulls(conditions, descriptions)
-    result = {}
+    new_conditions = {}
     for name, values in conditions.items():
         further_dimensions = [1] * (values.ndim - 1)
         mask = dropped.view(-1, *further_dimensions)  # (batch, 1, ...), broadcasts over a sample's values
-        result[name] = torch.where(mask, null_values[name], values)
-    return result
+        new_conditions[name] = torch.where(mask, null_values[name], values)
+    return new_conditions

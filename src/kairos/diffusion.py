@@ -27,14 +27,18 @@ class DiffusionConfig(Section):
     @field_validator("prediction")
     @classmethod
     def _resolve_prediction(cls, value: str | None, info: ValidationInfo) -> str | None:
-        """Return the prediction target; the default depends on the process."""
+        """Return the configured prediction target, or else the default of the process, see `select_prediction`.
+
+        Raises:
+            ValueRejected: the process does not have the configured target.
+        """
         process = info.data.get("process")
         if process is None:  # the process is not valid, which pydantic reports
             return value
         return select_prediction(process, value)
 
     def model_post_init(self, context: Any) -> None:
-        """Check the losses: a loss trains the variance if and only if the process learns the variance."""
+        """Check the losses against each other and against the process, see `check_losses`."""
         check_losses(self.losses, self.process)
 
 
@@ -59,7 +63,7 @@ class MethodConfig(Section):
 
     @property
     def components(self) -> tuple[LibraryComponent, ...]:
-        """Sampler, weighting and coupling; without the coupling if it is the default, which does nothing."""
+        """Sampler, weighting and coupling, in this order; without the default coupling, ``independent``."""
         if self.coupling.name == "independent":
             return self.sampler, self.weighting
         return self.sampler, self.weighting, self.coupling

@@ -54,10 +54,10 @@ class Requirement:
     def locate(self, download: bool = False) -> tuple[str | None, str]:
         """Return the location of the files and "", or None and the problem.
 
-        The problem is "" if the files are missing and nothing else is wrong.
+        The problem is "" if the files are missing and nothing else is wrong. A KairosError becomes the problem.
 
         Args:
-            download: download missing files.
+            download: download missing files, after a message, unless the user must provide them.
         """
         try:
             location = self.find()
@@ -70,7 +70,13 @@ class Requirement:
         return location, ""
 
     def describe_absence(self, problem: str = "") -> str:
-        """Return the problem that `locate` found; without one, that the files are missing, and what to do."""
+        """Return the problem of `locate`; without a problem, return that the files are missing, and what to do.
+
+        Example: ``not here; kairos fetch brings it``.
+
+        Args:
+            problem: second result of `locate`.
+        """
         if problem:
             return problem
         remedy = "kairos fetch brings it" if self.download else self.advice
@@ -80,7 +86,8 @@ class Requirement:
 def list_requirements(experiment: Experiment) -> list[Requirement]:
     """Return what the jobs of an experiment read from outside the results folder, in the order of reading.
 
-    Digits, and networks that kairos trains, are no requirements.
+    They are data sets, a pretrained autoencoder, files of captions, a text encoder, CLIP, and the weights of a feature
+    extractor. Digits, and networks that kairos trains, are no requirements.
     """
     sections = [section for section in experiment.dataset.sections if section.source != "digits"]
     requirements = [_dataset(section) for section in sections]
@@ -98,18 +105,22 @@ def warn_of_missing(experiment: Experiment) -> list[str]:
 
     Networks are not read, since they may have gigabytes. Held-out images on the hub are not checked.
     """
-    heldout = [section for section in experiment.dataset.sections[1:] if section.source not in ("digits", "hub")]
-    requirements = [_dataset(section) for section in heldout] + _networks_and_captions(experiment)
+    _, *heldout_sections = experiment.dataset.sections  # the first section has the training images
+    requirements = [_dataset(section) for section in heldout_sections if section.source not in ("digits", "hub")]
+    requirements += _networks_and_captions(experiment)
     warnings = []
     for requirement in requirements:
-        exists = requirement.exists or requirement.find
-        if not exists():
+        is_present = requirement.exists or requirement.find
+        if not is_present():
             warnings.append(f"warning: {requirement.name}: {requirement.describe_absence()}")
     return warnings
 
 
 def _networks_and_captions(experiment: Experiment) -> list[Requirement]:
-    """Return the requirements of an experiment other than its images and its feature extractor."""
+    """Return the requirements of an experiment other than its images and its feature extractor.
+
+    They are a pretrained autoencoder, files of captions, a text encoder, and CLIP for a metric.
+    """
     requirements = []
     if experiment.autoencoder.kind == "pretrained":
         path = experiment.autoencoder.path
@@ -127,7 +138,7 @@ def _networks_and_captions(experiment: Experiment) -> list[Requirement]:
 
 
 def _captions(path: str) -> Requirement:
-    """Return the requirement of a file of captions, which the user provides."""
+    """Return the requirement of a file of captions, which the user must provide."""
     return Requirement(
         name=f"captions {path}",
         find=lambda: path if os.path.isfile(path) else None,
@@ -137,7 +148,10 @@ def _captions(path: str) -> Requirement:
 
 
 def _dataset(dataset: DatasetConfig) -> Requirement:
-    """Return the requirement of a data set: on the hub, or files that the user provides."""
+    """Return the requirement of a data set: one on the hub, or files that the user must provide.
+
+    The path of files may be a pattern such as ``images/*.parquet``.
+    """
     if dataset.source == "hub":
         return _hub_dataset(str(dataset.path), dataset.split)
     path = str(dataset.path)
@@ -154,16 +168,16 @@ def _dataset(dataset: DatasetConfig) -> Requirement:
 
 
 def _hub_dataset(path: str, split: str) -> Requirement:
-    """Return the requirement of a data set on the hub."""
+    """Return the requirement of a data set on the hub; its functions load the data set in another process."""
 
-    def find() -> str | None:  # loads the data set with hub access off, like a job
-        succeeded, answer = _load_in_subprocess(path, split, offline=True)
-        return f"in the Hugging Face cache, {answer} rows" if succeeded else None
+    def find() -> str | None:  # with hub access off, like a job
+        succeeded, row_count = _load_in_subprocess(path, split, offline=True)
+        return f"in the Hugging Face cache, {row_count} rows" if succeeded else None
 
     def download() -> None:
-        succeeded, answer = _load_in_subprocess(path, split, offline=False)
+        succeeded, error = _load_in_subprocess(path, split, offline=False)
         if not succeeded:
-            raise KairosError(answer)
+            raise KairosError(error)
 
     advice = (
         "on a machine with a network, run kairos fetch and copy its Hugging Face cache (HF_HOME), or fetch the "
@@ -188,6 +202,11 @@ def _load_in_subprocess(path: str, split: str, offline: bool) -> tuple[bool, str
     """Load a hub data set in another process; return True and the number of rows, or False and the error.
 
     Hub access can only be switched before `datasets` is imported.
+
+    Args:
+        path: hub id of the data set.
+        split: its split, such as ``train``.
+        offline: use the cache alone and show nothing; False: download what is missing, with the progress on stderr.
     """
     environment = {name: value for name, value in os.environ.items() if name != OFFLINE}
     if offline:
@@ -217,12 +236,14 @@ def _network(
     path = str(path)
     weights_file, _ = layout
     files = [_CONFIG, weights_file, *further_files]
-    tokenizer = " and its tokenizer" if further_files else ""
+    needed_files = f"{_CONFIG} and {weights_file}"
+    if further_files:
+        needed_files += " and its tokenizer"
 
     def find() -> str | None:
         try:
             folder = download_files(path, files, cached=True) if is_hub_id(path) else Path(path)
-        except KairosError:
+        except KairosError:  # the cache has no copy
             return None
         return _verify_network(folder, layout)
 
@@ -235,7 +256,7 @@ def _network(
         name=f"{kind} {path}",
         find=find,
         download=download if is_hub_id(path) else None,
-        advice=f"put {_CONFIG} and {weights_file}{tokenizer} into a folder that jobs can read and set {field} to it",
+        advice=f"put {needed_files} into a folder that jobs can read and set {field} to it",
         exists=lambda: is_available(path),
     )
 
@@ -243,8 +264,13 @@ def _network(
 def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
     """Return the folder of a network if its configuration and weights are complete; None if a file is missing.
 
-    Files in the hub's cache are named by their hashes. A file whose hash differs is deleted, since the hub's client
-    would consider it complete. Weights in torch's older format are not verified.
+    Files in the hub's cache are named by their hashes. A file whose hash differs is deleted and counts as missing,
+    since the hub's client would consider it complete. A folder with weights in torch's older format alone is returned
+    without a check.
+
+    Args:
+        folder: the folder.
+        layout: file of the weights and field of config.json, `_DIFFUSERS` or `_TRANSFORMERS`.
 
     Raises:
         KairosError: a file is damaged or belongs to another kind of network.
@@ -277,6 +303,9 @@ def _inception(configured: str | None) -> Requirement:
     """Return the requirement of the Inception weights; only those at the default path are downloaded.
 
     A file with another hash than the one in its name counts as missing.
+
+    Args:
+        configured: path in the experiment file; None: the default path.
     """
     path = Path(configured) if configured else inception_weights.default_path()
     advice = f"put the file from {inception_weights.URL} there: {path}"

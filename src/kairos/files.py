@@ -36,7 +36,11 @@ def sha256_file(path: Path | str) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Serialise a value as canonical JSON, with sorted keys and no blanks, for identity hashes."""
+    """Serialise a value as canonical JSON, with sorted keys and no blanks, for identity hashes.
+
+    Raises:
+        ValueError: the value contains a number that is not finite.
+    """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -49,11 +53,15 @@ def sha256_json(value: Any) -> str:
 def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file for writing that appears at `path` only if the context ends without an error.
 
-    Folders above it are created.
+    It replaces an existing file. After an error that file is unchanged. Folders above the path are created.
+
+    Args:
+        path: path of the file.
+        mode: ``wb`` for bytes, ``w`` for text in UTF-8.
 
     Raises:
         KairosError: a folder or a device is at the path.
-        OSError: the file cannot be written; its `filename` is `path`.
+        OSError: the file cannot be written, or the context raised the error; its `filename` is `path`.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -66,7 +74,7 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync_to_disk(path.parent)
     except OSError as error:
         error.filename = str(path)  # it is missing if the disk is full, and else the temporary path
         raise
@@ -76,20 +84,20 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write a text file atomically."""
+    """Write a text file in UTF-8 atomically."""
     with atomic(path, "w") as file:
         file.write(text)
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Write a JSON file atomically, readable and with sorted keys."""
+    """Write a JSON file atomically, indented and with sorted keys; numbers that are not finite raise ValueError."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def write_weights(path: Path | str, weights: dict[str, Any]) -> None:
-    """Write tensors as safetensors, as diffusers and transformers do but atomically.
+    """Write tensors by name as safetensors, as diffusers and transformers do but atomically.
 
-    The tensors may be on any device.
+    The tensors may be on any device, and may require gradients.
     """
     from safetensors.torch import save
 
@@ -111,7 +119,8 @@ def read_json(path: Path | str) -> dict[str, Any]:
     """Read a JSON file with an object.
 
     Raises:
-        DamagedError: the file contains something else. Access to a missing field of the result also raises it.
+        DamagedError: the file contains something else. Indexing the result with a missing field also raises it.
+        OSError: the file is missing or cannot be read.
     """
     with _report_damage(path):
         return _create_record(json.loads(Path(path).read_bytes()), path)
@@ -133,20 +142,24 @@ class RecordReader:
         self._text, self._value = "", None  # of the field in the file that was parsed last
 
     def read(self, path: Path | str) -> dict[str, Any]:
-        """Read a JSON file with an object, see `read_json`."""
+        """Read a JSON file with an object; result and errors are those of `read_json`."""
         with _report_damage(path):
             text = Path(path).read_bytes().decode()
-            start = text.find(self._key) + len(self._key)
-            is_object = start >= len(self._key) and text.startswith("{", start)
-            if not is_object:  # the file does not have the field, or a value that is no object
+            key_start = text.find(self._key)
+            start = key_start + len(self._key)  # of the field's value
+            if key_start == -1 or not text.startswith("{", start):  # no such field, or its value is no object
                 return _create_record(json.loads(text), path)
+
+            # parse the value unless it is that of the previous file
             # `_text` is a complete object, so that a value that begins with it is equal to it
             if not self._text or not text.startswith(self._text, start):
                 self._value, end = json.JSONDecoder().raw_decode(text, start)
                 self._text = text[start:end]
-            # the other fields, with null as the value of the field
+
+            # parse the other fields, with null as the value of the field
             fields = json.loads(f"{text[:start]}null{text[start + len(self._text) :]}")
-            if fields.get(self._field, self) is not None or text.count(self._key) > 1:  # the key of a nested object
+            is_null_at_top = fields.get(self._field, "missing") is None
+            if not is_null_at_top or text.count(self._key) > 1:  # a nested object has a field of this name
                 return _create_record(json.loads(text), path)
             return _create_record({**fields, self._field: self._value}, path)
 
@@ -159,7 +172,7 @@ class RecordReader:
 
 @contextmanager
 def _report_damage(path: Path | str) -> Iterator[None]:
-    """Raise DamagedError instead of an error of a block that parses a JSON file."""
+    """Raise DamagedError instead of an error of a block that parses a JSON file; an OSError is not replaced."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -192,7 +205,7 @@ def open_record(folder: Path | str, command: str, name: str = "manifest.json") -
 
     Raises:
         KairosError: the record is missing; the message contains the command.
-        DamagedError: the record is damaged; access to a missing field also raises it.
+        DamagedError: the record is damaged. Indexing the result with a missing field also raises it.
     """
     path = Path(folder) / name
     if not path.is_file():
@@ -202,11 +215,11 @@ def open_record(folder: Path | str, command: str, name: str = "manifest.json") -
 
 
 def check_files(folder: Path, files: dict[str, str], again: str) -> None:
-    """Compare files with the hashes in the record of their folder.
+    """Compare files with the hashes in the record of their folder; further files of the folder are not checked.
 
     Args:
         folder: the folder.
-        files: hashes by file name.
+        files: SHA-256 hashes by path relative to the folder.
         again: how to compute the files again, for the error message.
 
     Raises:
@@ -220,7 +233,7 @@ def check_files(folder: Path, files: dict[str, str], again: str) -> None:
             raise DamagedError(f"{file}: damaged: does not match its checksum; {again}")
 
 
-def sync_folder(path: Path | str) -> None:
+def sync_to_disk(path: Path | str) -> None:
     """Make the content of a file, or the renamed and linked files in a folder, durable on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -231,24 +244,28 @@ def sync_folder(path: Path | str) -> None:
 
 @contextmanager
 def atomic_folder(path: Path | str) -> Iterator[Path]:
-    """Create a temporary folder that replaces `path` if the context ends without an error."""
+    """Create a temporary folder that replaces `path` if the context ends without an error.
+
+    The old folder at `path` is deleted. After an error it is unchanged. Folders above the path are created.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
-    temporary.mkdir()
+    new_folder = path.parent / f".tmp-{uuid.uuid4().hex}"
+    new_folder.mkdir()
+    obsolete = new_folder  # path to delete at the end: of the unfinished folder after an error, else of the old folder
     try:
-        yield temporary
-        for file in temporary.rglob("*"):
+        yield new_folder
+        for file in new_folder.rglob("*"):  # before the folder appears at `path`
             if file.is_file():
-                sync_folder(file)
+                sync_to_disk(file)
         if not path.exists():
-            os.rename(temporary, path)
-        elif not _exchange(temporary, path):
-            temporary = _replace(path, temporary)
-        sync_folder(path.parent)
+            os.rename(new_folder, path)
+        elif not _exchange(new_folder, path):  # after an exchange, the old folder is at `new_folder`
+            obsolete = _replace(path, new_folder)
+        sync_to_disk(path.parent)
     finally:
-        if temporary.exists():  # the unfinished new folder after an error, otherwise the old folder
-            shutil.rmtree(temporary)
+        if obsolete.exists():
+            shutil.rmtree(obsolete)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -262,18 +279,21 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def _replace(path: Path, new: Path) -> Path:
     """Replace a folder by another one, and return the new path of the old folder; an error restores the old folder."""
-    aside = path.parent / f".tmp-{uuid.uuid4().hex}"
-    os.rename(path, aside)
+    old_folder = path.parent / f".tmp-{uuid.uuid4().hex}"
+    os.rename(path, old_folder)
     try:
         os.rename(new, path)
     except BaseException:
-        os.rename(aside, path)
+        os.rename(old_folder, path)
         raise
-    return aside
+    return old_folder
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Publish a folder atomically, by hard links to its files, or by copies across file systems."""
+    """Publish a folder atomically at `target`, in place of an existing folder.
+
+    The new folder has hard links to the files, or copies across file systems. Empty folders are left out.
+    """
     with atomic_folder(target) as folder:
         for file in sorted(source.rglob("*")):
             if file.is_file():
@@ -281,7 +301,10 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def link_file(source: Path, target: Path) -> None:
-    """Publish a file by hard link, or by copy across file systems; replaces `target` atomically."""
+    """Publish a file by hard link, or by copy across file systems; replaces `target` atomically.
+
+    Folders above `target` are created.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
     try:
@@ -291,24 +314,24 @@ def link_file(source: Path, target: Path) -> None:
             shutil.copy2(source, temporary)
         os.replace(temporary, target)
     finally:
-        temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)  # exists after an error, and if `target` was already a link to the file
 
 
 def hash_folder(path: Path) -> dict[str, str]:
-    """Return the SHA-256 hash of each file below a folder by relative path, without temporary files."""
+    """Return the SHA-256 hash of each file below a folder by relative path, sorted, without ``.tmp-`` files."""
     files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".tmp-"))
     return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(files)}
 
 
 def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
-    """Try to lock an open file for `timeout` seconds; return True on success.
+    """Try to lock an open file for `timeout` seconds; return True on success, False if another process holds the lock.
 
-    The kernel releases the lock when the process that holds it ends. The package filelock is not used, because
+    The kernel releases the lock when the file is closed or the process ends. The package filelock is not used, because
     it replaces the lock by a marker file on a file system without locks.
 
     Args:
         file: the open file.
-        timeout: seconds until the attempts end.
+        timeout: seconds until the attempts end; 0: a single attempt.
         users: middle of the error message "so nothing would keep two USERS another one, or mount it with locks". It
             contains the processes that would collide and the start of the advice. Example: "jobs from training here at
             once; put results on".

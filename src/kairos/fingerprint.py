@@ -59,22 +59,31 @@ _MOST_SUMMARIES = 1000  # in the file; the oldest are dropped
 def fingerprint(roots: Iterable[str]) -> str:
     """Return the hash of the code that `roots` reach, 16 hex digits.
 
+    New summaries of modules are saved in the user's cache.
+
     Args:
-        roots: modules by dotted name, or definitions as ``"module:Name"``.
+        roots: modules by dotted name, or definitions as ``"module:Name"``, in any order.
+
+    Raises:
+        ModuleNotFoundError: the module of a root has no source.
+        ImportError: a name is imported lazily, see `_resolve`.
     """
     return _fingerprint(tuple(sorted(set(roots))))
 
 
 @functools.cache
 def _fingerprint(roots: tuple[str, ...]) -> str:
-    """Return the fingerprint of sorted roots, see `fingerprint`."""
+    """Return the fingerprint of sorted roots, see `fingerprint`; this process computes it once."""
     lines = (f"{_without_file_name(code)} {digest}\n" for code, digest in reached(roots).items())
     _summaries.save()
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
 def _without_file_name(code: str) -> str:
-    """Return ``"module:Name"`` for kairos' packages and ``"Name"`` for plugin files, which may be renamed."""
+    """Return ``"module:Name"`` for kairos' packages and ``"Name"`` for plugin files, which may be renamed.
+
+    A module as a whole is ``"module"``, or ``""`` for a plugin file.
+    """
     module, _, name = code.partition(":")
     if _top(module) in _PACKAGES:
         return code
@@ -86,7 +95,7 @@ def roots_of(component: "Component | LibraryComponent") -> list[str]:
 
     A component of the pipeline counts by the whole module of its code, a class of the library by its definition.
     """
-    registry = getattr(component, "registry", None)
+    registry = getattr(component, "registry", None)  # only components of the library have one
     if registry is None:
         return [component.module()]
     return _library_roots(registry, component.plain())
@@ -94,6 +103,8 @@ def roots_of(component: "Component | LibraryComponent") -> list[str]:
 
 def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]:
     """Return the code of a component of the library and of the components that its options name.
+
+    A registered class counts by its definition, other code by its module.
 
     Args:
         registry: registry of the component.
@@ -109,7 +120,7 @@ def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]
         value = component.get(options.public_name(option), option.default)
         selected = value if isinstance(value, list) else [value]
         for choice in selected:  # a name, or a dictionary of name and options
-            if choice is dataclasses.MISSING:
+            if choice is dataclasses.MISSING:  # the option has no default
                 continue
             selected_component = {"name": choice} if isinstance(choice, str) else choice
             roots += _library_roots(registry, selected_component)
@@ -117,30 +128,35 @@ def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]
 
 
 def modules(roots: Iterable[str]) -> list[str]:
-    """Return all modules of which `roots` reach at least one definition, sorted."""
+    """Return the dotted names of all modules of which `roots` reach at least one definition, sorted."""
     return sorted({code.partition(":")[0] for code in reached(roots)})
 
 
 def reached(roots: Iterable[str]) -> dict[str, str]:
     """Return the hash of every module and definition that `roots` reach, by ``"module"`` or ``"module:Name"``.
 
+    The roots are included, unless they are left out of fingerprints. The order of the result has no meaning.
+
     Raises:
         ModuleNotFoundError: the module of a root has no source.
         ImportError: a name is imported lazily, see `_resolve`.
     """
-    waiting = list(roots)
+    waiting = list(roots)  # dotted names to follow
     for root in waiting:
         _summary(root.partition(":")[0])  # raises an error if the module does not exist
     hashes: dict[str, str] = {}
     seen: set[str] = set()
     while waiting:
         target = waiting.pop()
-        code = None if target in seen else _resolve(target)
+        if target in seen:
+            continue
         seen.add(target)
-        if code is not None and code not in hashes:
-            module, _, name = code.partition(":")
-            hashes[code], targets = _summary(module).code[name]
-            waiting += targets
+        code = _resolve(target)
+        if code is None or code in hashes:  # left out, or reached by another name
+            continue
+        module, _, name = code.partition(":")
+        hashes[code], used_names = _summary(module).code[name]
+        waiting += used_names
     return hashes
 
 
@@ -162,15 +178,15 @@ def _resolve(target: str) -> str | None:
     if module == _PIPELINE or _is_left_out(module):
         return None
     counts_as_whole = module.startswith(f"{_PIPELINE}.")
-    if counts_as_whole or not names or names[0].startswith("__"):
+    if counts_as_whole or not names or names[0].startswith("__"):  # such as __name__, an attribute of the module
         return module
     summary = _summary(module)
-    name = names[0]
+    name, *attributes = names
     if name in summary.code:
         return f"{module}:{name}"
     sources = summary.imports.get(name, [])
-    if len(sources) == 1:
-        return _resolve(".".join([*sources, *names[1:]]))
+    if len(sources) == 1:  # if several imports bind the name, the whole module counts
+        return _resolve(".".join([*sources, *attributes]))
     if module == _LIBRARY:
         raise ImportError(f"{target}: {module} does not define {name!r}; import the name there under TYPE_CHECKING")
     return module
@@ -184,7 +200,10 @@ def _is_left_out(module: str) -> bool:
 
 
 def _path(module: str) -> Path | None:
-    """Return the source file of a module without importing a package; None if the module has none."""
+    """Return the source file of a module without importing a package; None if the module has none.
+
+    For a module that is already imported and is not part of kairos' packages, it is the file of the import.
+    """
     package, *names = module.split(".")
     if package in _PACKAGES:
         return _file_in_package(module, __file__)
@@ -210,7 +229,7 @@ def _file_in_package(module: str, this_file: str) -> Path | None:
 
     Args:
         module: dotted name of the module.
-        this_file: path of a file in the package `kairos`.
+        this_file: path of a file in the package `kairos`, an argument because tests replace ``__file__``.
     """
     package, *names = module.split(".")
     folder = Path(this_file).parent
@@ -224,14 +243,14 @@ def _file_in_package(module: str, this_file: str) -> Path | None:
 
 @functools.cache
 def _source_file(path: Path) -> Path | None:
-    """Return the source file of the module or package at a path without suffix; None if there is none."""
+    """Return the source file of the module, or else of the package, at a path without suffix; None without either."""
     candidates = (path.with_suffix(".py"), path / "__init__.py")
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 @functools.cache
 def _source(path: Path) -> str:
-    """Return the text of a source file; tests replace this function to edit the text."""
+    """Return the text of a source file, or the text of `set_source`; tests replace this function to edit the text."""
     return _imported.get(path) or path.read_text(encoding="utf-8")
 
 
@@ -244,7 +263,17 @@ def set_source(path: Path, text: str) -> None:
 
 @dataclass(eq=False)
 class _Parsed:
-    """A parsed module: its definitions by name, its imports by the name that they bind, its other statements."""
+    """A parsed module.
+
+    Attributes:
+        module: dotted name of the module.
+        path: its source file.
+        tree: its syntax tree, without code under TYPE_CHECKING.
+        definitions: statements that define a name, by name.
+        imports: dotted names that its imports make available, by the name that each gets.
+        typing_imports: dotted names of the imports under TYPE_CHECKING.
+        statements: statements that are neither definitions, imports nor docstrings.
+    """
 
     module: str
     path: Path
@@ -281,7 +310,10 @@ class _Summaries:
         self._new: dict[str, Any] = {}
 
     def find(self, key: str) -> _Summary | None:
-        """Return the summary under a key; None if there is none, or the file or the entry is damaged."""
+        """Return the summary under a key; None if there is none, or the file or the entry is damaged.
+
+        The first call reads the file.
+        """
         if self._loaded is None:
             self._loaded = self._read()
         with suppress(KeyError, TypeError, ValueError, AttributeError):
@@ -297,7 +329,7 @@ class _Summaries:
         self._new[key] = [summary.imports, summary.code]
 
     def save(self) -> None:
-        """Write new summaries to the file, which keeps at most 1,000; an unwritable folder is no error."""
+        """Add the new summaries to the file, which keeps the newest 1,000; an unwritable folder is no error."""
         if not self._new:
             return
         from kairos.files import atomic
@@ -350,19 +382,23 @@ def _summarise(module: str, path: Path, text: str) -> _Summary:
 
 
 def _data_of(path: Path) -> str:
-    """Return the text of the templates and styles that belong to a module."""
+    """Return the text of the templates and styles that belong to a module; empty if it has none."""
     files = [path.with_suffix(suffix) for suffix in _DATA_SUFFIXES]
     return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
 def _compute_summary(module: str, path: Path, text: str) -> _Summary:
-    """Parse a module and summarise it."""
+    """Parse a module and summarise it; arguments are those of `_summarise`."""
     parsed = _parse(module, path, text)
     counts_as_whole = module.startswith(f"{_PIPELINE}.")
     names = [""] if counts_as_whole else ["", *parsed.definitions]
-    code = {name: _hash_and_targets(parsed, name) for name in names}
-    imports = parsed.typing_imports | {name: sources for name, sources in parsed.imports.items() if sources}
-    return _Summary(imports, {name: (digest, sorted(targets)) for name, (digest, targets) in code.items()})
+    code = {}
+    for name in names:
+        digest, used_names = _hash_and_used_names(parsed, name)
+        code[name] = digest, sorted(used_names)
+    executed_imports = {name: sources for name, sources in parsed.imports.items() if sources}
+    imports = parsed.typing_imports | executed_imports  # of two imports of a name, the executed one counts
+    return _Summary(imports, code)
 
 
 def _parse(module: str, path: Path, text: str) -> _Parsed:
@@ -371,6 +407,8 @@ def _parse(module: str, path: Path, text: str) -> _Parsed:
     Code under TYPE_CHECKING never runs: its imports are kept apart, and its statements are left out.
     """
     parsed = _Parsed(module, path, ast.parse(text))
+
+    # separate the code under TYPE_CHECKING
     executed: list[ast.stmt] = []
     for node in parsed.tree.body:
         if isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING":
@@ -379,13 +417,15 @@ def _parse(module: str, path: Path, text: str) -> _Parsed:
         else:
             executed.append(node)
     parsed.tree.body = executed
+
+    # sort the executed statements; a star import binds unknown names, so it counts as a statement
     for node in executed:
         names = _defined_names(node)
         for name in names:
             parsed.definitions.setdefault(name, []).append(node)
         if isinstance(node, (ast.Import, ast.ImportFrom)) and node.names[0].name != "*":
-            for name, targets in _imports([node], module, path).items():
-                parsed.imports.setdefault(name, []).extend(targets)
+            for name, sources in _imports([node], module, path).items():
+                parsed.imports.setdefault(name, []).extend(sources)
         elif not names and not _is_docstring(node):
             parsed.statements.append(node)
     return parsed
@@ -417,7 +457,7 @@ def _defined_names(node: ast.stmt) -> list[str]:
 
 
 def _nodes(code: ast.AST) -> list[ast.AST]:
-    """Return all nodes of a syntax tree; `ast.walk` takes three times as long."""
+    """Return all nodes of a syntax tree, in no particular order; `ast.walk` takes three times as long."""
     nodes: list[ast.AST] = []
     waiting = [code]
     while waiting:
@@ -448,7 +488,7 @@ def _imports(nodes: Iterable[ast.AST], module: str, path: Path) -> dict[str, lis
         path: source file of the module.
     """
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    pairs: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []  # name that an import binds, and dotted name
     for node in nodes:
         if isinstance(node, ast.Import):
             pairs += [(alias.asname or _top(alias.name), alias.name) for alias in node.names]
@@ -457,11 +497,12 @@ def _imports(nodes: Iterable[ast.AST], module: str, path: Path) -> dict[str, lis
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             names = [(alias.asname or alias.name, alias.name) for alias in node.names]
             pairs += [(bound, f"{source}.{name}".removesuffix(".*")) for bound, name in names]
+            # `name` may be a definition: then the import runs the module `source`
             pairs += [(bound, source) for bound, _ in names if _top(source) == _PIPELINE]
     imports: dict[str, list[str]] = {}
-    for bound, target in pairs:
-        if _is_followed(_top(target), module, path):
-            imports.setdefault(bound, []).append(target)
+    for bound, dotted in pairs:
+        if _is_followed(_top(dotted), module, path):
+            imports.setdefault(bound, []).append(dotted)
     return imports
 
 
@@ -471,45 +512,59 @@ def _top(dotted: str) -> str:
 
 
 def _is_followed(package: str, importer: str, path: Path) -> bool:
-    """Return True for kairos' packages; in a plugin file also for its package and the files in its folder."""
+    """Return True for kairos' packages; in a plugin file also for its package and the files in its folder.
+
+    Args:
+        package: first part of the imported name.
+        importer: dotted name of the importing module.
+        path: source file of the importing module.
+    """
     if package in _PACKAGES:
         return True
-    home = _top(importer)
-    is_plugin = not (home in _PACKAGES or home in sys.stdlib_module_names or "site-packages" in path.parts)
+    importing_package = _top(importer)
+    is_of_kairos = importing_package in _PACKAGES
+    is_installed = importing_package in sys.stdlib_module_names or "site-packages" in path.parts
+    is_plugin = not is_of_kairos and not is_installed
     if not is_plugin or package in sys.stdlib_module_names:
         return False
-    if package == home:
+    if package == importing_package:
         return True
     file = _path(package)
     return file is not None and file.parent == path.parent
 
 
-def _hash_and_targets(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
+def _hash_and_used_names(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
     """Return the hash of a definition and the dotted names that it uses; without a name, of the whole module.
 
-    Statements that are neither definitions nor imports always run, so they count with every definition.
+    Statements that are neither definitions nor imports always run, so they count with every definition. The dotted
+    names are those to follow, with the definitions of the module itself as ``"module:Name"``.
     """
     code = ast.Module([*parsed.definitions[name], *parsed.statements], []) if name else parsed.tree
     nodes = _nodes(code)
     used = _used_names(nodes)
     first_names = {_top(dotted) for dotted in used}
+
+    # definitions of this module that the code uses, and imports of the code and of the module
     imports = list(_imports(nodes, parsed.module, parsed.path).items())
-    targets = {parsed.module} if "globals" in first_names else set()
+    names_to_follow = {parsed.module} if "globals" in first_names else set()  # globals() may return any definition
     if name:
-        targets |= {f"{parsed.module}:{first}" for first in first_names if first in parsed.definitions}
+        names_to_follow |= {f"{parsed.module}:{first}" for first in first_names if first in parsed.definitions}
         imports += [(bound, sources) for bound, sources in parsed.imports.items() if bound in first_names]
     elif parsed.module == _LIBRARY:
         imports += parsed.typing_imports.items()  # the public names, which are imported lazily
+
+    # imported names, each with the attributes that the code reads from it
     for bound, sources in imports:
         # `import numpy as np` and a use of `np.linalg.norm` have the attributes ".linalg.norm"
         attributes = {dotted.removeprefix(bound) for dotted in used if _top(dotted) == bound}
         for source in sources:  # `import kairos_timesteps` leads to the public names that are used, not to all
             suffixes = attributes if source == _LIBRARY else {"", *attributes}
-            targets |= {source + suffix for suffix in suffixes}
+            names_to_follow |= {source + suffix for suffix in suffixes}
+
     text = _text(code)
     if not name:
         text += _data_of(parsed.path)
-    return hashlib.sha256(text.encode()).hexdigest(), targets
+    return hashlib.sha256(text.encode()).hexdigest(), names_to_follow
 
 
 def _used_names(nodes: Iterable[ast.AST]) -> set[str]:
@@ -530,38 +585,41 @@ def _dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _text(node: Any, message: bool = False) -> str:
+def _text(node: Any, in_message: bool = False) -> str:
     """Return a syntax tree as text without positions and docstrings.
 
-    Empty fields are left out: they differ between versions of Python. The text leaves out the strings of raised errors
-    and of printed messages, and the help of options and components.
+    Empty fields are left out: they differ between versions of Python. The word "message" replaces the strings of raised
+    errors and of printed messages. The help of options and components is left out.
 
     Args:
         node: node, list of nodes, or value of a field.
-        message: the node is within a raised error or a printed message.
+        in_message: the node is within a raised error or a printed message.
     """
     if isinstance(node, list):
-        return "[" + ",".join(_text(item, message) for item in node) + "]"
+        return "[" + ",".join(_text(item, in_message) for item in node) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
     if isinstance(node, ast.Call):
-        message = message or _prints_message(node)
+        in_message = in_message or _prints_message(node)
     elif isinstance(node, ast.Raise):
-        message = True
-    if message and (isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)):
+        in_message = True
+    if in_message and (isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)):  # a string
         return "message"
-    replaced = _fields_without_help(node)
-    parts = []
+    fields_without_help = _fields_without_help(node)
+    field_texts = []
     for name in node._fields:
-        value = replaced[name] if name in replaced else getattr(node, name, None)
+        value = fields_without_help[name] if name in fields_without_help else getattr(node, name, None)
         # `kind` of a constant is "u" for u"text", which is equal to "text"
         if value is not None and value != [] and name != "kind":
-            parts.append(f"{name}={_text(value, message)}")
-    return f"{type(node).__name__}({','.join(parts)})"
+            field_texts.append(f"{name}={_text(value, in_message)}")
+    return f"{type(node).__name__}({','.join(field_texts)})"
 
 
 def _fields_without_help(node: ast.AST) -> dict[str, Any]:
-    """Return the fields of a node that contain help, a message or a docstring, by name and without that text."""
+    """Return the fields of a node that contain help, a message or a docstring, by name and without that text.
+
+    The result is empty for a node without such text.
+    """
     fields: dict[str, Any] = {}
     if isinstance(node, ast.Call):
         called = _called(node)
@@ -580,14 +638,14 @@ def _fields_without_help(node: ast.AST) -> dict[str, Any]:
 
 
 def _without_help(decorator: ast.expr) -> ast.expr:
-    """Return a decorator; one that registers a component has the component's name as its only argument."""
+    """Return a decorator; of one that registers a component, a copy with the component's name as only argument."""
     if isinstance(decorator, ast.Call) and _called(decorator) in _REGISTERING:
         return ast.Call(decorator.func, decorator.args[:1], [])
     return decorator
 
 
 def _prints_message(node: ast.AST) -> bool:
-    """Return True for ``log(...)`` and ``warn(...)``; ``numpy.log(...)`` computes."""
+    """Return True for a call ``log(...)``, ``warn(...)`` or ``x.warn(...)``; ``numpy.log(...)`` computes."""
     if not isinstance(node, ast.Call) or _called(node) not in _MESSAGES:
         return False
     return _called(node) != "log" or isinstance(node.func, ast.Name)

@@ -33,7 +33,8 @@ def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> Libr
         sigma_data: standard deviation of the data; None: the process is returned as it is.
     """
     options = process.plain_options()
-    if sigma_data is None or options.get("sigma_data", sigma_data) is not None:
+    is_unset = "sigma_data" in options and options["sigma_data"] is None
+    if sigma_data is None or not is_unset:
         return process
     return LibraryComponent.select(PROCESSES, {**process.plain(), "sigma_data": sigma_data})
 
@@ -45,6 +46,9 @@ def build_process(process: LibraryComponent, prediction: str | None, sigma_data:
         process: field `process` of section `diffusion`.
         prediction: prediction target of the network, the section's field `prediction`.
         sigma_data: standard deviation of the data, for a process that needs it and whose option `sigma_data` is unset.
+
+    Raises:
+        ConfigError: the process needs `sigma_data`, and neither the option nor the argument has a value.
     """
     built: Process = with_sigma_data(process, sigma_data).build(prediction)
     return built
@@ -53,7 +57,9 @@ def build_process(process: LibraryComponent, prediction: str | None, sigma_data:
 def scheduler_config(process: Process, clip: bool) -> dict[str, Any] | None:
     """Return the configuration of diffusers' scheduler for a process; None if diffusers has none.
 
-    Schedulers of diffusers pass timesteps from 0 to the network, and times of a flow multiplied by 1000.
+    The schedulers are DDPMScheduler for a discrete process, and FlowMatchEulerDiscreteScheduler for a flow. They pass
+    timesteps from 0 to the network, and times of a flow multiplied by 1000. A process whose network takes other times
+    has no scheduler.
 
     Args:
         process: forward process.

@@ -39,7 +39,7 @@ AREAS = ("acceleration", "steady", "deceleration", "convergence")
 
 @dataclass(frozen=True)
 class Ingredients:
-    """Quantities of table 8 at times t: scale s, sigma², and their derivatives by t, each with the shape of t."""
+    """Quantities of table 8 at times t: scale s, sigma², and their derivatives by t, float64 with the shape of t."""
 
     s: Array
     sigma2: Array
@@ -115,7 +115,7 @@ class Increments:
     convergence: float | None
 
     def columns(self) -> dict[str, Array]:
-        """Return the arrays by name, each (T,)."""
+        """Return the attributes that are arrays, by name and in their order; each (T,)."""
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
     def area(self) -> NDArray[np.str_]:
@@ -125,11 +125,12 @@ class Increments:
         ``acceleration`` up to convergence.
         """
         if np.ptp(self.change) == 0:
-            before = np.full(len(self.t), "steady")
+            unconverged_area = np.full(len(self.t), "steady")
         else:
-            peak = self.t[-1] + 1 if self.deceleration is None else self.deceleration
-            before = np.where(self.t < peak, "acceleration", "deceleration")
-        return np.where(self.magnitude > self.r, "convergence", before)
+            after_last_time = self.t[-1] + 1
+            peak = after_last_time if self.deceleration is None else self.deceleration
+            unconverged_area = np.where(self.t < peak, "acceleration", "deceleration")
+        return np.where(self.magnitude > self.r, "convergence", unconverged_area)
 
 
 def increments(
@@ -137,11 +138,12 @@ def increments(
 ) -> Increments:
     """Compute the moments of x_{t+1} - x_t at each noise level of a process, and the times at which its areas begin.
 
-    The areas are those of the paper: acceleration, deceleration and convergence of the increment's variance.
+    The areas are those of the paper: acceleration, deceleration and convergence of the increment's variance. The first
+    increment starts at the image, t = 0.
 
     Args:
         process: ``vp`` with a noise schedule, or ``ve``, ``edm`` or ``flow`` with `timesteps` noise levels.
-        schedule: noise schedule, for vp.
+        schedule: noise schedule, for vp; other processes ignore it.
         timesteps: number of noise levels of the other processes, 2 or more.
         r: magnitude above which a timestep counts as converged.
 
@@ -157,11 +159,15 @@ def increments(
     else:
         raise ConfigError("schedule: none given, process vp needs one")
     t, s = levels.t, levels.s
+
+    # moments of the increments
     noise_variance = (s * levels.sigma) ** 2
-    before, after = noise_variance[:-1], noise_variance[1:]  # at x_t and at x_{t+1}
+    start_variance, end_variance = noise_variance[:-1], noise_variance[1:]  # at x_t and at x_{t+1}
     ratio = s[1:] / s[:-1]
-    # x_{t+1} is ratio * x_t and independent noise of variance after - ratio² before
-    variance_given_x0 = (ratio - 1) ** 2 * before + after - ratio**2 * before
+    # x_{t+1} is ratio * x_t plus independent noise of variance end_variance - ratio² start_variance
+    variance_given_x0 = (ratio - 1) ** 2 * start_variance + end_variance - ratio**2 * start_variance
+
+    # beginnings of the areas
     change = levels.change[:-1]
     peak = int(np.argmax(change))
     has_peak = np.ptp(change) > 0 and peak < len(change) - 1
@@ -171,7 +177,7 @@ def increments(
         s=s[:-1],
         sigma=levels.sigma[:-1],
         mean=np.diff(s),
-        variance=after + before,  # the paper takes the noise of both ends as independent
+        variance=end_variance + start_variance,  # the paper takes the noise of both ends as independent
         own_variance=variance_given_x0,
         mean_squared_bound=levels.mean_squared_bound[:-1],
         variance_bound=levels.variance_bound[:-1],
@@ -204,6 +210,9 @@ def _continuous_levels(process: str, timesteps: int, r: float) -> _Levels:
     """Compute the values of a process in continuous time, ``flow``, ``ve`` or ``edm``, at `timesteps` noise levels.
 
     The magnitude is 1 + sigma². Solved for t, magnitude = r gives the time of convergence.
+
+    Raises:
+        ConfigError: the process is unknown.
     """
     fraction = np.arange(timesteps) / (timesteps - 1)
     if process == "flow":
@@ -238,16 +247,19 @@ def _levels_of_schedule(schedule: NoiseSchedule, r: float) -> _Levels:
     """Compute the values of VP at each timestep of a noise schedule.
 
     The linear schedule has table 8's closed form. For other schedules, and if the last beta is clipped, the change is a
-    numerical derivative, and the time of convergence is interpolated.
+    numerical derivative. The time of convergence is then interpolated, or infinite if the magnitude stays below r.
     """
     t = np.arange(schedule.timesteps + 1.0)
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
     if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # not clipped
         delta, beta_0 = linear_coefficients(schedule)
         form = table_8("vp", t, beta_0, delta / schedule.timesteps)
-        decay, change, convergence = form.s**2, form.variance_dot(), tau_of_magnitude(r, schedule)
+        decay = form.s**2  # alpha-bar in continuous form
+        change = form.variance_dot()
+        convergence = tau_of_magnitude(r, schedule)
     else:
-        decay, change = alphas_cumprod, np.gradient(2 * (1 - alphas_cumprod))
+        decay = alphas_cumprod
+        change = np.gradient(2 * (1 - decay))
         convergence = np.interp(np.log(r), -np.log(decay), t, right=np.inf)
     return _Levels(
         t=t,

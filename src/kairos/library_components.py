@@ -33,6 +33,7 @@ class LibraryComponent:
 
         Raises:
             ConfigError: there is no such component, or an option is unknown or has a value that is not allowed.
+            KeyError: the values have no name.
         """
         name, given_options = split(values)
         return cls(registry, name, registry.parse(name, given_options, f"{registry.kind} {name}"))

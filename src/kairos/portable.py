@@ -52,12 +52,14 @@ _COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE of mkl.h
 def machine() -> dict[str, str]:
     """Return CPU model, instruction set and versions of libraries, on which the bits of results depend.
 
-    Records whose hashes should agree between machines must not contain them. The instruction set is ``any`` if torch is
-    not imported.
+    Records whose hashes should agree between machines must not contain them. The keys are ``processor``,
+    ``instruction_set``, ``libc``, ``python``, ``torch`` and ``numpy``. The instruction set is ``AVX2 (portable)`` if
+    the environment has the values of `VARIABLES`. Otherwise it is that of torch, or ``any`` if torch is not imported.
     """
     cpu_info = Path("/proc/cpuinfo")
     text = cpu_info.read_text() if cpu_info.exists() else ""
     model = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    processor = model[1] if model else (platform.processor() or platform.machine())
     torch = sys.modules.get("torch")  # None in commands that do not import it
     is_limited = all(os.environ.get(name) == value for name, value in VARIABLES.items())
     if is_limited:
@@ -65,7 +67,7 @@ def machine() -> dict[str, str]:
     else:
         instruction_set = torch.backends.cpu.get_cpu_capability() if torch else "any"
     return {
-        "processor": model[1] if model else platform.processor() or platform.machine(),
+        "processor": processor,
         "instruction_set": instruction_set,
         "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
@@ -74,30 +76,50 @@ def machine() -> dict[str, str]:
 
 
 def is_requested(arguments: "argparse.Namespace") -> bool:
-    """Return True if the experiment file, or the snapshot, of a command sets ``deterministic: portable``.
+    """Return True if the experiment file, or the first snapshot, of a command sets ``deterministic: portable``.
 
     Returns False for a file that cannot be read, is damaged, or extends itself: the command reports what is wrong.
+
+    Args:
+        arguments: arguments of the command; `config` is the path of the experiment file, and without it `milestone`
+            contains the paths of snapshots.
     """
     import yaml
 
-    config = getattr(arguments, "config", None)  # path of the experiment file
-    milestones = getattr(arguments, "milestone", None)  # paths of snapshots, for commands without an experiment file
+    config = getattr(arguments, "config", None)
+    milestones = getattr(arguments, "milestone", None)
     try:
         if config is None and milestones:
             values = json.loads((milestones[0] / "milestone.json").read_text(encoding="utf-8"))["config"]
         else:
-            path = Path(config or "")
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-            read_paths = {path.resolve()}
-            while "extends" in values and "deterministic" not in values.get("training", {}):
-                path = (path.parent / values["extends"]).resolve()
-                if path in read_paths:  # files that extend each other
-                    return False
-                read_paths.add(path)
-                values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = _read_file_with_determinism(Path(config or ""))  # without an argument, an OSError: "" is a folder
         return bool(values["training"]["deterministic"] == "portable")
     except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         return False  # the command reports the problem
+
+
+def _read_file_with_determinism(path: Path) -> Any:
+    """Return the values of an experiment file, or of the first file it extends that sets `training.deterministic`.
+
+    If no file sets the field, they are the values of the last file. They are not checked.
+
+    Raises:
+        OSError: a file cannot be read.
+        TypeError: a file contains no mapping.
+        ValueError: files extend each other.
+        YAMLError: a file is not YAML.
+    """
+    import yaml
+
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    read_paths = {path.resolve()}
+    while "extends" in values and "deterministic" not in values.get("training", {}):
+        path = (path.parent / values["extends"]).resolve()
+        if path in read_paths:
+            raise ValueError(f"{path} extends itself")
+        read_paths.add(path)
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return values
 
 
 def set_variables() -> None:
@@ -123,19 +145,21 @@ def check() -> None:
     setting = "training.deterministic: got 'portable'"
     if not torch.cpu._is_avx2_supported():
         raise KairosError(f"{setting}, but this CPU has no AVX2; allowed here: true, false")
+
+    # variables that are not set, or that were set after the import that reads them
     mkl_mode = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)  # None in builds without MKL
-    wrong = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
+    ineffective = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
-        wrong.append("ATEN_CPU_CAPABILITY")
+        ineffective.append("ATEN_CPU_CAPABILITY")
     if numpy_features.get("X86_V4") or numpy_features.get("AVX512_SKX"):
-        wrong.append("NPY_DISABLE_CPU_FEATURES")
+        ineffective.append("NPY_DISABLE_CPU_FEATURES")
     if mkl_mode is not None and mkl_mode(_CBWR_BRANCH) != _COMPATIBLE:
-        wrong.append("MKL_CBWR")
-    if wrong:
+        ineffective.append("MKL_CBWR")
+    if ineffective:
         raise KairosError(
             f"{setting}, but torch or numpy were loaded without it; the `kairos` command sets their environment "
             "variables, other programs must start with: "
-            + " ".join(f"{name}='{VARIABLES[name]}'" for name in dict.fromkeys(wrong))
+            + " ".join(f"{name}='{VARIABLES[name]}'" for name in dict.fromkeys(ineffective))  # each name once
         )
 
 
@@ -143,7 +167,8 @@ def check() -> None:
 def replace_kernels() -> Any:
     """Replace the CPU kernels that no environment variable makes portable.
 
-    The first call replaces them, and further calls do nothing.
+    They are the functions in `ELEMENTWISE` with their in-place and ``out`` variants, the power 0.5, and the matrix
+    products ``mm`` and ``addmm``. The first call in a process replaces them, and further calls do nothing.
 
     Returns:
         The library of operators, whose deletion would restore the old kernels.
@@ -186,6 +211,7 @@ def _replace_kernel(library: Any, name: str, kernel: Callable[..., Any]) -> None
     original = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Call the new kernel, and the old one if the result is None; torch passes the dispatch keys."""
         result = kernel(*arguments, **keywords)
         if result is None:
             return original.call_boxed(keys, *arguments, **keywords)
@@ -197,7 +223,11 @@ def _replace_kernel(library: Any, name: str, kernel: Callable[..., Any]) -> None
 def _elementwise_kernel(function: Any) -> "Callable[..., Tensor | None]":
     """Return a kernel that applies a function of numpy to each element of a tensor.
 
-    The kernel returns None for tensors that are not float32 or float64.
+    The kernel ``kernel(x, out=None)`` returns a new tensor, or `out` with the result. It returns None for tensors that
+    are not float32 or float64, and for an `out` of another type than x.
+
+    Args:
+        function: function of numpy with an argument `out`.
     """
     import numpy as np
     import torch
@@ -218,7 +248,13 @@ def _elementwise_kernel(function: Any) -> "Callable[..., Tensor | None]":
 
 
 def _matrix_product(a: "Tensor", b: "Tensor", bias: "Tensor | None" = None) -> "Tensor | None":
-    """Return a @ b + bias, computed by oneDNN; None for empty matrices and for data types other than float32."""
+    """Return a @ b + bias, computed by oneDNN; None for empty matrices and for data types other than float32.
+
+    Args:
+        a: matrix, (n, k).
+        b: matrix, (k, m).
+        bias: bias of each column, (m,); None: no bias.
+    """
     import torch
 
     if a.dtype != torch.float32 or b.dtype != torch.float32:
@@ -230,7 +266,11 @@ def _matrix_product(a: "Tensor", b: "Tensor", bias: "Tensor | None" = None) -> "
 
 
 def _affine_product(bias: "Tensor", a: "Tensor", b: "Tensor", beta: Any = 1, alpha: Any = 1) -> "Tensor | None":
-    """Return a @ b + bias by `_matrix_product` for a bias per column; None for other biases and for factors."""
+    """Return a @ b + bias by `_matrix_product` for a bias per column; None for other biases and for factors.
+
+    Arguments are those of `torch.addmm`, whose result is beta bias + alpha a @ b. The result is also None where that of
+    `_matrix_product` is.
+    """
     is_bias_per_column = bias.dim() == 1 and len(bias) == b.shape[1]
     if not is_bias_per_column or beta != 1 or alpha != 1:
         return None

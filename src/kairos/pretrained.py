@@ -18,11 +18,11 @@ def download_files(path: str, files: Iterable[str], cached: bool = False) -> Pat
 
     Args:
         path: hub id of the network.
-        files: names of the files, as far as they exist.
-        cached: download nothing, and return the folder in the cache.
+        files: names of the files; a file that does not exist on the hub is no error.
+        cached: download nothing, and return the folder in the cache, which may lack files.
 
     Raises:
-        KairosError: the hub cannot be reached, or rejects the request, and the cache has no copy.
+        KairosError: the cache has no copy, and the hub cannot be reached, rejects the request, or `cached` is set.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -24,14 +24,14 @@ def skip_teardown() -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """Exit with a status, as `sys.exit`."""
+    """Raise SystemExit with a status, as `sys.exit`; a process that skips the teardown ends with this status too."""
     global _status
     _status = status
     sys.exit(status)
 
 
 def _end_at_once() -> None:
-    """Flush the standard streams and end the process; output that cannot be written makes a status of 0 an error."""
+    """Flush the standard streams and end the process; output that cannot be written changes a status of 0 to 1."""
     # frames of an unhandled error may hold temporary files, which are deleted with their objects
     for name in ("last_exc", "last_value", "last_traceback"):
         vars(sys).pop(name, None)

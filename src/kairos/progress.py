@@ -37,8 +37,8 @@ class Progress:
     def advance(self, count: int = 1, facts: str = "") -> None:
         """Add `count` finished units; `facts` is a short text to show, such as the loss.
 
-        A terminal shows each call in a bar. A log file gets a line at most every 10 seconds, and none when all units
-        are done: `close` prints the last line.
+        A terminal shows each call in a bar, and new facts at most every 0.5 seconds. A log file gets a line at most
+        every 10 seconds, and none when all units are done: `close` prints the last line.
         """
         self.done += count
         now = time.monotonic()
@@ -52,14 +52,14 @@ class Progress:
             self._print_line(facts)
 
     def close(self, facts: str = "") -> None:
-        """Close the bar, or print the last line."""
+        """Close the bar, or print the last line with `facts`, which a bar does not show."""
         if self._bar is not None:
             self._bar.close()
         else:
             self._print_line(facts)
 
     def _print_line(self, facts: str) -> None:
-        """Print the progress, rate and remaining time as one line."""
+        """Print the progress and rate as one line, with the remaining time or, at the end, the time since the start."""
         elapsed = max(time.monotonic() - self._start_time, 1e-9)  # seconds; no division by zero below
         rate = (self.done - self._first) / elapsed
         line = f"{self.label}: {self.unit} {self.done}/{self.total}, {rate:.3g} {self.unit}s/s"
@@ -91,7 +91,7 @@ def table(rows: Sequence[Sequence[object]], left: Collection[int] = (0,)) -> str
     """Return rows of cells as text in columns, two blanks apart.
 
     Args:
-        rows: cells of each row; the first row is the header.
+        rows: cells of each row, equally many; the first row is the header.
         left: indices of the columns that are aligned to the left; all others are aligned to the right.
     """
     columns = []

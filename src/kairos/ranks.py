@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LONGEST_WAIT = 600.0  # seconds that ranks wait for each other in a step; use `meet` if one may take longer
-_PATIENCE = 0.02  # seconds between two checks whether all ranks have arrived
+_POLL_INTERVAL = 0.02  # seconds between two checks whether all ranks have arrived
 _store: Any = None  # torchrun's key-value store, which all ranks share
 _COUNTER = "met"  # key in the store: calls of `meet` on all ranks
 _meetings = 0  # calls of `meet` on this rank
@@ -45,14 +45,14 @@ def join(processes: int, device: "torch.device") -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # "env://": torchrun has set the address of the store, and the rank, in environment variables
     _store, this_rank, _ = next(rendezvous("env://"))
-    meet(processes)
+    meet(processes)  # without the time limit of the next line
     distributed.init_process_group(
         backend, store=_store, rank=this_rank, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
     )
 
 
 def meet(processes: int | None = None) -> None:
-    """Wait for the other ranks, without a time limit.
+    """Wait for the other ranks, without a time limit; with one rank nothing happens.
 
     All ranks add to one counter. With three ranks, the second meeting ends when the counter reaches 6.
 
@@ -66,16 +66,16 @@ def meet(processes: int | None = None) -> None:
     _meetings += 1
     _store.add(_COUNTER, 1)
     while _store.add(_COUNTER, 0) < _meetings * processes:  # torchrun ends all ranks if one dies
-        time.sleep(_PATIENCE)
+        time.sleep(_POLL_INTERVAL)
 
 
 def leave() -> None:
-    """Wait for the other ranks and leave the process group."""
+    """Wait for the other ranks and leave the process group; with one rank nothing happens."""
     if ranks() > 1:
         from torch import distributed
 
         meet()
-        time.sleep(_PATIENCE)  # torch 2.4 waits for ever if gloo's thread still holds the last tensor
+        time.sleep(_POLL_INTERVAL)  # torch 2.4 waits for ever if gloo's thread still holds the last tensor
         distributed.destroy_process_group()
 
 
@@ -90,7 +90,10 @@ def add(values: list[float]) -> list[float]:
 
 
 def on_first(function: "Callable[[], T]") -> "T":
-    """Call a function on rank 0 and return its result on all ranks; the function may take long."""
+    """Call a function on rank 0 and return its result on all ranks.
+
+    The function may take long. With several ranks, its result is pickled.
+    """
     value = function() if rank() == 0 else None
     meet()  # without a time limit, which the exchange of the results has
     result_of_first, *_ = gather_objects(value)

@@ -14,20 +14,25 @@ from typing import Any
 
 from kairos.files import write_json
 
+_import_time = time.monotonic()
 _startup: dict[str, float] = {}  # "cpu" and "wall" seconds at the end of start-up
 inherited: dict[str, float] = {}  # `usage_so_far` of the process that handed this job over
 
 
 def cpu_seconds() -> float:
-    """Return user plus system time of this process and of its ended children, in seconds."""
+    """Return user plus system time of this process and of its ended children, in seconds, plus that in `inherited`."""
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + inherited.get("cpu", 0.0)
 
 
 def wall_seconds() -> float:
-    """Return the seconds since this process was started, including the start of the interpreter."""
+    """Return the seconds since this process was started, including the start of the interpreter.
+
+    With `inherited`, they count from the start of the process that handed the job over. On systems without /proc, they
+    count from the import of this module.
+    """
     if not os.path.exists("/proc/self/stat"):
-        return time.monotonic() - _import_time  # without the start of the interpreter
+        return time.monotonic() - _import_time
     # fields of /proc/self/stat, such as "21 (kairos train) S 1 ...": the name in field 2 may contain blanks
     _, fields_from_3 = Path("/proc/self/stat").read_text().rsplit(")", 1)
     start_ticks = int(fields_from_3.split()[22 - 3])  # field 22: start of the process, in clock ticks since boot
@@ -35,11 +40,11 @@ def wall_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start
 
 
-_import_time = time.monotonic()
-
-
 def usage_so_far() -> dict[str, float]:
-    """Return the start of this process (``start``, seconds since boot) and the CPU seconds it has used (``cpu``)."""
+    """Return the start of this process (``start``, seconds since boot) and the CPU seconds it has used (``cpu``).
+
+    Both include `inherited`, as `wall_seconds` and `cpu_seconds` do.
+    """
     return {"start": time.clock_gettime(time.CLOCK_BOOTTIME) - wall_seconds(), "cpu": cpu_seconds()}
 
 
@@ -60,9 +65,9 @@ def write_record(path: Path | str, stage: str, **facts: Any) -> None:
     children.
 
     Args:
-        path: the file.
+        path: the file, which is replaced.
         stage: name of the job's stage.
-        facts: further fields of the record.
+        facts: further fields of the record, at the same level.
     """
     cpu, wall = cpu_seconds(), wall_seconds()
     record = {

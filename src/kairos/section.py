@@ -47,11 +47,12 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
         source: file or section with which the error message begins.
 
     Raises:
-        ConfigError: values are invalid; the message has a line per field, with its value and what is allowed.
+        ConfigError: values are invalid; the message has a line per field, with its value and what is allowed. With
+            several problems, these lines follow a line with their number.
     """
     try:
         return model.model_validate(values)
-    except ConfigError as error:  # from checks outside pydantic, such as those of the backbones
+    except ConfigError as error:  # not a ValueError, so pydantic does not collect it; such as that of a backbone
         lines = [str(error)]
     except ValidationError as error:
         lines = [_error_line(item, model, values) for item in error.errors()]
@@ -73,12 +74,16 @@ def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
     where = _field_name(item["loc"])
     error_type, value = item["type"], item["input"]
     section, meaning = _find_field(model, item["loc"], values)
+
+    # errors about the presence of a field
     if error_type == "extra_forbidden":
         names = [name for name in section.model_fields if name != "name"] if section else []
         hint = options.instead(str(item["loc"][-1]), names)
         return f"{where}: unknown field (value {_short(value)}){hint}"
     if error_type == "missing":
         return f"{where}: is missing. It is: {meaning}"
+
+    # messages of kairos' own checks are complete, except that some begin with a name within the section
     message: str = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     contains_field = message.startswith((f"{where}.", f"{where}: "))  # of checks in `model_post_init`
     if not where or contains_field:
@@ -86,6 +91,8 @@ def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
     if isinstance(item.get("ctx", {}).get("error"), ValueRejected):  # the message has the value and what is allowed
         begins_with_field = section is not None and message.partition(":")[0] in section.model_fields
         return f"{where}.{message}" if begins_with_field else f"{where}: {message}"
+
+    # messages of pydantic contain only what is allowed
     allowed = message
     if meaning:
         allowed += f" ({meaning})"
@@ -127,12 +134,13 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) 
     for key in location:
         values = _value_at(values, key)
         if section is not None and key in section.model_fields:
-            field = section.model_fields[key]
-            meaning = field.description or ""
+            model_field = section.model_fields[key]
+            meaning = model_field.description or ""
             # the type of the field, and the types in a union such as `TextEncoderConfig | None`
-            types = (item for item in (field.annotation, *get_args(field.annotation)) if isinstance(item, type))
-            section = next((item for item in types if issubclass(item, BaseModel)), None)
-            component = _find_component_annotation(field)
+            annotation = model_field.annotation
+            types = [member for member in (annotation, *get_args(annotation)) if isinstance(member, type)]
+            section = next((member for member in types if issubclass(member, BaseModel)), None)
+            component = _find_component_annotation(model_field)
         values_are_of_one_component = not isinstance(values, list)  # in a list, the next key is the component's index
         if component is not None and values_are_of_one_component:
             section = component.class_of(values)
@@ -140,18 +148,22 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) 
     return section, meaning
 
 
-def _value_at(values: Any, part: Any) -> Any:
-    """Return the value of a key or index; None if there is none, as of a field that has its default."""
+def _value_at(values: Any, key: Any) -> Any:
+    """Return the value of a key or index; None if there is none, for example for a field that has its default."""
     try:
-        return values[part]
+        return values[key]
     except (KeyError, IndexError, TypeError):
         return None
 
 
-def _find_component_annotation(field: Any) -> Any:
-    """Return the annotation `kairos.components.component` of a field or of the elements of its list, or None."""
-    annotations = [*field.metadata]
-    for argument in (field.annotation, *get_args(field.annotation)):  # list[...], or list[...] | None
+def _find_component_annotation(model_field: Any) -> Any:
+    """Return the annotation `kairos.components.component` of a field or of the elements of its list, or None.
+
+    Args:
+        model_field: pydantic's description of the field, a `FieldInfo`.
+    """
+    annotations = [*model_field.metadata]
+    for argument in (model_field.annotation, *get_args(model_field.annotation)):  # list[...], or list[...] | None
         for element in (argument, *get_args(argument)):
             annotations += getattr(element, "__metadata__", ())
     return next((annotation for annotation in annotations if hasattr(annotation, "class_of")), None)

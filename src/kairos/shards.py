@@ -39,14 +39,22 @@ class Shard:
         return cls(number=int(match[1]), of=int(match[2]))
 
     def rows(self, count: int, batch_size: int) -> range:
-        """Return the images of the shard, of `count`; shards differ by at most one batch, and some may be empty."""
+        """Return the indices of the shard's images; shards differ by at most one batch, and some may be empty.
+
+        Args:
+            count: number of images of the job.
+            batch_size: images per batch of the job.
+        """
         batches = math.ceil(count / batch_size)
         first_batch = batches * (self.number - 1) // self.of
         end_batch = batches * self.number // self.of
         return range(min(first_batch * batch_size, count), min(end_batch * batch_size, count))
 
     def record(self, count: int, batch_size: int) -> dict[str, int]:
-        """Return the record of this shard; it contains images `first` ... `end` - 1 of the job's `count`."""
+        """Return the record of this shard, with keys ``number``, ``of``, ``batch_size``, ``first`` and ``end``.
+
+        The shard contains images `first` ... `end` - 1 of the job's `count`.
+        """
         rows = self.rows(count, batch_size)
         return {**vars(self), "batch_size": batch_size, "first": rows.start, "end": rows.stop}
 
@@ -65,9 +73,10 @@ def in_order(
     Raises:
         KairosError: a shard belongs to another job, occurs twice or is missing; the message contains its path.
     """
+    # no shard is missing if all `of` are the number of parts and no shard occurs twice
     position_by_number: dict[int, int] = {}
     for position, (path, record) in enumerate(parts):
-        shard = record.get("shard") or {}
+        shard = record.get("shard") or {}  # empty for the result of a whole job, which the comparison below rejects
         number = shard.get("number", 0)
         if shard.get("of", len(parts)) != len(parts):
             raise KairosError(f"{path}: is one of {shard['of']} parts, but {len(parts)} are given; give all of them")
@@ -78,7 +87,7 @@ def in_order(
                     f"{path}: is no part of this job: {name}: got {record.get(name)!r}, allowed: {value!r}; {AGAIN}"
                 )
         if number in position_by_number:
-            other = parts[position_by_number[number]][0]
-            raise KairosError(f"{path}: holds part {number} of {len(parts)}, as {other} does; {AGAIN}")
+            other_path, _ = parts[position_by_number[number]]
+            raise KairosError(f"{path}: holds part {number} of {len(parts)}, as {other_path} does; {AGAIN}")
         position_by_number[number] = position
     return [position_by_number[number] for number in sorted(position_by_number)]

@@ -32,7 +32,10 @@ TrainingRun = tuple[str, int]  # method and seed
 
 
 def job_name(results: str) -> str:
-    """Return the name of all jobs of an experiment in the queue, for `squeue --name` and `scancel --name`."""
+    """Return the name of all jobs of an experiment in the queue, for `squeue --name` and `scancel --name`.
+
+    It is ``kairos-<name of the results folder>-<6 hex digits>``, with a hash of the folder's absolute path.
+    """
     path_hash = hashlib.sha256(os.path.abspath(results).encode()).hexdigest()[:6]
     experiment = re.sub(r"[^A-Za-z0-9_-]", "-", os.path.basename(results))
     return f"kairos-{experiment}-{path_hash}"
@@ -88,25 +91,34 @@ def query_queue(results: str | Path, fields: str, timeout: float = 10) -> tuple[
         results: folder of the experiment's results, which determines the name of its jobs.
         fields: format of an output line, as for ``squeue --format``.
         timeout: seconds to wait for an answer.
+
+    Raises:
+        FileNotFoundError: there is no squeue.
     """
     user, name = f"--user={getpass.getuser()}", f"--name={job_name(str(results))}"
     return run_command("squeue", "--noheader", user, name, f"--format={fields}", timeout=timeout)
 
 
 def job_records_folder(results: str | Path) -> Path:
-    """Return the folder of the records of an experiment's jobs: one JSON file per job, named by its number."""
+    """Return the folder of the records of an experiment's jobs: one JSON file per job, named by its number.
+
+    The path is relative to the working directory.
+    """
     return Path(".kairos/jobs") / os.path.basename(results)
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment without the variables by which users change the output of SLURM's commands."""
+    """Return the environment without the variables by which users change the output of SLURM's commands.
+
+    They are ``SLURM_TIME_FORMAT`` and all whose names begin with ``SQUEUE_``, ``SACCT_`` or ``SINFO_``.
+    """
     return {name: value for name, value in os.environ.items() if not _USER_OPTIONS.match(name)}
 
 
 def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
     """Run a SLURM command for at most `timeout` seconds; return True and its output, or False and the error.
 
-    The environment is that of `plain_environment`.
+    The environment is that of `plain_environment`. The error is one line of at most 400 characters.
 
     Raises:
         FileNotFoundError: there is no such command.
@@ -174,7 +186,10 @@ def _find_training_runs(results: Path, number: str, comment: str) -> set[Trainin
 
 
 def summarize_jobs(jobs: list[Job]) -> str:
-    """Return the numbers of waiting and running jobs of each stage: ``in the queue: sample 2 wait, train 1 run``."""
+    """Return the numbers of waiting and running jobs of each stage, sorted by stage.
+
+    Example: ``in the queue: sample 2 wait, train 1 run``.
+    """
     counts = Counter((job.stage, "wait" if job.pending else "run") for job in jobs)
     facts = [f"{stage} {count} {verb}" for (stage, verb), count in sorted(counts.items())]
     return f"in the queue: {', '.join(facts)}"

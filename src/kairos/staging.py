@@ -30,24 +30,29 @@ def staged(latents: Path) -> Iterator[Path]:
 
     Data are copied in SLURM jobs, and if KAIROS_LOCAL is set. The copy includes the data set of the latents; images,
     which training on latents does not read, are linked. The original folder is used if less than twice the size is
-    free. It is also used if KAIROS_LOCAL is not set and the local folder is on the same file system or in main memory.
-    A message reports the folder and the reason.
+    free, or if the local disk has an error. It is also used if KAIROS_LOCAL is not set and the local folder is on the
+    same file system or in main memory. A message reports the folder and the reason. At the end of the context the copy
+    is deleted, unless another process reads it.
 
     Args:
         latents: folder that stage encode wrote.
 
     Raises:
+        KairosError: the latents or their data set are not complete.
         DamagedError: the original files do not match their records.
     """
     if "KAIROS_LOCAL" not in os.environ and "SLURM_JOB_ID" not in os.environ:
         yield latents
         return
+
+    # the data to copy
     manifest = open_record(latents, f"encode --config F --out {latents}")
     dataset = latents / manifest["dataset"]
     dataset_manifest = open_record(dataset, f"prepare --config F --out {dataset}")
     copied = _files_to_copy(latents, manifest, dataset, dataset_manifest)
-    size = sum((folder / name).stat().st_size for folder, files in copied.values() for name in files)
+    size = sum((folder / name).stat().st_size for folder, files in copied.values() for name in files)  # bytes
 
+    # the copy, or the reason for reading the original
     local = _local_folder()
     user_folder = local / f"kairos-{os.getuid()}"
     home = user_folder / sha256_json([manifest, dataset_manifest])[:16]
@@ -68,6 +73,7 @@ def staged(latents: Path) -> Iterator[Path]:
                 _copy(home, used, copied)
         except OSError as error:
             reason = str(error.strerror)
+
         if reason is None:
             log(f"data are read from {home}")
             yield home / "copy" / "latents"
@@ -147,7 +153,11 @@ def _remove_unused(user_folder: Path, current: Path) -> None:
     """Delete the copies that no process reads: the current one of this job, and copies of killed jobs.
 
     Another process may hold the lock of the current copy for a moment, so this process waits for it. Files that cannot
-    be deleted are left, without an error.
+    be deleted are left, without an error. The folders stay, with their files ``lock`` and ``used``.
+
+    Args:
+        user_folder: folder of all copies of this user.
+        current: folder in it with the copy of this job.
     """
     for home in user_folder.iterdir():
         with suppress(OSError), open(home / "lock", "w") as lock, open(home / "used", "w") as used:
@@ -169,10 +179,13 @@ def _copy(home: Path, used: IO[str], copied: Copied) -> None:
     Args:
         home: folder of the copy.
         used: open file ``used`` in that folder; no process deletes the copy until it is closed.
-        copied: files to copy.
+        copied: files to copy; the other files of their folders are linked.
+
+    Raises:
+        DamagedError: an original file does not match its record.
     """
     with open(home / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process that makes or deletes the copy
         fcntl.flock(used, fcntl.LOCK_SH)
         if _is_complete(home, copied):
             return
@@ -181,7 +194,7 @@ def _copy(home: Path, used: IO[str], copied: Copied) -> None:
             for name, (source, files) in copied.items():
                 for file in sorted(path for path in source.rglob("*") if path.is_file()):
                     relative = file.relative_to(source).as_posix()
-                    _copy_or_link(file, folder / name / relative, files.get(relative))
+                    _copy_or_link(file, folder / name / relative, digest=files.get(relative))
             # the manifest of the latents contains the paths of the other folders, which are next to it in the copy
             manifest = folder / "latents" / "manifest.json"
             relative_paths = {name: f"../{name}" for name in copied if name != "latents"}
@@ -191,19 +204,30 @@ def _copy(home: Path, used: IO[str], copied: Copied) -> None:
 def _is_complete(home: Path, copied: Copied) -> bool:
     """Return True if the local copy is complete: all its files are there, each with the size of the original.
 
-    Many machines delete old files of /tmp and leave the folders.
+    Many machines delete old files of /tmp and leave the folders. The contents are not compared.
+
+    Args:
+        home: folder of the copy.
+        copied: the files that were copied.
     """
     copy = home / "copy"
-    pairs = [(copy / name / file, source / file) for name, (source, files) in copied.items() for file in files]
     try:
-        sizes_agree = all(target.stat().st_size == source.stat().st_size for target, source in pairs)
-        return sizes_agree and all((copy / name / "manifest.json").is_file() for name in copied)
-    except OSError:
+        for name, (source, files) in copied.items():
+            for file in files:
+                if (copy / name / file).stat().st_size != (source / file).stat().st_size:
+                    return False
+        return all((copy / name / "manifest.json").is_file() for name in copied)
+    except OSError:  # a file is missing
         return False
 
 
 def _copy_or_link(file: Path, target: Path, digest: str | None) -> None:
-    """Copy a file and check its hash; with `digest` None, for a file that training does not read, link it.
+    """Copy a file and check its hash, or link it.
+
+    Args:
+        file: the file.
+        target: path of the copy or link; folders above it are created.
+        digest: SHA-256 hash of the file; None: training does not read the file, so it is linked.
 
     Raises:
         DamagedError: the copy differs from the hash.

@@ -14,8 +14,10 @@ COLUMNS = ("t", "p", "w", "effective")
 def strategy_csv(columns: Mapping[str, NDArray[np.float64]]) -> str:
     """Return a table as CSV with 17 significant digits, which reproduce float64 exactly.
 
+    The first line has the names of the columns, and each line ends with a newline.
+
     Args:
-        columns: the columns by name, each (T,).
+        columns: the columns by name, each (T,); they need not be `COLUMNS`.
     """
     lines = [",".join(columns)]
     for row in zip(*columns.values(), strict=True):
@@ -24,10 +26,10 @@ def strategy_csv(columns: Mapping[str, NDArray[np.float64]]) -> str:
 
 
 def parse_strategy_csv(text: str) -> dict[str, NDArray[np.float64]]:
-    """Parse the text of a file that `strategy_csv` wrote; each column is float64 (T,).
+    """Parse the text of a table with `COLUMNS` that `strategy_csv` wrote; return the columns by name, float64 (T,).
 
     Raises:
-        ValueError: the text has other columns, or no rows.
+        ValueError: the text has other columns or no rows, or a value is missing or not a number.
     """
     header, *lines = text.splitlines()
     if tuple(header.split(",")) != COLUMNS or not lines:

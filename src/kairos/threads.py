@@ -23,7 +23,8 @@ def count_job_threads() -> int:
     """Return the number of threads that this job may compute with.
 
     Snakemake and the launcher of several processes set ``OMP_NUM_THREADS`` to the number of threads of a job. Without
-    the variable, it is the number of CPUs that this process may use. The result never exceeds that number.
+    a number in the variable, the result is the number of CPUs that this process may use. It is at least 1, and never
+    exceeds that number of CPUs.
     """
     usable_cpus = len(os.sched_getaffinity(0))
     configured = os.environ.get("OMP_NUM_THREADS", "")
@@ -42,7 +43,7 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], thre
     Args:
         function: function that several threads may call at a time.
         items: arguments of the calls; they are taken in the thread of the caller.
-        threads: largest number of threads.
+        threads: largest number of threads; 1: all calls run in the thread of the caller.
     """
     remaining = iter(items)
     slow_calls = 0  # in succession
@@ -53,18 +54,18 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], thre
         yield result
         if threads > 1 and slow_calls == 2:
             break
-    yield from _map_in_threads(function, remaining, threads)
+    yield from _map_in_threads(function, remaining, threads)  # yields nothing if the loop took all items
 
 
 def _map_in_threads(function: Callable[[Item], Result], items: Iterator[Item], threads: int) -> Iterator[Result]:
     """Yield ``function(item)`` for all items, in their order, computed by several threads; see `map_in_order`."""
-    chunks = iter(lambda: list(islice(items, _CHUNK)), [])
+    chunks = iter(lambda: list(islice(items, _CHUNK)), [])  # lists of items, up to an empty list
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[_Outcome[Result]]] = deque()
         try:
             for chunk in chunks:
                 pending.append(pool.submit(_call_until_error, function, chunk))
-                if len(pending) > 2 * threads:
+                if len(pending) > 2 * threads:  # one chunk in work and one in reserve for each thread
                     yield from _results_or_error(pending.popleft())
             while pending:
                 yield from _results_or_error(pending.popleft())
@@ -83,6 +84,9 @@ def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
     Args:
         read: function that several threads may call at a time; the order of the calls does not matter.
         items: arguments of the calls.
+
+    Raises:
+        Exception: a read raised it; other reads may have happened.
     """
     slow_reads = 0  # in succession
     for index, item in enumerate(items):
@@ -96,13 +100,14 @@ def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 def _read_in_threads(read: Callable[[Item], None], items: Sequence[Item]) -> None:
     """Call a function for all items in several threads, each of which takes a slice of the items."""
+    slice_size = -(-len(items) // _READERS)  # rounded up
 
     def read_slice(start: int) -> None:
-        for item in items[start : start + size]:
+        for item in items[start : start + slice_size]:
             read(item)
 
-    size = -(-len(items) // _READERS)  # rounded up
-    for future in [_reading_pool().submit(read_slice, start) for start in range(0, len(items), size)]:
+    futures = [_reading_pool().submit(read_slice, start) for start in range(0, len(items), slice_size)]
+    for future in futures:
         future.result()  # raises the error of a read
 
 

@@ -17,7 +17,7 @@ from kairos.data.arrays import ArrayFile, iterate_blocks
 from kairos.data.captions import open_encoded_captions
 from kairos.data.dataset import PreparedDataset, reduce_resolution
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
-from kairos.files import check_files, open_record, sha256_json, sync_folder, write_json
+from kairos.files import check_files, open_record, sha256_json, sync_to_disk, write_json
 from kairos.fingerprint import fingerprint
 from kairos.shards import AGAIN, Shard, in_order
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -195,7 +195,7 @@ def _encode_shard(
     write_json(partial / "manifest.json", manifest)
     shutil.rmtree(out, ignore_errors=True)
     os.rename(partial, out)
-    sync_folder(out.parent)
+    sync_to_disk(out.parent)
     return manifest
 
 

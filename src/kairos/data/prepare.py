@@ -30,7 +30,7 @@ from kairos.data.decode import to_pixels
 from kairos.data.linked_images import TEMPORARY_COPY, checksum, create_temporary_copy, delete_temporary_copy
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
-from kairos.files import sha256_file, sha256_json, sync_folder, write_json
+from kairos.files import sha256_file, sha256_json, sync_to_disk, write_json
 from kairos.progress import Progress, log
 from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -195,9 +195,9 @@ def _write_arrays(out: Path, arrays: dict[str, np.ndarray], images_hash: str | N
     for name, values in arrays.items():
         path = out / f"{name}.npy"
         np.save(path, values)
-        sync_folder(path)
+        sync_to_disk(path)
         files[path.relative_to(out).as_posix()] = sha256_file(path)
-    sync_folder(out)
+    sync_to_disk(out)
     return files
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kairos.data.arrays import ArrayFile, create_array
-from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
+from kairos.files import read_json, sha256_file, sha256_json, sync_to_disk, write_json
 from kairos.progress import Progress, log
 from kairos_timesteps.errors import DamagedError
 
@@ -47,7 +47,7 @@ def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
     """
     for name in manifest["files"]:
         os.replace(out / PARTIAL / name, out / name)
-    sync_folder(out)
+    sync_to_disk(out)
     write_json(out / "manifest.json", manifest)
     shutil.rmtree(out / PARTIAL, ignore_errors=True)
 

@@ -86,20 +86,20 @@ def check_losses(losses: list[LossOptions], process: LibraryComponent) -> None:
         ConfigError: no term is weighted; a term is listed twice; a learned variance has no term that trains it, or
             there is such a term without a learned variance.
     """
-    field = "diffusion.losses"
+    where = "diffusion.losses"
     names = [loss.name for loss in losses]
     listed = ", ".join(names)
-    is_weighted = any(loss.weighted for loss in losses)
-    demand(is_weighted, field, listed, "with a term that strategies weigh, such as mse")
+    has_weighted_term = any(loss.weighted for loss in losses)
+    demand(has_weighted_term, where, listed, "with a term that strategies weigh, such as mse")
     has_duplicates = len(set(names)) < len(names)
-    demand(not has_duplicates, field, listed, "each once (scale is a factor)")
+    demand(not has_duplicates, where, listed, "each once (scale is a factor)")
 
-    variance = process.get("variance", "none")
+    variance = process.get("variance", default="none")  # other processes than discrete have no such option
     variance_terms = [name for name, loss in LOSSES.items() if loss.trains_variance]
     used_variance_terms = [name for name in names if name in variance_terms]
     if variance == "learned_range":
         allowed = f"with a term that trains it: {', '.join(variance_terms)}"
-        demand(len(used_variance_terms) > 0, field, f"{listed} with variance learned_range", allowed)
+        demand(len(used_variance_terms) > 0, where, f"{listed} with variance learned_range", allowed)
     elif used_variance_terms:
         got = f"{used_variance_terms[0]} with process {process.name} and variance {variance}"
-        raise rejection(field, got, "with process discrete and variance learned_range")
+        raise rejection(where, got, "with process discrete and variance learned_range")

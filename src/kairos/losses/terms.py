@@ -1,7 +1,8 @@
 """Loss terms, each with one value per sample; the objective of an experiment is the sum of its terms.
 
 The strategy's weights multiply the terms with option ``weighted``, which is the default. Terms that must not be
-reweighted, such as the term of a learned variance, have ``weighted: false``.
+reweighted, such as the term of a learned variance, have ``weighted: false``. The callers multiply by these weights and
+by option ``scale``; the functions here apply neither.
 """
 
 import functools
@@ -66,7 +67,8 @@ class Prediction:
         """Prediction of a second forward pass with equal x0 and t, fresh noise and masked tokens.
 
         Source: MDT (Gao et al. 2023, section 3.3). Condition ``mask`` is uniform on [0, 1), float32 (batch, height,
-        width); a model hides the tokens with the largest values. All terms share this pass, which needs `predict`.
+        width); a model hides the tokens with the largest values. Noise and mask are functions of `coordinates`. All
+        terms share this pass, which needs `predict`.
         """
         assert self.predict is not None
         x0 = self.x0
@@ -92,8 +94,8 @@ def vlb(options: LossOptions, prediction: Prediction) -> PerSample:
     """
     process = prediction.process
     weights = _vlb_weights(process, prediction.x0.device)
-    cells = len(weights)
-    cell = (process.fractions(prediction.t) * cells).long().clamp(0, cells - 1)
+    cell_count = len(weights)
+    cell = (process.fractions(prediction.t) * cell_count).long().clamp(0, cell_count - 1)  # (batch,)
     return mse(options, prediction) * weights[cell]
 
 
@@ -130,7 +132,7 @@ def masked_vb(options: VbOptions, prediction: Prediction) -> PerSample:
 def _rounded_nll(x: Images, error: Images, log_variance: Images) -> Images:
     """Return the negative log-likelihood in nats of x under N(x - error, variance) rounded to 256 levels of [-1, 1].
 
-    The first and the last level are open intervals. All tensors have the shape of x.
+    The first and the last level are open intervals. A probability is at least 1e-12. All tensors have the shape of x.
     """
     inverse_deviation = (-log_variance / 2).exp()
     # levels are 2/255 apart, so a level reaches 1/255 to each side
@@ -148,7 +150,11 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ln beta, ln of the posterior's variance, and the factor of x0 in its mean, float64 (T,) on the device."""
+    """Return ln beta, ln of the posterior's variance, and the factor of x0 in its mean, float64 (T,) on the device.
+
+    The posterior is q(x_{t-1} | x_t, x0) of a discrete process. Its variance at t = 0, which is 0, is replaced by the
+    one at t = 1. Results are cached.
+    """
     schedule = process.schedule
     alphas_cumprod = torch.from_numpy(schedule.alphas_cumprod)
     previous_alphas_cumprod = alphas_cumprod.roll(1)
@@ -163,7 +169,8 @@ def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tens
 def _vlb_weights(process: Any, device: torch.device) -> Tensor:
     """Return the VLB weight of the network's prediction by cell, float32 (cells,), cached on the device.
 
-    The cache spares each step a copy to the device, which would synchronise.
+    Cells have equal fractions of the process; those of a discrete process are its timesteps. The cache spares each step
+    a copy to the device, which would synchronise.
     """
     weights = process.schedule.in_prediction(process.schedule.vlb, process.prediction)
     return torch.from_numpy(weights).to(device, torch.float32)

@@ -31,7 +31,7 @@ _SHAPE_OPTIONS = ("patch", "width", "depth", "heads", "channels", "multipliers",
 
 
 def step_name(step: int) -> str:
-    """Return the name of a step in folders and files, with 7 digits."""
+    """Return the name of a step in folders and files, with leading zeros up to 7 digits."""
     return f"{step:07d}"
 
 
@@ -55,7 +55,7 @@ def write_milestone(
         model: a backbone with the raw weights.
         average: average of the weights (EMA), which is sampled.
         facts: fields of the record: step, shape, conditions, sigma_data, configuration, identity, provenance ...
-        columns: columns of the strategy's table.
+        columns: columns of the strategy's table by name, each (T,).
         scheduler: configuration of diffusers' scheduler; None: diffusers has none for the process.
     """
     from kairos import models
@@ -82,11 +82,11 @@ def check_milestone(folder: Path) -> dict[str, Any]:
 
 
 def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """Load the averaged weights of a snapshot, from which another training run starts, on the CPU.
+    """Load the averaged weights of a snapshot, from which another training run starts, by name and on the CPU.
 
     Args:
         folder: folder of the snapshot.
-        weights: initial weights of the training run's model, which the loaded ones replace.
+        weights: initial weights of the training run's model, whose names and shapes the loaded ones must have.
 
     Raises:
         KairosError: the folder contains no snapshot, or its weights have other names or shapes.
@@ -112,7 +112,8 @@ def hash_start_weights(folder: Path, model: "BackboneOptions") -> str:
         model: backbone of the training run that starts from it.
 
     Raises:
-        ConfigError: the folder contains no snapshot, or one of another backbone or size.
+        ConfigError: the folder contains no snapshot, or one of another backbone or with other `_SHAPE_OPTIONS`.
+        DamagedError: the record is damaged.
     """
     path = folder / "milestone.json"
     if not path.is_file():
@@ -121,12 +122,12 @@ def hash_start_weights(folder: Path, model: "BackboneOptions") -> str:
             "of a training run or of kairos import-weights"
         )
     record = open_record(folder, "train", path.name)
-    snapshot_model, values = record["config"]["model"], model.plain()
+    snapshot_model, expected_model = record["config"]["model"], model.plain()
     for name in ("name", *_SHAPE_OPTIONS):
-        if snapshot_model.get(name) != values.get(name):
+        if snapshot_model.get(name) != expected_model.get(name):
             raise ConfigError(
                 f"training.start_from: got model.{name}: {snapshot_model.get(name)} in {str(folder)!r}, allowed: "
-                f"{values.get(name)}, the value in this experiment"
+                f"{expected_model.get(name)}, the value in this experiment"
             )
     ema_hashes = {name: sha256 for name, sha256 in record["files"].items() if name.startswith("ema/")}
     return sha256_json(ema_hashes)
@@ -152,7 +153,7 @@ class Snapshot:
 
 
 def open_milestone(folder: Path, weights: str = "ema", device: "torch.device | str" = "cpu") -> Snapshot:
-    """Check and load a snapshot.
+    """Check all files of a snapshot against its record, and load one of its networks.
 
     Args:
         folder: folder of the snapshot.
@@ -160,7 +161,7 @@ def open_milestone(folder: Path, weights: str = "ema", device: "torch.device | s
         device: device for the network.
 
     Raises:
-        KairosError: the snapshot is missing or damaged, or there are no such weights.
+        KairosError: the snapshot is missing or damaged, or `weights` has another value.
         ConfigError: section `diffusion` or `model` of its experiment is not valid in this version of kairos.
     """
     from kairos import models
@@ -173,8 +174,11 @@ def open_milestone(folder: Path, weights: str = "ema", device: "torch.device | s
     diffusion = check(DiffusionConfig, config["diffusion"], f"{folder}/milestone.json: diffusion")
     process = build_process(diffusion.process, diffusion.prediction, record["sigma_data"])
     channels, height, width = record["shape"]
-    shape = (channels, height, width)
-    outputs = process.channels(channels)
-    backbone = BACKBONES.select(config["model"])
-    model = models.load(folder / weights, backbone, shape, record["conditions"], outputs)
-    return Snapshot(model.to(device), process, record, diffusion, config)
+    model = models.load(
+        folder / weights,
+        BACKBONES.select(config["model"]),
+        shape=(channels, height, width),
+        conditions=record["conditions"],
+        outputs=process.channels(channels),
+    )
+    return Snapshot(model=model.to(device), process=process, record=record, diffusion=diffusion, config=config)

@@ -14,7 +14,7 @@ from kairos import resource_usage
 from kairos.data.captions import Captions
 from kairos.data.dataset import PreparedDataset
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
-from kairos.files import sha256_file, sha256_json, sync_folder
+from kairos.files import sha256_file, sha256_json, sync_to_disk
 from kairos.fingerprint import fingerprint
 from kairos.progress import log
 from kairos.text_encoders.encoder import TextEncoder, load_encoder
@@ -29,7 +29,9 @@ def encode_captions(
 ) -> dict[str, Any]:
     """Encode the captions of a data set, write the folder and return its manifest.
 
-    The manifest contains the description of the condition, and the numbers of tokens and of truncated captions.
+    The folder contains ``states.npy``, of `text_encoder.dtype`, ``empty.npy``, float32 (1, ...), and the manifest.
+    Older results there are deleted first. The manifest contains the description of the condition, and the numbers of
+    tokens and of truncated captions.
 
     Args:
         config: section `text_encoder`, without ``auto``.
@@ -47,9 +49,11 @@ def encode_captions(
     resource_usage.end_startup()
     captions = dataset.captions
     longest, truncated_count = _check_lengths(captions, encoder, config.too_long)
-    empty = encoder([""]).numpy()  # (1, *shape)
-    shape = empty.shape[1:]
+    empty_states = encoder([""]).numpy()  # of the empty caption, (1, *shape)
+    shape = empty_states.shape[1:]
     dtype = np.dtype(config.dtype)
+
+    # write the states into the private folder; a run with equal identity resumes there
     identity = {
         "encoder": encoder.sha256,
         "dataset": dataset.manifest["content_sha256"],
@@ -75,9 +79,11 @@ def encode_captions(
         label="text",
         unit="caption",
     )
-    np.save(partial / "empty.npy", empty)
-    sync_folder(partial / "empty.npy")
+    np.save(partial / "empty.npy", empty_states)
+    sync_to_disk(partial / "empty.npy")
     files["empty.npy"] = sha256_file(partial / "empty.npy")
+
+    # publish the files with the manifest
     manifest = {
         "count": len(captions),
         "condition": {"kind": "text", "shape": list(shape), "null": config.dropped, "encoder": encoder.sha256},
@@ -93,9 +99,14 @@ def encode_captions(
 
 
 def _check_lengths(captions: Captions, encoder: TextEncoder, too_long: str) -> tuple[int, int]:
-    """Return the tokens of the longest caption, and the number of captions that the encoder truncates.
+    """Return the number of tokens of the longest caption, and the number of captions that the encoder truncates.
 
-    A message reports captions that will be truncated. The longest caption is counted before truncation.
+    A message reports captions that will be truncated. The tokens are counted before truncation.
+
+    Args:
+        captions: at least one caption.
+        encoder: the text encoder.
+        too_long: field `text_encoder.too_long`, ``truncate`` or ``refuse``.
 
     Raises:
         KairosError: captions would be truncated, and `too_long` is ``refuse``.

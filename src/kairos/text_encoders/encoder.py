@@ -27,10 +27,13 @@ _UNLIMITED = 10**6  # tokenizers without a limit report a larger one
 def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Path:
     """Return the folder of a network and its tokenizer, after a download from the hub if necessary.
 
+    The weights may be in either file of `WEIGHTS`. The files are not read.
+
     Args:
         path: a folder, or a hub id.
         field: field of the experiment file that contains the path, for error messages.
-        files: files to download, as far as they exist.
+        files: files to download, as far as they exist; ``pytorch_model.bin`` is downloaded only in place of
+            ``model.safetensors``.
 
     Raises:
         ConfigError: the folder lacks a file, or the path is neither a folder nor a hub id.
@@ -108,7 +111,10 @@ class TextEncoder:
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> Tensor:
-        """Encode texts, and return their states on the CPU, float32 (n, length, width) or (n, width)."""
+        """Encode texts, and return their states on the CPU, float32.
+
+        The shape is (n, length, width) with output ``tokens``, and (n, width) with ``pooled``.
+        """
         options = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
         tokens = self.tokenizer(texts, **options)
         ids = tokens["input_ids"].to(self.device)
@@ -128,8 +134,12 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
 
     A network on the hub is downloaded if necessary.
 
+    Args:
+        config: section `text_encoder`.
+        device: device for the network, and for the computation.
+
     Raises:
-        ConfigError: the path has no text encoder with a tokenizer, or the encoder does not accept the length.
+        ConfigError: the path lacks a file or has a tokenizer of another network, or the length is not allowed.
         KairosError: the encoder cannot be loaded.
     """
     from transformers import AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
@@ -141,7 +151,8 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
     tokenizer = load_pretrained(folder, AutoTokenizer, field)
     _check_tokenizer(tokenizer, model.config, is_clip, config.path)
     length = _select_length(config, tokenizer, model.config)
-    hashes = {name: sha256_file(folder / name) for name in {*FILES, *WEIGHTS} if (folder / name).is_file()}
+    existing_files = [name for name in {*FILES, *WEIGHTS} if (folder / name).is_file()]
+    hashes = {name: sha256_file(folder / name) for name in existing_files}  # `sha256_json` sorts the names
     return TextEncoder(
         model=model.to(device),
         tokenizer=tokenizer,
@@ -154,6 +165,11 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
 
 def _select_length(config: TextEncoderConfig, tokenizer: Any, network: Any) -> int:
     """Return the number of tokens to which texts are padded: the configured one, or the most that the encoder takes.
+
+    Args:
+        config: section `text_encoder`.
+        tokenizer: tokenizer of transformers.
+        network: configuration of the network, of transformers.
 
     Raises:
         ConfigError: the configured number is too large, or none is configured and the encoder has no limit.
@@ -168,6 +184,12 @@ def _select_length(config: TextEncoderConfig, tokenizer: Any, network: Any) -> i
 
 def _check_tokenizer(tokenizer: Any, network: Any, is_clip: bool, path: str) -> None:
     """Check that a tokenizer belongs to a network: its vocabulary, its padding, and the end token that CLIP pools by.
+
+    Args:
+        tokenizer: tokenizer of transformers.
+        network: configuration of the network, of transformers.
+        is_clip: the network is CLIP's text model.
+        path: field `text_encoder.path`, for the error message.
 
     Raises:
         ConfigError: the tokenizer does not belong to the network.
