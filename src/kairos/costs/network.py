@@ -102,17 +102,9 @@ def count_network_cost(
     with FakeTensorMode():  # tensors without content whose device is "cpu": autocast does not support "meta"
         network = models.build(model, x0_shape, conditions, output_channels).train()
         if precision == "bf16":
-            # On a GPU autocast normalises in float32. On the CPU, the device of these tensors, it does not.
-            for module in network.modules():
-                if isinstance(module, torch.nn.GroupNorm):
-                    module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+            _normalise_in_float32(network)
         x, t = torch.empty(samples, *x0_shape), torch.zeros(samples, dtype=torch.int64)
-        condition_values = {}
-        for name, description in conditions.items():
-            if description["kind"] == "class":
-                condition_values[name] = torch.zeros_like(t)
-            else:
-                condition_values[name] = torch.empty(samples, *description["shape"])
+        condition_values = _create_condition_values(conditions, samples)
         with forward_counter, byte_counter, saved_hooks, autocast:
             output = network(x, t, condition_values)
         with backward_counter, byte_counter:
@@ -136,3 +128,28 @@ def count_network_cost(
         bytes_moved=byte_counter.bytes * byte_factor,
         activation_bytes=sum(storage.nbytes() for storage in activation_storages) * byte_factor,
     )
+
+
+def _normalise_in_float32(network: Any) -> None:
+    """Make group normalisations of a network cast their input to float32, as autocast does on a GPU.
+
+    On the CPU, the device of the counted tensors, autocast does not cast the input.
+    """
+    import torch
+
+    for module in network.modules():
+        if isinstance(module, torch.nn.GroupNorm):
+            module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+
+
+def _create_condition_values(conditions: dict[str, dict[str, Any]], samples: int) -> dict[str, Any]:
+    """Return tensors with the shapes of conditions, by name: class 0, int64 (samples,), and values without content."""
+    import torch
+
+    values = {}
+    for name, description in conditions.items():
+        if description["kind"] == "class":
+            values[name] = torch.zeros(samples, dtype=torch.int64)
+        else:
+            values[name] = torch.empty(samples, *description["shape"])
+    return values

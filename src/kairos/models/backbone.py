@@ -31,9 +31,9 @@ class NullText(nn.Module):
         shape = tuple(description["shape"])
         null = description.get("null", "empty")
         if len(shape) != axes:
-            takes = "one vector" if axes == 1 else "a sequence of vectors"
+            allowed = "one vector" if axes == 1 else "a sequence of vectors"
             raise KairosError(
-                f"model.conditions: got text of shape {shape} per image, allowed with this model: {takes}"
+                f"model.conditions: got text of shape {shape} per image, allowed with this model: {allowed}"
             )
         if null != "empty":
             value = torch.randn(shape) / shape[-1] ** 0.5

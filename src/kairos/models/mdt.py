@@ -80,7 +80,10 @@ class MDT(DiT):
         return {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width); ``conditions["mask"]`` hides patches, see `MDT`."""
+        """Return the prediction, (batch, outputs, height, width); ``conditions["mask"]`` hides patches, see `MDT`.
+
+        Without a mask, the side block and the mask token are not used. In training their gradients are then 0.
+        """
         tokens, c = self.embed(x, t, conditions)
         blocks = list(self.blocks)
         encoder_depth = len(blocks) - self.options.decoder_depth

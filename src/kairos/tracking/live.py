@@ -89,7 +89,10 @@ class Reporter(threading.Thread):
         self._has_warned = False
 
     def finish(self, seconds: float) -> None:
-        """Send the remaining points, and return after at most `seconds`; a slower thread ends with the process."""
+        """Send the remaining points, and return after at most `seconds`.
+
+        A slower thread is reported by a message, and ends with the process.
+        """
         self._training_ended.set()
         self.join(seconds)
         if self.is_alive():

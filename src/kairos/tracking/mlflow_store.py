@@ -253,7 +253,7 @@ def create_run(client: Client, experiment: str, content: RunContent, start: int)
 
 
 def log_missing(client: Client, run: Run, content: RunContent) -> None:
-    """Log the content that a run does not have; a second call logs nothing.
+    """Log the content that a run does not have; nothing if the run, found again, has all of it.
 
     A value that differs from the recorded value of its step is logged with a later timestamp, so that MLflow shows it.
     Tags are overwritten, except the commit. Parameters that the run has are kept, since MLflow cannot change them.
@@ -265,11 +265,11 @@ def log_missing(client: Client, run: Run, content: RunContent) -> None:
     """
     from mlflow.entities import Param, RunTag
 
-    present = run.data
+    recorded = run.data
     points = _find_missing_points(client, run, content.points)
-    params = [Param(key, value) for key, value in content.params.items() if key not in present.params]
-    tags = {key: value for key, value in content.tags.items() if present.tags.get(key) != value}
-    if COMMIT in present.tags:  # the commit of the training run, not of a later import
+    params = [Param(key, value) for key, value in content.params.items() if key not in recorded.params]
+    tags = {key: value for key, value in content.tags.items() if recorded.tags.get(key) != value}
+    if COMMIT in recorded.tags:  # the commit of the training run, not of a later import
         tags.pop(COMMIT, None)
     client.log_batch(
         run.info.run_id,
