@@ -68,41 +68,45 @@ def find_dataset_size(
 
     Args:
         experiment: the checked experiment.
-        results: its folder of results.
-        x0_shape: channels, height and width of the network's input; None: find them.
-        classes: number of classes; None: find it.
-        text_shape: tokens and width of an encoded text; None: find them.
+        results: folder of the experiment's results.
+        x0_shape: channels, height and width of the network's input, which take precedence; None: find them.
+        classes: number of classes, if prepared data do not give it; None: find it.
+        text_shape: tokens and width of an encoded text, which take precedence; None: find them.
 
     Raises:
         ConfigError: the shape of x0, the shape of a text or the number of classes is not known. The message reports the
-            option that sets it.
+            option that sets it. Another case is a counted number of images that is not `dataset.images`.
     """
-    assumed = experiment.known or KnownConfig()
+    # shapes and numbers of images
+    assumed = experiment.known or KnownConfig()  # facts in the experiment file, used if the data are not at hand
     dataset_record = _read_manifest(results / "dataset")
     image_shape, image_count, train_count, count_source = _find_image_counts(experiment, dataset_record)
     x0_shape, latent_arrays = _find_x0_shape(experiment, results, image_shape, x0_shape)
 
-    described: dict[str, dict[str, Any]] = {"low_resolution": {"kind": "image", "shape": list(x0_shape)}}
-    described |= dataset_record.get("conditions", {})
+    # descriptions of conditions: those of prepared data replace the shape of x0 and the number of classes
+    descriptions: dict[str, dict[str, Any]] = {"low_resolution": {"kind": "image", "shape": list(x0_shape)}}
+    descriptions |= dataset_record.get("conditions", {})
     encoder, bytes_per_text = experiment.text_encoder, 0
     if encoder is not None and (text := _describe_text(encoder, results, text_shape or assumed.text)):
-        described["text"] = text
-        bytes_per_text = math.prod(text["shape"]) * (2 if encoder.dtype == "float16" else 4)
+        descriptions["text"] = text
+        bytes_per_value = 2 if encoder.dtype == "float16" else 4
+        bytes_per_text = math.prod(text["shape"]) * bytes_per_value
     if classes is None and "class" in experiment.conditions:
         classes = count_images(experiment.dataset).classes or assumed.classes
     if classes is not None:
-        described.setdefault("class", {"kind": "class", "num_classes": classes})
-    missing = [name for name in experiment.conditions if name not in described]
+        descriptions.setdefault("class", {"kind": "class", "num_classes": classes})
+    missing = [name for name in experiment.conditions if name not in descriptions]
     if missing:
         option = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]
         advice = f"run kairos prepare (and text), or pass {option}"
         raise ConfigError(f"model.conditions: the shape of {', '.join(missing)} is not known yet: {advice}")
+
     return DatasetSize(
         image_shape=image_shape,
         x0_shape=x0_shape,
         image_count=image_count,
         train_count=train_count,
-        conditions={name: described[name] for name in experiment.conditions},
+        conditions={name: descriptions[name] for name in experiment.conditions},
         latent_arrays=latent_arrays,
         count_source=count_source,
         caption_count=dataset_record.get("captions", {}).get("count"),
@@ -112,32 +116,33 @@ def find_dataset_size(
 
 
 def _find_x0_shape(
-    experiment: Experiment, results: Path, image_shape: Shape | None, stated: Shape | None
+    experiment: Experiment, results: Path, image_shape: Shape | None, passed_shape: Shape | None
 ) -> tuple[Shape, int]:
-    """Find the shape of the network's input and the number of arrays that are stored per image, 0 in pixel space.
+    """Find the shape of the network's input, and the number of latent arrays stored per image, 0 in pixel space.
 
-    The shape is the stated one, else that of encoded latents, of the experiment file, or of its section `known`.
+    The shape is the passed one, else that of encoded latents, of the experiment file, or of its section `known`. Images
+    of low resolution add an array, and flipped images double the number.
 
     Args:
         experiment: the checked experiment.
-        results: its folder of results.
+        results: folder of the experiment's results.
         image_shape: channels, height and width of an image, if known.
-        stated: the shape that a user passes, which takes precedence.
+        passed_shape: the shape that a user passes.
 
     Raises:
         ConfigError: the shape is not known.
     """
     autoencoder, latents_record = experiment.autoencoder, _read_manifest(results / "latents")
     if autoencoder.kind == "none":
-        computed, arrays = image_shape, 0
+        configured_shape, arrays = image_shape, 0
     else:
-        computed, arrays = _latent_shape(autoencoder, image_shape)
+        configured_shape, arrays = _latent_shape(autoencoder, image_shape)
         if experiment.dataset.low_resolution is not None:
             arrays += 1  # the latents of the image of low resolution
         if experiment.dataset.flips:
             arrays *= 2  # flipped images are stored too
-    assumed = experiment.known.shape if experiment.known else None
-    shape: Any = stated or latents_record.get("shape") or computed or assumed
+    assumed_shape = experiment.known.shape if experiment.known else None
+    shape: Any = passed_shape or latents_record.get("shape") or configured_shape or assumed_shape
     if not shape:
         first_advice = f"fetch autoencoder.path ({autoencoder.path})" if image_shape else "set dataset.resolution"
         advice = f"{first_advice}, run kairos prepare and encode, or pass --shape C H W"
@@ -146,25 +151,26 @@ def _find_x0_shape(
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a stage's folder; empty if the stage has not run."""
+    """Return manifest.json of a stage's folder; empty if the stage has not run."""
     path = folder / "manifest.json"
     return read_json(path) if path.is_file() else {}
 
 
 def _find_image_counts(
-    experiment: Experiment, record: dict[str, Any]
+    experiment: Experiment, dataset_record: dict[str, Any]
 ) -> tuple[Shape | None, int | None, int | None, str]:
     """Return the shape of an image, the numbers of all images and of training images, and the numbers' origin.
 
-    A number or shape that is not known is None.
+    A number or shape that is not known is None. The origin of prepared data is ``prepared``; for other data see
+    `_count_unprepared_images`.
 
     Args:
         experiment: the checked experiment.
-        record: manifest of the prepared data set; empty before stage prepare.
+        dataset_record: manifest of the prepared data set; empty before stage prepare.
     """
-    if record:
-        shape = (record["channels"], record["height"], record["width"])
-        return shape, record["count"], record["train_count"], "prepared"
+    if dataset_record:
+        shape = (dataset_record["channels"], dataset_record["height"], dataset_record["width"])
+        return shape, dataset_record["count"], dataset_record["train_count"], "prepared"
     count, train_count, origin = _count_unprepared_images(experiment.dataset)
     return _image_shape(experiment.dataset), count, train_count, origin
 
@@ -173,7 +179,11 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
     """Return the numbers of all images and of training images before stage prepare, and the numbers' origin.
 
     The numbers follow from `dataset.train_images`, else from `dataset.images`; else the images are counted. Held-out
-    images of another folder are not counted, so that the number of all images is then None.
+    images of another folder are not counted, so that the number of all images is then None. The origin is
+    ``dataset.train_images``, ``dataset.images``, ``counted``, ``embedded`` (digits) or the advice to set one of them.
+
+    Raises:
+        ConfigError: the counted number of images is not `dataset.images`.
     """
     has_separate_heldout = isinstance(dataset.heldout, str)  # path of held-out images
     is_digits = dataset.source == "digits"  # their numbers are known, whatever the file sets
@@ -193,10 +203,10 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
 
 
 def _image_shape(dataset: DatasetConfig) -> Shape | None:
-    """Return channels, height and width of a prepared image; None if the experiment file does not set them."""
+    """Return channels, height and width of a prepared image; None if the experiment file does not set a resolution."""
     side = dataset.resolution
     if side is None and dataset.source == "digits":
-        side = 8
+        side = 8  # pixels of scikit-learn's digits
     if side is None:
         return None
     channels = 1 if dataset.color == "grey" else 3
@@ -206,10 +216,11 @@ def _image_shape(dataset: DatasetConfig) -> Shape | None:
 def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple[Shape | None, int]:
     """Return the shape of an image's latents, None if not known, and the number of arrays that store the latents.
 
-    The shape of a pretrained autoencoder follows from its config.json, see `_pretrained_config`.
+    An autoencoder stores two arrays, mean and log-variance; AutoencoderTiny and VQModel store one. The shape of a
+    pretrained autoencoder follows from its config.json, see `_pretrained_config`.
     """
     level_channels: Sequence[int] | None = config.channels
-    latent_channels, arrays = config.latent_channels, 2  # mean and log-variance
+    latent_channels, arrays = config.latent_channels, 2
     if config.kind == "pretrained":
         pretrained = _pretrained_config(str(config.path))
         latent_channels = pretrained.get("vq_embed_dim") or pretrained.get("latent_channels", 0)  # the first: VQModel
@@ -218,11 +229,16 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
     if not image_shape or not level_channels:
         return None, arrays
     factor = 2 ** (len(level_channels) - 1)  # each level but the first halves the sides
-    return (latent_channels, image_shape[1] // factor, image_shape[2] // factor), arrays
+    _, height, width = image_shape
+    return (latent_channels, height // factor, width // factor), arrays
 
 
 def _pretrained_config(path: str) -> dict[str, Any]:
-    """Return the config.json of a pretrained model: a local folder or a name in the hub's cache; empty if absent."""
+    """Return the config.json of a pretrained model; empty if it is absent. Nothing is downloaded.
+
+    Args:
+        path: local folder, or name of a model in the cache of the hub, ``owner/model``.
+    """
     file: Any = Path(path) / "config.json"
     is_hub_name = not Path(path).is_dir() and path.count("/") == 1  # owner/model
     if is_hub_name:
@@ -232,22 +248,29 @@ def _pretrained_config(path: str) -> dict[str, Any]:
     return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}
 
 
-def _describe_text(config: TextEncoderConfig, results: Path, stated: Sequence[int] | None) -> dict[str, Any] | None:
+def _describe_text(
+    config: TextEncoderConfig, results: Path, known_shape: Sequence[int] | None
+) -> dict[str, Any] | None:
     """Return the description of condition ``text``, with the shape of an encoded text; None if the shape is not known.
+
+    The shape is `known_shape`, else that of encoded texts, else that in the encoder's config.json.
 
     Args:
         config: section `text_encoder`.
         results: folder of results; its texts, if encoded, contain the condition.
-        stated: tokens and width that the user or the experiment file states; they take precedence.
+        known_shape: tokens and width that the user or the experiment file sets.
     """
-    if stated is not None:
-        length, width = stated
+    if known_shape is not None:
+        length, width = known_shape
     elif record := _read_manifest(results / "text"):
         return dict(record["condition"])
     else:
-        encoder = _pretrained_config(config.path)
-        encoder = encoder.get("text_config", encoder)  # CLIP has a section for each of its two networks
-        length = config.length or encoder.get("max_position_embeddings")
-        width = encoder.get("hidden_size") or encoder.get("d_model")  # d_model: T5
+        encoder_config = _pretrained_config(config.path)
+        # CLIP has a section for each of its two networks
+        text_config = encoder_config.get("text_config", encoder_config)
+        length = config.length or text_config.get("max_position_embeddings")
+        width = text_config.get("hidden_size") or text_config.get("d_model")  # d_model: T5
     shape = [length, width] if config.output == "tokens" else [width]
-    return {"kind": "text", "shape": shape, "null": config.dropped} if all(shape) else None
+    if not all(shape):  # a number is missing
+        return None
+    return {"kind": "text", "shape": shape, "null": config.dropped}

@@ -95,9 +95,10 @@ class CostEstimate:
         """GPU-hours or CPU-hours of each method's training and sampling; None without a rate."""
         if self.rate is None:
             return None
-        return {
-            name: (method.training_hours or 0) + (method.sampling_hours or 0) for name, method in self.methods.items()
-        }
+        hours: dict[str, float] = {}
+        for name, method in self.methods.items():
+            hours[name] = (method.training_hours or 0) + (method.sampling_hours or 0)
+        return hours
 
 
 def estimate_cost(
@@ -112,16 +113,19 @@ def estimate_cost(
 ) -> CostEstimate:
     """Estimate the cost of an experiment without running it.
 
+    The experiment's folder of results in the working directory is read if it exists: it contains the shapes of prepared
+    data and the times of earlier training runs.
+
     Args:
         experiment: the checked experiment.
-        x0_shape: channels, height and width of the network's input, if data and file do not give them.
+        x0_shape: channels, height and width of the network's input; None: those of the data or the experiment file.
         classes: number of classes, if data and file do not give it.
         steps_per_second: speed of a training run of the cheapest method. With neither it nor `tflops`, earlier training
             runs of the experiment give the speed, if there are any.
         tflops: peak speed of a GPU, 10^12 floating-point operations per second; the alternative to `steps_per_second`.
         utilisation: fraction of `tflops` that training reaches.
-        text_shape: tokens and width of an encoded text, if data and file do not give them.
-        count_network: function that counts a pass, with the arguments of `count_network_cost`.
+        text_shape: tokens and width of an encoded text; None: those of the data or the experiment file.
+        count_network: function that counts the cost of the backbone, with the arguments of `count_network_cost`.
 
     Raises:
         ConfigError: an argument or a field is not allowed, or a shape is not known.
@@ -130,10 +134,10 @@ def estimate_cost(
     training, results = experiment.training, Path(layout.results)
     data = find_dataset_size(experiment, results, x0_shape=x0_shape, classes=classes, text_shape=text_shape)
     channels, _, _ = data.x0_shape
-    process = build_process(
-        experiment.diffusion.process, experiment.diffusion.prediction, sigma_data=1.0
-    )  # costs do not depend on sigma_data
+    # costs do not depend on sigma_data
+    process = build_process(experiment.diffusion.process, experiment.diffusion.prediction, sigma_data=1.0)
 
+    # cost of a micro-batch
     images_per_process = math.ceil(training.batch_size / training.processes)
     microbatch = min(training.microbatch or images_per_process, images_per_process)
     microbatches = math.ceil(images_per_process / microbatch)
@@ -144,6 +148,7 @@ def estimate_cost(
     forward_flops = network.forward_flops / microbatch  # of one image
     training_flops = (network.forward_flops + network.backward_flops) / microbatch  # of one image
 
+    # operations of a step
     passes = training.batch_size  # images that pass the network in a step, without further passes of samplers
     if any(loss.masks_tokens for loss in experiment.diffusion.losses):
         # a second pass with masked tokens, which costs at most as much as the first
@@ -156,6 +161,7 @@ def estimate_cost(
         sampler_costs[name] = cost
         flops[name] = (passes + cost.gradient) * training_flops + cost.forward * forward_flops
 
+    # times: options take precedence over measured times
     unit = step_rate.unit_of(training.device)
     rate = step_rate.rate_from_options(
         flops,
@@ -171,6 +177,7 @@ def estimate_cost(
     for name, cost in sampler_costs.items():
         times = _estimate_times(experiment, rate, name, forward_flops) if rate else {}
         methods[name] = MethodCost(cost, flops[name], **times)
+
     # Adam reads weights, gradients and two moments and writes all but the gradients: 7 values per parameter.
     # The gradient norm and the exponential moving average read and write 6 more.
     optimiser_bytes = (7 + 6) * network.parameters * network.bytes_per_value
@@ -204,22 +211,22 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
         forward_flops: floating-point operations of a forward pass of one image.
     """
     training, sampling, evaluation = experiment.training, experiment.sampling, experiment.evaluation
-    seconds_per_step, seeds = rate.seconds_per_step[method], len(experiment.seeds)
+    seconds_per_step, seed_count = rate.seconds_per_step[method], len(experiment.seeds)
     if rate.unit == "CPU":  # each process uses `threads` CPUs, and training runs share none of them
         training_devices: float = training.processes * training.threads
         sampling_devices = training.threads
     else:
         training_devices = training.processes / training.trainings_per_gpu
         sampling_devices = 1
-    images = evaluation.num_samples * evaluation.sets * len(experiment.milestones)
+    images_per_run = evaluation.num_samples * evaluation.sets * len(experiment.milestones)
     passes_per_nfe = 2 if sampling.guidance_scale != 1 else 1  # guidance needs a pass without conditions
-    forward_passes = seeds * images * sampling.nfe * passes_per_nfe
+    forward_passes = seed_count * images_per_run * sampling.nfe * passes_per_nfe  # of one image
     sampling_seconds = forward_passes * forward_flops / rate.flops_per_second
     job_ends = [0, *(segment[-1] for segment in experiment.segments)]
     steps_of_longest_job = max(end - start for start, end in pairwise(job_ends))
     return {
         "seconds_per_step": seconds_per_step,
-        "training_hours": seeds * experiment.milestones[-1] * seconds_per_step * training_devices / 3600,
+        "training_hours": seed_count * experiment.milestones[-1] * seconds_per_step * training_devices / 3600,
         "sampling_hours": sampling_seconds * sampling_devices / 3600,
         "longest_job_hours": steps_of_longest_job * seconds_per_step / 3600,
         "lost_seconds": training.checkpoint_every * seconds_per_step,
@@ -229,19 +236,26 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
 def _count_jobs(layout: Layout) -> list[StageJobs]:
     """Count the jobs of each stage and the GPUs of a job.
 
-    Evaluations run in the queued jobs of sampling. Reports, tracking and analyses run outside the queue.
+    Evaluations run in the queued jobs of sampling. Reports, tracking and analyses run outside the queue. These stages
+    have no queued jobs.
     """
-    experiment, jobs = layout.experiment, layout.count_jobs()
+    experiment, job_counts = layout.experiment, layout.count_jobs()
     training, gpus = experiment.training, gpus_per_job(experiment)
+
+    # jobs in the queue, by stage: a job per job of Snakemake, with these exceptions
     jobs_per_segment = math.ceil(len(layout.trainings) / training.trainings_per_gpu)  # runs on a GPU share a job
     training_jobs = len(layout.segments) * jobs_per_segment
-    queued_jobs = {**jobs, "train": training_jobs, "evaluate": 0, "report": 0, "track": 0}
-    queued_jobs |= {name: 0 for name in jobs if name.startswith("analyse_")}
+    queued_jobs = {**job_counts, "train": training_jobs, "evaluate": 0, "report": 0, "track": 0}
+    queued_jobs |= {stage: 0 for stage in job_counts if stage.startswith("analyse_")}
 
+    # GPUs of a job, by stage; stages that are not listed use none
     gpus_of_latents = gpus if experiment.autoencoder.kind != "none" else 0
     gpus_of_stage = dict.fromkeys(("text", "sample", "sample_parts", "reference"), gpus)
     gpus_of_stage |= dict.fromkeys(("autoencoder", "encode_parts"), gpus_of_latents)
     gpus_of_stage["encode"] = 0 if layout.shards("encode") else gpus_of_latents  # merging shards needs no GPU
     gpus_of_stage["train"] = gpus * training.processes
-    gpus_of_stage |= {name: gpus for name in jobs if name.startswith("measure_")}
-    return [StageJobs(name, count, queued_jobs[name], gpus_of_stage.get(name, 0)) for name, count in jobs.items()]
+    gpus_of_stage |= {stage: gpus for stage in job_counts if stage.startswith("measure_")}
+    return [
+        StageJobs(stage, jobs=count, queued_jobs=queued_jobs[stage], gpus=gpus_of_stage.get(stage, 0))
+        for stage, count in job_counts.items()
+    ]

@@ -51,7 +51,8 @@ def count_network_cost(
 ) -> NetworkCost:
     """Count the cost of a forward and a backward pass of a backbone, without memory or computation for its tensors.
 
-    Operations are counted in fp32, or bf16. In fp64, the bytes of fp32 are doubled.
+    Operations are counted in fp32, or bf16. In fp64, the bytes of fp32 are doubled. The loss of the backward pass is
+    the mean square of the output.
 
     Args:
         model: the backbone with its options.
@@ -72,8 +73,9 @@ def count_network_cost(
 
     from kairos import models
 
+    # counters of moved bytes, of tensors kept for the backward pass, and of operations
     class ByteCounter(TorchDispatchMode):
-        """Sum the bytes that each operation reads and writes; views of tensors move no bytes."""
+        """Sum in `bytes` the bytes that each operation reads and writes; views of tensors move no bytes."""
 
         bytes = 0
 
@@ -90,29 +92,27 @@ def count_network_cost(
         saved_storages.add(tensor.untyped_storage())
         return tensor
 
-    model.load()  # before FakeTensorMode: imported modules must see the usual torch
+    saved_hooks = torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor)
     byte_counter = ByteCounter()  # type: ignore[no-untyped-call]  # its base, in torch, declares no types
     forward_counter, backward_counter = FlopCounterMode(display=False), FlopCounterMode(display=False)
+
+    # the passes
+    model.load()  # before FakeTensorMode: imported modules must see the usual torch
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
     with FakeTensorMode():  # tensors without content whose device is "cpu": autocast does not support "meta"
         network = models.build(model, x0_shape, conditions, output_channels).train()
         if precision == "bf16":
-            # On a GPU autocast normalises in float32. On the CPU, the device of these tensors, it does not.
-            for module in network.modules():
-                if isinstance(module, torch.nn.GroupNorm):
-                    module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+            _normalise_in_float32(network)
         x, t = torch.empty(samples, *x0_shape), torch.zeros(samples, dtype=torch.int64)
-        condition_values = {}
-        for name, description in conditions.items():
-            is_class = description["kind"] == "class"
-            condition_values[name] = torch.zeros_like(t) if is_class else torch.empty(samples, *description["shape"])
-        saved_hooks = torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor)
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        condition_values = _create_condition_values(conditions, samples)
         with forward_counter, byte_counter, saved_hooks, autocast:
             output = network(x, t, condition_values)
         with backward_counter, byte_counter:
             output.float().square().mean().backward()
         parameters, weights = list(network.parameters()), network.weights().values()
         network_storages = {value.untyped_storage() for value in (*parameters, *network.buffers())}
+
+    # sums
     byte_factor = 2 if precision == "fp64" else 1
     # weights and buffers are saved for the backward pass, but are no activations
     activation_storages = saved_storages - network_storages
@@ -128,3 +128,28 @@ def count_network_cost(
         bytes_moved=byte_counter.bytes * byte_factor,
         activation_bytes=sum(storage.nbytes() for storage in activation_storages) * byte_factor,
     )
+
+
+def _normalise_in_float32(network: Any) -> None:
+    """Make group normalisations of a network cast their input to float32, as autocast does on a GPU.
+
+    On the CPU, the device of the counted tensors, autocast does not cast the input.
+    """
+    import torch
+
+    for module in network.modules():
+        if isinstance(module, torch.nn.GroupNorm):
+            module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+
+
+def _create_condition_values(conditions: dict[str, dict[str, Any]], samples: int) -> dict[str, Any]:
+    """Return tensors with the shapes of conditions, by name: class 0, int64 (samples,), and values without content."""
+    import torch
+
+    values = {}
+    for name, description in conditions.items():
+        if description["kind"] == "class":
+            values[name] = torch.zeros(samples, dtype=torch.int64)
+        else:
+            values[name] = torch.empty(samples, *description["shape"])
+    return values

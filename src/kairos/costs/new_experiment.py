@@ -96,7 +96,7 @@ def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> 
         schema: path of the schema of experiment files, from the folder of the experiment file; editors use it.
 
     Raises:
-        ConfigError: there is no such folder, or it contains too few images.
+        ConfigError: there is no such folder, it contains too few images, or the working directory has no Snakefile.
         KairosError: images cannot be read, or the short run fails; the message reports the images or the output.
     """
     facts = collect_facts(folder, name, minutes, schema)
@@ -106,16 +106,19 @@ def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> 
     summary = f"4 methods of {steps} steps on {facts.image_count} images; "
     summary += f"about {duration(seconds)} on this machine, as measured"
     if seconds > _TOLERANCE * 60 * minutes:
+        trains_autoencoder = draft.autoencoder.kind == "train"
+        advice = "remove methods or lower autoencoder.steps" if trains_autoencoder else "remove methods"
         summary += (
             f"\nwarning: --minutes: got {minutes:g}, but the experiment is expected to take {duration(seconds)}; "
-            f"{steps} steps are the minimum; to shorten it, remove methods"
-            f"{' or lower autoencoder.steps' if draft.autoencoder.kind == 'train' else ''}"
+            f"{steps} steps are the minimum; to shorten it, {advice}"
         )
     return render_experiment(facts, steps=steps, seconds=seconds), summary
 
 
 def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts:
     """Read the images of a folder and return the facts that determine the settings of an experiment.
+
+    At most 20,000 images are decoded. A message reports the start.
 
     Args:
         folder: folder of images, flat or with a folder per class.
@@ -132,12 +135,12 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
     dataset = DatasetConfig(source="folder", path=str(folder), heldout=0.0)
     images, counts = inspect_images(dataset, decode=True), count_images(dataset)
     if images.unread:
-        shown = images.unread[:10]
-        if len(images.unread) > len(shown):
-            shown.append("...")
-        names = "\n  ".join(shown)
+        names = images.unread[:10]
+        if len(images.unread) > len(names):
+            names.append("...")
+        lines = "\n  ".join(names)
         count = format_count(len(images.unread), "image")
-        raise KairosError(f"--data: {folder}: {count} cannot be read; repair or remove:\n  {names}")
+        raise KairosError(f"--data: {folder}: {count} cannot be read; repair or remove:\n  {lines}")
     has_enough = (counts.count or 0) >= FEWEST_IMAGES
     demand(has_enough, "--data", f"{counts.count} images in {folder}", f"{FEWEST_IMAGES} or more")
     shorter_side = statistics.median(min(size) for size in images.sizes.elements())  # each image counts
@@ -166,12 +169,12 @@ def _inspect_machine() -> Machine:
 
 
 def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
-    """Return the text of an experiment file.
+    """Return the text of an experiment file, from the template ``new_experiment.yaml.jinja``.
 
     Args:
         facts: properties of images and machine.
         steps: number of training steps.
-        seconds: predicted duration of the experiment.
+        seconds: predicted duration of the experiment, which a comment in the file reports.
     """
     file = Path(__file__).with_suffix(".yaml.jinja")
     values = {"facts": facts, "steps": steps, "seconds": seconds, "enough_images": ENOUGH_IMAGES}
@@ -182,7 +185,8 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
     """Time a short run of an experiment; return the steps that the wanted minutes allow and the predicted seconds.
 
     The prediction is the time of the short run, plus the time of omitted images and steps in proportion. The number of
-    steps is a multiple of 100 between 500 and 200,000, so that the predicted time may exceed the wanted minutes.
+    steps is a multiple of 100 between 500 and 200,000, so that the predicted time may exceed the wanted minutes. The
+    short run takes minutes and logs its progress; it leaves no files.
 
     Args:
         experiment: the proposed experiment, with any number of steps.
@@ -192,6 +196,7 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
         ConfigError: the working directory has no Snakefile.
         KairosError: the short run fails.
     """
+    # prepare the short run
     snakefile = Path("Snakefile").resolve()
     demand(snakefile.is_file(), "kairos new", f"no Snakefile in {Path.cwd()}", "a clone, or a folder of kairos init")
     short_form, factors = _shorten(experiment, facts)
@@ -200,6 +205,8 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
     log(f"kairos new: timing a short run of all stages: {lengths}")
     # each training run occupies a CPU: with more methods than CPUs, the runs take turns
     rounds = math.ceil(len(experiment.methods) / facts.machine.cores)
+
+    # time the short run, and add the omitted part of all stages but training
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         _run_snakemake(short_form, snakefile, folder=Path(folder), cores=facts.machine.cores)
@@ -208,7 +215,9 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
         for stage, factor in factors.items():
             stage_rounds = rounds if stage in _PER_SAMPLING else 1
             seconds += (factor - 1) * _mean_job_seconds(results, stage) * stage_rounds
-        seconds_per_step = rounds * _mean_step_seconds(results)
+        seconds_per_step = rounds * _mean_step_seconds(results)  # of all methods
+
+    # spend the remaining time on training steps
     short_steps = _SHORT_RUN["steps"]
     affordable_steps = short_steps + (60 * facts.minutes - seconds) / seconds_per_step
     steps = int(min(max(round(affordable_steps, -2), _FEWEST_STEPS), _MOST_STEPS))  # a multiple of 100
@@ -216,46 +225,53 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
 
 
 def _mean_step_seconds(results: Path) -> float:
-    """Return the duration of a step, as the mean over the training runs of the short run.
+    """Return the seconds of a step, as the mean over the training runs of the short run.
 
     Only the second half of the steps counts, since start-up falls into the first half. Each half ends with a
     checkpoint, and hence with a line of timing.jsonl.
     """
     half_run_seconds = []
     for file in results.glob("*/seed0/timing.jsonl"):
-        *_, half, end = [json.loads(line) for line in read_lines(file)]
-        half_run_seconds.append(end["seconds"] - half["seconds"])
+        *_, half_way, end = [json.loads(line) for line in read_lines(file)]
+        half_run_seconds.append(end["seconds"] - half_way["seconds"])
     return float(statistics.mean(half_run_seconds)) / (_SHORT_RUN["steps"] / 2)
 
 
 def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict[str, float]]:
     """Return a short form of an experiment as plain values, and the factor by which each stage is shortened.
 
-    Stages `autoencoder` and `extractor` have fewer steps, the other stages before training fewer images. The run has
-    two snapshots, step 0 and its end. Training itself is not among the factors.
+    Stages `autoencoder` and `extractor` have fewer steps, the other stages before training fewer images. Training has
+    120 steps and two snapshots, step 0 and its end; training itself is not among the factors. MLflow's database is in
+    the folder of the run.
 
     Args:
         experiment: the proposed experiment.
         facts: properties of images and machine.
     """
     plain = experiment.plain()
+    factors = {}  # length of a stage over its length in the short form
+
+    # fewer steps of the networks that are trained before the methods
     autoencoder, extractor = plain["autoencoder"], plain["evaluation"]["extractor"]
-    factors = {}
     for stage, settings in (("autoencoder", autoencoder), ("extractor", extractor)):
         short_steps = min(_SHORT_RUN[stage], settings["steps"])
         factors[stage] = settings["steps"] / short_steps
         settings["steps"] = short_steps
+
+    # fewer images
     image_count = min(facts.image_count, _SHORT_RUN["images"])
     factors |= dict.fromkeys(("prepare", "encode", "reference"), facts.image_count / image_count)
-    factors |= dict.fromkeys(_PER_SAMPLING, len(experiment.milestones) / 2)
     plain["dataset"] |= {"path": str(Path(facts.folder).resolve()), "limit": image_count}
+
+    # fewer steps and snapshots of the methods
+    factors |= dict.fromkeys(_PER_SAMPLING, len(experiment.milestones) / 2)
     plain["training"] |= {"milestones": [_SHORT_RUN["steps"]], "checkpoint_every": _SHORT_RUN["steps"] // 2}
     plain["tracking"]["uri"] = "sqlite:///mlflow.db"
     return plain, factors
 
 
 def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores: int) -> None:
-    """Run an experiment in a folder and log its progress.
+    """Run an experiment in a folder and log its progress; an interrupt ends Snakemake too.
 
     Args:
         values: the experiment as plain values.
@@ -266,17 +282,19 @@ def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores:
     Raises:
         KairosError: the run fails; the message contains the end of its output.
     """
+    # command
     config = folder / "short.yaml"
     config.write_text(yaml.safe_dump(values), encoding="utf-8")
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", str(folder)]
     command += ["--cores", str(cores), "--configfile", str(config)]
     command += ["--quiet", "host", "reason"]  # shows the rules, which `progress_lines` reads and a profile may hide
-    # the rules call `kairos`, which is in the folder of this interpreter
+    # environment: the rules call `kairos`, which is in the folder of this interpreter
     search_path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": search_path, "OMP_NUM_THREADS": "1"}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    output = list[str]()
-    with subprocess.Popen(command, env=environment, **pipes) as process:
+
+    merged_output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    output: list[str] = []  # all lines, for the message after a failure
+    with subprocess.Popen(command, env=environment, **merged_output) as process:
         try:
             for line in progress_lines(_record(process.stdout or (), output)):
                 log(line)
@@ -288,23 +306,24 @@ def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores:
 
 
 def _mean_job_seconds(results: Path, stage: str) -> float:
-    """Return the mean duration of a stage's jobs, without start-up, from their timing records."""
+    """Return the mean wall time of a stage's jobs in seconds, without start-up, from their timing records."""
     pattern = f"{stage}/*/*.json" if stage in _PER_SAMPLING else f"{stage}.json"
     records = [read_json(file) for file in (results / "timing").glob(pattern)]
     return float(statistics.mean(record["wall_seconds"] - record["startup_wall_seconds"] for record in records))
 
 
 def _record(lines: Iterable[str], recorded: list[str]) -> Iterator[str]:
-    """Yield the lines and append each to `recorded`, so that they can be reported after a failure."""
+    """Yield the lines and append each to the list `recorded`, so that they can be reported after a failure."""
     for line in lines:
         recorded.append(line)
         yield line
 
 
 def progress_lines(output: Iterable[str], now: Callable[[], float] = time.monotonic) -> Iterator[str]:
-    """Yield a line for each stage that begins in the output of Snakemake.
+    """Yield a line for each stage whose first job begins in the output of Snakemake.
 
-    The line contains the name of the stage, the number of finished jobs, jobs per second and the remaining time.
+    The line contains the name of the stage and the numbers of finished and of all jobs. If jobs are finished, it also
+    contains jobs per second and the remaining time.
 
     Args:
         output: lines of Snakemake's output.

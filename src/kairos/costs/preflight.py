@@ -25,6 +25,8 @@ def find_warnings(
 ) -> Iterator[str]:
     """Yield warnings about an experiment that could fail late: images, memory of a GPU, time limits of a cluster.
 
+    Images are read if they are in a folder. Memory is not checked without a GPU's memory or for training on CPUs.
+
     Args:
         experiment: the checked experiment.
         profile: folder of a cluster's profile; None: time limits are not checked.
@@ -33,6 +35,7 @@ def find_warnings(
 
     Raises:
         ConfigError: the experiment is certain to fail; the message reports field, value and allowed values.
+        KairosError: a file of the profile cannot be read.
     """
     if experiment.dataset.source == "folder":
         yield from _check_images(experiment.dataset)
@@ -40,9 +43,9 @@ def find_warnings(
         gpu_memory = _find_gpu_memory()
     if not (profile or gpu_memory):
         return
-    from kairos.costs.estimate import estimate_cost
+    from kairos.costs.estimate import estimate_cost  # imports torch, which takes seconds
 
-    longest_job_hours = 0.0  # if not known: then only the request of the job is checked
+    longest_job_hours = 0.0  # 0 if not known: then only the time that the job requests is checked
     try:
         estimate = estimate_cost(experiment, steps_per_second=steps_per_second)
     except ConfigError as error:
@@ -52,7 +55,7 @@ def find_warnings(
         if gpu_memory and experiment.training.device != "cpu":
             _check_memory(estimate, gpu_memory)
     if profile:
-        _check_time_limits(experiment, profile, needed=60 * longest_job_hours)
+        _check_time_limits(experiment, profile, needed_minutes=60 * longest_job_hours)
 
 
 def _find_gpu_memory() -> float | None:
@@ -72,21 +75,22 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
         gpu_memory: memory of a GPU, GiB.
 
     Raises:
-        ConfigError: training needs more; the message reports the micro-batch that fits.
+        ConfigError: training needs more; the message reports the micro-batch that fits, if there is one.
     """
     training, network = estimate.experiment.training, estimate.network
-    available = gpu_memory / training.trainings_per_gpu  # GiB, like `needed`
-    needed = sum(estimate.memory.values()) / 2**30 + _CONTEXT_GIB
-    # activations are proportional to the micro-batch; a negative number of samples is to be removed
+    available_gib = gpu_memory / training.trainings_per_gpu
+    needed_gib = sum(estimate.memory.values()) / 2**30 + _CONTEXT_GIB
+    # activations are proportional to the micro-batch: remove samples until they fit
     bytes_per_sample = network.activation_bytes / network.samples
-    microbatch = network.samples + math.floor((available - needed) * 2**30 / bytes_per_sample)
+    additional_samples = math.floor((available_gib - needed_gib) * 2**30 / bytes_per_sample)  # negative: to remove
+    microbatch = network.samples + additional_samples
     advice = f"training.microbatch: {microbatch} keeps the batch" if microbatch > 0 else "a smaller model"
-    value = f"{training.batch_size}: about {needed:.3g} GiB of {available:.3g} for each training run on a GPU"
-    demand(needed <= available, "training.batch_size", value, advice)
+    value = f"{training.batch_size}: about {needed_gib:.3g} GiB of {available_gib:.3g} for each training run on a GPU"
+    demand(needed_gib <= available_gib, "training.batch_size", value, advice)
 
 
 def _check_images(dataset: DatasetConfig) -> Iterator[str]:
-    """Check that stage prepare accepts the images, and yield a note on the images that it crops or pads.
+    """Check that stage prepare accepts the images, and yield a note if sizes differ or images are not square.
 
     * Unreadable images need ``broken: skip``.
     * ``crop: none`` needs square images.
@@ -102,12 +106,14 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
         images = inspect_images(dataset)
     except ConfigError:  # a missing or empty folder, which `count_images` reports
         return
+    # unreadable images
     if images.unread and dataset.broken != "skip":
         unread = ", ".join(images.unread[:5]) + (", ..." if len(images.unread) > 5 else "")
         value = f"{dataset.broken}, and cannot be read: {unread}"
         raise rejection("dataset.broken", value, "skip, or repair or remove them")
 
-    not_square_count, cropped_area = images.cropping
+    # shapes and sizes
+    not_square_count, cropped_area = images.cropping  # the area is a fraction
     if dataset.crop == "none":
         value = f"none with {not_square_count} images that are not square"
         demand(not_square_count == 0, "dataset.crop", value, "another crop")
@@ -122,22 +128,27 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
         value, allowed = f"{dataset.resolution} with crop pad", f"{longest_side}, the longest side, or more"
         demand(dataset.resolution >= longest_side, "dataset.resolution", value, allowed)
 
+    # note
     if len(images.sizes) > 1 or not_square_count:
         change = f"{not_square_count} are not square and lose {cropped_area:.0%} of their area by the crop"
-        yield f"images: {sum(images.sizes.values())} of {len(images.sizes)} sizes; {'padded' if pads else change}"
+        if pads:
+            change = "padded"
+        yield f"images: {sum(images.sizes.values())} of {len(images.sizes)} sizes; {change}"
 
 
-def _check_time_limits(experiment: Experiment, profile: Path, needed: float) -> None:
-    """Check that a training job fits the time limit of its partition, and that all its attempts suffice.
+def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: float) -> None:
+    """Check that a training job fits the time limit of the longest partition, and that all its attempts suffice.
+
+    The limit is checked only if the profile has `kairos-partition-config`, the description of the partitions.
 
     Args:
         experiment: the checked experiment.
         profile: folder of a cluster's profile.
-        needed: duration of the longest job, minutes.
+        needed_minutes: duration of the longest job.
 
     Raises:
         ConfigError: there is no profile, the partition allows less than the job requests, or all attempts of the job
-            are shorter than `needed`.
+            are shorter than `needed_minutes`.
         KairosError: a file of the profile cannot be read.
     """
     from kairos.workflow.snakemake_private import read_longest_limit
@@ -147,15 +158,17 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed: float) -> 
     try:
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
         training_settings = (settings.get("set-resources") or {}).get("train", {})
-        runtime = training_settings.get("runtime", training_resources(experiment)["runtime"])
-        partitions = settings.get("kairos-partition-config")
-        limit = math.inf
+        runtime = training_settings.get("runtime", training_resources(experiment)["runtime"])  # minutes
+        partitions = settings.get("kairos-partition-config")  # path of a file
+        limit = math.inf  # minutes
         if partitions:
             limit = read_longest_limit(Path(partitions), gpu=gpus_per_job(experiment) > 0)
     except Exception as error:  # errors of YAML and of the plugin's reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     where = f"{file}: runtime of train"
     demand(runtime <= limit, where, f"{runtime} minutes", f"at most {limit:g}, the limit in {partitions}")
-    total = (1 + settings.get("retries", 0)) * runtime  # a retry resumes the training run
-    advice = f"at most {total} with its retries in {file}: raise retries or runtime, or set training.segments"
-    demand(needed <= total, "training.milestones", f"a job of {needed:.0f} minutes", advice)
+    minutes_of_attempts = (1 + settings.get("retries", 0)) * runtime  # a retry resumes the training run
+    allowed = f"at most {minutes_of_attempts} with its retries in {file}"
+    advice = f"{allowed}: raise retries or runtime, or set training.segments"
+    is_enough = needed_minutes <= minutes_of_attempts
+    demand(is_enough, "training.milestones", f"a job of {needed_minutes:.0f} minutes", advice)

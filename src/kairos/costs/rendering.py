@@ -16,8 +16,11 @@ _ROW_NAMES = {"dataset": "prepared images"}  # of kinds of files; default: the k
 def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
     """Return the main numbers of an estimate for scripts, as `kairos plan --format json` prints them.
 
-    `flops_per_step` does not include further passes of samplers. `gpu_hours` and `cpu_hours` map each method to its
-    hours of training and sampling. The one that matches the computing device is set; both are None without a rate.
+    The keys are `parameters`, `flops_per_step`, `jobs`, `memory_bytes`, `storage_bytes`, `gpu_hours` and `cpu_hours`.
+    `flops_per_step` does not include further passes of samplers. `jobs` has a number per stage. `memory_bytes` is that
+    of a training run on a GPU. `storage_bytes` has a number per kind of file, None if not known. `gpu_hours` and
+    `cpu_hours` map each method to its hours of training and sampling. The one that matches the computing device is set;
+    both are None without a rate.
     """
     return {
         "parameters": estimate.network.parameters + estimate.network.fixed_parameters,
@@ -38,7 +41,7 @@ def render_estimate(estimate: CostEstimate) -> str:
         storage_table=_storage_table(estimate),
         method_table=_method_table(estimate),
         sample_sets=describe_sample_sets(estimate.experiment.evaluation),
-        time_limit=training_resources(estimate.experiment)["runtime"] / 60,
+        time_limit_hours=training_resources(estimate.experiment)["runtime"] / 60,
         format_bytes=format_bytes,
         duration=duration,
     )
@@ -50,10 +53,10 @@ def render_estimate(estimate: CostEstimate) -> str:
 
 
 def _job_table(estimate: CostEstimate) -> str:
-    """Return the table of stages: jobs, jobs in the queue, GPUs of a job.
+    """Return the table of stages: jobs, jobs in the queue, GPUs of a job; the last row has the sums of jobs.
 
     Stages without jobs in the queue have text in that column: they run with stage sample, or here, on the machine of
-    the controller.
+    the controller. The column of GPUs is empty for stages without a GPU, and for an experiment on CPUs.
     """
     outside_queue = {"evaluate": "with sample", "report": "here", "track": "here"}
     outside_queue |= {stage.name: "here" for stage in estimate.stages if stage.name.startswith("analyse_")}
@@ -61,18 +64,22 @@ def _job_table(estimate: CostEstimate) -> str:
     for stage in estimate.stages:
         gpus = stage.gpus if estimate.unit == "GPU" and stage.gpus else ""
         rows.append((stage.name, stage.jobs, outside_queue.get(stage.name, stage.queued_jobs), gpus))
-    jobs = sum(stage.jobs for stage in estimate.stages)
-    queued_jobs = sum(stage.queued_jobs for stage in estimate.stages)
-    return table([*rows, ("all", jobs, queued_jobs, "")])
+    all_jobs = sum(stage.jobs for stage in estimate.stages)
+    all_queued_jobs = sum(stage.queued_jobs for stage in estimate.stages)
+    return table([*rows, ("all", all_jobs, all_queued_jobs, "")])
 
 
 def _storage_table(estimate: CostEstimate) -> str:
-    """Return the table of bytes on disk by kind of file, with a note where a number is not known."""
+    """Return the table of bytes on disk by kind of file, with a note where a number is not known.
+
+    If the number of images or captions is not known, the row has the bytes of one of them. The last row has the sum of
+    the known bytes.
+    """
     storage, data = estimate.storage, estimate.data
-    state_bytes = max(method.sampler_cost.state for method in estimate.methods.values())
-    checkpoint = checkpoint_bytes(estimate.network) + state_bytes
+    largest_state = max(method.sampler_cost.state for method in estimate.methods.values())
+    largest_checkpoint = checkpoint_bytes(estimate.network) + largest_state
     notes = {
-        "checkpoints": f"2 of {format_bytes(checkpoint)} per training run",
+        "checkpoints": f"2 of {format_bytes(largest_checkpoint)} per training run",
         "milestones": "snapshots: raw and averaged weights",
         "latents": "" if data.latent_bytes_per_image else "pixels",
     }
@@ -102,7 +109,7 @@ def _method_table(estimate: CostEstimate) -> str:
     """Return the table of methods: forward passes, operations, relative cost and, with a rate, times.
 
     The column of passes counts forward passes of a batch per step. A backward pass counts as two. A question mark
-    follows the passes of a sampler that does not report its cost.
+    follows the passes of a sampler that does not report its cost. The cost is relative to the cheapest method.
     """
     lowest_flops = min(method.flops_per_step for method in estimate.methods.values())
     time_columns: dict[str, str] = {}  # attribute of `MethodCost`: header
@@ -116,9 +123,9 @@ def _method_table(estimate: CostEstimate) -> str:
     rows = [("method", "passes", "TFLOP/step", "cost", *time_columns.values())]
     for name, method in estimate.methods.items():
         sampler_cost = method.sampler_cost
-        # in samples: a step with gradients is a forward and a backward pass, which counts as two
-        further_passes = sampler_cost.forward + 3 * sampler_cost.gradient
-        passes = 3 + further_passes / estimate.experiment.training.batch_size
+        # a pass with gradients is a forward and a backward pass, and a backward pass counts as two
+        further_passes = sampler_cost.forward + 3 * sampler_cost.gradient  # of single images
+        passes = 3 + further_passes / estimate.experiment.training.batch_size  # of a batch
         passes_text = f"{passes:.3f}" + ("" if sampler_cost.known else "?")
         times = (f"{getattr(method, attribute):.3g}" for attribute in time_columns)
         relative_cost = method.flops_per_step / lowest_flops
@@ -127,7 +134,7 @@ def _method_table(estimate: CostEstimate) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes with a binary unit, such as ``12.5 MiB``."""
+    """Return a number of bytes with a binary unit, at most TiB, such as ``12.5 MiB``."""
     if size < 1024:
         return f"{size:.0f} B"
     units = ["KiB", "MiB", "GiB", "TiB"]

@@ -50,15 +50,15 @@ def rate_from_options(
     utilisation: float,
     unit: str = "GPU",
 ) -> StepRate | None:
-    """Return the speed that options of the command line state; None if they state none.
+    """Return the speed that options of the command line set; None if they set neither speed.
 
-    With `tflops` the unit is GPU, whatever `unit` is.
+    The methods' steps take times in proportion to their operations. With `tflops` the unit is GPU, whatever `unit` is.
 
     Args:
         flops: floating-point operations of a step, by method.
         devices: devices of a training run.
-        steps_per_second: steps per second of the cheapest method.
-        tflops: peak speed of a GPU, 10^12 floating-point operations per second.
+        steps_per_second: steps per second of the cheapest method; None: not set.
+        tflops: peak speed of a GPU, 10^12 floating-point operations per second; None: not set.
         utilisation: fraction of the peak speed that training reaches.
         unit: ``GPU`` or ``CPU``, the kind of device that `steps_per_second` refers to.
 
@@ -77,15 +77,16 @@ def rate_from_options(
     else:
         unit, flops_per_second = "GPU", (tflops or 0) * 1e12 * utilisation
         source = f"a GPU of {tflops:g} TFLOP/s at {utilisation:.0%}, from --tflops"
-    seconds_per_step = {method: count / (flops_per_second * devices) for method, count in flops.items()}
+    seconds_per_step = {method: step_flops / (flops_per_second * devices) for method, step_flops in flops.items()}
     return StepRate(seconds_per_step, flops_per_second, source, unit)
 
 
 def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: str = "GPU") -> StepRate | None:
     """Return the speed of the experiment's earlier training runs; None if no training run recorded its time.
 
-    The duration of a step of a method without a training run is in proportion to the method's operations. Other
-    durations are medians over the runs of a method.
+    The duration of a method's step is the median over the method's runs. For a method without a timed run it follows
+    from its operations and the median speed of the other methods. If complete runs have recorded their devices, the
+    unit is CPU if all of them are CPUs, else GPU.
 
     Args:
         results: folder of results of the experiment.
@@ -93,20 +94,23 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
         devices: devices of a training run.
         unit: ``GPU`` or ``CPU``, the kind of device if no training run recorded it.
     """
-    durations: dict[str, list[float]] = {}
-    devices_used: set[str] = set()
+    # times and devices of the timed runs
+    step_seconds: dict[str, list[float]] = {}  # of each run, by method
+    devices_used: set[str] = set()  # names; "?" if a run has not recorded it
     for method in flops:
         for folder in sorted((results / method).glob("seed*")):
             seconds = _seconds_per_step(folder)
             if seconds is None:
                 continue
-            durations.setdefault(method, []).append(seconds)
+            step_seconds.setdefault(method, []).append(seconds)
             record = folder / "training.json"  # exists once the training run is complete
             if record.exists():
                 devices_used.add(read_json(record)["provenance"].get("device", "?"))
-    if not durations:
+    if not step_seconds:
         return None
-    medians = {method: statistics.median(values) for method, values in durations.items()}
+
+    # speed
+    medians = {method: statistics.median(seconds_of_runs) for method, seconds_of_runs in step_seconds.items()}
     flops_per_second = statistics.median(flops[method] / seconds / devices for method, seconds in medians.items())
     seconds_per_step = {}
     for method, flops_per_step in flops.items():
@@ -114,7 +118,9 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
             seconds_per_step[method] = medians[method]
         else:
             seconds_per_step[method] = flops_per_step / flops_per_second / devices
-    run_count = sum(map(len, durations.values()))
+
+    # origin and unit
+    run_count = sum(map(len, step_seconds.values()))
     runs = "1 training run" if run_count == 1 else f"{run_count} training runs"
     source = f"measured in {runs} of {results} ({', '.join(sorted(devices_used)) or '?'})"
     known_devices = devices_used - {"?"}
@@ -124,10 +130,10 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
 
 
 def _seconds_per_step(folder: Path) -> float | None:
-    """Return the duration of a step of a training run from its timing files; None if they contain no step.
+    """Return the mean duration of a step of a training run from its timing files; None if they contain no step.
 
     A run that is complete has timing.jsonl in its folder, a run that is not has it in the folder of its state. The last
-    line of a file contains the steps and the seconds of the run so far.
+    line of a file contains the steps and the seconds of the run so far. The first file with a step decides.
     """
     for file in [folder / "timing.jsonl", *sorted((folder / ".state").glob("*/timing.jsonl"))]:
         lines = read_lines(file)

@@ -15,9 +15,9 @@ _PNG_RATIO = 0.6  # bytes of an image grid as PNG per byte of its pixels
 def estimate_memory(network: NetworkCost, processes: int) -> dict[str, int]:
     """Return the bytes in the memory of one GPU at the peak of a training run with Adam, by use.
 
-    The GPU's context and the libraries' workspace are not included. Several processes exchange gradients, which takes a
-    second copy of them. The optimiser's step briefly takes another copy of the gradients. It replaces the activations
-    of a micro-batch, which are freed by then.
+    The uses are weights, gradients, optimiser, EMA and activations. The GPU's context and the libraries' workspace are
+    not included. Several processes exchange gradients, which takes a second copy of them. The optimiser's step briefly
+    takes another copy of the gradients. It replaces the activations of a micro-batch, which are freed by then.
 
     Args:
         network: size of the backbone and cost of a micro-batch.
@@ -25,12 +25,13 @@ def estimate_memory(network: NetworkCost, processes: int) -> dict[str, int]:
     """
     trained_bytes = network.parameters * network.bytes_per_value
     weight_bytes = network.saved_values * network.bytes_per_value
+    gradient_copies = 2 if processes > 1 else 1
     return {
         "weights": weight_bytes,
-        "gradients": trained_bytes * (2 if processes > 1 else 1),
-        "optimiser": 2 * trained_bytes,
+        "gradients": gradient_copies * trained_bytes,
+        "optimiser": 2 * trained_bytes,  # the two moments
         "EMA": weight_bytes,
-        "activations": max(network.activation_bytes, trained_bytes),
+        "activations": max(network.activation_bytes, trained_bytes),  # or the copy of the gradients
     }
 
 
@@ -47,8 +48,8 @@ def estimate_storage(
 ) -> dict[str, int | None]:
     """Return the bytes that an experiment leaves on disk, by kind of file; None if not known yet.
 
-    The kinds are dataset, latents, text (with captions), checkpoints, milestones, samples and metrics. Kind text is
-    left out if no captions are encoded. Images that are not copied, and latents in pixel space, have 0 bytes.
+    The kinds are dataset, latents, text, checkpoints, milestones, samples and metrics, in this order. Kind text is left
+    out if no captions are encoded. Images that are not copied, and latents in pixel space, have 0 bytes.
 
     Args:
         experiment: the checked experiment.
@@ -56,28 +57,31 @@ def estimate_storage(
         network: size of the experiment's backbone.
         state_bytes: bytes of the strategy's state, one number per method.
     """
-    evaluation, training, seed_count = experiment.evaluation, experiment.training, len(experiment.seeds)
-    method_count, snapshots_per_run = len(state_bytes), len(experiment.milestones)
-    snapshot_count = method_count * seed_count * snapshots_per_run
+    evaluation, training = experiment.evaluation, experiment.training
+    seed_count, method_count = len(experiment.seeds), len(state_bytes)
+    run_count = method_count * seed_count
+    snapshot_count = run_count * len(experiment.milestones)
+
+    checkpoint_bytes_of_seed = sum(_CHECKPOINTS * (checkpoint_bytes(network) + state) for state in state_bytes)
     weight_bytes = network.saved_values * network.bytes_per_value
     snapshot_bytes = 2 * weight_bytes + _SMALL_FILES  # raw and averaged weights
-    checkpoints_of_seed = sum(_CHECKPOINTS * (checkpoint_bytes(network) + state) for state in state_bytes)
-    stored_images = evaluation.num_samples * evaluation.sets + round(_PNG_RATIO * experiment.sampling.grid)
+    grid_images = round(_PNG_RATIO * experiment.sampling.grid)  # the PNG takes the bytes of this number of images
+    images_per_snapshot = evaluation.num_samples * evaluation.sets + grid_images
     device = "cuda" if training.device.startswith("cuda") else "cpu"  # with auto: more lines, those of a CPU
     lines_per_run = experiment.milestones[-1] // log_interval(training.log_every, device)
 
     storage = _estimate_data_storage(experiment, data)
-    storage["checkpoints"] = seed_count * checkpoints_of_seed
+    storage["checkpoints"] = seed_count * checkpoint_bytes_of_seed
     storage["milestones"] = snapshot_count * snapshot_bytes
-    storage["samples"] = _product(snapshot_count * stored_images, data.bytes_per_image)
-    storage["metrics"] = 2 * method_count * seed_count * lines_per_run * _BYTES_PER_LINE  # stored twice
+    storage["samples"] = _product(snapshot_count * images_per_snapshot, data.bytes_per_image)
+    storage["metrics"] = 2 * run_count * lines_per_run * _BYTES_PER_LINE  # stored twice
     return storage
 
 
 def _estimate_data_storage(experiment: Experiment, data: DatasetSize) -> dict[str, int | None]:
-    """Return the bytes of prepared images, latents and encoded texts; None if not known yet.
+    """Return the bytes of prepared images, latents and encoded texts by kind, a part of `estimate_storage`.
 
-    A kind is 0 or left out as in `estimate_storage`.
+    The kinds are dataset, latents and, if captions are encoded, text. A kind has None if its bytes are not known yet.
 
     Args:
         experiment: the checked experiment.

@@ -22,7 +22,7 @@ def build(
 ) -> Any:
     """Build the backbone of a `model` section, with random weights from torch's global generator.
 
-    The backbone is in training mode, on the CPU. Conditions that the section does not list are left out.
+    The backbone is in training mode, on the CPU. It ignores conditions that the section does not list.
 
     Args:
         model: the backbone with its options.
@@ -32,40 +32,44 @@ def build(
 
     Raises:
         ConfigError: the backbone does not accept a condition, or a condition is listed twice.
-        KairosError: the model needs a condition that the data set lacks.
+        KairosError: the data set lacks a condition that the section lists, or the backbone does not fit the shape.
     """
-    names = model.conditions
     check_conditions_accepted(model)
-    missing = [name for name in names if name not in conditions]
+    missing = [name for name in model.conditions if name not in conditions]
     if missing:
         raise KairosError(
             f"model.conditions: got {missing}, allowed: conditions of the data set: {sorted(conditions) or 'none'}"
         )
-    model_conditions = {name: conditions[name] for name in names}
+    model_conditions = {name: conditions[name] for name in model.conditions}
     return model.build(shape, model_conditions, outputs or shape[0])
 
 
 def check_conditions_accepted(model: BackboneOptions) -> None:
     """Check that a backbone can be conditioned on the conditions of a `model` section, and that each is listed once.
 
+    A backbone that accepts any condition (`takes` is None) is not checked.
+
     Raises:
         ConfigError: a condition is not allowed or listed twice; the message contains the allowed ones.
     """
     conditions, accepted = model.conditions, model.takes
-    if accepted is None:  # the backbone does not list its conditions
+    if accepted is None:
         return
+    has_unaccepted = bool(set(conditions) - set(accepted))
     has_duplicates = len(set(conditions)) < len(conditions)
-    if set(conditions) - set(accepted) or has_duplicates:
+    if has_unaccepted or has_duplicates:
         allowed = f"{', '.join(accepted)}; each once" if accepted else "none"
         raise ConfigError(f"model.conditions: got {conditions}, allowed with {model.name}: {allowed}")
 
 
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:
-    """Write a backbone in the layout of diffusers: config.json and safetensors.
+    """Write a backbone in the layout of diffusers: config.json and diffusion_pytorch_model.safetensors.
+
+    The folder is created if it does not exist; existing files are replaced.
 
     Args:
         module: the backbone.
-        folder: folder to write.
+        folder: folder of the two files.
         weights: weights to save instead of the module's, such as an average; None: the module's.
     """
     write_weights(folder / WEIGHTS, weights or module.weights())
@@ -81,6 +85,8 @@ def load(
 ) -> Any:
     """Load a backbone from a folder, in evaluation mode, on the CPU.
 
+    The arguments decide the architecture; config.json is not read. Torch's global generator advances, as in `build`.
+
     Args:
         folder: folder that `save` wrote.
         model: section `model` of the training run.
@@ -89,7 +95,8 @@ def load(
         outputs: output channels; None: the channels of x0.
 
     Raises:
-        KairosError: the folder contains no weights.
+        ConfigError: see `build`.
+        KairosError: the folder contains no weights; further cases: see `build`.
         RuntimeError: the weights have other names or shapes than the backbone.
     """
     from safetensors.torch import load_file

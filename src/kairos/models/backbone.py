@@ -14,8 +14,9 @@ Descriptions = dict[str, dict[str, Any]]
 class NullText(nn.Module):
     """Null value of a text condition, which replaces the NaN of dropped texts.
 
-    The `null` of the description selects it. ``empty`` is fixed: the empty text's state, ``description["empty"]``, or
-    zeros until weights are loaded. ``random`` is fixed: normal of norm about 1, as in SpeeD. ``learned`` is trained.
+    The `null` of the description selects it, by default ``empty``. ``empty`` is fixed: the empty text's state,
+    ``description["empty"]``, or zeros until weights are loaded. ``random`` is fixed: normal vectors of norm about 1, as
+    in SpeeD. ``learned`` starts from such vectors and is trained. The saved weights contain all three as ``value``.
 
     Args:
         description: description of the condition; `shape` is the shape of its value for one image.
@@ -30,9 +31,9 @@ class NullText(nn.Module):
         shape = tuple(description["shape"])
         null = description.get("null", "empty")
         if len(shape) != axes:
-            takes = "one vector" if axes == 1 else "a sequence of vectors"
+            allowed = "one vector" if axes == 1 else "a sequence of vectors"
             raise KairosError(
-                f"model.conditions: got text of shape {shape} per image, allowed with this model: {takes}"
+                f"model.conditions: got text of shape {shape} per image, allowed with this model: {allowed}"
             )
         if null != "empty":
             value = torch.randn(shape) / shape[-1] ** 0.5
@@ -47,7 +48,7 @@ class NullText(nn.Module):
             self.register_buffer("value", value)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the texts (batch, *shape) with NaN replaced by the null value."""
+        """Return the texts (batch, *shape) with each NaN replaced by the number at its position in the null value."""
         return torch.where(values.isnan(), self.value, values)
 
 
@@ -70,20 +71,25 @@ class Backbone(nn.Module):
         self.shape = shape
         self.conditions = conditions
         self.outputs = outputs
-        self._image_conditions = [name for name, item in conditions.items() if item["kind"] == "image"]
-        self.inputs = shape[0] + sum(conditions[name]["shape"][0] for name in self._image_conditions)
+        self._image_conditions = [name for name, description in conditions.items() if description["kind"] == "image"]
+        condition_channels = sum(conditions[name]["shape"][0] for name in self._image_conditions)
+        self.inputs = shape[0] + condition_channels
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json, which describes the weights for use outside kairos."""
-        described = {}
+        """Return the content of config.json, which describes the weights for use outside kairos.
+
+        Its keys are ``_class_name``, ``options``, ``shape``, ``conditions`` and ``outputs``. Descriptions of conditions
+        lack the state of the empty text, ``empty``.
+        """
+        conditions = {}
         for name, description in self.conditions.items():
             # the state of the empty text is large, and the weights contain it
-            described[name] = {key: value for key, value in description.items() if key != "empty"}
+            conditions[name] = {key: value for key, value in description.items() if key != "empty"}
         return {
             "_class_name": type(self).__name__,
             "options": self.options.plain_options(),
             "shape": list(self.shape),
-            "conditions": described,
+            "conditions": conditions,
             "outputs": self.outputs,
         }
 
@@ -114,7 +120,10 @@ class Backbone(nn.Module):
         self.load_weights(loaded)
 
     def with_image_conditions(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return x with the image conditions as further channels, (batch, inputs, height, width), in the type of x."""
+        """Return x with the image conditions as further channels, (batch, inputs, height, width), in the type of x.
+
+        Without image conditions the result is x itself.
+        """
         if not self._image_conditions:
             return x
         images = [conditions[name].to(x.dtype) for name in self._image_conditions]
@@ -132,7 +141,10 @@ class Backbone(nn.Module):
         return height // patch, width // patch
 
     def unpatchify(self, patches: Tensor, patch: int) -> Tensor:
-        """Reshape patches (batch, tokens, patch * patch * outputs), row by row, to (batch, outputs, height, width)."""
+        """Reshape patches (batch, tokens, patch * patch * outputs), row by row, to (batch, outputs, height, width).
+
+        A patch contains its pixels row by row, and each pixel its channels.
+        """
         _, height, width = self.shape
         batch, rows, columns = len(patches), height // patch, width // patch
         pixels = patches.view(batch, rows, columns, patch, patch, self.outputs)
@@ -143,17 +155,21 @@ class Backbone(nn.Module):
 def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> str:
     """Describe why weights do not fit a model: at most five names of each kind of problem; empty if they fit.
 
+    An example is ``missing: a.bias, a.weight; of another shape: b.weight (3, 2) for (3, 4)``.
+
     Args:
         expected: weights of the model.
         given: weights to load.
     """
-    reshaped = [name for name in sorted(expected.keys() & given.keys()) if expected[name].shape != given[name].shape]
+    other_shapes = []
+    for name in sorted(expected.keys() & given.keys()):
+        given_shape, expected_shape = tuple(given[name].shape), tuple(expected[name].shape)
+        if given_shape != expected_shape:
+            other_shapes.append(f"{name} {given_shape} for {expected_shape}")
     problems = {
         "missing": sorted(expected.keys() - given.keys()),
         "not of this model": sorted(given.keys() - expected.keys()),
-        "of another shape": [
-            f"{name} {tuple(given[name].shape)} for {tuple(expected[name].shape)}" for name in reshaped
-        ],
+        "of another shape": other_shapes,
     }
     descriptions = []
     for problem, names in problems.items():
@@ -166,10 +182,11 @@ def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> 
 def apply_padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
     """Apply a network that needs sides divisible by `factor` to images of any size: pad by zeros, then crop the output.
 
-    The padding is even on all sides, up to one row or column more below and to the right.
+    The padding is even on all sides, up to one row or column more below and to the right. Without padding, the output
+    is not cropped.
 
     Args:
-        network: function of images (batch, channels, height, width).
+        network: function of images (batch, channels, height, width) that keeps height and width.
         x: images of any size.
         factor: divisor of both sides that the network needs.
     """
@@ -178,5 +195,6 @@ def apply_padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) ->
     if extra_rows == 0 and extra_columns == 0:
         return network(x)
     top, left = extra_rows // 2, extra_columns // 2
-    x = network(nn.functional.pad(x, (left, extra_columns - left, top, extra_rows - top)))
-    return x[..., top : top + height, left : left + width]
+    right, bottom = extra_columns - left, extra_rows - top
+    output = network(nn.functional.pad(x, (left, right, top, bottom)))
+    return output[..., top : top + height, left : left + width]

@@ -15,7 +15,7 @@ from kairos.models.settings import DdpmppOptions
 _SUM_SCALE = math.sqrt(0.5)  # keeps the variance of a sum of two branches
 
 
-def _norm(channels: int) -> nn.GroupNorm:
+def _build_norm(channels: int) -> nn.GroupNorm:
     """Return a group normalisation with at most 32 groups, of at least 4 channels each if possible."""
     most_groups = min(32, channels // 4)
     groups = math.gcd(most_groups, channels)  # divides the channels, as GroupNorm demands
@@ -36,12 +36,12 @@ class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, width: int, dropout: float, attention: bool, scale: float = 1):
         super().__init__()
         self.scale, self.dropout = scale, nn.Dropout(dropout)
-        self.norm0, self.norm1 = _norm(inputs), _norm(outputs)
+        self.norm0, self.norm1 = _build_norm(inputs), _build_norm(outputs)
         self.conv0 = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.affine = nn.Linear(width, outputs)
         self.conv1 = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs or scale != 1 else None
-        self.norm2 = _norm(outputs) if attention else None
+        self.norm2 = _build_norm(outputs) if attention else None
         if attention:
             self.qkv, self.proj = nn.Conv2d(outputs, 3 * outputs, 1), nn.Conv2d(outputs, outputs, 1)
 
@@ -53,7 +53,7 @@ class ResidualBlock(nn.Module):
         if self.skip is not None:
             shortcut = self.skip(shortcut)
         x = (self.conv1(self.dropout(h)) + shortcut) * _SUM_SCALE
-        if self.norm2 is None:
+        if self.norm2 is None:  # a block without attention
             return x
         output: Tensor = (x + self.proj(self._attend(self.norm2(x)))) * _SUM_SCALE
         return output
@@ -78,20 +78,24 @@ class ResidualBlock(nn.Module):
 class DDPMpp(Backbone):
     """DDPM++; see `Backbone` for the arguments. t is EDM's c_noise, ln(sigma)/4; no class is the zero vector.
 
-    ``conditions["augment"]`` (batch, 9) contains the labels of the augmentations; without it they are 0.
+    ``conditions["augment"]`` (batch, 9) contains the labels of the augmentations; without it they are 0. Images are
+    padded to sides that the levels can halve. If they are not square, `options.attention` refers to the height.
     """
 
     def __init__(self, options: DdpmppOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         channels, levels = options.channels, len(options.multipliers)
-        embedding_width = 4 * channels
         self._factor = 2 ** (levels - 1)  # the levels halve sides that it divides
+
+        # embeddings of classes, augmentation labels and times
+        embedding_width = 4 * channels
         self._classes = conditions["class"]["num_classes"] if "class" in conditions else 0
         self.map_label = nn.Linear(self._classes, channels) if self._classes else None
         self.map_augment = nn.Linear(options.augment, channels, bias=False) if options.augment else None
         self.map_layer0 = nn.Linear(channels, embedding_width)
         self.map_layer1 = nn.Linear(embedding_width, embedding_width)
 
+        # U-Net
         height, width = (math.ceil(side / self._factor) * self._factor for side in shape[1:])
         level_names, level_attends = [], []
         for level in range(levels):
@@ -102,56 +106,71 @@ class DDPMpp(Backbone):
         self._build_decoder(level_names, level_attends, skip_channels)
         self._initialise()
 
-    def _block(self, inputs: int, outputs: int, attention: bool = False, scale: float = 1) -> ResidualBlock:
+    def _build_block(self, inputs: int, outputs: int, attention: bool = False, scale: float = 1) -> ResidualBlock:
         """Return a residual block with the width of the time embedding and the dropout of this network."""
         width, dropout = 4 * self.options.channels, self.options.dropout
         return ResidualBlock(inputs, outputs, width, dropout, attention=attention, scale=scale)
 
     def _build_encoder(self, level_names: list[str], level_attends: list[bool]) -> list[int]:
-        """Add the encoder `enc` and return the channels of its layers' outputs, which the decoder concatenates."""
+        """Add the encoder `enc` and return the channels of its layers' outputs, which the decoder concatenates.
+
+        Args:
+            level_names: names of the levels, the highest resolution first.
+            level_attends: True for a level whose blocks all have attention.
+        """
         self.enc = nn.ModuleDict()
         channels = self.options.channels
         self.enc[f"{level_names[0]}_conv"] = nn.Conv2d(self.inputs, channels, 3, padding=1)
         skip_channels = [channels]
         for level, (name, multiplier) in enumerate(zip(level_names, self.options.multipliers)):
             if level > 0:
-                self.enc[f"{name}_down"] = self._block(channels, channels, scale=0.5)
+                self.enc[f"{name}_down"] = self._build_block(channels, channels, scale=0.5)
                 skip_channels.append(channels)
             level_channels = multiplier * self.options.channels
             for number in range(self.options.blocks):
-                block = self._block(channels, level_channels, attention=level_attends[level])
+                block = self._build_block(channels, level_channels, attention=level_attends[level])
                 self.enc[f"{name}_block{number}"] = block
                 channels = level_channels
                 skip_channels.append(channels)
         return skip_channels
 
     def _build_decoder(self, level_names: list[str], level_attends: list[bool], skip_channels: list[int]) -> None:
-        """Add the decoder `dec`, whose blocks consume `skip_channels` from the end."""
+        """Add the decoder `dec`, from the lowest resolution to the highest, whose blocks consume `skip_channels`.
+
+        Each level has one block more than in the encoder, and only the last of them may have attention. Two blocks
+        without skips precede the lowest level; the first has attention at any resolution.
+
+        Args:
+            level_names: names of the levels, the highest resolution first.
+            level_attends: True for a level with attention.
+            skip_channels: channels of the encoder's outputs; the list is emptied from the end.
+        """
         self.dec = nn.ModuleDict()
         channels = skip_channels[-1]
         last_level = len(level_names) - 1
         for level in reversed(range(len(level_names))):
             name = level_names[level]
             if level == last_level:
-                self.dec[f"{name}_in0"] = self._block(channels, channels, attention=True)
-                self.dec[f"{name}_in1"] = self._block(channels, channels)
+                self.dec[f"{name}_in0"] = self._build_block(channels, channels, attention=True)
+                self.dec[f"{name}_in1"] = self._build_block(channels, channels)
             else:
-                self.dec[f"{name}_up"] = self._block(channels, channels, scale=2)
+                self.dec[f"{name}_up"] = self._build_block(channels, channels, scale=2)
             level_channels = self.options.multipliers[level] * self.options.channels
             for number in range(self.options.blocks + 1):
                 is_last = number == self.options.blocks
                 attention = level_attends[level] and is_last
-                block = self._block(channels + skip_channels.pop(), level_channels, attention=attention)
+                block = self._build_block(channels + skip_channels.pop(), level_channels, attention=attention)
                 self.dec[f"{name}_block{number}"] = block
                 channels = level_channels
-        self.dec[f"{level_names[0]}_aux_norm"] = _norm(channels)
+        self.dec[f"{level_names[0]}_aux_norm"] = _build_norm(channels)
         self.dec[f"{level_names[0]}_aux_conv"] = nn.Conv2d(channels, self.outputs, 3, padding=1)
 
     @torch.no_grad()
     def _initialise(self) -> None:
         """Initialise weights uniformly by fan average and biases by 0.
 
-        Last layers of branches are scaled by 1e-5, attention's first layers by 0.2^(1/2).
+        Weights of the last layers of branches and of the network are scaled by 1e-5, those of attention's first layers
+        by 0.2^(1/2).
         """
         for name, module in self.named_modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
@@ -172,7 +191,7 @@ class DDPMpp(Backbone):
         return apply_padded(lambda padded: self._apply_unet(padded, embedding), inputs, self._factor)
 
     def _embed(self, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the embedding of times, classes and augmentation labels, (batch, 4 channels).
+        """Return the embedding of times, classes and augmentation labels, (batch, 4 * channels).
 
         Without labels the images count as not augmented. The number of classes is the index of no class.
         """
@@ -192,8 +211,8 @@ class DDPMpp(Backbone):
         return embedding
 
     def _apply_unet(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """Apply encoder and decoder to x, whose sides the levels can halve."""
-        skips = []
+        """Return the prediction for x, whose sides the levels can halve, given the embedding of `_embed`."""
+        skips = []  # outputs of the encoder's layers; the decoder uses the last one first
         for layer in self.enc.values():
             x = layer(x, embedding) if isinstance(layer, ResidualBlock) else layer(x)
             skips.append(x)
@@ -208,5 +227,8 @@ class DDPMpp(Backbone):
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of EDM's wrapper by kairos' names, without the constant filters of resampling."""
-        kept = {name: value for name, value in weights.items() if not name.endswith("resample_filter")}
-        return {name.removeprefix("model."): value for name, value in kept.items()}
+        converted = {}
+        for name, value in weights.items():
+            if not name.endswith("resample_filter"):
+                converted[name.removeprefix("model.")] = value
+        return converted

@@ -21,14 +21,20 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class AdaLNBlock(nn.Module):
-    """Transformer block whose normalisations and residuals are conditioned on the embedding: adaLN-zero."""
+    """Transformer block whose normalisations and residuals are conditioned on the embedding: adaLN-zero.
+
+    Args:
+        width: width of the tokens.
+        attention: attention of the block.
+        mlp_ratio: hidden width of the MLP, in multiples of `width`.
+    """
 
     def __init__(self, width: int, attention: Attention, mlp_ratio: float):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.attn = attention
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.mlp = build_mlp(width, int(width * mlp_ratio), width, "tanh")
+        self.mlp = build_mlp(width, int(width * mlp_ratio), width, approximate="tanh")
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, *attention_arguments: Tensor) -> Tensor:
@@ -62,7 +68,7 @@ class FinalLayer(nn.Module):
 
 
 def initialise(module: nn.Module) -> None:
-    """Initialise linear layers by Xavier, biases by 0, and the last modulation layers by 0.
+    """Initialise linear layers: weights Xavier-uniform, biases 0, and weights of adaLN modulation 0.
 
     With modulation 0, a block is the identity.
     """
@@ -70,7 +76,7 @@ def initialise(module: nn.Module) -> None:
         if isinstance(layer, nn.Linear):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
-    for layer in module.modules():
+    for layer in module.modules():  # after the loop above, which initialises the modulation too
         if isinstance(layer, AdaLNBlock | FinalLayer):
             nn.init.zeros_(layer.get_parameter("adaLN_modulation.1.weight"))
 
@@ -100,7 +106,7 @@ class DiT(Backbone):
             self.y_embedder["embedding_table"] = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
         if "text" in conditions:
             self.y_embedder["null"] = NullText(conditions["text"], axes=1)
-            self.y_embedder["y_proj"] = build_mlp(conditions["text"]["shape"][0], width, width, "tanh")
+            self.y_embedder["y_proj"] = build_mlp(conditions["text"]["shape"][0], width, width, approximate="tanh")
         self.pos_embed = nn.Parameter(_positions(width, self.patch_grid(patch))[None], requires_grad=False)
         self.blocks = nn.ModuleList(self.build_block() for _ in range(options.depth))
         self.final_layer = FinalLayer(width, patch, outputs)
@@ -112,9 +118,14 @@ class DiT(Backbone):
         return AdaLNBlock(width, Attention(width, heads), self.options.mlp_ratio)
 
     def _initialise(self) -> None:
-        """Initialise all weights as the published code."""
+        """Initialise all weights as the published code.
+
+        The embeddings of t, class and text are normal with standard deviation 0.02, and the final layer is 0. All other
+        layers are initialised by `initialise`, the convolution of the patches as a linear layer.
+        """
         initialise(self)
-        nn.init.xavier_uniform_(self.x_embedder.get_parameter("proj.weight").data.flatten(1))
+        patch_weight = self.x_embedder.get_parameter("proj.weight")  # (width, channels, patch, patch)
+        nn.init.xavier_uniform_(patch_weight.data.flatten(1))  # a view, so that it changes the weight
         nn.init.zeros_(self.x_embedder.get_parameter("proj.bias"))
         for layer in (*self.t_embedder.modules(), *self.y_embedder.modules()):
             if isinstance(layer, nn.Linear | nn.Embedding):
@@ -125,7 +136,7 @@ class DiT(Backbone):
         """Return a published file's weights by kairos' names; only SpeeD's null text has another name and shape."""
         renamed = dict(weights)
         if "y_embedder.y_embedding" in renamed:
-            renamed["y_embedder.null.value"] = renamed.pop("y_embedder.y_embedding")[0]
+            renamed["y_embedder.null.value"] = renamed.pop("y_embedder.y_embedding")[0]  # from (1, width)
         return renamed
 
     def embed(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -156,7 +167,7 @@ class DiT(Backbone):
 
 
 def _positions(width: int, grid: tuple[int, int]) -> Tensor:
-    """Return the sin-cos embedding of the positions in a grid of patches, (rows * columns, width).
+    """Return the sin-cos embedding of the positions in a grid of patches, float32 (rows * columns, width).
 
     The four quarters of the width are sine and cosine of the column, then sine and cosine of the row.
 
@@ -172,7 +183,7 @@ def _positions(width: int, grid: tuple[int, int]) -> Tensor:
     quarter = width // 4
     rates = 1.0 / 10_000 ** (torch.arange(quarter, dtype=torch.float64) / quarter)
     row_numbers, column_numbers = (torch.arange(side, dtype=torch.float64) for side in grid)
-    rows, columns = torch.meshgrid(row_numbers, column_numbers, indexing="ij")
+    rows, columns = torch.meshgrid(row_numbers, column_numbers, indexing="ij")  # each of the grid's shape
     features = []
     for positions in (columns, rows):
         angles = positions.reshape(-1, 1) * rates[None]

@@ -26,20 +26,30 @@ def build_sequence(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
-def build_mlp(inside: int, hidden: int, outside: int, approximate: str = "none") -> nn.Sequential:
-    """Return two linear layers with a GELU between them.
+def build_mlp(input_width: int, hidden_width: int, output_width: int, approximate: str = "none") -> nn.Sequential:
+    """Return two linear layers, ``fc1`` and ``fc2``, with a GELU between them.
 
     Args:
-        inside: input width.
-        hidden: width between the layers.
-        outside: output width.
+        input_width: width of the input.
+        hidden_width: width between the layers.
+        output_width: width of the output.
         approximate: ``none`` for the exact GELU, ``tanh`` for its approximation.
     """
-    return build_sequence(fc1=nn.Linear(inside, hidden), act=nn.GELU(approximate), fc2=nn.Linear(hidden, outside))
+    return build_sequence(
+        fc1=nn.Linear(input_width, hidden_width),
+        act=nn.GELU(approximate),
+        fc2=nn.Linear(hidden_width, output_width),
+    )
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention on (batch, tokens, width)."""
+    """Multi-head self-attention on (batch, tokens, width).
+
+    Args:
+        width: width of the tokens, a multiple of `heads`.
+        heads: number of heads.
+        qkv_bias: add biases to queries, keys and values; the output projection always has a bias.
+    """
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True):
         super().__init__()
@@ -52,25 +62,33 @@ class Attention(nn.Module):
         return self.attend_packed(self.qkv(x))
 
     def attend_packed(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the attention output, (batch, tokens, width), of packed queries, keys and values.
+        """Return the attention output after the output projection, (batch, tokens, width).
 
         Args:
             qkv: queries, keys and values in this order, (batch, tokens, 3 * width).
-            bias: numbers to add to the logits, ([batch,] heads, tokens, tokens).
+            bias: numbers to add to the logits, ([batch,] heads, tokens, tokens); they are cast to the type of `qkv`.
         """
-        batch, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-        q, k, v = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        batch, tokens, packed_width = qkv.shape
+        width = packed_width // 3
+        q_k_v = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = q_k_v  # each (batch, heads, tokens, head width)
         if bias is not None:
-            bias = bias.to(q.dtype).expand(batch, -1, -1, -1)
-        attended = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias
-        )  # (batch, heads, tokens, head width)
+            bias = bias.to(q.dtype).expand(batch, -1, -1, -1)  # (batch, heads, tokens, tokens)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # the shape of q
         projected: Tensor = self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
         return projected
 
 
 class PlainBlock(nn.Module):
-    """Transformer block without conditioning; with `skip`, it first merges the tokens of an earlier block."""
+    """Transformer block without conditioning; with `skip`, it first merges the tokens of an earlier block.
+
+    Args:
+        width: width of the tokens.
+        attention: attention of the block.
+        mlp_ratio: hidden width of the MLP, in multiples of `width`.
+        eps: number that the layer normalisations add to the variance.
+        skip: add the layer that merges the tokens of an earlier block.
+    """
 
     def __init__(self, width: int, attention: Attention, mlp_ratio: float, eps: float, skip: bool = False):
         super().__init__()
@@ -81,7 +99,13 @@ class PlainBlock(nn.Module):
         self.skip_linear = nn.Linear(2 * width, width) if skip else None
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Return tokens (batch, tokens, width); `skip` are the tokens of an earlier block, in the shape of x."""
+        """Return tokens, (batch, tokens, width).
+
+        Args:
+            x: tokens, (batch, tokens, width).
+            skip: tokens of an earlier block, in the shape of x. A block with a merging layer needs them, other blocks
+                ignore them.
+        """
         if self.skip_linear is not None:
             assert skip is not None
             x = self.skip_linear(torch.cat([x, skip], dim=-1))
@@ -93,7 +117,7 @@ class PlainBlock(nn.Module):
 def initialise_normal(module: nn.Module) -> None:
     """Initialise linear layers: weights normal with standard deviation 0.02, biases 0.
 
-    Published code truncates the normal distribution at 2.0, which never happens.
+    Published code also truncates the normal distribution at 2.0, but a weight never exceeds 100 standard deviations.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear):

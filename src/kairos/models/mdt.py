@@ -58,6 +58,7 @@ class MDT(DiT):
 
     def __init__(self, options: MDTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         _, height, width = shape
+        # the base class rejects a size that the patches do not divide
         rows, columns = math.ceil(height / options.patch), math.ceil(width / options.patch)
         # set before the base class builds the blocks, whose attention has one row per offset between two patches
         self._offset_count = (2 * rows - 1) * (2 * columns - 1) + _UNUSED_OFFSETS
@@ -79,7 +80,10 @@ class MDT(DiT):
         return {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width); ``conditions["mask"]`` hides patches, see `MDT`."""
+        """Return the prediction, (batch, outputs, height, width); ``conditions["mask"]`` hides patches, see `MDT`.
+
+        Without a mask, the side block and the mask token are not used. In training their gradients are then 0.
+        """
         tokens, c = self.embed(x, t, conditions)
         blocks = list(self.blocks)
         encoder_depth = len(blocks) - self.options.decoder_depth
@@ -104,21 +108,25 @@ class MDT(DiT):
             blocks: blocks of the encoder.
             tokens: tokens of all patches, (batch, tokens, width).
             c: embedding of t and conditions, (batch, width).
-            visible: indices of the visible patches, (batch, visible).
+            visible: indices of the visible patches, (batch, visible patches).
 
         Returns:
-            Tokens of all patches, (batch, tokens, width).
+            Tokens of all patches, (batch, tokens, width), with the decoder's positions.
         """
-        # index, not gather and scatter: their deterministic kernels on a GPU sort an index for every number
-        index = torch.arange(len(visible), device=visible.device)[:, None], visible
-        visible_tokens = tokens[index]
-        offset_rows = self._offset_rows[visible[:, :, None], visible[:, None]]  # (batch, visible, visible)
+        # encoder, on the visible patches alone
+        # indexing, not gather and scatter: their deterministic kernels on a GPU sort an index for every number
+        image_and_patch = torch.arange(len(visible), device=visible.device)[:, None], visible
+        visible_tokens = tokens[image_and_patch]  # (batch, visible patches, width)
+        offset_rows = self._offset_rows[visible[:, :, None], visible[:, None]]  # a row for each pair of visible patches
         for block in blocks:
             visible_tokens = block(visible_tokens, c, offset_rows)
+
+        # side block: hidden patches start as the mask token, and the block computes them from all patches
         is_hidden = torch.ones_like(tokens[:, :, :1], dtype=torch.bool).scatter(1, visible[:, :, None], False)
         mask_tokens = self.mask_token.to(visible_tokens.dtype).expand_as(tokens)
-        tokens = mask_tokens.index_put(index, visible_tokens) + self.decoder_pos_embed
-        return torch.where(is_hidden, self.sideblocks[0](tokens, c, self._offset_rows), tokens)
+        tokens = mask_tokens.index_put(image_and_patch, visible_tokens) + self.decoder_pos_embed
+        side_tokens = self.sideblocks[0](tokens, c, self._offset_rows)
+        return torch.where(is_hidden, side_tokens, tokens)
 
     def _visible_patches(self, scores: Tensor) -> Tensor:
         """Select the visible patches: those with the smallest random scores.
@@ -127,22 +135,24 @@ class MDT(DiT):
             scores: uniform random numbers, (batch, height, width); a patch has the score of its first pixel.
 
         Returns:
-            Ascending indices of the visible patches, (batch, n); n is the fraction 1 - ratio of all patches.
+            Ascending indices of the visible patches, int64 (batch, visible patches). Their number is
+            int(L (1 - ratio)) of L patches, and at least 1.
         """
         patch = self.options.patch
         patch_scores = scores[:, ::patch, ::patch].flatten(1)  # (batch, patches)
         visible_count = max(1, int(patch_scores.shape[1] * (1 - self.options.ratio)))
-        return patch_scores.argsort(1)[:, :visible_count].sort(1).values
+        visible = patch_scores.argsort(1)[:, :visible_count]
+        return visible.sort(1).values
 
 
 def _pairwise_offsets(rows: int, columns: int) -> Tensor:
     """Return the row of the bias table for each pair of patches of a grid, int64 (patches, patches).
 
     The row depends on the offset between the two patches alone: there are 2 rows - 1 vertical and 2 columns - 1
-    horizontal offsets.
+    horizontal offsets. Offsets are numbered from the upper left, row by row.
     """
     patch = torch.arange(rows * columns)
     row, column = patch // columns, patch % columns
-    vertical = row[:, None] - row + (rows - 1)  # from 0
-    horizontal = column[:, None] - column + (columns - 1)  # from 0
+    vertical = row[:, None] - row + (rows - 1)  # 0 to 2 rows - 2
+    horizontal = column[:, None] - column + (columns - 1)  # 0 to 2 columns - 2
     return vertical * (2 * columns - 1) + horizontal

@@ -23,18 +23,27 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
         KairosError: the file is missing, contains more than tensors and numbers, or contains no weights.
     """
     content = _open_weights(path)
-    raw, average = content.get("model"), content.get("ema")
-    if isinstance(content.get("state_dict"), dict):  # latent diffusion
-        raw, average = _split_latent_diffusion(content["state_dict"])
-    elif isinstance(average, dict) and isinstance(average.get("shadow"), dict):  # ddpm-torch
-        average = average["shadow"]
-    elif not isinstance(raw, dict) and not isinstance(average, dict):  # the file is a state dict itself
-        raw = content
-    state_dicts = [_select_tensors(state_dict) for state_dict in (average, raw) if state_dict]
-    if not state_dicts or not all(state_dicts):
+    average, raw = _find_state_dicts(content)
+    present = [_select_tensors(state_dict) for state_dict in (average, raw) if state_dict]
+    if not present or not all(present):  # no state dict, or one without tensors
         keys = ", ".join(map(str, list(content)[:8])) or "none"
         raise KairosError(f"{path}: contains no weights; its keys: {keys}")
-    return state_dicts[0], state_dicts[-1]  # the only one twice, if there is no average or no raw weights
+    return present[0], present[-1]  # the only one twice, if there is no average or no raw weights
+
+
+def _find_state_dicts(content: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the state dicts of the averaged and of the raw weights in a file's content; empty or None if absent.
+
+    The layouts are listed in `read_published`. The state dicts may contain entries that are no tensors.
+    """
+    raw, average = content.get("model"), content.get("ema")
+    if isinstance(content.get("state_dict"), dict):  # latent diffusion
+        return _split_latent_diffusion(content["state_dict"])
+    if isinstance(average, dict) and isinstance(average.get("shadow"), dict):  # ddpm-torch
+        return average["shadow"], raw
+    if not isinstance(raw, dict) and not isinstance(average, dict):  # the file is a state dict itself
+        return average, content
+    return average, raw
 
 
 def _select_tensors(state_dict: dict[str, Any]) -> Weights:
@@ -43,7 +52,9 @@ def _select_tensors(state_dict: dict[str, Any]) -> Weights:
 
 
 def _open_weights(path: Path) -> dict[str, Any]:
-    """Read a file of weights without executing code in it.
+    """Return the content of a file of weights, with tensors on the CPU, without executing code in the file.
+
+    The suffix ``.safetensors`` selects that format; any other file is opened as a pickle of torch.
 
     Raises:
         KairosError: the file is missing or damaged, or contains more than tensors and numbers.
@@ -57,8 +68,10 @@ def _open_weights(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if not path.exists():
+        raise KairosError(f"{path}: no such file")
     if not path.is_file():
-        raise KairosError(f"{path}: no such file" if not path.exists() else f"{path}: a folder, allowed: a file")
+        raise KairosError(f"{path}: a folder, allowed: a file")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -82,11 +95,11 @@ def _open_weights(path: Path) -> dict[str, Any]:
     return content
 
 
-def _split_latent_diffusion(state: Weights) -> tuple[Weights, Weights | None]:
-    """Return LDM's raw weights, ``model.diffusion_model``, and their averages, or None if the file has no averages.
+def _split_latent_diffusion(state: Weights) -> tuple[Weights | None, Weights]:
+    """Return the averages of LDM's weights, None if the file has no averages, and the raw ``model.diffusion_model``.
 
-    LDM stores the average of a weight under ``model_ema`` and the weight's name without dots. A weight without an
-    average is its own average.
+    Both have names without the prefix. LDM stores the average of a weight under ``model_ema`` and the weight's name
+    without dots. A weight without an average is its own average.
     """
     prefix = "model.diffusion_model."
     raw = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -94,6 +107,6 @@ def _split_latent_diffusion(state: Weights) -> tuple[Weights, Weights | None]:
     for name in raw:
         average_names[name] = "model_ema." + f"diffusion_model.{name}".replace(".", "")
     if not any(average_name in state for average_name in average_names.values()):
-        return raw, None
+        return None, raw
     average = {name: state.get(average_name, raw[name]) for name, average_name in average_names.items()}
-    return raw, average
+    return average, raw

@@ -47,25 +47,30 @@ class SizedOptions(BackboneOptions):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_size(cls, values: Any) -> Any:
-        """Add the options of the published size that the values leave open.
+        """Fill options that are missing or None from the published size; the result contains `size` as text.
 
         Raises:
             ValueRejected: there is no such size.
         """
         size = str(values.get("size", cls.model_fields["size"].default))  # for YAML, the name 64 is a number
         demand(size in cls.sizes, "size", size, f"one of {', '.join(cls.sizes)}")
-        published = {name: value for name, value in cls.sizes[size].items() if values.get(name) is None}
-        return {**values, "size": size, **published}
+        unset = {name: value for name, value in cls.sizes[size].items() if values.get(name) is None}
+        return {**values, "size": size, **unset}
 
 
-def _size(default: str, sizes: Any) -> Any:
-    """Declare option `size` with the names of the published sizes."""
+def _declare_size(default: str, sizes: Any) -> Any:
+    """Return the declaration of option `size`; its JSON schema allows the names of the published sizes.
 
-    def list_sizes(schema: dict[str, Any]) -> None:
+    Args:
+        default: size of an experiment file that sets none.
+        sizes: published sizes, by name.
+    """
+
+    def allow_published_sizes(schema: dict[str, Any]) -> None:
         del schema["type"]  # a size may be a number in YAML
         schema["enum"] = spellings(sizes)
 
-    return field(default, _SIZE, json_schema_extra=list_sizes)
+    return field(default, _SIZE, json_schema_extra=allow_published_sizes)
 
 
 _DDPM = {
@@ -98,6 +103,9 @@ UNET_SIZES: dict[str, dict[str, Any]] = {
 def check_multipliers(widths: list[int]) -> None:
     """Check that there are levels and that each has at least one channel.
 
+    Args:
+        widths: channels of each level, or their multiples of the first width.
+
     Raises:
         ConfigError: a level has no channels, or there is no level.
     """
@@ -113,7 +121,7 @@ class UNetOptions(SizedOptions):
     sizes: ClassVar[dict[str, dict[str, Any]]] = {name: UNET_SIZES[name] for name in ("ddpm", "speed")}
 
     name: str = "unet"
-    size: str = _size("ddpm", sizes)
+    size: str = _declare_size("ddpm", sizes)
     channels: int = field(None, "width of the first level", ge=8)
     multipliers: list[int | float] = field(None, "width of each level, in multiples of channels")
     blocks: int = field(None, "residual blocks per level", ge=1)
@@ -147,7 +155,7 @@ class UNetOptions(SizedOptions):
 
     @property
     def widths(self) -> list[int]:
-        """Number of channels of each level."""
+        """Number of channels of each level, rounded to a whole number."""
         return [round(self.channels * multiplier) for multiplier in self.multipliers]
 
 
@@ -158,7 +166,7 @@ class LdmOptions(UNetOptions):
     sizes: ClassVar[dict[str, dict[str, Any]]] = {"celebahq": UNET_SIZES["celebahq"]}
 
     name: str = "ldm_unet"
-    size: str = _size("celebahq", sizes)
+    size: str = _declare_size("celebahq", sizes)
 
 
 @BACKBONES.register
@@ -168,7 +176,7 @@ class AdmOptions(UNetOptions):
     sizes: ClassVar[dict[str, dict[str, Any]]] = {name: UNET_SIZES[name] for name in ("64", "256", "512")}
 
     name: str = "adm"
-    size: str = _size("256", sizes)
+    size: str = _declare_size("256", sizes)
 
 
 DDPMPP_SIZES: dict[str, dict[str, Any]] = {"ddpmpp": {"multipliers": [2, 2, 2]}, "vp": {"multipliers": [1, 2, 2, 2]}}
@@ -183,7 +191,7 @@ class DdpmppOptions(SizedOptions):
     sizes: ClassVar[dict[str, dict[str, Any]]] = DDPMPP_SIZES
 
     name: str = "ddpmpp"
-    size: str = _size("ddpmpp", sizes)
+    size: str = _declare_size("ddpmpp", sizes)
     channels: int = field(128, "width of the first convolution", ge=8)
     multipliers: list[int] = field(None, "width of each level, in multiples of channels")
     blocks: int = field(4, "residual blocks per level", ge=1)
@@ -199,7 +207,7 @@ class DdpmppOptions(SizedOptions):
         demand(self.channels % 4 == 0, "channels", self.channels, "a multiple of 4")
 
 
-def _sizes(*rows: tuple[str, int, int, int, int], **shared: Any) -> dict[str, dict[str, Any]]:
+def _list_sizes(*rows: tuple[str, int, int, int, int], **shared: Any) -> dict[str, dict[str, Any]]:
     """Return published sizes of transformers by name.
 
     Args:
@@ -215,13 +223,13 @@ def _sizes(*rows: tuple[str, int, int, int, int], **shared: Any) -> dict[str, di
 _DIT_WIDTHS = (("s", 384, 12, 6), ("b", 768, 12, 12), ("l", 1024, 24, 16), ("xl", 1152, 28, 16))
 DIT_SIZES: dict[str, dict[str, Any]] = {}
 for _name, _width, _depth, _heads in _DIT_WIDTHS:
-    DIT_SIZES |= _sizes(*((f"{_name}/{_patch}", _width, _depth, _heads, _patch) for _patch in (2, 4, 8)))
-UVIT_SIZES = _sizes(
+    DIT_SIZES |= _list_sizes(*((f"{_name}/{_patch}", _width, _depth, _heads, _patch) for _patch in (2, 4, 8)))
+UVIT_SIZES = _list_sizes(
     ("s/2", 512, 12, 8, 2), ("s/2-deep", 512, 16, 8, 2), ("s/4", 512, 12, 8, 4), ("m/4", 768, 16, 12, 4),
     ("l/2", 1024, 20, 16, 2), convolution=True,
 )  # fmt: skip
-UVIT_SIZES |= _sizes(("h/2", 1152, 28, 16, 2), ("printed", 1152, 12, 16, 2), convolution=False)
-VIT_SIZES = _sizes(("b/2", 768, 12, 12, 2), ("xl/2", 1152, 28, 16, 2), ("printed", 1152, 12, 16, 2))
+UVIT_SIZES |= _list_sizes(("h/2", 1152, 28, 16, 2), ("printed", 1152, 12, 16, 2), convolution=False)
+VIT_SIZES = _list_sizes(("b/2", 768, 12, 12, 2), ("xl/2", 1152, 28, 16, 2), ("printed", 1152, 12, 16, 2))
 
 
 class TransformerOptions(SizedOptions):
@@ -249,7 +257,7 @@ class DiTOptions(TransformerOptions):
     sizes: ClassVar[dict[str, dict[str, Any]]] = DIT_SIZES
 
     name: str = "dit"
-    size: str = _size("s/2", sizes)
+    size: str = _declare_size("s/2", sizes)
 
 
 @BACKBONES.register
@@ -263,7 +271,7 @@ class MDTOptions(TransformerOptions):
     sizes: ClassVar[dict[str, dict[str, Any]]] = DIT_SIZES
 
     name: str = "mdt"
-    size: str = _size("s/2", sizes)
+    size: str = _declare_size("s/2", sizes)
     decoder_depth: int = field(2, "last blocks, which process all patches in the masked pass too", ge=1)
     ratio: float = field(0.3, "share of the patches that the masked pass hides", ge=0, lt=1)
 
@@ -286,7 +294,7 @@ class UViTOptions(TransformerOptions):
     sizes: ClassVar[dict[str, dict[str, Any]]] = UVIT_SIZES
 
     name: str = "uvit"
-    size: str = _size("s/2", sizes)
+    size: str = _declare_size("s/2", sizes)
     depth: int = field(None, "blocks, half of them before and half after one in the middle", ge=2)
     convolution: bool = field(None, "end with a 3x3 convolution")
 
@@ -305,22 +313,25 @@ class ViTOptions(TransformerOptions):
     sizes: ClassVar[dict[str, dict[str, Any]]] = VIT_SIZES
 
     name: str = "vit"
-    size: str = _size("b/2", sizes)
+    size: str = _declare_size("b/2", sizes)
     conditions: list[str] = field([], "conditions the model takes: of class, low_resolution")
     timesteps: int = field(1000, "rows of the learned table of times: at least those of the process", ge=1)
 
 
 def omit_overridden_size(model: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values of a backbone without its published `size` if another option overrides one of the size's.
+    """Return plain values of a backbone without `size` if an option differs from its value in the published size.
 
-    Otherwise, or without a size, the result is `model` itself.
+    An option that `model` lacks differs too. If no option differs, or without a size, the result is `model` itself.
+
+    Args:
+        model: name and options of the backbone.
     """
     if "size" not in model:
         return model
     backbone = BACKBONES.find(model["name"])
     assert issubclass(backbone, SizedOptions)  # it has option `size`
-    published = backbone.sizes[model["size"]]
-    is_overridden = any(model.get(name) != value for name, value in published.items())
+    published_options = backbone.sizes[model["size"]]
+    is_overridden = any(model.get(name) != value for name, value in published_options.items())
     if not is_overridden:
         return model
     return {name: value for name, value in model.items() if name != "size"}

@@ -21,7 +21,8 @@ with without_pipeline_packages():
 class UNet(Backbone):
     """diffusers' UNet2DModel; see `Backbone` for the arguments.
 
-    Its config.json and weights have the format of diffusers, which opens them if the first multiplier is 1.
+    Its config.json and weights have the format of diffusers, which opens them if the first multiplier is 1. For images
+    that are not square, `options.attention` refers to the height.
 
     Raises:
         KairosError: the levels cannot halve the size and padding is off.
@@ -36,20 +37,24 @@ class UNet(Backbone):
                 f"model.pad: got false with images of {height}x{width}, allowed: sizes that are multiples of {factor} "
                 f"({len(options.widths)} levels), or pad: true"
             )
-        side = math.ceil(height / factor) * factor
-        has_attention = [side // 2**level in options.attention for level in range(len(options.widths))]
+
+        # types of blocks, by level
+        padded_height = math.ceil(height / factor) * factor
+        has_attention = [padded_height // 2**level in options.attention for level in range(len(options.widths))]
         if options.resample == "resnet":
             plain_down, plain_up = "ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D"
         else:
             plain_down, plain_up = "DownBlock2D", "UpBlock2D"
-        is_adm = options.embedding == "adm"
-        class_rows = None  # rows of the table of classes
+
+        class_rows = None  # rows of the table of classes; None: no table
         if "class" in conditions:
             class_rows = conditions["class"]["num_classes"]
             if options.null_class:
                 class_rows += 1  # the row after the last class means no class
+
+        is_adm = options.embedding == "adm"
         self.unet = UNet2DModel(
-            sample_size=side,
+            sample_size=padded_height,
             in_channels=self.inputs,
             out_channels=outputs,
             block_out_channels=options.widths,
@@ -70,6 +75,7 @@ class UNet(Backbone):
             freq_shift=0 if is_adm else 1,
             num_class_embeds=class_rows,
         )
+
         if options.widths[0] != options.channels:
             # ADM for 512 pixels embeds t in the width `channels`, diffusers in the width of the first level
             self.unet.time_proj.num_channels = options.channels
@@ -79,9 +85,10 @@ class UNet(Backbone):
 
     @torch.no_grad()
     def _initialise(self, all_layers: bool) -> None:
-        """Initialise the last layer of every branch by 0.
+        """Initialise the last layer of the network, of every residual block and of every attention by 0.
 
-        With `all_layers`, also initialise the other layers as DDPM's code: weights uniform by fan average, biases 0.
+        With `all_layers`, also initialise the other convolutions and linear layers as DDPM's code: weights uniform by
+        fan average, biases 0.
         """
         modules = list(self.unet.modules())
         for module in modules:
@@ -97,7 +104,11 @@ class UNet(Backbone):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width).
+
+        ``conditions["class"]`` contains indices of classes; with option `null_class`, the number of classes is the
+        index of no class.
+        """
         labels = conditions.get("class")
 
         def apply_unet(padded: Tensor) -> Tensor:
@@ -108,8 +119,8 @@ class UNet(Backbone):
 
     def config(self) -> dict[str, Any]:
         """Return the content of config.json in the format of diffusers, without versions (the provenance has them)."""
-        kept = {key: value for key, value in self.unet.config.items() if not key.startswith("_")}
-        return {"_class_name": "UNet2DModel", **kept}
+        arguments = {key: value for key, value in self.unet.config.items() if not key.startswith("_")}
+        return {"_class_name": "UNet2DModel", **arguments}
 
     def weights(self) -> dict[str, Tensor]:
         """Return parameters and buffers by diffusers' names."""

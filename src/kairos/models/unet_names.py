@@ -100,28 +100,21 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
 
     Args:
         model: weights of the model, by diffusers' names.
-        weights: weights of a published file; latent diffusion's may have the prefix ``model.diffusion_model.``.
+        weights: weights of a published file. Those of latent diffusion may have the prefix ``model.diffusion_model.``;
+            then weights without the prefix are dropped.
         options: options of the model. Its `qkv` is the order of the rows of attention's qkv: by head, then q, k, v
             (legacy), or by q, k, v, then head.
     """
-    without_prefix = {}
-    for name, value in weights.items():
-        if name.startswith(_LATENT_DIFFUSION_PREFIX):
-            without_prefix[name.removeprefix(_LATENT_DIFFUSION_PREFIX)] = value
-    weights = without_prefix or weights
+    weights = _remove_latent_diffusion_prefix(weights)
     if "conv_in.weight" in weights:  # diffusers' names already
         return weights
-    attention_levels = set()
-    for name in model:
-        weight = _BlockWeight.parse(name)
-        if weight is not None and weight.side == "down" and weight.is_attention:
-            attention_levels.add(weight.block)
-    layout = _Layout(len(options.widths), options.blocks, frozenset(attention_levels))
-    is_ddpm_torch = "in_conv.weight" in weights
+    is_ddpm_torch = "in_conv.weight" in weights  # else ADM or latent diffusion
     published_name = _ddpm_torch_name if is_ddpm_torch else _adm_name
+    layout = _Layout(len(options.widths), options.blocks, _find_attention_levels(model))
     published_names = {name: published_name(name, layout) for name in model}
-    known = set(published_names.values())
-    converted = {name: value for name, value in weights.items() if name not in known}
+
+    recognised = set(published_names.values())
+    converted = {name: value for name, value in weights.items() if name not in recognised}
     for name, current in model.items():
         if published_names[name] not in weights:
             continue
@@ -135,8 +128,32 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
     return converted
 
 
+def _remove_latent_diffusion_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with prefix ``model.diffusion_model.`` by their names without it; all weights if none has it.
+
+    Weights without the prefix are those of latent diffusion's other networks.
+    """
+    without_prefix = {}
+    for name, value in weights.items():
+        if name.startswith(_LATENT_DIFFUSION_PREFIX):
+            without_prefix[name.removeprefix(_LATENT_DIFFUSION_PREFIX)] = value
+    return without_prefix or weights
+
+
+def _find_attention_levels(model: dict[str, Tensor]) -> frozenset[int]:
+    """Return the levels with attention of a model, whose weights have diffusers' names; 0 is the full resolution."""
+    levels = set()
+    for name in model:
+        weight = _BlockWeight.parse(name)
+        if weight is not None and weight.side == "down" and weight.is_attention:
+            levels.add(weight.block)
+    return frozenset(levels)
+
+
 def _select_projection(qkv: Tensor, current: Tensor, projection: int, options: Any) -> Tensor:
     """Return the rows of one projection from attention's joint weights, (heads, rows per head, ...).
+
+    The caller reshapes them to the shape of `current`.
 
     Args:
         qkv: joint weights of query, key and value, 3 times the size of `current`.
@@ -144,10 +161,11 @@ def _select_projection(qkv: Tensor, current: Tensor, projection: int, options: A
         projection: 0 for the query, 1 for the key, 2 for the value.
         options: options of the model, see `to_diffusers_names`.
     """
-    heads = current.shape[0] // (options.head_channels or current.shape[0])
+    width, *columns = current.shape  # columns: empty for a bias
+    heads = width // (options.head_channels or width)  # 0: one head of the full width
     if options.qkv == "legacy":
-        return qkv.reshape(heads, 3, -1, *current.shape[1:]).select(1, projection)
-    return qkv.reshape(3, heads, -1, *current.shape[1:]).select(0, projection)
+        return qkv.reshape(heads, 3, -1, *columns).select(1, projection)
+    return qkv.reshape(3, heads, -1, *columns).select(0, projection)
 
 
 def _ddpm_torch_name(name: str, layout: _Layout) -> str:
@@ -218,6 +236,9 @@ def _middle_index(weight: _BlockWeight) -> int:
 
 
 def _translate(name: str, module_names: dict[str, str]) -> str:
-    """Return the name of a weight with the module's name translated and ``weight`` or ``bias`` kept."""
+    """Return the name of a weight with the module's name translated and ``weight`` or ``bias`` kept.
+
+    A module that `module_names` lacks keeps its name.
+    """
     module, _, parameter = name.rpartition(".")
     return f"{module_names.get(module, module)}.{parameter}"

@@ -28,16 +28,16 @@ class UViT(Backbone):
         width, patch, half = options.width, options.patch, options.depth // 2
         self.patches = math.prod(self.patch_grid(patch))
         self.patch_embed = build_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
-        tokens = 1 + self.patches  # the time, and the patches
+        token_count = 1 + self.patches  # the time, and the patches
         if "class" in conditions:  # the row after the last class means no class
             self.label_emb = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
-            tokens += 1
+            token_count += 1
         if "text" in conditions:
             self.null = NullText(conditions["text"], axes=2)
             text_tokens, text_width = conditions["text"]["shape"]
             self.context_embed = nn.Linear(text_width, width)
-            tokens += text_tokens
-        self.pos_embed = nn.Parameter(torch.empty(1, tokens, width))
+            token_count += text_tokens
+        self.pos_embed = nn.Parameter(torch.empty(1, token_count, width))
 
         def build_block(skip: bool = False) -> PlainBlock:
             attention = Attention(width, options.heads, qkv_bias=False)
@@ -58,28 +58,36 @@ class UViT(Backbone):
         The published model of ImageNet 64 has no such row. Names are unchanged.
         """
         table = weights.get("label_emb.weight")  # (classes, width)
-        if table is None or "class" not in self.conditions or len(table) + 1 != self.label_emb.num_embeddings:
+        if table is None or "class" not in self.conditions:
+            return weights
+        lacks_no_class = len(table) + 1 == self.label_emb.num_embeddings
+        if not lacks_no_class:
             return weights
         no_class = torch.zeros_like(table[:1])
         return weights | {"label_emb.weight": torch.cat([table, no_class])}
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width).
+
+        Classes are indices; the number of classes is the index of no class. NaN in a text is replaced by the null
+        value.
+        """
         tokens = self.patch_embed(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2)  # row by row
-        condition_tokens = [embed_time(t, self.options.width)[:, None]]
+        condition_tokens = [embed_time(t, self.options.width)[:, None]]  # in the order class, time, text
         if "class" in self.conditions:
             class_token = self.label_emb(conditions["class"])[:, None]
             condition_tokens = [class_token, *condition_tokens]
         if "text" in self.conditions:
             condition_tokens.append(self.context_embed(self.null(conditions["text"])))
         tokens = torch.cat([*condition_tokens, tokens], dim=1) + self.pos_embed
-        skips = []
+        skips = []  # tokens after each block of the first half; the last block's are merged first
         for block in self.in_blocks:
             tokens = block(tokens)
             skips.append(tokens)
         tokens = self.mid_block(tokens)
         for block in self.out_blocks:
             tokens = block(tokens, skips.pop())
-        pixels = self.decoder_pred(self.norm(tokens[:, -self.patches :]))
+        patch_tokens = tokens[:, -self.patches :]
+        pixels = self.decoder_pred(self.norm(patch_tokens))
         prediction: Tensor = self.final_layer(self.unpatchify(pixels, self.options.patch))
         return prediction

@@ -55,16 +55,25 @@ class ViT(Backbone):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Initialise all weights as the published code."""
+        """Initialise positions and linear layers as the published code.
+
+        Positions and weights are normal with standard deviation 0.02, biases 0. Then the weights that end the branches
+        of block n, counted from 1, are divided by (2n)^(1/2). Those of the network's last layer are multiplied by
+        0.001. The convolution of the patches and the tables of times and classes keep torch's initialisation.
+        """
         nn.init.normal_(self.pos_embed, std=0.02)
         initialise_normal(self)
         for depth, block in enumerate(self.blocks, start=1):  # keeps the variance of the residuals
-            for last in ("attn.proj.weight", "mlp.fc2.weight"):  # the last layers of the two branches
-                block.get_parameter(last).div_(math.sqrt(2 * depth))
+            for last_layer in ("attn.proj.weight", "mlp.fc2.weight"):  # of the two branches
+                block.get_parameter(last_layer).div_(math.sqrt(2 * depth))
         self.linear_projection.weight *= 0.001
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width); t is rounded to the nearest row of the time table."""
+        """Return the prediction, (batch, outputs, height, width).
+
+        t is rounded to the nearest row of the time table. Classes are indices; the number of classes is the index of no
+        class.
+        """
         tokens = self.patch_embed(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2)  # row by row
         condition_tokens = [self.time_embedding(t.round().long())[:, None]]
         if "class" in self.conditions:
@@ -72,4 +81,5 @@ class ViT(Backbone):
         tokens = torch.cat([*condition_tokens, tokens], dim=1) + self.pos_embed
         for block in self.blocks:
             tokens = block(tokens)
-        return self.unpatchify(self.linear_projection(tokens[:, -self.patches :]), self.options.patch)
+        pixels = self.linear_projection(tokens[:, -self.patches :])  # of the patches, without the conditions
+        return self.unpatchify(pixels, self.options.patch)

@@ -23,7 +23,9 @@ from kairos_timesteps.errors import KairosError, demand
 
 
 def write_tensorboard(results: Results, out: Path) -> None:
-    """Write event files of TensorBoard, one folder per training run: curves and sample grids at their recorded times.
+    """Write event files of TensorBoard: curves at their recorded times, and sample grids by step.
+
+    Each training run has a folder, ``<out>/<method>/seed<seed>``.
 
     Raises:
         KairosError: TensorBoard is not installed.
@@ -40,6 +42,8 @@ def write_tensorboard(results: Results, out: Path) -> None:
 
 def write_wandb(results: Results, out: Path) -> None:
     """Write offline runs of Weights & Biases, one per training run, a group per method; ``wandb sync`` sends them.
+
+    Curves and sample grids are logged by step, without recorded times. The project has the name of the experiment.
 
     Raises:
         KairosError: wandb is not installed.
@@ -69,8 +73,9 @@ def write_wandb(results: Results, out: Path) -> None:
 def write_hub_folder(snapshot: Path, out: Path) -> None:
     """Copy a snapshot with its decoder and its sample grid, and write a model card.
 
-    Decoder, sample grid, evaluation and facts of the data set are left out if they are missing or do not belong to the
-    snapshot. In pixel space the folder of the decoder contains no network.
+    The decoder is in folder autoencoder, the grid is samples.png, and the card is README.md. Decoder, sample grid,
+    evaluation and facts of the data set are left out if they are missing or do not belong to the snapshot. In pixel
+    space the folder of the decoder contains no network.
 
     Args:
         snapshot: folder of the snapshot, within a folder of results.
@@ -84,25 +89,29 @@ def write_hub_folder(snapshot: Path, out: Path) -> None:
     name = step_name(record["step"])
     run_folder = snapshot.resolve().parents[1]  # <results>/<method>/seed<seed>/milestones/<step>
     results = run_folder.parents[1]
+
+    # records of the inputs; those of another training run or data set count as missing
     evaluation = glance(run_folder / "evaluation" / f"{name}.json")
     if evaluation.get("protocol", {}).get("identity") != record["identity"]:
-        evaluation = {}  # of another training run
+        evaluation = {}
     dataset = glance(results / "dataset" / "manifest.json")
     if dataset.get("content_sha256") != record["dataset_sha256"]:
         dataset = {}
-
-    shutil.copytree(snapshot, out, dirs_exist_ok=True)
     autoencoder_folder = results / "autoencoder"
     autoencoder = glance(autoencoder_folder / "manifest.json")
+    # a record of imported weights may have None, which differs from "", a missing hash
     has_autoencoder = autoencoder.get("sha256", "") == record["autoencoder_sha256"]
+
+    # files
+    shutil.copytree(snapshot, out, dirs_exist_ok=True)
     if has_autoencoder:
-        # all files, because kairos sample checks those that the manifest lists
         shutil.copytree(autoencoder_folder, out / "autoencoder")
     grid_file = run_folder / "samples" / f"{name}.png"
     has_grid = grid_file.exists() and bool(evaluation)  # without an evaluation the grid may be of another run
     if has_grid:
         shutil.copy(grid_file, out / "samples.png")
 
+    # model card
     latent: dict[str, Any] = {}  # facts of the autoencoder; empty in pixel space
     if has_autoencoder and autoencoder["kind"] != "none":
         latent = autoencoder | glance(autoencoder_folder / "config.json")
@@ -133,7 +142,7 @@ FORMS: dict[str, Callable[..., None]] = {
 
 
 def export(write: Callable[..., None], content: Results | Path, out: Path) -> None:
-    """Create the folder `out` atomically from the files of a writer.
+    """Create the folder `out` atomically from the files of a writer; after an error there is no folder.
 
     Args:
         write: one of `FORMS`.
@@ -142,6 +151,7 @@ def export(write: Callable[..., None], content: Results | Path, out: Path) -> No
 
     Raises:
         ConfigError: `out` exists already.
+        KairosError: see the writers.
     """
     demand(not out.exists(), "--out", f"{out}, which exists", "a new folder")
     with atomic_folder(out) as temporary:
@@ -149,7 +159,7 @@ def export(write: Callable[..., None], content: Results | Path, out: Path) -> No
 
 
 def _import_package(name: str, module: str) -> ModuleType:
-    """Import a module of an optional package.
+    """Import a module of an optional package; sets WANDB_ERROR_REPORTING to false unless the user has set it.
 
     Args:
         name: name of the package, and of the extra of kairos that installs it.

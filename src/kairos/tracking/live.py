@@ -40,6 +40,8 @@ _ACCESS_DENIED = (401, 403)
 def reporting(experiment: "Experiment", method: str, seed: int, out: Path) -> Iterator[None]:
     """Report the training run inside the block to an MLflow server, if there is one; raises nothing.
 
+    Without a server, with `tracking.enabled` false, or in a process that does not report, the block runs alone.
+
     The end of the block waits for the last report, at most ``tracking.flush_seconds``. Inside the block, environment
     variables limit MLflow's requests.
 
@@ -78,7 +80,7 @@ class Reporter(threading.Thread):
         super().__init__(name="kairos tracking", daemon=True)
         self._experiment, self._method, self._seed, self._out, self._uri = experiment, method, seed, out, uri
         self._training_ended = threading.Event()
-        self._begun = time.time()
+        self._begun = time.time()  # Unix time
         self._stride = 0  # lines of metrics.jsonl per point; 0: unknown before the first line
         self._client: mlflow_store.Client | None = None
         self._run_id: str | None = None  # of the MLflow run that receives the points
@@ -87,16 +89,20 @@ class Reporter(threading.Thread):
         self._has_warned = False
 
     def finish(self, seconds: float) -> None:
-        """Send the remaining points, and return after at most `seconds`; a slower thread ends with the process."""
+        """Send the remaining points, and return after at most `seconds`.
+
+        A slower thread is reported by a message, and ends with the process.
+        """
         self._training_ended.set()
         self.join(seconds)
         if self.is_alive():
             self._warn(f"no answer within {seconds:g} s")
 
     def run(self) -> None:
-        """Report until the training run has ended; log an error once and try again later.
+        """Report until the training run has ended, with a last report after its end.
 
-        A server that denies access (HTTP 401 or 403) ends the thread.
+        An error is logged, except repeated ones, and the pause until the next attempt doubles. A server that denies
+        access (HTTP 401 or 403) ends the thread.
         """
         pause = _POLL_SECONDS
         is_last_report = False
@@ -121,19 +127,21 @@ class Reporter(threading.Thread):
 
     def _warn(self, reason: str) -> None:
         """Log the reason of a failed report, unless the previous report failed too."""
-        if not self._has_warned:
-            self._has_warned = True
-            public_uri = mlflow_store.without_credentials(self._uri)
-            consequence = "training continues and nothing is lost: `kairos track` imports what is missing there"
-            log(f"tracking: {public_uri}: {reason}; {consequence}")
+        if self._has_warned:
+            return
+        self._has_warned = True
+        public_uri = mlflow_store.without_credentials(self._uri)
+        consequence = "training continues and nothing is lost: `kairos track` imports what is missing there"
+        log(f"tracking: {public_uri}: {reason}; {consequence}")
 
     def _report(self, is_last_report: bool) -> None:
         """Send what the run has written since the previous report.
 
-        Nothing is sent before the run's first step, or while another process writes the progress file.
+        Nothing is sent before the run's first step, or while another process writes the progress file. A run that has
+        stopped or failed is not reported if its MLflow run is unknown: at the first report, or after an error.
 
         Args:
-            is_last_report: the training run has ended: also report how.
+            is_last_report: the training run has ended: also set the status and the end of the MLflow run.
         """
         if self._client is None:
             self._client = mlflow_store.connect(self._uri)
@@ -151,7 +159,7 @@ class Reporter(threading.Thread):
             self._client.set_terminated(self._run_id, _STATUS[progress["state"]], end)
 
     def _read_progress_of_this_process(self) -> Progress | None:
-        """Return the progress file of the training run; None: this process has not written it."""
+        """Return the run's progress file; None: this process has not written it since the reporter began."""
         progress = read_progress(self._out)
         if not progress or progress["updated"] < self._begun:
             return None
@@ -159,7 +167,7 @@ class Reporter(threading.Thread):
         return progress if is_of_this_process else None
 
     def _send_points(self, client: mlflow_store.Client, identity: str) -> str:
-        """Send the unsent points to the MLflow run of this training run, and return the run's id.
+        """Send the unsent points to the MLflow run of this training run, clear them, and return the run's id.
 
         The first call, and a call after an error, find or create the MLflow run and log everything that it lacks.
         """
@@ -195,7 +203,8 @@ class Reporter(threading.Thread):
     def _read_metrics(self, state: Path) -> int | None:
         """Add the new lines of metrics.jsonl up to the last checkpoint to the unsent points.
 
-        Of each stride of lines, the last one becomes points, as in `run_content.collect_points`.
+        Of each stride of lines, the last one becomes points, as in `run_content.collect_points`. The next call reads
+        the lines that follow.
 
         Args:
             state: folder of the run's state.
@@ -217,16 +226,23 @@ class Reporter(threading.Thread):
                 if is_incomplete:
                     break
                 if self._stride == 0:
-                    steps_between_lines = json.loads(line)["step"]  # the step of the first line
-                    # lines of the complete run, so that the stride never changes and the import finds equal points
-                    line_count = self._experiment.milestones[-1] // steps_between_lines
-                    self._stride = run_content.choose_stride(line_count)
+                    self._stride = self._choose_stride(first_line=line)
                 is_last_of_stride = (self._lines_read + 1) % self._stride == 0
                 if is_last_of_stride:
                     metrics = json.loads(line)
-                    if metrics["step"] > last_step:
+                    if metrics["step"] > last_step:  # after the last checkpoint: a later report reads the line again
                         break
                     self._unsent += run_content.convert_record(metrics, metrics["step"], time_of_step)
                 self._lines_read += 1
                 self._bytes_read += len(line)
         return time_of_step(last_step)
+
+    def _choose_stride(self, first_line: bytes) -> int:
+        """Return the number of lines of metrics.jsonl per point, given its first line.
+
+        It follows from the number of lines of the complete run, so that it never changes and the import finds equal
+        points.
+        """
+        steps_between_lines = json.loads(first_line)["step"]  # the first line is written after this number of steps
+        line_count = self._experiment.milestones[-1] // steps_between_lines
+        return run_content.choose_stride(line_count)

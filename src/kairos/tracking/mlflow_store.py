@@ -34,7 +34,7 @@ def tracking_uri(configured: str | None) -> str:
 
 
 def find_database_file(uri: str) -> Path | None:
-    """Return the file of an SQLite database; None: the store is something else."""
+    """Return the absolute path of an SQLite database's file; None: the store is something else."""
     match = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)
     return Path(match[1]).absolute() if match else None
 
@@ -53,11 +53,15 @@ def redact_credentials(text: str, uri: str) -> str:
     """Return a text, such as an error message, without the credentials of a URI that the text may quote.
 
     Libraries quote the whole URI, its user information, or parameters of its query, such as ``password='secret'``.
+    User information is removed, and each value of the query is replaced by ``***``.
     """
+    # the whole URI and the user information
     text = text.replace(uri, without_credentials(uri))
     user_info = _user_info(uri)
     if user_info:
         text = text.replace(user_info, "")
+
+    # parameters of the query, as written in the URI or decoded
     query = uri.partition("?")[2].partition("#")[0]
     for parameter in query.split("&"):
         name, _, value = parameter.partition("=")
@@ -81,7 +85,11 @@ def _user_info(uri: str) -> str:
 
 
 def describe_error(error: Exception, uri: str) -> str:
-    """Return the cause of an error in one line, without the credentials of the store's URI."""
+    """Return the cause of an error in one line, without the credentials of the store's URI.
+
+    The message of a KairosError is returned unchanged; other messages are cut to 500 characters and follow the name of
+    the error's class.
+    """
     if isinstance(error, KairosError):
         return str(error)
     text = redact_credentials(" ".join(str(error).split()), uri)
@@ -92,8 +100,8 @@ def describe_error(error: Exception, uri: str) -> str:
 def limit_requests(seconds: int, retries: int) -> Iterator[None]:
     """Limit the time of MLflow requests to a server inside the block, by environment variables.
 
-    Inside the block MLflow also sends no telemetry and prints no URL. Variables that the user has set are kept. The
-    other variables are deleted at the end of the block.
+    Inside the block MLflow also sends no telemetry and prints no URL, and GitPython accepts a missing git. Variables
+    that are set already are kept. The other variables are deleted at the end of the block.
 
     Args:
         seconds: time limit of a request.
@@ -123,7 +131,7 @@ def lock_database(uri: str) -> Iterator[None]:
     The lock is a file next to the database; the folder is created if it does not exist. Does nothing for another store.
 
     Raises:
-        KairosError: another process holds the lock for more than two minutes.
+        KairosError: another process holds the lock for more than two minutes, or the file system has no locks.
     """
     path = find_database_file(uri)
     if path is None:
@@ -131,7 +139,8 @@ def lock_database(uri: str) -> Iterator[None]:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.name}.lock"), "w") as lock:
-        if not try_lock(lock, _LOCK_SECONDS, "imports from making its tables at once; put the database on"):
+        users = "imports from making its tables at once; put the database on"  # part of the message without locks
+        if not try_lock(lock, _LOCK_SECONDS, users):
             raise KairosError(f"{path}: another process has held it for {_LOCK_SECONDS} s; stop it or wait")
         yield
 
@@ -162,11 +171,11 @@ def find_or_create_experiment(client: Client, name: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         is_server = client.tracking_uri.startswith("http")
-        artifact_location = None if is_server else Path(ARTIFACTS).absolute().as_uri()
+        artifact_location = None if is_server else Path(ARTIFACTS).absolute().as_uri()  # None: the server decides
         try:
             return str(client.create_experiment(name, artifact_location=artifact_location))
         except MlflowException:
-            # another job may have created it in the meantime
+            # another job may have created it in the meantime; if not, the error counts
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
                 raise
@@ -186,7 +195,7 @@ def find_or_create_run(client: Client, experiment: str, content: RunContent, sta
     Args:
         client: client of the store.
         experiment: id of the MLflow experiment.
-        content: content of the run, of which a new run gets only the name and the identifying tags.
+        content: content of the run; a new run gets only its name and its identifying tags.
         start: start of a new run, in milliseconds since 1970.
         settling: seconds to wait for runs that other processes create at the same time.
     """
@@ -201,7 +210,7 @@ def find_or_create_run(client: Client, experiment: str, content: RunContent, sta
     if not runs:
         client.create_run(experiment, start_time=start, tags=content.identifying, run_name=content.name)
         time.sleep(settling)
-        runs = search()
+        runs = search()  # the new run, and runs that other processes have created
     for duplicate in runs[1:]:
         with suppress(MlflowException):  # another job has deleted it
             client.delete_run(duplicate.info.run_id)
@@ -217,16 +226,16 @@ def find_runs(client: Client, experiment: str, tag: str, value: str) -> list[Run
         tag: name of the tag.
         value: value of the tag.
     """
+    condition = f"tags.`{tag}` = '{value}'"
     runs: list[Run] = []
-    token = None
+    page_token = None  # of the first page
     while True:
-        condition = f"tags.`{tag}` = '{value}'"
         page = client.search_runs(
-            [experiment], condition, max_results=_RUNS_PER_PAGE, order_by=[_EARLIEST_FIRST], page_token=token
+            [experiment], condition, max_results=_RUNS_PER_PAGE, order_by=[_EARLIEST_FIRST], page_token=page_token
         )
         runs += page
-        token = page.token
-        if not token:
+        page_token = page.token
+        if not page_token:
             return runs
 
 
@@ -244,7 +253,7 @@ def create_run(client: Client, experiment: str, content: RunContent, start: int)
 
 
 def log_missing(client: Client, run: Run, content: RunContent) -> None:
-    """Log the content that a run does not have; a second call logs nothing.
+    """Log the content that a run does not have; nothing if the run, found again, has all of it.
 
     A value that differs from the recorded value of its step is logged with a later timestamp, so that MLflow shows it.
     Tags are overwritten, except the commit. Parameters that the run has are kept, since MLflow cannot change them.
@@ -256,11 +265,11 @@ def log_missing(client: Client, run: Run, content: RunContent) -> None:
     """
     from mlflow.entities import Param, RunTag
 
-    present = run.data
+    recorded = run.data
     points = _find_missing_points(client, run, content.points)
-    params = [Param(key, value) for key, value in content.params.items() if key not in present.params]
-    tags = {key: value for key, value in content.tags.items() if present.tags.get(key) != value}
-    if COMMIT in present.tags:  # the commit of the training run, not of a later import
+    params = [Param(key, value) for key, value in content.params.items() if key not in recorded.params]
+    tags = {key: value for key, value in content.tags.items() if recorded.tags.get(key) != value}
+    if COMMIT in recorded.tags:  # the commit of the training run, not of a later import
         tags.pop(COMMIT, None)
     client.log_batch(
         run.info.run_id,
@@ -279,23 +288,25 @@ def _find_missing_points(client: Client, run: Run, points: Sequence[Point]) -> l
         points: points that the run should have.
 
     Returns:
-        New points. Their timestamps are later than those of values that they correct.
+        The points in their order. A point that corrects a recorded value has a later timestamp than that value.
     """
+    # latest recorded values; `run.data.metrics` contains the keys that the run has
     latest: dict[tuple[str, int], tuple[int, float]] = {}  # timestamp and value by key and step
     for key in {point.key for point in points} & set(run.data.metrics):
         for metric in client.get_metric_history(run.info.run_id, key):
             key_and_step = key, metric.step
             timestamp_and_value = metric.timestamp, metric.value
             latest[key_and_step] = max(latest.get(key_and_step, timestamp_and_value), timestamp_and_value)
+
     missing = []
     for point in points:
         recorded = latest.get((point.key, point.step))
         if recorded is None:
             missing.append(point)
             continue
-        timestamp, value = recorded
-        if value != point.value:
-            missing.append(point._replace(timestamp=max(point.timestamp, timestamp + 1)))
+        recorded_timestamp, recorded_value = recorded
+        if point.value != recorded_value:
+            missing.append(point._replace(timestamp=max(point.timestamp, recorded_timestamp + 1)))
     return missing
 
 
@@ -309,7 +320,8 @@ def to_mlflow_metrics(points: Sequence[Point]) -> list[Any]:
 def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
     """Return the data set of an experiment as MLflow's input of a training run.
 
-    The digest of the input is the start of the hash of the data set's content: MLflow accepts 36 characters.
+    The name of the input is the kind of source, such as ``folder``. The input contains path and size of the prepared
+    data. Its digest is the start of the hash of the data set's content: MLflow accepts 36 characters.
 
     Args:
         manifest: manifest of the data set.

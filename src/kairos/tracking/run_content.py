@@ -57,7 +57,7 @@ class RunContent:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the whole content."""
+        """SHA-256 hash of name, tags, parameters and points, computed at the first access."""
         return sha256_json([self.name, self.identifying, self.params, list(self.points), self.tags])
 
 
@@ -70,19 +70,21 @@ def build_experiment_run(results: "Results") -> RunContent:
     """Build the parent run of an experiment, which contains the reference rows.
 
     The reference rows are distances of images without a trained network, such as held-out images. Their metric keys are
-    ``reference/<row>/<metric>``.
+    ``reference/<row>/<metric>``, at step 0 and the earliest start of a training run. The tag of the commit is that of
+    the first training run.
     """
     name = results.experiment.experiment
-    start = min((run.started or _UNKNOWN_START for run in results.runs), default=_UNKNOWN_START)
     reference_values: dict[str, Any] = {}
     for row_name, row in results.reference["rows"].items():
         reference_values |= {f"reference/{row_name}/{key}": value for key, value in row.items()}
+    start = min((run.started or _UNKNOWN_START for run in results.runs), default=_UNKNOWN_START)
+    time_of_step = build_step_clock(start, seconds_by_step={})
     provenance = results.runs[0].record["provenance"]
     return RunContent(
         name=name,
         identifying={"kairos.experiment": name, "kairos.role": "experiment"},
         params={"methods": ", ".join(results.methods)[:_PARAM_LIMIT], "model": results.experiment.model.name},
-        points=list(convert_record(reference_values, step=0, time_of_step=build_step_clock(start, seconds_by_step={}))),
+        points=list(convert_record(reference_values, step=0, time_of_step=time_of_step)),
         tags={"kairos.data": results.dataset["content_sha256"], **build_source_tags(provenance)},
     )
 
@@ -95,7 +97,7 @@ def build_training_run(
     points: Sequence[Point],
     tags: dict[str, str],
 ) -> RunContent:
-    """Build the MLflow run of a training run.
+    """Build the content of a training run's MLflow run, which is named ``<method> seed <seed>``.
 
     Args:
         experiment: the experiment.
@@ -106,7 +108,7 @@ def build_training_run(
     """
     identifying = identify_training_run(experiment, method, seed, identity)
     params = flatten_parameters(experiment, method, seed)
-    return RunContent(f"{method} seed {seed}", identifying, params, points, tags)
+    return RunContent(name=f"{method} seed {seed}", identifying=identifying, params=params, points=points, tags=tags)
 
 
 def identify_training_run(experiment: "Experiment", method: str, seed: int, identity: str) -> dict[str, str]:
@@ -121,7 +123,7 @@ def identify_training_run(experiment: "Experiment", method: str, seed: int, iden
 
 
 def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
-    """Return the settings that decide a training run, under dotted names: sampler and weighting first.
+    """Return the settings that decide a training run, by dotted names; method, seed and strategy come first.
 
     Settings that an extension of the run may change, and settings that are None, are left out. Values are texts, cut to
     6000 characters.
@@ -157,12 +159,12 @@ def choose_stride(line_count: int) -> int:
 def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) -> Callable[[int], int]:
     """Return a function from a step to the recorded time of its end, in milliseconds since 1970.
 
-    Steps after the last recorded step have its time.
+    Times between recorded steps are interpolated. Steps after the last recorded step have its time.
 
     Args:
         started: first start of the training run.
-        seconds_by_step: training seconds by step, from timing.jsonl; times between them are interpolated. If it is
-            empty, a step takes a second.
+        seconds_by_step: training seconds up to a step, by step, from timing.jsonl. If it is empty, a step takes a
+            second.
     """
     recorded_steps = sorted(seconds_by_step)
     steps = [0, *recorded_steps]
@@ -179,14 +181,22 @@ def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) ->
 def collect_points(run: "RunResults") -> list[Point]:
     """Return all curves of a training run: metrics.jsonl, thinned, and the evaluations of all snapshots.
 
-    If its training time is known, the last snapshot also has a point ``seconds_per_step``.
+    Of metrics.jsonl each stride's last line counts, see `choose_stride`. If its training time is known, the last
+    snapshot also has a point ``seconds_per_step``. A run without a recorded start counts from 2000-01-01.
+
+    Raises:
+        KairosError: metrics.jsonl is damaged.
     """
     time_of_step = build_step_clock(run.started or _UNKNOWN_START, run.seconds_by_step)
-    stride = choose_stride(len(run.metrics))
     points: list[Point] = []
+
+    # metrics of training
+    stride = choose_stride(len(run.metrics))
     last_of_each_stride = run.metrics.iloc[stride - 1 :: stride]
     for record in last_of_each_stride.to_dict("records"):
         points += convert_record(record, record["step"], time_of_step)
+
+    # evaluations
     for snapshot in run.snapshots:
         points += convert_record(snapshot.measured_values, snapshot.step, time_of_step)
     last_step = run.last_snapshot.step
@@ -199,7 +209,7 @@ def collect_points(run: "RunResults") -> list[Point]:
 def convert_record(record: Mapping[Any, Any], step: int, time_of_step: Callable[[int], int]) -> Iterator[Point]:
     """Yield the finite numbers of a record as metric values; its keys ``step`` and ``images`` are left out.
 
-    Keys of nested dictionaries are joined by dots.
+    Keys of nested dictionaries are joined by dots. Booleans are no numbers.
 
     Args:
         record: nested dictionary.
@@ -208,12 +218,13 @@ def convert_record(record: Mapping[Any, Any], step: int, time_of_step: Callable[
     """
     for key, value in flatten(record):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if key not in ("step", "images") and is_number and math.isfinite(value):
-            yield Point(key, float(value), time_of_step(step), step)
+        is_counter = key in ("step", "images")
+        if is_number and not is_counter and math.isfinite(value):
+            yield Point(key, float(value), timestamp=time_of_step(step), step=step)
 
 
 def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
-    """Return the tags of a training run: hashes of its inputs and outputs, and its provenance."""
+    """Return the tags of a training run: hashes of its inputs and outputs, and its provenance, without None."""
     record = run.record
     return {
         "kairos.data": results.dataset["content_sha256"],
@@ -227,7 +238,10 @@ def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
 
 
 def build_source_tags(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tags by which MLflow shows the source code of a run."""
+    """Return the tags by which MLflow shows the source code of a run.
+
+    The commit is that of the provenance, else that of the working folder; without either the tag is left out.
+    """
     tags = {"mlflow.source.name": "kairos", "mlflow.source.type": "LOCAL"}
     commit = provenance.get("git_commit") or find_git_commit()
     if commit:
@@ -242,20 +256,23 @@ def find_git_commit() -> str | None:
 
 @cache
 def _find_git_commit(folder: Path) -> str | None:
-    """Return the commit of a folder, as read at the first call of this process; None if it is no git repository."""
+    """Return the commit of a folder, as read at the first call of this process.
+
+    The result is None if the folder is in no git repository, or if git is missing, fails or takes more than 10 s.
+    """
     command = ["git", "rev-parse", "HEAD"]
     try:
-        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip()
+    return process.stdout.strip()
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield names and values of nested dictionaries: ``{"a": {"b": 1}}`` yields ``("a.b", 1)``; None is left out.
 
     Args:
-        values: nested dictionaries.
+        values: nested dictionaries; an empty one yields nothing, a list is a value.
         prefix: start of all names.
     """
     for key, value in values.items():

@@ -25,12 +25,13 @@ _CONTENT = "kairos.content"  # tag with the hash of the content that an import h
 def track(experiment: Experiment, folder: Path, out: Path) -> None:
     """Import the results of an experiment into MLflow, and write a record of the import.
 
-    An error of the store is logged and recorded, but not raised.
+    An error of the store is logged and recorded, but not raised. If `tracking.enabled` is false, only the record is
+    written. The record contains ``imported`` (True or False), and either ``error`` or the ids of experiment and runs.
 
     Args:
         experiment: the experiment.
-        folder: folder of its results.
-        out: file of the record.
+        folder: folder of the experiment's results.
+        out: JSON file of the record.
 
     Raises:
         KairosError: the results are incomplete.
@@ -54,10 +55,14 @@ def track(experiment: Experiment, folder: Path, out: Path) -> None:
 def _import_results(results: Results, uri: str) -> dict[str, Any]:
     """Import results into a store, and return the record of the import.
 
-    The first requests have a short time limit, so that a missing server is reported soon.
+    The first requests have a short time limit, so that a missing server is reported soon. An SQLite database is locked
+    during the import.
+
+    Returns:
+        ``imported``, ``uri`` without credentials, ``experiment`` (name of the MLflow experiment), ``parent`` (id of the
+        parent run) and ``runs`` (id of each training run by ``<method>/seed<seed>``).
     """
     name = run_content.mlflow_experiment_name(results.experiment)
-    run_ids = {}
     with mlflow_store.lock_database(uri):
         with mlflow_store.limit_requests(seconds=4, retries=1):
             client = mlflow_store.connect(uri)
@@ -65,10 +70,11 @@ def _import_results(results: Results, uri: str) -> dict[str, Any]:
             experiment_id = mlflow_store.find_or_create_experiment(client, name)
         with mlflow_store.limit_requests(seconds=60, retries=2):
             store = _open_store(client, experiment_id, results.experiment.experiment)
-            parent = run_content.build_experiment_run(results)
-            parent_run = store.find_or_create(parent)
+            parent_content = run_content.build_experiment_run(results)
+            parent_run = store.find_or_create(parent_content)
             parent_id = str(parent_run.info.run_id)
-            digests = []
+
+            run_ids, digests = {}, []
             progress = Progress(len(results.runs), "track", "run")
             for run in results.runs:
                 digest = _hash_training_run(results, run, parent_id)
@@ -76,7 +82,8 @@ def _import_results(results: Results, uri: str) -> dict[str, Any]:
                 digests.append(digest)
                 progress.advance()
             progress.close()
-            _complete_parent_run(store, parent, parent_run, results, digests)
+
+            _complete_parent_run(store, parent_content, parent_run, results, digests)
     return {
         "imported": True,
         "uri": mlflow_store.without_credentials(uri),
@@ -102,18 +109,24 @@ class _Store:
     present: dict[tuple[str | None, ...], list[mlflow_store.Run]]
 
     def find(self, identifying: dict[str, str]) -> mlflow_store.Run | None:
-        """Return the earliest MLflow run with identifying tags, or None; later ones are moved to MLflow's trash."""
+        """Return the earliest MLflow run with identifying tags; later ones are moved to MLflow's trash.
+
+        Only runs that existed at the start of the import count. The result is None if there is none.
+        """
         from mlflow import MlflowException
 
         key = tuple(identifying.get(tag) for tag in run_content.IDENTIFYING_TAGS)
-        first, *duplicates = self.present.get(key, [None])
+        earliest, *duplicates = self.present.get(key, [None])
         for duplicate in duplicates:
             with suppress(MlflowException):  # another job has deleted it
                 self.client.delete_run(duplicate.info.run_id)
-        return first
+        return earliest
 
     def find_or_create(self, content: run_content.RunContent) -> mlflow_store.Run:
-        """Return the MLflow run with the identifying tags of `content`; a new run has no parameters and metrics."""
+        """Return the MLflow run with the identifying tags of `content`; it is created if it does not exist.
+
+        A new run starts at the earliest point of `content`, and has no parameters and metrics.
+        """
         run = self.find(content.identifying)
         if run is not None:
             return run
@@ -126,6 +139,8 @@ class _Store:
     def finish(self, run: mlflow_store.Run, content: run_content.RunContent, digest: str) -> None:
         """Log the content that a run lacks, and mark the run as finished and complete.
 
+        A run that is not finished yet ends at the latest point of `content`.
+
         Args:
             run: the run, as it was found or created.
             content: content that the run should have.
@@ -135,7 +150,7 @@ class _Store:
         if run.info.status != "FINISHED":
             last = max(point.timestamp for point in content.points)
             self.client.set_terminated(run.info.run_id, "FINISHED", last)
-        self.client.set_tag(run.info.run_id, _CONTENT, digest)
+        self.client.set_tag(run.info.run_id, _CONTENT, digest)  # last, since it marks the content as complete
 
 
 def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _Store:
@@ -156,12 +171,12 @@ def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _
 
 
 def _is_complete(run: mlflow_store.Run, digest: str) -> bool:
-    """Return True if an earlier import has logged all content with this hash."""
+    """Return True if an earlier import has logged all content with this hash, and the run has ended successfully."""
     return bool(run.data.tags.get(_CONTENT) == digest and run.info.status == "FINISHED")
 
 
 def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str:
-    """Return the hash of everything that the MLflow run of a training run is built from.
+    """Return the hash of everything that the MLflow run of a training run is built from, the importing code included.
 
     Reading the files takes a fraction of the time of building the points of the curves.
     """
@@ -186,6 +201,8 @@ def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str
 
 def _import_training_run(store: _Store, parent_id: str, results: Results, run: RunResults, digest: str) -> str:
     """Import a training run with its data set and sample grids, and return the id of its MLflow run.
+
+    If an earlier import has completed the MLflow run with this digest, nothing is logged.
 
     Args:
         store: MLflow experiment that receives the run.
@@ -225,6 +242,8 @@ def _complete_parent_run(
 ) -> None:
     """Log the parent run with its report and figures, as far as they exist, and the view of the MLflow experiment.
 
+    Nothing is logged if an earlier import has completed the run with the present content, files and training runs.
+
     Args:
         store: MLflow experiment that receives the run.
         content: content of the parent run.
@@ -232,6 +251,7 @@ def _complete_parent_run(
         results: results of the experiment.
         digests: hashes of the training runs.
     """
+    # skip a complete run
     figures = results.folder / "figures"
     artifacts = [results.folder / name for name in _ARTIFACTS if (results.folder / name).exists()]
     digest = sha256_json(
@@ -244,11 +264,15 @@ def _complete_parent_run(
     )
     if _is_complete(run, digest):
         return
+
+    # files of the run
     run_id = str(run.info.run_id)
     if figures.is_dir():
         store.client.log_artifacts(run_id, str(figures), "figures")
     for path in artifacts:
         store.client.log_artifact(run_id, str(path))
+
+    # note of the run, and note and view of the MLflow experiment
     note = view.build_note(results)
     store.client.set_tag(run_id, view.NOTE, note)
     for key, value in view.build_experiment_tags(results, note, run_id, store.experiment_id).items():

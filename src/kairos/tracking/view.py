@@ -24,6 +24,8 @@ _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
 def build_experiment_tags(results: Results, outcome: str, parent_id: str, experiment_id: str) -> dict[str, str]:
     """Return the tags of an MLflow experiment, which contain its note and the layout of the prepared comparison.
 
+    The note is `outcome`, followed by links to the report and to the charts.
+
     Args:
         results: imported results.
         outcome: comparison of methods from `build_note`, the start of the experiment's note.
@@ -49,7 +51,8 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
 def build_note(results: Results) -> str:
     """Return the comparison of methods in Markdown: the outcome, and a table of methods, lowest distance first.
 
-    The table is cut to the rows that fit into a tag. If the results cannot be compared, the note is the reason.
+    The heading lists at most five methods. The table is cut to the rows that fit into a tag. If the results cannot be
+    compared, the note is the reason.
     """
     try:
         rows = ranking.compare_methods(results)
@@ -57,17 +60,24 @@ def build_note(results: Results) -> str:
     except KairosError as error:
         return str(error)
     values = [formatting.format_plus_minus(value, spread) for value, spread in zip(table["value"], table["spread"])]
+
+    # heading; the table's rows are in order, the lowest value first
     best, *others = (f"{method} {value}" for method, value in zip(table["method"], values))
     first_methods = ", ".join([f"**{best}**", *others[: _HEADING_METHODS - 1]])
     too_few_seeds = "" if rows[0].is_ranked else f" (too few seeds to rank: {rows[0].seed_count})"
     heading = f"{results.primary_metric}, lowest first{too_few_seeds}: {first_methods}"
+
+    # outcome and table
     outcome = " ".join(summarise_outcome(results, rows))
     columns = table.assign(value=values)[_COLUMNS].rename(columns={"value": results.primary_metric})
     return "\n\n".join([heading, outcome, _cut_table(compare.format_table(columns, "md"))])
 
 
 def _cut_table(table: str) -> str:
-    """Return the first lines of a table, up to `_TABLE_LIMIT` characters, and the number of omitted rows."""
+    """Return the first lines of a table, up to `_TABLE_LIMIT` characters, and the number of omitted rows.
+
+    A table within the limit is returned without that number.
+    """
     lines = table.splitlines()
     lengths = accumulate(len(line) + 1 for line in lines)  # up to the end of each line
     shown_count = bisect([*lengths], _TABLE_LIMIT)  # number of lines that end within the limit
@@ -82,7 +92,7 @@ def comparison_path(experiment_id: str) -> str:
 
 
 def find_prepared_comparisons(client: Client) -> dict[str, str]:
-    """Return the path of each prepared comparison by the name of its experiment, the latest first."""
+    """Return the path of each prepared comparison by the name of its MLflow experiment, the latest change first."""
     experiments = client.search_experiments(order_by=["last_update_time DESC"])
     return {
         experiment.name: comparison_path(experiment.experiment_id)
