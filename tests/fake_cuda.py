@@ -42,7 +42,26 @@ _INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_im
 
 
 _WITHOUT_KERNELS = ("lift_fresh", "_reshape_alias", "_unsafe_view", "set_", "resize_", "_local_scalar_dense", "detach_")
-_TENSORS_OF_KERNEL = (110, 64, 48, 36, 30)  # by number of lists, see MultiTensorApply.cuh of torch
+_TENSORS_OF_CAT = 128  # inputs of one kernel, see CAT_ARRAY_BATCH_SIZE of torch
+_TENSORS_OF_NORM = 400  # results of one kernel, see MAX_TENSORS_PER_KERNEL of torch
+_CHUNK = 65_536  # values of a block
+
+
+@dataclass(frozen=True)
+class ListLimits:
+    """Most tensors and blocks that the arguments of a kernel on lists of tensors hold, see MultiTensorApply.cuh.
+
+    Attributes:
+        tensors: tensors of a list, by number of lists.
+        blocks: blocks of 65,536 values.
+    """
+
+    tensors: tuple[int, ...]
+    blocks: int
+
+
+CUDA_12 = ListLimits((110, 64, 48, 36, 30), 320)
+CUDA_13 = ListLimits((770, 448, 336, 252, 210), 2240)
 
 
 @dataclass
@@ -50,13 +69,16 @@ class Record:
     """Synchronisations and collectives, each as ``kind in module.function``.
 
     Attributes:
-        launches: number of kernels by ``module.function``, see `count_kernels`; counted if `counts_launches` is True.
+        launches: number of kernels by ``module.function`` and operation of torch, see `count_kernels`; counted if
+            `counts_launches` is True.
+        list_limits: limits of kernels on lists of tensors, which depend on the CUDA version that torch was built with.
     """
 
     synchronisations: list[str] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
-    launches: Counter[str] = field(default_factory=Counter)
+    launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     counts_launches: bool = False
+    list_limits: ListLimits = CUDA_13
 
     def clear(self) -> None:
         """Forget what has been recorded."""
@@ -78,14 +100,16 @@ class _Mode(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         on_device = any(tensor.is_cuda for tensor in tensors)
+        name = function.__name__.split(".")[0]
         if function.namespace == "c10d":
-            self.record.collectives.append(f"{function.__name__.split('.')[0]} in {caller()}")
+            self.record.collectives.append(f"{name} in {caller()}")
         if not on_device and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         if self.record.counts_launches:
-            self.record.launches[caller()] += count_kernels(function, args)
-        name = function.__name__.split(".")[0]
+            kernels = count_kernels(function, args, self.record.list_limits)
+            if kernels:
+                self.record.launches[caller(), name] += kernels
         if name in _VALUE_READS:
             self.record.synchronisations.append(f"value read in {caller()}")
             with unset_fake_temporarily():
@@ -112,11 +136,11 @@ class _Mode(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def count_kernels(function: Any, args: Any) -> int:
+def count_kernels(function: Any, args: Any, limits: ListLimits) -> int:
     """Return the number of kernels or copies that an operation of torch starts on a GPU, at least.
 
-    Views and empty tensors start none, most operations one. The arguments of a kernel on lists of tensors hold at most
-    110 tensors and 320 blocks of 65,536 values, so that long lists take several kernels.
+    Views and empty tensors start none. Operations on lists of tensors start several kernels for long lists. Every other
+    operation counts as one kernel, although some start more, such as the backward pass of a convolution.
     """
     name = function.__name__.split(".")[0]
     returns = function._schema.returns
@@ -125,11 +149,18 @@ def count_kernels(function: Any, args: Any) -> int:
     if is_view or is_property or name.startswith(("empty", "new_empty")) or name in _WITHOUT_KERNELS:
         return 0
     lists = [argument for argument in args if isinstance(argument, (list, tuple)) and _are_tensors(argument)]
+    if name in ("cat", "stack"):
+        return math.ceil(len(lists[0]) / _TENSORS_OF_CAT)
     if not lists or not name.startswith(("_foreach", "_fused", "_amp_foreach")):
         return 1
-    most_tensors = _TENSORS_OF_KERNEL[min(len(lists), 5) - 1]
-    blocks = sum(math.ceil(tensor.numel() / 65_536) for tensor in lists[0])
-    return max(math.ceil(len(lists[0]) / most_tensors), math.ceil(blocks / 320))
+    if name.startswith("_fused_ada"):
+        lists = lists[:-1]  # the numbers of steps are not among the lists that the limits count
+    most_tensors = limits.tensors[min(len(lists), 5) - 1]
+    blocks = sum(math.ceil(tensor.numel() / _CHUNK) for tensor in lists[0])
+    kernels = max(math.ceil(len(lists[0]) / most_tensors), math.ceil(blocks / limits.blocks))
+    if name == "_foreach_norm":  # one kernel clears the partial sums, others add them up
+        kernels += 1 + math.ceil(len(lists[0]) / _TENSORS_OF_NORM)
+    return kernels
 
 
 def _are_tensors(values: Any) -> bool:

@@ -45,7 +45,7 @@ BOUNDS_OF_EVERY_STEP = {
 }  # fmt: skip
 BOUNDS_WHEN_LOGGING = {
     "copy to the host in loop._compute_metrics": 1,  # the losses and the gradient norm
-    "value read in loop.train_steps": 1,  # if the loss and gradients are finite
+    "value read in state.TrainingState.is_finite": 1,  # if the loss and gradients are finite
     "value read in base.TableDensity.statistics": 1,
     "value read in info_noise.InfoNoise.statistics": 1,
     "copy to the host in distributed.gather": 1,  # a and b of a policy
@@ -331,7 +331,7 @@ def test_by_default_a_gpu_logs_every_tenth_step_and_a_cpu_every_step(latents):
         training = build_training(plain, "uniform", 0, latents, DEVICE)
         record.clear()
         logged = [line["step"] for line in train_steps(training, 11) if line is not None]
-        reads = [wait for wait in record.synchronisations if "loop" in wait]
+        reads = [wait for wait in record.synchronisations if "loop" in wait or "is_finite" in wait]
     assert logged == [10] and len(reads) == 2 * len(logged)
     training = build_training(plain, "uniform", 0, latents, torch.device("cpu"))
     assert [line["step"] for line in train_steps(training, 3)] == [1, 2, 3]

@@ -87,7 +87,7 @@ class Systems:
             pass
         synchronize(device)
         seconds = time.perf_counter() - begun
-        if not bool(training.all_finite):
+        if not training.is_finite():
             raise ValueError("the loss or a gradient is not finite")
         return {
             "parameters": sum(value.numel() for value in training.model.parameters()),

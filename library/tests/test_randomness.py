@@ -12,6 +12,7 @@ import scipy.special
 import scipy.stats
 import torch
 
+from kairos_timesteps import randomness
 from kairos_timesteps.randomness import Stream, _normal, derived_seed, key_schedule, philox
 
 NOISE = Stream(1, "noise")
@@ -146,6 +147,9 @@ for steps in all_steps:
             words = torch.full((len(steps), len(index), -(-count // 4), 4), -1)
             philox_triton.write_words(words, steps, index, key)
             assert torch.equal(words.flatten(2)[..., :count], stream.words(steps, index, count)), (steps, index, count)
+            centred = torch.full(words.shape, -1.0, dtype=torch.float64)
+            philox_triton.write_words(centred, steps, index, key)
+            assert torch.equal(centred, randomness._centred(words)), (steps, index, count)
 
 # the words of a device are compared before they are used, and a kernel with other words is rejected
 randomness._load_kernel("cpu")
@@ -165,6 +169,17 @@ def test_triton_writes_equal_words():
     pytest.importorskip("triton", exc_type=ImportError)  # some releases need setuptools, which may be missing
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", COMPARE_TRITON], env=environment, check=True)
+
+
+def test_normal_numbers_have_equal_bits_with_fused_conversions(monkeypatch):
+    """A GPU converts types within other operations; here the CPU does so."""
+    words = torch.cat([NOISE.words(0, range(100), 37), torch.tensor([[0, 1, 2**31 - 1, 2**31, 2**32 - 1] + [7] * 32])])
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    plain = [_normal(words[:, :-1], dtype) for dtype in dtypes]
+    monkeypatch.setattr(randomness, "_fuses_conversions", lambda values: True)
+    for dtype, expected in zip(dtypes, plain):
+        fused = _normal(words[:, :-1], dtype)
+        assert fused.dtype == dtype and torch.equal(fused, expected)
 
 
 def test_uniform_numbers_and_integers_have_their_distributions():

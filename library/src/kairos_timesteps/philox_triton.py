@@ -16,7 +16,7 @@ _INTEGERS = ["first", "stride", "low", "high", "key_a", "key_c", "samples", "blo
 
 @triton.jit(do_not_specialize=_INTEGERS)  # type: ignore[untyped-decorator]
 def _philox_kernel(  # type: ignore[no-untyped-def]
-    words,  # int64 (counters, 4)
+    words,  # int64 or float64 (counters, 4)
     index,  # int64 (samples,), or any pointer if INDEX_IS_RANGE
     first,  # first sample index, if INDEX_IS_RANGE
     stride,  # distance of two sample indices, if INDEX_IS_RANGE
@@ -28,6 +28,7 @@ def _philox_kernel(  # type: ignore[no-untyped-def]
     blocks,  # number of blocks per sample
     counters,  # steps * samples * blocks
     INDEX_IS_RANGE: tl.constexpr,
+    CENTRED: tl.constexpr,  # write words as float64 in (-1, 1), see `write_words`
     BLOCK: tl.constexpr,
 ):
     """Compute Philox4x32-10 of each counter (step, sample, block), and write its four words, (counters, 4).
@@ -58,17 +59,28 @@ def _philox_kernel(  # type: ignore[no-untyped-def]
         d = product_a.to(tl.uint32)
         round_key_a = (round_key_a.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
         round_key_c = (round_key_c.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
-    tl.store(words + 4 * position, a.to(tl.int64), mask=inside)
-    tl.store(words + 4 * position + 1, b.to(tl.int64), mask=inside)
-    tl.store(words + 4 * position + 2, c.to(tl.int64), mask=inside)
-    tl.store(words + 4 * position + 3, d.to(tl.int64), mask=inside)
+    _store(words + 4 * position, a, inside, CENTRED)
+    _store(words + 4 * position + 1, b, inside, CENTRED)
+    _store(words + 4 * position + 2, c, inside, CENTRED)
+    _store(words + 4 * position + 3, d, inside, CENTRED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(pointers, word, inside, CENTRED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write words as int64, or as float64 in (-1, 1); the floats are exact."""
+    if CENTRED:
+        centred = (2 * word.to(tl.int64) - 0xFFFFFFFF).to(tl.float64) * 2.0**-32
+        tl.store(pointers, centred, mask=inside)
+    else:
+        tl.store(pointers, word.to(tl.int64), mask=inside)
 
 
 def write_words(words: Tensor, steps: range, index: range | Tensor, key: tuple[int, int]) -> None:
     """Fill a tensor with the words of all counters.
 
     Args:
-        words: int64 (steps, samples, blocks, 4), contiguous.
+        words: int64 or float64 (steps, samples, blocks, 4), contiguous. For float64, each word w becomes
+            (w + 1/2)/2**31 - 1, the middle of one of 2**32 equal intervals of (-1, 1).
         steps: consecutive steps with equal upper halves of 32 bits.
         index: samples, a range or int64 (samples,) on the device of `words`.
         key: halves of the stream's key, each in [0, 2**32).
@@ -90,5 +102,6 @@ def write_words(words: Tensor, steps: range, index: range | Tensor, key: tuple[i
         blocks,
         counters,
         INDEX_IS_RANGE=is_range,
+        CENTRED=words.is_floating_point(),
         BLOCK=_BLOCK,
     )

@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 Index: TypeAlias = range | Tensor
 Step: TypeAlias = int | range | Tensor
 Device: TypeAlias = "torch.device | str"
-Kind: TypeAlias = Callable[[Tensor], Tensor]
+Kind: TypeAlias = "Callable[[Tensor, torch.dtype], Tensor]"  # converts words to numbers of a type
 WriteWords: TypeAlias = Callable[[Tensor, range, Index, tuple[int, int]], None]  # type of philox_triton.write_words
 
 _LOW = 0xFFFFFFFF
@@ -171,8 +171,12 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
     return torch.as_tensor(words).flatten(2)[..., :count]
 
 
-def _fused_words(stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor | None:
+def _fused_words(
+    stream: Stream, step: Step, index: Index, count: int, device: str, centred: bool = False
+) -> Tensor | None:
     """Return the words, computed by one kernel of Triton; None if Triton cannot be used.
+
+    `centred` words are float64 numbers in (-1, 1), see `_centred`.
 
     An error of Triton is reported by one warning. Triton is then not used again in this process.
     """
@@ -183,7 +187,7 @@ def _fused_words(stream: Stream, step: Step, index: Index, count: int, device: s
     try:
         with torch.cuda.device(device):
             write_words = _load_kernel(device)
-            return None if write_words is None else _write(write_words, stream, step, index, count, device)
+            return None if write_words is None else _write(write_words, stream, step, index, count, device, centred)
     except Exception as error:  # a GPU that Triton does not support, no compiler for its launcher
         _FAILED.append(error)
         reason = f"Triton failed; torch computes random numbers, with about a hundred kernels a draw: {error}"
@@ -191,11 +195,14 @@ def _fused_words(stream: Stream, step: Step, index: Index, count: int, device: s
         return None
 
 
-def _write(write_words: WriteWords, stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor:
-    """Return the words that a kernel of Triton writes, int64 (steps, n, count)."""
+def _write(
+    write_words: WriteWords, stream: Stream, step: Step, index: Index, count: int, device: str, centred: bool
+) -> Tensor:
+    """Return the words that a kernel of Triton writes, int64 (steps, n, count), or float64 if `centred`."""
     steps = step if isinstance(step, range) else range(int(step), int(step) + 1)
     samples = index if isinstance(index, range) else torch.as_tensor(index).to(device)
-    words = torch.empty((len(steps), len(samples), -(-count // 4), 4), dtype=torch.int64, device=device)
+    dtype = torch.float64 if centred else torch.int64
+    words = torch.empty((len(steps), len(samples), -(-count // 4), 4), dtype=dtype, device=device)
     write_words(words, steps, samples, _KEYS[stream.seed, stream.name][0][2])
     return words.flatten(2)[..., :count]
 
@@ -212,8 +219,11 @@ def _load_kernel(device: str) -> WriteWords | None:
     from kairos_timesteps.philox_triton import write_words
 
     stream, samples = Stream(0, "timesteps"), range(3, 300, 7)
-    if not torch.equal(_write(write_words, stream, 7, samples, 6, device).cpu(), _words(stream, 7, samples, 6, "cpu")):
-        raise RuntimeError("its random numbers differ from those of the CPU")
+    expected = _words(stream, 7, samples, 6, "cpu")
+    for centred in (False, True):
+        words = _write(write_words, stream, 7, samples, 6, device, centred).cpu()
+        if not torch.equal(words, _centred(expected) if centred else expected):
+            raise RuntimeError("its random numbers differ from those of the CPU")
     return write_words
 
 
@@ -226,7 +236,8 @@ def _numbers(
     """
     if isinstance(step, int) and isinstance(index, range) and len(index) * count <= _SMALL:
         return _ahead(stream, kind, step // _AHEAD, index, count, str(device), dtype)[step % _AHEAD].clone()
-    return kind(stream.words(step, index, count, device)).to(dtype)
+    numbers = _convert(stream, kind, step, index, count, str(device), dtype)
+    return numbers if isinstance(step, range) else numbers[0]
 
 
 @functools.lru_cache(maxsize=64)
@@ -235,7 +246,18 @@ def _ahead(stream: Stream, kind: Kind, block: int, index: range, count: int, dev
 
     The cost of a small draw is that of its calls, which all steps of a block share.
     """
-    return kind(_words(stream, range(block * _AHEAD, (block + 1) * _AHEAD), index, count, device)).to(dtype)
+    return _convert(stream, kind, range(block * _AHEAD, (block + 1) * _AHEAD), index, count, device, dtype)
+
+
+def _convert(
+    stream: Stream, kind: Kind, step: Step, index: Index, count: int, device: str, dtype: torch.dtype
+) -> Tensor:
+    """Draw words and convert them to numbers by `kind`, (steps, n, numbers)."""
+    if kind is _normal:
+        centred = _fused_words(stream, step, index, count, device, centred=True)
+        if centred is not None:
+            return _normal_of_centred(centred, dtype)
+    return kind(_words(stream, step, index, count, device), dtype)
 
 
 def _open(words: Tensor) -> Tensor:
@@ -243,14 +265,41 @@ def _open(words: Tensor) -> Tensor:
     return words.double().add_(0.5).mul_(2.0**-32)
 
 
-def _uniform(words: Tensor) -> Tensor:
-    """Convert each pair of neighbouring words to a uniform number in [0, 1), float64."""
-    return ((words[..., 0::2] << 21) + (words[..., 1::2] >> 11)).double().mul_(2.0**-53)
+def _uniform(words: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Convert each pair of neighbouring words to a uniform number in [0, 1), by default float64."""
+    return ((words[..., 0::2] << 21) + (words[..., 1::2] >> 11)).double().mul_(2.0**-53).to(dtype or torch.float64)
 
 
-def _normal(words: Tensor) -> Tensor:
-    """Convert each word to a standard normal number, float64, by the inverse distribution function; never 0."""
-    return words.double().sub_(2**31 - 0.5).mul_(2.0**-31).erfinv_().mul_(math.sqrt(2))
+def _normal(words: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Convert each word to a standard normal number, by default float64, by the inverse distribution function.
+
+    No number is 0. The distribution function is inverted in float64.
+    """
+    return _normal_of_centred(_centred(words), dtype or torch.float64)
+
+
+def _centred(words: Tensor) -> Tensor:
+    """Convert each word to the middle of one of 2**32 equal intervals of (-1, 1), float64, exactly."""
+    if not _fuses_conversions(words):
+        return words.double().sub_(2**31 - 0.5).mul_(2.0**-31)
+    first = torch.tensor(2.0**-32 - 1, dtype=torch.float64)
+    return torch.add(first, words, alpha=2.0**-31)
+
+
+def _normal_of_centred(centred: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert the results of `_centred`, which are overwritten, to standard normal numbers."""
+    inverse = centred.erfinv_()
+    if not _fuses_conversions(inverse):
+        return inverse.mul_(math.sqrt(2)).to(dtype)
+    return torch.mul(inverse, math.sqrt(2), out=torch.empty_like(inverse, dtype=dtype))
+
+
+def _fuses_conversions(values: Tensor) -> bool:
+    """Return True if operations with mixed types, of equal results, are faster than conversions: on a GPU.
+
+    A GPU converts within a kernel. The CPU takes four times as long, and torch.compile fuses all operations.
+    """
+    return values.device.type != "cpu" and not torch.compiler.is_compiling()
 
 
 def derived_seed(seed: int, stream: str, step: int = 0) -> int:

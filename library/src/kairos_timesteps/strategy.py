@@ -52,6 +52,7 @@ class Draw:
         t: times of the process: int64 timesteps, or float64 times of a continuous process.
         fixed_weights: factors of the weighting, float32.
         importance: importance weights 1/(T p(t)), float32; 1 unless the sampler has them.
+        weights: factors of the samples' losses: fixed weights times importance weights.
     """
 
     coordinates: RandomCoordinates
@@ -60,21 +61,17 @@ class Draw:
     t: Tensor
     fixed_weights: Tensor
     importance: Tensor
+    weights: Tensor
 
     @property
     def step(self) -> Any:
         """Training step from 0."""
         return self.coordinates.step
 
-    @property
-    def weights(self) -> Tensor:
-        """Factors of the samples' losses: weighting times importance."""
-        return self.fixed_weights * self.importance
-
     def rows(self, start: int, stop: int) -> "Draw":
         """Return samples `start` to `stop` - 1 as a separate draw, such as a micro-batch."""
         indices = self.coordinates.sample_indices[start:stop]
-        tensors = (self.x0, self.fractions, self.t, self.fixed_weights, self.importance)
+        tensors = (self.x0, self.fractions, self.t, self.fixed_weights, self.importance, self.weights)
         return Draw(self.coordinates.replace(sample_indices=indices), *(values[start:stop] for values in tensors))
 
 
@@ -254,7 +251,7 @@ class Strategy:
         return [values[row] for values in self._blocks[key][1]]
 
     def _draw(self, x0: Any, coordinates: RandomCoordinates) -> list[Tensor]:
-        """Return fractions, times, weights and importance weights of the samples.
+        """Return fractions, times, weights, importance weights and their products, of the samples.
 
         Importance weights are 1 if the sampler has none.
         """
@@ -262,7 +259,9 @@ class Strategy:
         t = self.process.times(fractions)
         fixed = self._fixed_weighting.at(self.process, t, coordinates.float_step)
         importance = self.sampler.importance_weights(x0, fractions, coordinates)
-        return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
+        if importance is None:
+            return [fractions, t, fixed, torch.ones_like(fixed), fixed]
+        return [fractions, t, fixed, importance, fixed * importance]
 
     def sample(self, shape: int | tuple[int, ...], step: Step = 0, device: Device = "cpu", **context: Any) -> Tensor:
         """Draw times of the process without a batch or a state; see `Sampler.sample`."""
@@ -306,6 +305,8 @@ class Strategy:
         if self._learns and torch.is_grad_enabled():  # validation losses are not learned from
             others = [each for each in self._micro_batches if each.draw is not draw]
             self._micro_batches = [*others, _MicroBatch(draw, errors.detach(), mask)]
+        if type(self.weighting).apply is Weighting.apply:
+            return draw.weights * errors  # the product of both weights is computed ahead, with the timesteps
         return self.weighting.apply(errors, draw.fixed_weights, draw.importance, draw.fractions)
 
     def loss(self, draw: Draw, errors: Tensor, mask: Tensor | None = None) -> Tensor:

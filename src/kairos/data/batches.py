@@ -30,6 +30,7 @@ from kairos.shapes import Images
 from kairos_timesteps.randomness import Stream
 
 _PREFETCHED_STEPS = 2
+_ALIGNMENT = 64  # bytes, as of torch's allocator on the CPU
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,19 @@ class Batches:
             return
         first_prefetched = range(first, min(first + _PREFETCHED_STEPS, end))
         with ThreadPoolExecutor(1) as reader:
-            pending = deque(reader.submit(self._read, step) for step in first_prefetched)
+            pending = deque(reader.submit(self._read_packed, step) for step in first_prefetched)
             for step in range(first, end):
-                rows, conditions, visit = pending.popleft().result()
+                packed = pending.popleft().result()
                 if step + _PREFETCHED_STEPS < end:
-                    pending.append(reader.submit(self._read, step + _PREFETCHED_STEPS))
-                yield self._to_device(step, rows, conditions, visit)
+                    pending.append(reader.submit(self._read_packed, step + _PREFETCHED_STEPS))
+                yield self._to_device(step, *packed.to(self.device))
 
-    def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Read the stored rows, conditions and visits of a step into (pinned) memory of the CPU.
+    def _read_packed(self, step: int) -> "PackedTensors":
+        """Read the data of a step into one buffer on the CPU, which is pinned if the device is a GPU."""
+        return PackedTensors.pack(self._read(step), pin=self.device.type == "cuda")
+
+    def _read(self, step: int) -> list[dict[str, Tensor]]:
+        """Read the stored rows, conditions and visits of a step on the CPU.
 
         Each image is flipped with probability 1/2 if the latents have flipped images. The conditions are those of
         `conditions` that are stored in files. This may run in the reader's thread. It calls no arithmetic of torch,
@@ -117,7 +122,7 @@ class Batches:
         stored = self.latents.load_stored_conditions(image_indices, flips, caption_numbers)
         conditions = {name: stored[name] for name in self.conditions if name in stored}
         visit = {name: torch.from_numpy(values) for name, values in visit_arrays.items()}
-        return self._pin(rows), self._pin(conditions), self._pin(visit)
+        return [rows, conditions, visit]
 
     def _visit(self, step: int) -> dict[str, np.ndarray]:
         """Return the training image and the epoch of each sample of a step, int64 (n,) by name; see `Batch.visit`.
@@ -135,23 +140,14 @@ class Batches:
             items[in_epoch] = order[positions[in_epoch] % train_count]
         return {"item": items, "epoch": epochs, "items": np.full_like(items, train_count)}
 
-    def _pin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to pinned memory if the device is a GPU: only from there are copies asynchronous."""
-        if self.device.type != "cuda":
-            return tensors
-        return {name: values.pin_memory() for name, values in tensors.items()}
-
     def _to_device(
         self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor], visit: dict[str, Tensor]
     ) -> Batch:
-        """Copy the data of a step to the device, and compute x0 and the conditions of the batch there.
+        """Compute x0 and the conditions of a batch from the data of a step, which are on the device.
 
         Condition ``low_resolution`` is computed from the images before augmentation. A sample loses all its conditions
         with probability `dropout`. Augmentation comes last and adds condition ``augment``, which is never dropped.
         """
-        rows = self._copy_to_device(rows)
-        conditions = self._copy_to_device(conditions)
-        visit = self._copy_to_device(visit)
         if "low_resolution" in self.conditions:
             conditions["low_resolution"] = self.latents.compute_low_resolution(rows)
         noise = None
@@ -165,9 +161,51 @@ class Batches:
             x0, conditions["augment"] = augment_images(x0, self.augment, self.seed, step, self.sample_indices)
         return Batch(step=step, sample_indices=self.sample_indices, x0=x0, conditions=conditions, visit=visit)
 
-    def _copy_to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to the device; asynchronously from pinned memory."""
-        return {name: values.to(self.device, non_blocking=True) for name, values in tensors.items()}
+
+@dataclass(frozen=True)
+class PackedTensors:
+    """Tensors in one buffer, so that one copy moves all of them to a device.
+
+    Attributes:
+        buffer: bytes of the tensors, uint8 (bytes,).
+        layout: offset in the buffer, type and shape of each tensor, in the groups and under the names of the tensors.
+    """
+
+    buffer: Tensor
+    layout: list[dict[str, tuple[int, torch.dtype, torch.Size]]]
+
+    @staticmethod
+    def pack(groups: list[dict[str, Tensor]], pin: bool) -> "PackedTensors":
+        """Copy tensors of the CPU to a new buffer; only from pinned memory can a GPU copy it asynchronously."""
+        layout: list[dict[str, tuple[int, torch.dtype, torch.Size]]] = []
+        size = 0
+        for tensors in groups:
+            layout.append({})
+            for name, values in tensors.items():
+                layout[-1][name] = size, values.dtype, values.shape
+                size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = torch.empty(size, dtype=torch.uint8)
+        packed = PackedTensors(buffer.pin_memory() if pin else buffer, layout)
+        for tensors, copies in zip(groups, packed.unpack(), strict=True):
+            for name, values in tensors.items():
+                copies[name].numpy()[...] = values.numpy()  # torch's thread pool belongs to the main thread
+        return packed
+
+    def to(self, device: torch.device) -> list[dict[str, Tensor]]:
+        """Copy all tensors to a device, by one copy, which is asynchronous from pinned memory."""
+        return PackedTensors(self.buffer.to(device, non_blocking=True), self.layout).unpack()
+
+    def unpack(self) -> list[dict[str, Tensor]]:
+        """Return the tensors as views of the buffer."""
+        groups = []
+        for slots in self.layout:
+            groups.append({name: self._view(*slot) for name, slot in slots.items()})
+        return groups
+
+    def _view(self, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """Return the tensor that begins at byte `start` of the buffer."""
+        end = start + dtype.itemsize * shape.numel()
+        return self.buffer[start:end].view(dtype).view(shape)
 
 
 @functools.lru_cache(maxsize=4)

@@ -59,7 +59,10 @@ class PreparedDataset:
 
 def to_float(images: "torch.Tensor") -> "torch.Tensor":
     """Convert uint8 images (n, height, width, channels) to float32 (n, channels, height, width) in [-1, 1]."""
-    return images.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
+    import torch
+
+    channels_first = images.permute(0, 3, 1, 2)
+    return channels_first.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
 
 
 def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":

@@ -141,7 +141,9 @@ class Latents:
         """
         z = to_float(rows["pixels"]) if "pixels" in rows else rows["mean"]
         if noise is not None and self.stochastic:
-            z = z + (0.5 * rows["logvar"]).exp() * noise
+            std = (0.5 * rows["logvar"]).exp()
+            # addcmul rounds once less than a product and a sum, whose bits a CPU keeps
+            z = z + std * noise if z.device.type == "cpu" else torch.addcmul(z, std, noise)
         return self._in_model_space(z)
 
     def compute_low_resolution(self, rows: dict[str, Tensor]) -> Images:
@@ -160,7 +162,12 @@ class Latents:
 
     def _in_model_space(self, z: Images) -> Images:
         """Return (z − shift) · scale."""
-        x0: Images = (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
+        shift, scale = self.manifest["shift_factor"], self.manifest["scaling_factor"]
+        # on a GPU, a shift of 0 and a scale of 1, which are those of pixels, need no kernel
+        always = z.device.type == "cpu"
+        x0: Images = z - shift if always or shift != 0 else z
+        if always or scale != 1:
+            x0 = x0 * scale
         return x0
 
     def load_x0(self, indices: Any, flips: np.ndarray | None = None, noise: Images | None = None) -> Images:

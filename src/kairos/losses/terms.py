@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kairos.losses.settings import LossOptions, VbOptions
 from kairos.shapes import Images, Output, PerSample, Times
@@ -84,7 +85,7 @@ class Prediction:
 def mse(options: LossOptions, prediction: Prediction) -> PerSample:
     """Compute the simple loss, the mean squared error of the target (Ho et al. 2020, eq. 14), shape (batch,)."""
     target = prediction.process.target(prediction.x0, prediction.noise, prediction.t)
-    return per_sample((prediction.mean - target) ** 2)
+    return per_sample(functional.mse_loss(prediction.mean, target, reduction="none"))
 
 
 def vlb(options: LossOptions, prediction: Prediction) -> PerSample:

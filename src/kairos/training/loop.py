@@ -31,8 +31,8 @@ from kairos_timesteps.strategy import Draw
 def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | None]:
     """Train up to step `end`, and yield after each step its line of metrics.jsonl, or None if the step logs nothing.
 
-    Metrics are those of the global batch. Steps that do not log leave `training.all_finite` on the device, so that the
-    caller can check them later.
+    Metrics are those of the global batch. Steps that do not log leave the largest gradient norm on the device, so that
+    the caller can check it later by `training.is_finite`.
 
     Args:
         training: state of the run, which the steps update.
@@ -57,12 +57,13 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
             parameter.grad = None
         result = _forward_backward(training, draw, noise, batch.conditions)
         gradient_norm = clip_gradient(training.parameters, training.grad_clip)
-        training.all_finite &= gradient_norm.isfinite()
+        # the maximum is NaN or infinite from the first such norm on: one kernel, where isfinite takes four
+        training.largest_gradient_norm = torch.maximum(training.largest_gradient_norm, gradient_norm)
 
         # measure; on a GPU a step that does not log leaves the check to the caller
         metrics = _compute_metrics(training, draw, result, gradient_norm) if logs else None
         checks_now = logs or training.device.type == "cpu"
-        if checks_now and not training.all_finite:
+        if checks_now and not training.is_finite():
             raise divergence_error(step, metrics)
 
         # update the weights; samplers that learn evaluate the network before and after the update
@@ -240,10 +241,17 @@ def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Tensor
     norm = nn.utils.get_total_norm(gradients)
     if math.isinf(largest_norm):
         return norm
-    # the factor of `clip_grads_with_norm_` is at most 1; on a GPU the comparison would synchronise
-    is_known_small = norm.device.type == "cpu" and bool(largest_norm / (norm + 1e-6) >= 1)
-    if not is_known_small:
-        nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
+    if norm.device.type == "cpu":
+        # the factor of `clip_grads_with_norm_` is at most 1
+        is_small = bool(largest_norm / (norm + 1e-6) >= 1)
+        if not is_small:
+            nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
+        return norm
+    # largest_norm / (norm + 1e-6), which torch computes by two kernels, also if the largest norm is 1
+    factor = (norm + 1e-6).reciprocal_()
+    if largest_norm != 1:
+        factor *= largest_norm
+    torch._foreach_mul_(gradients, factor.clamp_(max=1.0))
     return norm
 
 
@@ -308,9 +316,9 @@ def _add(values: list[Tensor]) -> Tensor:
 def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step, averaged over the global batch; calls probes on every rank.
 
-    A loss that is not finite clears `training.all_finite`. The line is flat: ``step`` and ``images`` (completed ones),
-    ``loss``, each loss term, ``grad_norm`` and each probe. `train_steps` adds ``lr`` and ``sampler``. Values of probes
-    are not averaged over ranks.
+    A loss that is not finite clears `training.losses_are_finite`. The line is flat: ``step`` and ``images`` (completed
+    ones), ``loss``, each loss term, ``grad_norm`` and each probe. `train_steps` adds ``lr`` and ``sampler``. Values of
+    probes are not averaged over ranks.
 
     Args:
         training: probes, and numbers of samples.
@@ -326,7 +334,7 @@ def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gr
     fraction_of_batch = len(draw.x0) / batch_size
     summands = [objective / distributed.ranks(), *(mean * fraction_of_batch for mean in rank_term_means)]
     loss, *term_means = ranks.add(summands)
-    training.all_finite &= math.isfinite(loss)
+    training.losses_are_finite &= math.isfinite(loss)
     return {
         "step": completed_steps,
         "images": completed_steps * batch_size,

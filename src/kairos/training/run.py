@@ -351,7 +351,7 @@ class TrainingJob:
         """
         begun = time.monotonic()
         step = self.training.step
-        if not self.training.all_finite:
+        if not self.training.is_finite():
             raise divergence_error(step - 1)
         if with_snapshot:
             self._write_snapshot()

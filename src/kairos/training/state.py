@@ -69,7 +69,9 @@ class TrainingState:
         grad_clip: largest norm of the gradient; inf: no clipping.
         length: number of steps of the learning-rate schedule; None if the schedule has no end.
         step: number of completed steps.
-        all_finite: bool scalar on the device: no gradient and no logged loss was infinite or NaN so far.
+        largest_gradient_norm: scalar on the device: the largest norm of a step's gradient so far; infinite or NaN as
+            soon as one norm was.
+        losses_are_finite: no logged loss was infinite or NaN so far.
     """
 
     def __init__(self, run: RunSettings, latents: Latents, device: torch.device):
@@ -104,7 +106,8 @@ class TrainingState:
         self.ddp_network = self._wrap_for_ranks(self.network)
 
         self.step = 0
-        self.all_finite = torch.ones((), dtype=torch.bool, device=device)
+        self.largest_gradient_norm = torch.zeros((), dtype=self.dtype, device=device)
+        self.losses_are_finite = True
 
     def _build_batches(self) -> Batches:
         """Build the source of this rank's slice of every global batch."""
@@ -196,6 +199,10 @@ class TrainingState:
             return scheduled_rate
         warm_up_step = step if options.warmup_from_zero else step + 1
         return scheduled_rate * min(1.0, warm_up_step / options.warmup_steps)
+
+    def is_finite(self) -> bool:
+        """Return True if no gradient and no logged loss was infinite or NaN so far; synchronises with the device."""
+        return self.losses_are_finite and math.isfinite(self.largest_gradient_norm)
 
     def density_images(self) -> Tensor:
         """Return x0 of the first training images, up to 256, over which p(t) of a learned sampler is averaged.

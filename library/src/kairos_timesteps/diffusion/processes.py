@@ -27,7 +27,7 @@ from kairos_timesteps.diffusion.schedule import (
     make_schedule,
 )
 from kairos_timesteps.errors import ConfigError, demand
-from kairos_timesteps.lazy import Tensor
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Tables, Values
 from kairos_timesteps.options import Component, option, parse
 
@@ -117,6 +117,8 @@ class Process(Component):
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Return x_t = signal x0 + noise eps, in the type of x0."""
         a, s = self._shaped_coefficients(t, x0)
+        if x0.is_cuda and x0.dtype == noise.dtype:
+            return torch.addcmul(s * noise, a, x0)  # two kernels, and one rounding less
         return (a * x0 + s * noise).to(x0.dtype)
 
     def channels(self, channels: int) -> int:
@@ -210,6 +212,20 @@ class Discrete(Process):
     def channels(self, channels: int) -> int:
         """Return the number of the network's output channels: with a learned variance, twice the image's."""
         return channels * (2 if self.schedule.variance == "learned_range" else 1)
+
+    def _shaped_coefficients(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both coefficients in the shape and type of `like`, by one lookup."""
+        key = t.device, like.dtype
+        if key not in self._stacked_coefficients:
+            signal, noise, _ = self._tables.like(t)
+            self._stacked_coefficients[key] = torch.stack([signal, noise], 1).to(like.dtype)
+        signal, noise = self._stacked_coefficients[key][t].unbind(-1)
+        return shaped(signal, like), shaped(noise, like)
+
+    @functools.cached_property
+    def _stacked_coefficients(self) -> dict[Any, Tensor]:
+        """Signal and noise coefficients of all timesteps by device and type, each (T, 2)."""
+        return {}
 
     @functools.cached_property
     def _tables(self) -> Tables:
