@@ -9,7 +9,8 @@ from launches import Data, count, origins
 MOST = 0.05  # other kernels, as a share of the network's
 
 
-@pytest.mark.parametrize("name", ["DiT-S/2", pytest.param("CIFAR-10 U-Net", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["DiT-S/2", "CIFAR-10 U-Net"])
 def test_a_step_starts_few_kernels_besides_those_of_the_network(name):
     with Data() as data:
         counted = count(name, data)
