@@ -63,6 +63,7 @@ def study(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_rounds_resume_after_a_kill_with_equal_rows_and_end_in_tables(study, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(study.SEEDS, "judge", range(10, 15))
     options = ["--setting", "small_setting:Small", "--images", "4", "--steps", "2", "--out", str(tmp_path / "results")]
