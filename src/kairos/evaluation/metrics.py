@@ -3,9 +3,8 @@
 A metric returns columns: a dictionary from column name to number. Module `settings` lists the measurements that each
 metric needs.
 
-Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory. KID is
-computed here with the subsets and operations of torch-fidelity, whose import takes 3 s of CPU time in each job. The
-Inception score is that of torch-fidelity.
+Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory. KID and
+Inception score are those of torch-fidelity.
 """
 
 import functools
@@ -37,7 +36,6 @@ from kairos_timesteps.errors import KairosError
 CACHE = Path(".kairos/cache")
 ROWS = 1024  # feature vectors processed at a time
 SPLIT = 5000  # consecutive images in a split of the Inception score, as in ADM's evaluator
-_KID_SEED = 2020  # torch-fidelity's default seed of the subsets
 MAX_STORED = 10_000  # feature vectors to store, the number of images in ADM's reference for precision and recall
 
 # names of the arrays of mean and covariance in npz files, by layer
@@ -239,39 +237,26 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
     a subset would have fewer than two images.
     """
     assert statistics.features is not None
-    real = comparison.real.features.astype(np.float64)
-    samples = statistics.features[indices_to_store(len(statistics.features))].astype(np.float64)
+    from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric  # its import takes a second
+
+    real = torch.from_numpy(comparison.real.features).double()
+    samples = torch.from_numpy(statistics.features[indices_to_store(len(statistics.features))]).double()
     subset_size = min(options.subset_size, len(samples) // 2, len(real) // 2)
     if subset_size < 2:
         return {}
     if comparison.distance_column == "fid":
-        gamma = 1 / real.shape[1]
+        gamma = None  # torch-fidelity's default, 1/d
     else:
-        gamma = 1 / float(torch.from_numpy(real).square().sum(1).mean())
-    generator = np.random.RandomState(_KID_SEED)
-    distances = []
-    for _ in range(options.subsets):
-        sample_subset = samples[generator.choice(len(samples), subset_size, replace=False)]
-        real_subset = real[generator.choice(len(real), subset_size, replace=False)]
-        distances.append(_kernel_distance(sample_subset, real_subset, gamma))
-    return {"kid": float(np.mean(distances))}
-
-
-def _kernel_distance(first: NDArray[np.float64], second: NDArray[np.float64], gamma: float) -> float:
-    """Return the unbiased squared maximum mean discrepancy of two sets (n, d) under the kernel (gamma x·y + 1)³."""
-
-    def kernel(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the kernel of all pairs of vectors (n, n)."""
-        return np.asarray((left @ right.T * gamma + 1) ** 3)
-
-    def sum_of_pairs(vectors: NDArray[np.float64]) -> float:
-        """Return the sum of the kernel over all pairs of different vectors."""
-        values = kernel(vectors, vectors)
-        return float((values.sum(1) - values.diagonal()).sum())
-
-    count = len(first)
-    within = (sum_of_pairs(first) + sum_of_pairs(second)) / (count * (count - 1))
-    return float(within - 2 * kernel(first, second).sum(0).sum() / count**2)
+        gamma = 1 / float(real.square().sum(1).mean())
+    result = kid_features_to_metric(
+        samples,
+        real,
+        kid_subsets=options.subsets,
+        kid_subset_size=subset_size,
+        kid_kernel_poly_gamma=gamma,
+        verbose=False,
+    )
+    return {"kid": result[KEY_METRIC_KID_MEAN]}
 
 
 def isc(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
