@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -68,18 +67,11 @@ def run_here(line: list[str]) -> None:
 
 @pytest.fixture
 def two_ranks(commands: Commands, tmp_path: Path) -> Callable[[list[str]], str]:
-    """Function that trains on two ranks without torchrun, whose imports are slow, and returns the log of rank 0."""
+    """Function that trains on two ranks, and returns the log of rank 0."""
 
     def run_ranks(line: list[str]) -> str:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks = [
-            commands.start(line, log, RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank, log in enumerate(logs)
-        ]
-        statuses = [commands.wait(rank) for rank in ranks]
+        statuses = commands.run_ranks(line, logs)
         assert statuses == [0, 0], "\n".join(log.read_text() for log in logs)
         return logs[0].read_text()
 

@@ -341,34 +341,33 @@ def test_a_run_with_a_plugin_rejects_code_that_was_edited_since_its_start(folder
     frozen = freeze(load(file))
     log = folder / "log"
 
-    def train(out):
-        status = commands.run(train_command(folder / frozen, "power", folder / out, latents), log, PWD=str(folder))
+    def train(config, out):
+        status = commands.run(train_command(config, "power", out, latents), log, folder)
         return status, log.read_text()
 
-    line = train_command(frozen, "power", "first", latents)
-    ended = subprocess.run(line, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    status, output = train(frozen, "first")
+    assert status == 0, output
     record = read_json("first/training.json")
     assert record["parts"]["method"]["sampler"]["name"] == "test_power" and hashes(Path("first"))
     assert read_json("first/milestones/0000004/milestone.json")["config"]["plugins"] == ["my_strategies.py"]
 
     edit("p**self.exponent", "p")
-    ended = subprocess.run(train_command(frozen, "power", "second", latents), capture_output=True, text=True)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert "my_strategies.py: the code of method power was edited after this run began" in ended.stderr
-    ended = subprocess.run(train_command(file, "power", "first", latents), capture_output=True, text=True)
-    assert ended.returncode == 0 and "starts a new run from step 0" in ended.stderr
+    status, output = train(frozen, "second")
+    assert status == 1 and "Traceback" not in output
+    assert "my_strategies.py: the code of method power was edited after this run began" in output
+    status, output = train(file, "first")
+    assert status == 0 and "starts a new run from step 0" in output
     assert read_json("first/training.json")["identity"] != record["identity"]
 
 
 @pytest.mark.long
-def test_all_processes_of_a_run_import_the_plugin(folder):
+def test_all_processes_of_a_run_import_the_plugin(folder, commands):
     latents = make_latents(folder / "data")
     changes = {"training__milestones": [4], "training__checkpoint_every": 4, "training__processes": 2}
     file = write_experiment(Path("case.yaml"), make_case(**changes))
-    line = train_command(freeze(load(file)), "power", "out", latents)
-    ended = subprocess.run(line, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    statuses = commands.run_ranks(train_command(freeze(load(file)), "power", "out", latents), logs, folder)
+    assert statuses == [0, 0], "\n".join(log.read_text() for log in logs)
     assert read_json("out/training.json")["provenance"]["processes"] == 2
 
 
@@ -401,18 +400,33 @@ def test_dvc_depends_on_plugin_files(folder, capsys):
 
 @pytest.fixture
 def project(folder):
-    """Project of `kairos init` with a plugin file."""
+    """Project of `kairos init` with a plugin file, and an experiment in pixel space with a few training steps."""
     assert main(["init", "project"]) == 0
     shutil.move("my_strategies.py", "project/my_strategies.py")
-    tiny = (ROOT / "tests/tiny.yaml").read_text()
-    method = "  power: {sampler: test_power, weighting: test_capped}\n"
-    tiny = re.sub(r"(?m)^  adaptive: .*\n", method, tiny) + "plugins: [my_strategies.py]\n"
-    (folder / "project/params.yaml").write_text(tiny)
-    return Copy.at(folder / "project")
+    methods = {"uniform": {}, "power": {"sampler": "test_power", "weighting": "test_capped"}}
+    values = {
+        "experiment": "tiny",
+        "dataset": {"source": "digits", "color": "grey", "heldout": 0.25, "limit": 200},
+        "autoencoder": {"kind": "none"},
+        "model": {"name": "dit", "patch": 4, "width": 16, "depth": 1, "heads": 2},
+        "training": {"batch_size": 8, "milestones": [2]},
+        "methods": methods,
+        "sampling": {"steps": 1, "grid": 1},
+        "evaluation": {
+            "extractor": {"name": "classifier", "features": 4, "channels": 4, "steps": 2},
+            "num_samples": 10, "sets": 1, "strata": 2, "loss_images": 4,
+        },
+        "tracking": {"enabled": False},
+        "plugins": ["my_strategies.py"],
+    }  # fmt: skip
+    write_experiment(folder / "project/params.yaml", values)
+    copy = Copy.at(folder / "project")
+    copy.environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT / "library/src")))
+    return copy
 
 
 def test_a_project_lists_its_jobs(project):
-    assert project.to_do(config="params.yaml")["train_1"] == 2
+    assert project.to_do(config="params.yaml")["train"] == 2
 
 
 @pytest.mark.long
@@ -426,20 +440,20 @@ def test_a_project_reruns_the_runs_whose_code_was_edited(project):
     def to_do():
         return project.to_do(config="params.yaml")
 
-    assert to_do() == {}
-    with project.edited("my_strategies.py", "SCALE = 1", "# a comment\nSCALE = 1"):
-        assert to_do() == {}
-    with project.edited("my_strategies.py", "p * p", "p * p * p"):
-        assert to_do() == {}
     with project.edited("my_strategies.py", "p**self.exponent", "p"):
-        stages = [f"{stage}_{segment}" for stage in ("train", "sample", "evaluate") for segment in (1, 2)]
-        assert to_do() == dict.fromkeys((*stages, "report", "track"), 1)
-    shutil.move(project.folder / "my_strategies.py", project.folder / "renamed.py")
-    with project.edited("params.yaml", "my_strategies.py", "renamed.py"):
+        assert to_do() == dict.fromkeys(("train", "sample", "evaluate", "report"), 1)
+    # a comment, the code of a component that no method uses, and the path of the plugin rerun nothing
+    with (
+        project.edited("my_strategies.py", "SCALE = 1", "# a comment\nSCALE = 1"),
+        project.edited("my_strategies.py", "p * p", "p * p * p"),
+        project.edited("params.yaml", "my_strategies.py", "renamed.py"),
+    ):
+        shutil.copy(project.folder / "my_strategies.py", project.folder / "renamed.py")
         assert to_do() == {}
     shutil.move(project.folder / "results/tiny", project.folder / "moved")
-    ended = project.run(sys.executable, "-m", "kairos", "report", "moved")
+    shutil.move(project.folder / "my_strategies.py", project.folder / "absent.py")
+    ended = project.run_forked("kairos", "report", "moved")
     assert ended.returncode == 2 and "my_strategies.py: cannot be read" in ended.stderr
-    shutil.move(project.folder / "renamed.py", project.folder / "my_strategies.py")
-    ended = project.run(sys.executable, "-m", "kairos", "report", "moved")
+    shutil.move(project.folder / "absent.py", project.folder / "my_strategies.py")
+    ended = project.run_forked("kairos", "report", "moved")
     assert ended.returncode == 0, ended.stderr
