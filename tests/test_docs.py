@@ -20,6 +20,8 @@ from mkdocs.exceptions import Abort
 
 import kairos_timesteps
 from kairos.cli import COMMANDS
+from kairos.costs.network import count_network_cost
+from kairos.models.settings import BACKBONES
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.registry import Registry
 
@@ -201,6 +203,13 @@ class Page(HTMLParser):
 
 @pytest.mark.long
 def test_the_whole_site_is_built_without_warnings_needs_no_network_and_all_links_lead_somewhere(tmp_path, monkeypatch):
+    """The costs of all recipes are those of one small network, as counting the networks of all recipes takes a minute.
+
+    tests/test_recipes.py runs the networks of all recipes and tests the costs on a page.
+    """
+    small = BACKBONES.select({"name": "dit", "patch": 2, "width": 16, "depth": 1, "heads": 2})
+    cost = count_network_cost(small, (3, 8, 8), {}, 2)
+    monkeypatch.setattr("recipe_costs.count_network_cost", lambda *arguments: cost)
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     monkeypatch.chdir(ROOT)
     folder = built(tmp_path / "site")

@@ -254,6 +254,39 @@ def test_a_small_form_of_too_many_steps_is_rejected(tmp_path):
 
 
 @pytest.mark.long
+def test_the_network_of_every_recipe_runs_on_its_data():
+    """The network of each recipe runs forward on tensors with the shapes of its data and without content."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from kairos import models
+    from kairos.costs.network import count_network_cost
+    from kairos.models.settings import BACKBONES
+
+    small_cost = count_network_cost(BACKBONES.select(TINY["model"]), (4, 4, 4), {}, 1)
+    shapes = {}
+
+    def run_forward(model, shape, conditions, samples, precision, output_channels):
+        key = repr((model, shape, conditions, output_channels))
+        if key not in shapes:
+            model.load()  # before FakeTensorMode: imported modules must see the usual torch
+            with FakeTensorMode(), torch.no_grad():
+                network = models.build(model, shape, conditions, output_channels)
+                t = torch.zeros(2, dtype=torch.int64)
+                values = {
+                    name: t if condition["kind"] == "class" else torch.empty(2, *condition["shape"])
+                    for name, condition in conditions.items()
+                }
+                shapes[key] = tuple(network(torch.empty(2, *shape), t, values).shape)
+        assert shapes[key] == (2, output_channels, *shape[1:]), model
+        return small_cost
+
+    for file in FILES:
+        estimate_cost(load(file), tflops=1, count_network=run_forward)
+    assert len(shapes) > 10
+
+
+@pytest.mark.long
 def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     import paper_pages
 
