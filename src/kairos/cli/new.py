@@ -45,8 +45,9 @@ def run(arguments: argparse.Namespace) -> None:
 def _write_experiment_file(arguments: argparse.Namespace) -> None:
     """Write an experiment file for a folder of images, with a length that fits ``--minutes`` on this machine.
 
-    The name of the experiment is that of the file, with hyphens for characters that are not allowed, or ``mine``. A
-    summary and the commands that check and run the file are printed.
+    The name of the experiment is that of the file without suffix, with hyphens for characters that are not allowed and
+    without punctuation at its start. It is ``mine`` if nothing is left. A summary and the commands that check and run
+    the file are printed. The caller ensures that the file does not exist, as it would be replaced.
 
     Raises:
         ConfigError: ``--minutes`` is not above 0 and below a million, or the folder cannot be used.

@@ -68,6 +68,9 @@ def run(arguments: argparse.Namespace) -> None:
     belongs to the first ``--out``. With ``--grid``, the first images are written as PNG too. Files read:
     snapshots, and the autoencoder and latents that they were trained on.
 
+    The record of ``--timing`` contains `milestones`, the number of snapshots, and `images`, ``--num`` for each snapshot
+    even if only a shard is generated.
+
     Raises:
         ConfigError: options that are repeated together have different numbers of values, or the number of ``--part``
             is no multiple of the number of ``--out``.

@@ -204,7 +204,7 @@ class Reporter(threading.Thread):
         """Add the new lines of metrics.jsonl up to the last checkpoint to the unsent points.
 
         Of each stride of lines, the last one becomes points, as in `run_content.collect_points`. The next call reads
-        the lines that follow.
+        the lines that follow. The first line that is read sets the stride.
 
         Args:
             state: folder of the run's state.

@@ -465,7 +465,7 @@ def _render_table(views: list[View]) -> str:
     """Return the descriptions of one or two views, a table with a row per range of times, and the sums of p and p w.
 
     A row contains the mass of p, the mean of w and the share of p w, each with a column per view. The bar in the last
-    column is the share of p w of the first view.
+    column is the share of p w of the first view. The ranges are those of the first view; both views have equal times.
     """
     first = views[0]
     is_discrete = first.process == "discrete"
@@ -477,7 +477,7 @@ def _render_table(views: list[View]) -> str:
     rows = [[*header, ""]]  # the column of bars has no header
     ranges = timestep_ranges(len(first.columns["t"]))
     shares = [_effective_shares(view, ranges) for view in views]
-    largest_share = max(filter(np.isfinite, shares[0]), default=0.0)
+    largest_share = max(filter(np.isfinite, shares[0]), default=0.0)  # 0 if all shares are NaN: no bars
     for index, (timesteps, times) in enumerate(zip(ranges, _describe_ranges(first.columns["t"], ranges))):
         masses = [f"{100 * view.columns['p'][timesteps].sum():.2f} %" for view in views]
         with np.errstate(invalid="ignore", over="ignore"):  # weights may be infinite, which `find_faults` reports
@@ -514,7 +514,8 @@ def _describe_ranges(t: Array, ranges: list[slice]) -> list[str]:
 def _effective_shares(view: View, ranges: list[slice]) -> list[float]:
     """Return the share of the sum of p w in each range of timesteps; NaN if the range has an infinite weight.
 
-    The shares of finite ranges are then 0, since the sum is infinite. All shares are NaN if every p w is 0.
+    The shares of finite ranges are then 0, since the sum is infinite. All shares are NaN if every p w is 0, or one of
+    them is NaN.
     """
     effective = view.columns["effective"]
     with np.errstate(invalid="ignore", over="ignore"):
