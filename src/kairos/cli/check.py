@@ -23,7 +23,7 @@ _Table = list[tuple[str, ...]]  # rows of cells; the first is the header
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `check` or `schema`."""
+    """Declare the arguments of `check`, or of `schema`, which has ``--plugin`` alone."""
     if name == "schema":
         add_plugins(parser)
         return

@@ -10,7 +10,7 @@ from kairos_timesteps.errors import ConfigError
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `kairos init` or `kairos new`."""
+    """Declare the arguments of `kairos new`, or of `kairos init`, which has the folder alone."""
     if name == "init":
         parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, new or empty")
         return

@@ -12,7 +12,11 @@ _SETTINGS = ("scheduler", "steps", "weights", *_GUIDANCE, "precision", "batch_si
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `kairos sample`."""
+    """Declare the arguments of `kairos sample`.
+
+    Options that are fields of section `sampling` are absent from the parsed arguments unless they are set. Exceptions
+    are ``--seed`` and ``--grid-images``, which are None.
+    """
     parser.epilog = (
         "Repeat --milestone and --out, in pairs, to sample from several snapshots in one job. Options that are omitted "
         "have the values of the snapshot's configuration. Image i depends only on the seed and on i."

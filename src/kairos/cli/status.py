@@ -12,7 +12,7 @@ from kairos_timesteps.errors import ConfigError
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `kairos status`."""
+    """Declare the arguments of `kairos status`; ``--watch`` is None if it is not set, and 10 without a number."""
     add = parser.add_argument
     experiment = "experiment file or its folder of results; default: params.yaml"
     add("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help=experiment)

@@ -205,7 +205,10 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
 
 
 def _image_shape(dataset: DatasetConfig) -> Shape | None:
-    """Return channels, height and width of a prepared image; None if the experiment file does not set a resolution."""
+    """Return channels, height and width of a prepared image; None if the experiment file does not set a resolution.
+
+    Digits have 8×8 pixels by default. An image has 1 channel if `dataset.color` is grey, otherwise 3.
+    """
     side = dataset.resolution
     if side is None and dataset.source == "digits":
         side = 8  # pixels of scikit-learn's digits

@@ -153,7 +153,7 @@ def estimate_cost(
     training_flops = (network.forward_flops + network.backward_flops) / microbatch  # of one image
 
     # operations of a step
-    passes = training.batch_size  # images that pass the network in a step, without further passes of samplers
+    passes = training.batch_size  # number of images that pass the network in a step, without the samplers' passes
     if any(loss.masks_tokens for loss in experiment.diffusion.losses):
         # a second pass with masked tokens, which costs at most as much as the first
         passes *= 2

@@ -62,7 +62,7 @@ def find_warnings(
 
 
 def _find_gpu_memory() -> float | None:
-    """Return the memory of this machine's first GPU in GiB; None without a GPU."""
+    """Return the memory of this machine's first GPU in GiB; None without a GPU that torch can use."""
     if not Path("/dev/nvidiactl").exists():  # saves the seconds that importing torch takes
         return None
     import torch

@@ -34,7 +34,10 @@ def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
 
 
 def render_estimate(estimate: CostEstimate) -> str:
-    """Render an estimate with the template ``rendering.txt.jinja``; lines have at most 120 columns."""
+    """Render an estimate with the template ``rendering.txt.jinja``; lines have at most 120 columns.
+
+    Longer lines are wrapped, and continued with an indent of 12 blanks.
+    """
     rendered = load_template(Path(__file__).with_suffix(".txt.jinja")).render(
         estimate=estimate,
         job_table=_job_table(estimate),

@@ -225,7 +225,11 @@ def convert_record(record: Mapping[Any, Any], step: int, time_of_step: Callable[
 
 
 def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
-    """Return the tags of a training run: hashes of its inputs and outputs, and its provenance, without None."""
+    """Return the tags of a training run that do not identify it; entries of its provenance that are None are left out.
+
+    The tags are hashes of the data set, autoencoder, extractor and reference, hashes of the components that the run
+    wrote, its provenance, and the tags of `build_source_tags`.
+    """
     record = run.record
     return {
         "kairos.data": results.dataset["content_sha256"],

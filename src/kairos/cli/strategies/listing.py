@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     name_width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS, *preset_names)))
     for title, entries in sections.items():
         print(title)
-        for name, text in entries:
+        for name, text in entries:  # the name is "" for the options of the component above
             indent = "" if name else "  "  # options are indented below the description of their component
             label = name
             for line in textwrap.wrap(text, _WIDTH - name_width):  # no line for a component without options

@@ -97,7 +97,7 @@ def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
     try:
         sampler, weighting, diffusion = _recorded_settings(record, arguments)
         if sha256_file(file) != record["files"]["strategy.csv"]:
-            raise ValueError("does not match the snapshot's checksum")
+            raise ValueError("does not match the snapshot's checksum")  # becomes a DamagedError below
         columns = parse_strategy_csv(file.read_text(encoding="utf-8"))
         step = record["step"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
