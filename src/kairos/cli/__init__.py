@@ -57,8 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand and return its exit status; an error becomes a message on standard error.
 
     The status is 2 for wrong usage and a ConfigError. It is 1 for any other KairosError, for an OSError, for a closed
-    pipe and after Ctrl-C. Other exceptions are programming errors and are raised. The garbage collector is off until
-    the subcommand ends its start-up, and on afterwards. Output to a standard stream that is closed is discarded.
+    pipe and after Ctrl-C; a closed pipe has no message. Other exceptions are programming errors and are raised. The
+    garbage collector is off until the subcommand calls `resource_usage.end_startup`, or else until it returns. Output
+    to a standard stream that is closed is discarded.
 
     Args:
         argv: arguments without the name of the program; None: those of the process.
@@ -96,8 +97,9 @@ def _run_subcommand(argv: list[str]) -> int:
     """Parse a command line, run its subcommand, and return the exit status.
 
     If the experiment is portable, environment variables that limit CPU instructions are set first. Stages in
-    `FORKED_STAGES` then run in a fork of the controller's fork server, if there is one that accepts them. All other
-    subcommands run in this process, and return 0. An unknown command prints a message and returns 2.
+    `FORKED_STAGES` then run in a fork of the controller's fork server, if there is one that accepts them; the exit
+    status is that of the fork. All other subcommands run in this process, and return 0. An unknown command prints a
+    message, with a similar command if there is one, and returns 2.
 
     Raises:
         SystemExit: argparse has printed the help or an error.
@@ -110,12 +112,12 @@ def _run_subcommand(argv: list[str]) -> int:
         from kairos_timesteps.options import instead
 
         return _fail(f"unknown command {command!r}{instead(command, COMMANDS)}", status=2)
-    arguments = _build_parser(command).parse_args(argv)
+    arguments = _build_parser(command).parse_args(argv)  # raises SystemExit after --help, and without a command
     if portable.is_requested(arguments):
         portable.set_variables()  # before numpy and torch are imported, which read them
     if arguments.command in fork_server.FORKED_STAGES:
         status = fork_server.run_on_server(argv)
-        if status is not None:
+        if status is not None:  # else there is no server that accepts the stage: run it here
             return status
     module, _ = COMMANDS[arguments.command]
     importlib.import_module(module).run(arguments)

@@ -26,12 +26,14 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure one snapshot for an analysis, or write table and figure of the analysis.
 
-    With ``--milestone``, the measurements of that snapshot on the latents are written to the CSV file in ``--out``.
-    Without, the results are read, and ``analyses/NAME.csv`` and ``.png`` are written into their folder.
+    With ``--milestone``, that snapshot is measured on the latents in the folder of results, and the measurements are
+    written to the CSV file in ``--out``. Without, the results are read, and ``analyses/NAME.csv`` and ``.png`` are
+    written into their folder. The folder of results is ``--results``, or by default results/<experiment>.
 
     Raises:
         ConfigError: the experiment has no such analysis, only one of ``--milestone`` and ``--out`` is set, or the
             analysis does not measure single snapshots.
+        KairosError: results, snapshot or latents are missing or damaged.
     """
     from kairos.config import load
 

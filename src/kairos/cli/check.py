@@ -23,7 +23,7 @@ _Table = list[tuple[str, ...]]  # rows of cells; the first is the header
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `check` or `schema`."""
+    """Declare the arguments of `check`, or of `schema`, which has ``--plugin`` alone."""
     if name == "schema":
         add_plugins(parser)
         return
@@ -44,9 +44,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the JSON schema, with plugins, or check one experiment file or all files below a folder.
 
-    No file is written.
-
-    The check also reads the data that the experiment names, the profile of a cluster and earlier results.
+    No file is written. The check of one file also reads the data that the experiment names, the profile of a cluster
+    and earlier results. The other options have no effect on the check of a folder.
     """
     from kairos.config import Experiment
     from kairos.config.plugins import load_plugins
@@ -66,7 +65,8 @@ def _check_file(arguments: argparse.Namespace) -> None:
     With ``--folder``, print only the folder of results, after the check of the file alone.
 
     Raises:
-        ConfigError: the experiment is not valid, or is certain to fail.
+        ConfigError: the experiment is not valid, or is certain to fail. Images, memory and time limits are checked
+            after jobs, methods and settings are printed.
     """
     from kairos.config import load
     from kairos.workflow.layout import Layout
@@ -101,7 +101,7 @@ def _check_file(arguments: argparse.Namespace) -> None:
     for name, setting in settings.items():
         print(_wrap(f"{name}: {setting}"))
 
-    # messages about the extractor, and warnings
+    # messages about the extractor, and warnings; ConfigError if a job is certain to fail
     messages += find_warnings(
         experiment,
         profile=arguments.profile,
@@ -163,6 +163,8 @@ def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
 
 def _check_folder(folder: Path) -> None:
     """Check all experiment files below a folder and print a table of the valid files, with their numbers of jobs.
+
+    The other columns are the numbers of methods, of training runs, and of snapshots of all training runs.
 
     Raises:
         ConfigError: the folder contains no file, or some files are not valid. The error is raised after the table, and

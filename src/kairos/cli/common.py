@@ -40,7 +40,7 @@ def demand(condition: object, option: str, value: object, allowed: str) -> None:
     """Reject the value of a command-line option unless a condition holds.
 
     Args:
-        condition: the condition.
+        condition: the condition; a value that counts as false, such as None or an empty list, does not hold.
         option: name of the option without dashes.
         value: the value as a user would write it.
         allowed: allowed values, for the message.
@@ -104,11 +104,11 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
     """Return a tuple of values for each repetition of options that are repeated together.
 
     ``--samples a --out x --samples b --out y`` results in ``[(a, x, None), (b, y, None)]`` for options samples, out and
-    milestone: the last option may be omitted.
+    milestone: the last option may be omitted. If no option is set, the list is empty.
 
     Args:
-        arguments: arguments of the command.
-        options: names of the options, without dashes.
+        arguments: arguments of the command; an option that is not set has None or an empty list.
+        options: names of the options, without dashes; at least two.
 
     Raises:
         ConfigError: the numbers of values differ.
@@ -148,8 +148,8 @@ def load_experiment_at(path: Path) -> tuple["Experiment", Path]:
     the newest snapshot.
 
     Raises:
-        KairosError: the path does not exist, or a folder without a kept file has no snapshot.
-        ConfigError: the file is not a valid experiment.
+        ConfigError: the path does not exist, or the file is not a valid experiment.
+        KairosError: a folder without a kept file has no snapshot, or the record of the newest snapshot is damaged.
     """
     from kairos.report.collect import load_recorded_experiment
     from kairos.status.run_progress import load_outline
@@ -179,6 +179,8 @@ def set_up_device(experiment: "Experiment", device: str | None = None) -> "torch
 
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:
     """Write durations and peak memory of this process to the file of ``--timing``, if the option is set.
+
+    The record also contains the name of the subcommand and the properties of the machine, see `portable.machine`.
 
     Args:
         arguments: arguments of the command.

@@ -103,13 +103,15 @@ def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]
     """Collect the results of experiments, each with the names of its methods to compare, in the order of the paths.
 
     Experiments may lack results. An experiment that several paths refer to is collected once, and its methods are
-    joined. A path that is no method's folder selects all methods with results.
+    joined. A method's folder selects that method, even if it has no results. Any other path selects all methods with
+    results.
 
     Args:
-        paths: folders of results, experiment files, or folders of methods; a method's folder selects that method.
+        paths: folders of results, experiment files, or folders of methods. A path below an experiment's folder that
+            does not exist counts as the folder of a method.
 
     Raises:
-        ConfigError: a folder names a method that its experiment does not have.
+        ConfigError: the name of a method's folder is no method of its experiment.
         KairosError: a path is no experiment, or none of its runs has a valid result.
     """
     from kairos.report.collect import collect

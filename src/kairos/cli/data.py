@@ -26,7 +26,11 @@ _INPUTS: dict[str, tuple[str, ...]] = {
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of one of the four subcommands: its folders to read and to write, and for encode shards."""
+    """Declare the arguments of one of the four subcommands.
+
+    They are the experiment file, the folders to read and to write, the file of the timing record, and for `encode`
+    shards. Only the experiment file is required.
+    """
     add_config(parser)
     for folder in _INPUTS[name]:
         help = f"folder to read (default: results/<experiment>/{folder})"
@@ -88,8 +92,8 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
 def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
     """Prepare the images and captions of the data set, write them to `out`, and describe them.
 
-    Earlier files of the data set in `out` are deleted first. The timing record has the number of images, held-out ones
-    included.
+    Earlier files of the data set in `out` are deleted first. The entry of the timing record is `images`, the number of
+    images with the held-out ones.
     """
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
@@ -111,8 +115,8 @@ def _make_autoencoder(
 ) -> Outcome:
     """Train the autoencoder or copy a pretrained one, write it to `out`, and describe it.
 
-    In pixel space only the record of an autoencoder without a network is written. The timing record has the PSNR in dB,
-    None in pixel space.
+    In pixel space only the record of an autoencoder without a network is written. The entry of the timing record is
+    `psnr`, in dB, None in pixel space.
     """
     from kairos.autoencoders.train_or_load import make_autoencoder
 
@@ -129,7 +133,7 @@ def _encode_captions(
 ) -> Outcome:
     """Encode the captions of the data set, write them to `out`, and describe them.
 
-    The timing record has the number of captions.
+    The entry of the timing record is `captions`, the number of captions.
 
     Raises:
         ConfigError: the experiment has no text encoder.
@@ -153,7 +157,8 @@ def _encode_images(
     """Encode the images of the data set or one shard of them, or merge shards; write them to `out`, and describe them.
 
     The latents for a model that is conditioned on text refer to the folder of the captions, encoded by `kairos text`.
-    The timing record has the number of images; for a shard it has none.
+    The entry of the timing record is `images`, the number of images; a shard has no entry. Folders to read that no
+    option sets are in results/<experiment>.
     """
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode

@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: the folder in ``--profile`` contains no profile, or the experiment file is not valid.
         KairosError: something is not usable; raised after all findings are printed.
+        FileNotFoundError: git is not installed; no finding is printed then.
     """
     from kairos.config import load
     from kairos.status import cluster_checks
@@ -60,11 +61,18 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Finding]:
-    """Return the findings about software, devices, SLURM, disks, git, MLflow, DVC and weights.
+    """Return the findings about everything but an experiment's files, in the order in which they are printed.
+
+    They are about software, devices, the GPUs of this SLURM job, SLURM, the temporary folder, file locks in the
+    results, resource limits, git, MLflow, DVC and weights.
 
     Args:
-        experiment: the experiment whose results folder and MLflow store are checked; None: the default ones.
-        profile: folder of the cluster's profile.
+        experiment: the experiment whose results folder and MLflow store are checked; None: folder ``results`` and the
+            default store.
+        profile: folder of the cluster's profile; need not exist.
+
+    Raises:
+        FileNotFoundError: git is not installed.
     """
     from kairos.status import cluster_checks, tool_checks
 
@@ -96,7 +104,7 @@ def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Findi
 def _check_software() -> list[Finding]:
     """Return a finding for Python, which has to be 3.11 or later, and each package that kairos needs.
 
-    A package that is not installed is not usable; versions of packages are not checked.
+    The packages are `_PACKAGES` and `_TOOLS`. One that is not installed is not usable; versions are not checked.
     """
     findings = [(sys.version_info >= (3, 11), "python", platform.python_version())]
     for package in (*_PACKAGES, *_TOOLS):
@@ -136,7 +144,11 @@ def _check_devices() -> tuple[list[Finding], int]:
 
 
 def _check_git() -> Finding:
-    """Return a finding on whether the working directory is inside a git repository; if not, it is not usable."""
+    """Return a finding on whether the working directory is inside a git repository; if not, it is not usable.
+
+    Raises:
+        FileNotFoundError: git is not installed.
+    """
     command = ["git", "rev-parse", "--git-dir"]
     is_repository = subprocess.run(command, capture_output=True, text=True, check=False).returncode == 0
     missing = "not a git repository; kairos ledger record needs one"

@@ -7,7 +7,7 @@ from kairos.cli.common import add_config, add_timing, demand, pair_options, set_
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of one of the three subcommands."""
+    """Declare the arguments of one of the three subcommands, with the file of the timing record."""
     if name == "evaluate":
         _add_evaluate_arguments(parser)
     else:
@@ -16,7 +16,10 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _add_stage_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `extractor` or `reference`: the experiment file and the folders of stages."""
+    """Declare the arguments of `extractor` or `reference`: the experiment file, and folders to read and to write.
+
+    All of them are required.
+    """
     add = parser.add_argument
     add_config(parser)
     add("--dataset", type=Path, required=True, metavar="DIR", help="prepared data set")
@@ -27,7 +30,11 @@ def _add_stage_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `evaluate`: samples, records to write, snapshots, the reference and its settings."""
+    """Declare the arguments of `evaluate`.
+
+    They are samples, records to write, the reference, snapshots with their latents, and the extractor. The names of
+    metrics and the number of sample sets apply only to a reference that is an npz file.
+    """
     add = parser.add_argument
     parser.epilog = "Repeat --samples, --out and --milestone, in pairs, to evaluate several files in one job."
     add(
@@ -107,7 +114,15 @@ def _build_extractor(arguments: argparse.Namespace) -> None:
 
 
 def _build_reference(arguments: argparse.Namespace) -> None:
-    """Write the statistics of real images and the reference rows, such as the distance of held-out images."""
+    """Write the statistics of real images and the reference rows, such as the distance of held-out images.
+
+    Data set, autoencoder, latents and extractor are read. The statistics and ``reference.json`` are written to
+    ``--out``.
+
+    Raises:
+        ConfigError: the experiment is not valid.
+        KairosError: a folder that the stage reads is missing or damaged.
+    """
     from kairos.config import load
 
     experiment = load(arguments.config)
@@ -128,10 +143,13 @@ def _build_reference(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     """Compare each file of samples with the reference, and write its record.
 
-    With ``--milestone``, the record contains the validation loss of the snapshot too.
+    With ``--milestone``, the record contains the validation loss of the snapshot too. Without ``--metrics``, the
+    metrics are those of the reference, or for an npz reference the default metrics of the extractor.
 
     Raises:
-        ConfigError: options that are repeated together have different numbers of values, or ``--sets`` is below 1.
+        ConfigError: options that are repeated together have different numbers of values, ``--sets`` is below 1, or
+            ``--metrics`` is set although the reference is no npz file.
+        KairosError: a file is missing or damaged, or files do not belong together.
     """
     outputs = pair_options(arguments, "samples", "out", "milestone")
     demand(arguments.sets >= 1, "sets", arguments.sets, "1 or more")

@@ -7,8 +7,8 @@ from typing import Any
 from kairos.cli.common import load_experiment_at
 from kairos_timesteps.errors import demand, rejection
 
-# snapshots below a folder of snapshots, a training run, a method, an experiment, and all results
-_MILESTONES = ("*", "milestones/*", "seed*/milestones/*", "*/seed*/milestones/*", "*/*/seed*/milestones/*")
+# where snapshots are below a folder of snapshots, a training run, a method, an experiment, and all results
+_SNAPSHOT_PATTERNS = ("*", "milestones/*", "seed*/milestones/*", "*/seed*/milestones/*", "*/*/seed*/milestones/*")
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,8 @@ def _list_snapshots(path: Path, out: Path | None) -> None:
     """Print the folders of the snapshots below a folder, or of an experiment given as its file, sorted by path.
 
     Args:
-        path: the folder or the file.
+        path: the file, or the folder of snapshots, a training run, a method, an experiment or all results. Snapshots in
+            other folders are not found.
         out: value of ``--out``.
 
     Raises:
@@ -65,7 +66,7 @@ def _list_snapshots(path: Path, out: Path | None) -> None:
         _, folder = load_experiment_at(path)
     else:
         folder = path
-    records = [record for pattern in _MILESTONES for record in folder.glob(f"{pattern}/milestone.json")]
+    records = [record for pattern in _SNAPSHOT_PATTERNS for record in folder.glob(f"{pattern}/milestone.json")]
     demand(records, "PATH", path, allowed)
     for record in sorted(records):
         print(record.parent)

@@ -14,7 +14,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Download the files that an experiment's jobs need and print the path of each; files that exist are kept.
 
-    The environment variable ``HF_HUB_OFFLINE``, which would forbid downloads, is removed from this process.
+    If the jobs need no file, a line reports it. The environment variable ``HF_HUB_OFFLINE``, which would forbid
+    downloads, is removed from this process.
 
     Raises:
         KairosError: some files are missing and cannot be downloaded. All other files are downloaded before, and the

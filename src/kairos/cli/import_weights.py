@@ -72,7 +72,7 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
         ConfigError: the text is not three positive integers.
     """
     sizes = text.split(",")
-    is_shape = len(sizes) == 3 and all(size.isdigit() and int(size) > 0 for size in sizes)
+    is_shape = len(sizes) == 3 and all(size.isdecimal() and int(size) > 0 for size in sizes)
     demand(is_shape, "shape", text, "C,H,W such as 4,32,32")
     channels, height, width = map(int, sizes)
     return channels, height, width
@@ -82,6 +82,9 @@ def _is_writable(folder: Path) -> bool:
     """Return True if a snapshot may be written to a folder: it does not exist, is empty, or is an imported snapshot.
 
     Returns False for a file.
+
+    Raises:
+        DamagedError: milestone.json in the folder is damaged.
     """
     from kairos.files import read_json
 
@@ -105,6 +108,7 @@ def _experiment_of_weights(arguments: argparse.Namespace) -> "Experiment":
     """
     from kairos.config import load, validate
 
+    # `--model dit` is short for `--model "{name: dit}"`
     model = {"name": arguments.model} if isinstance(arguments.model, str) else arguments.model
     demand(model or arguments.config, "model", "no value, and no --config", "one of the two")
     if arguments.config is None:
@@ -139,7 +143,8 @@ def _experiment_of_model(model: Any) -> "Experiment":
     sections: dict[str, Any] = {"methods": {"imported": {}}, "model": model, "diffusion": published_diffusion(model)}
     experiment = validate({"experiment": "imported", **sections}, "--model")
     # published models are trained for guidance, except ADM's (null_class: false) and EDM's (ddpmpp)
-    has_null_class = getattr(experiment.model, "null_class", experiment.model.name != "ddpmpp")
+    is_edm = experiment.model.name == "ddpmpp"
+    has_null_class = getattr(experiment.model, "null_class", not is_edm)  # models may lack the option null_class
     if experiment.conditions and has_null_class:
         training = experiment.training.model_copy(update={"condition_dropout": 0.1})
         experiment = experiment.model_copy(update={"training": training})

@@ -10,7 +10,7 @@ from kairos_timesteps.errors import ConfigError
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `kairos init` or `kairos new`."""
+    """Declare the arguments of `kairos new`, or of `kairos init`, which has the folder alone."""
     if name == "init":
         parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, new or empty")
         return
@@ -45,8 +45,9 @@ def run(arguments: argparse.Namespace) -> None:
 def _write_experiment_file(arguments: argparse.Namespace) -> None:
     """Write an experiment file for a folder of images, with a length that fits ``--minutes`` on this machine.
 
-    The name of the experiment is that of the file, with hyphens for characters that are not allowed, or ``mine``. A
-    summary and the commands that check and run the file are printed.
+    The name of the experiment is that of the file without suffix, with hyphens for characters that are not allowed and
+    without punctuation at its start. It is ``mine`` if nothing is left. A summary and the commands that check and run
+    the file are printed. The caller ensures that the file does not exist, as it would be replaced.
 
     Raises:
         ConfigError: ``--minutes`` is not above 0 and below a million, or the folder cannot be used.

@@ -36,9 +36,9 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.config import load
 
     experiment = load(arguments.file)
-    counts_by_option = {
+    counts_by_option = {  # an option that is not set has no counts to check
         "shape": arguments.shape or [],
-        "classes": [arguments.classes or 1],
+        "classes": [] if arguments.classes is None else [arguments.classes],
         "text": arguments.text or [],
     }
     for option, values in counts_by_option.items():

@@ -7,7 +7,10 @@ from kairos.cli.common import add_timing, load_experiment_at, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `report` or `track`."""
+    """Declare the arguments of `report` or `track`; only `track` has ``--out``, which it requires.
+
+    Exactly one of ``--config`` and PATH is required.
+    """
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--config", type=Path, metavar="F", help="experiment file; its results must be complete")
     path = "experiment file or folder of results; the report covers available results and lists the missing ones"

@@ -12,7 +12,11 @@ _SETTINGS = ("scheduler", "steps", "weights", *_GUIDANCE, "precision", "batch_si
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `kairos sample`."""
+    """Declare the arguments of `kairos sample`.
+
+    Options that are fields of section `sampling` are absent from the parsed arguments unless they are set. Exceptions
+    are ``--seed`` and ``--grid-images``, which are None.
+    """
     parser.epilog = (
         "Repeat --milestone and --out, in pairs, to sample from several snapshots in one job. Options that are omitted "
         "have the values of the snapshot's configuration. Image i depends only on the seed and on i."
@@ -67,6 +71,9 @@ def run(arguments: argparse.Namespace) -> None:
     shards, which are merged into ``--out`` in place of generating images. Their list is divided evenly: its beginning
     belongs to the first ``--out``. With ``--grid``, the first images are written as PNG too. Files read:
     snapshots, and the autoencoder and latents that they were trained on.
+
+    The record of ``--timing`` contains `milestones`, the number of snapshots, and `images`, ``--num`` for each snapshot
+    even if only a shard is generated.
 
     Raises:
         ConfigError: options that are repeated together have different numbers of values, or the number of ``--part``

@@ -12,7 +12,7 @@ from kairos_timesteps.errors import ConfigError
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `kairos status`."""
+    """Declare the arguments of `kairos status`; ``--watch`` is None if it is not set, and 10 without a number."""
     add = parser.add_argument
     experiment = "experiment file or its folder of results; default: params.yaml"
     add("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help=experiment)
@@ -38,8 +38,9 @@ def run(arguments: argparse.Namespace) -> None:
     deleted; a page deletes nothing. With ``--watch`` on a terminal, the screen is cleared before each repetition.
 
     Raises:
-        ConfigError: ``--watch`` is not a number of seconds up to a day, or ``--serve`` is combined with
-            ``--remove-unclaimed``.
+        ConfigError: ``--watch`` is not a number of seconds up to a day, ``--serve`` is combined with
+            ``--remove-unclaimed``, or the experiment file is not valid.
+        KairosError: there is no such experiment, or the page cannot be served at this address or port.
     """
     from kairos import resource_usage
     from kairos.status.render import render_lines

@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
     checkpoint; the reason is logged.
 
     Raises:
-        StoppedEarly: training stopped after a signal; the exit status is not 0.
+        StoppedEarly: training stopped after a signal; it is raised even if a checkpoint was written, so that the exit
+            status is not 0.
     """
     from kairos.progress import log
     from kairos.training.launch import is_reporting_process
@@ -64,6 +65,9 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
     Raises:
         ConfigError: an argument is not allowed.
+        StoppedEarly: training stopped after a signal.
+        SystemExit: a launched process failed and has reported its error.
+        KairosError: training is not possible, or a launched process was killed.
     """
     from kairos.config import load
     from kairos.training import launch

@@ -31,7 +31,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Start MLflow's server, print the address of each experiment's comparison, and serve until Ctrl-C or SIGTERM.
 
     The first comparison is opened in a browser, or MLflow's first page if there is none, unless ``--no-open`` is set or
-    this machine has no display. The store is read; output of the server goes to a temporary file.
+    this machine has no display. The function also returns if the server ends by itself. The store, MLFLOW_TRACKING_URI
+    or the default database, is read. Output of the server goes to a temporary file.
 
     Raises:
         KairosError: the store cannot be used, the port is not available, or the server does not start.
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
                 first_path = next(iter(comparisons.values()), "")  # "": MLflow's first page
                 webbrowser.open(base + first_path)
             server.wait()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # the usual end
             pass
         finally:
             if server.poll() is None:
@@ -126,7 +127,7 @@ def _find_comparisons(uri: str) -> dict[str, str]:
 
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]) -> None:
-    """Wait until the server answers, at most `_START_SECONDS`.
+    """Wait until the server answers, at most `_START_SECONDS`. The caller ends a server that does not answer.
 
     Args:
         server: process of the server.
@@ -135,7 +136,7 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]
 
     Raises:
         KairosError: the server ended or did not answer in time; the message contains its last error, or else the last
-            line of its output.
+            line of its output, cut to 300 characters.
     """
     deadline = time.monotonic() + _START_SECONDS
     while server.poll() is None and time.monotonic() < deadline:

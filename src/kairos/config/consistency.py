@@ -1,4 +1,7 @@
-"""Checks of fields that depend on other sections of an experiment; all run before any job."""
+"""Checks of fields that depend on other sections of an experiment; all run before any job.
+
+Each function raises ConfigError if its check fails.
+"""
 
 import math
 from typing import TYPE_CHECKING

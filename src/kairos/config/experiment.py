@@ -251,7 +251,7 @@ class Experiment(Section):
         return self.model_copy(update={"evaluation": evaluation}), messages
 
     def run_settings(self, method: str, seed: int) -> RunSettings:
-        """Return the settings of one training run."""
+        """Return the settings of one training run; the caller ensures that the experiment has the method."""
         return RunSettings(
             method_name=method,
             seed=seed,

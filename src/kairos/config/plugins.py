@@ -231,7 +231,7 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
         methods: methods of the experiment by name.
 
     Raises:
-        ConfigError: a component is from a file that only another experiment of this process lists.
+        ConfigError: a component is from a plugin file that this process has imported for another experiment alone.
     """
     if not _plugins:
         return
@@ -246,8 +246,8 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
 def source_files(paths: list[str]) -> list[str]:
     """Return the files whose code counts for plugins: the plugin files and those that they import from their folder.
 
-    The plugin files come first, with the paths as given. The paths of imported files are relative to the working
-    directory. Files of kairos and further plugin files are left out.
+    The plugin files come first, with the paths as given and in their order. The imported files follow, sorted by module
+    name; their paths are relative to the working directory. Files of kairos and further plugin files are left out.
 
     Args:
         paths: paths of plugin files that this process has imported; repeated paths count once.

@@ -86,7 +86,8 @@ class PublishedConfig(Section):
     def numbers(self) -> Iterator[PublishedNumber]:
         """Yield all published numbers, row by row, in the paper's unit; nulls are left out.
 
-        The numbers of rows in `missing` have no method, even if `methods` contains one.
+        The numbers of rows in `missing` have no method, even if `methods` contains one. Without `printed`, the printed
+        length of a number is its step.
         """
         for row, values in self.rows.items():
             method = None if row in self.missing else self.methods.get(row, row)

@@ -15,7 +15,7 @@ import yaml
 from kairos_timesteps.errors import ConfigError, demand
 
 _NOT_INHERITED = ("published", "claim")
-_EXPECTED = "the path of an experiment file, from the folder of this one"
+_ALLOWED_EXTENDS = "the path of an experiment file, from the folder of this one"
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
 
 
@@ -73,9 +73,9 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
 
 
 def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> Any:
-    """Merge the values of an experiment file into those of the file that it extends; without one, return them.
+    """Merge the values of an experiment file into those of the file that it extends.
 
-    The result has no field ``extends``.
+    The result has no field ``extends``. Values that are no mapping, or have no such field, are returned unchanged.
 
     Args:
         values: content of the experiment file.
@@ -88,11 +88,11 @@ def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> 
     if not isinstance(values, dict) or "extends" not in values:
         return values
     extends, where = values["extends"], f"{path}: extends"
-    demand(isinstance(extends, str), where, repr(extends), _EXPECTED)
+    demand(isinstance(extends, str), where, repr(extends), _ALLOWED_EXTENDS)
     base_path = (path.parent / extends).resolve()
     extending = (*extending, path.resolve())
-    demand(base_path not in extending, where, repr(extends), f"{_EXPECTED}, which does not extend this one")
-    demand(base_path.is_file(), where, repr(extends), f"{_EXPECTED}; {base_path} does not exist")
+    demand(base_path not in extending, where, repr(extends), f"{_ALLOWED_EXTENDS}, which does not extend this one")
+    demand(base_path.is_file(), where, repr(extends), f"{_ALLOWED_EXTENDS}; {base_path} does not exist")
     base_values = read_experiment_file(base_path, extending)
     demand(isinstance(base_values, dict), where, repr(extends), "a file that is a mapping")
     inherited = {key: value for key, value in base_values.items() if key not in _NOT_INHERITED}

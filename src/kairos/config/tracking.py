@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl, urlsplit
 from kairos.section import Section, field
 from kairos_timesteps.errors import ValueRejected
 
-# names of query parameters that hold a user name or a secret; others, such as sslmode, are allowed
-_SECRET = re.compile("user|uid|pass|pwd|token|secret|odbc_connect", re.IGNORECASE)
+# found in names of query parameters that contain a user name or a secret; others, such as sslmode, are allowed
+_CREDENTIAL_NAME = re.compile("user|uid|pass|pwd|token|secret|odbc_connect", re.IGNORECASE)
 
 
 class TrackingConfig(Section):
@@ -26,15 +26,17 @@ class TrackingConfig(Section):
         """Reject a URI with credentials, since records contain the URI; a URI that is not set passes.
 
         Raises:
-            ValueRejected: the URI contains a user name, or a query parameter whose name matches `_SECRET`.
+            ValueRejected: the URI contains a user name, or a query parameter whose name contains a match of
+                `_CREDENTIAL_NAME`, such as ``password``.
         """
         address = urlsplit(self.uri or "")
         has_user = "@" in address.netloc
-        has_secret = any(_SECRET.search(parameter) for parameter, _ in parse_qsl(address.query))
+        has_secret = any(_CREDENTIAL_NAME.search(parameter) for parameter, _ in parse_qsl(address.query))
         if has_user or has_secret:
             # the message does not repeat the address: logs would contain the credentials
             value = "an address with credentials, which every record would contain"
-            environment = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database MLFLOW_TRACKING_URI)"
-            raise ValueRejected(
-                f"tracking.uri: got {value}; allowed: the address alone; set {environment} in the environment"
+            advice = (
+                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment; "
+                "for a database, omit tracking.uri and set MLFLOW_TRACKING_URI to the whole address"
             )
+            raise ValueRejected(f"tracking.uri: got {value}; allowed: the address alone; {advice}")

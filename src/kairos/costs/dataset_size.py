@@ -29,7 +29,8 @@ class DatasetSize:
         train_count: number of training images; None if not known.
         conditions: descriptions of the conditions that the network takes, by name.
         latent_arrays: number of stored arrays per image, each with `x0_shape`; 0 in pixel space.
-        count_source: origin of the numbers of images, such as ``prepared`` or ``dataset.images``.
+        count_source: origin of the numbers of images, such as ``prepared`` or ``dataset.images``; the advice to set one
+            if they are not known.
         caption_count: number of captions; None if not known.
         bytes_per_text: bytes of an encoded text; 0 without texts.
         bytes_per_latent_value: bytes of a stored value of the latents.
@@ -74,8 +75,8 @@ def find_dataset_size(
         text_shape: tokens and width of an encoded text, which take precedence; None: find them.
 
     Raises:
-        ConfigError: the shape of x0, the shape of a text or the number of classes is not known. The message reports the
-            option that sets it. Another case is a counted number of images that is not `dataset.images`.
+        ConfigError: the shape of x0, the shape of a text or the number of classes is not known; the message reports the
+            option that sets it. It is also raised if the counted number of images is not `dataset.images`.
     """
     # shapes and numbers of images
     assumed = experiment.known or KnownConfig()  # facts in the experiment file, used if the data are not at hand
@@ -189,6 +190,7 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
     is_digits = dataset.source == "digits"  # their numbers are known, whatever the file sets
     if dataset.train_images is not None and not is_digits:
         train_count = dataset.train_images
+        # dataset.heldout is the fraction of all images that are held out, or the path of other images
         count = None if has_separate_heldout else round(train_count / (1 - float(dataset.heldout)))
         return count, train_count, "dataset.train_images"
     if dataset.images is not None and not is_digits:
@@ -203,7 +205,10 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
 
 
 def _image_shape(dataset: DatasetConfig) -> Shape | None:
-    """Return channels, height and width of a prepared image; None if the experiment file does not set a resolution."""
+    """Return channels, height and width of a prepared image; None if the experiment file does not set a resolution.
+
+    Digits have 8×8 pixels by default. An image has 1 channel if `dataset.color` is grey, otherwise 3.
+    """
     side = dataset.resolution
     if side is None and dataset.source == "digits":
         side = 8  # pixels of scikit-learn's digits
@@ -217,13 +222,15 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
     """Return the shape of an image's latents, None if not known, and the number of arrays that store the latents.
 
     An autoencoder stores two arrays, mean and log-variance; AutoencoderTiny and VQModel store one. The shape of a
-    pretrained autoencoder follows from its config.json, see `_pretrained_config`.
+    pretrained autoencoder follows from its config.json, see `_pretrained_config`. It is not known without this file,
+    and the number of arrays is then 2. The caller ensures that the autoencoder is not of kind none.
     """
     level_channels: Sequence[int] | None = config.channels
     latent_channels, arrays = config.latent_channels, 2
     if config.kind == "pretrained":
         pretrained = _pretrained_config(str(config.path))
-        latent_channels = pretrained.get("vq_embed_dim") or pretrained.get("latent_channels", 0)  # the first: VQModel
+        # the first: VQModel; 0 without config.json, which then gives no `level_channels` either
+        latent_channels = pretrained.get("vq_embed_dim") or pretrained.get("latent_channels", 0)
         level_channels = pretrained.get("block_out_channels") or pretrained.get("encoder_block_out_channels")
         arrays = 1 if pretrained.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
     if not image_shape or not level_channels:
@@ -258,7 +265,8 @@ def _describe_text(
     Args:
         config: section `text_encoder`.
         results: folder of results; its texts, if encoded, contain the condition.
-        known_shape: tokens and width that the user or the experiment file sets.
+        known_shape: tokens and width that the user or the experiment file sets; None: not set. The shape of a pooled
+            text contains only the width.
     """
     if known_shape is not None:
         length, width = known_shape

@@ -37,14 +37,14 @@ class StageJobs:
 
 @dataclass(frozen=True)
 class MethodCost:
-    """Cost of a method; all times are None without a rate.
+    """Cost of a method; all times are None without a rate, and all are set with a rate.
 
     Attributes:
         sampler_cost: further forward and backward passes of the method's timestep sampler.
         flops_per_step: floating-point operations of a training step.
         seconds_per_step: duration of a training step.
         training_hours: GPU-hours of the training runs of all seeds; CPU-hours if CPUs compute.
-        sampling_hours: GPU-hours or CPU-hours of sampling for all seeds.
+        sampling_hours: GPU-hours or CPU-hours of sampling from all snapshots of all seeds.
         longest_job_hours: duration of the longest training job.
         lost_seconds: training time that is repeated, at most, after a job is killed.
     """
@@ -66,7 +66,8 @@ class CostEstimate:
         experiment: the checked experiment.
         stages: jobs by stage.
         data: shapes and numbers of the data.
-        network: cost of a pass of a micro-batch through the backbone.
+        network: size of the backbone, and cost of a pass of a micro-batch. With a masked loss, `bytes_moved` and
+            `activation_bytes` are those of two passes.
         microbatches: micro-batches per step and process.
         flops_per_step: floating-point operations of a step, without further passes of samplers.
         bytes_moved_per_step: bytes that a step reads and writes in the memory of a GPU.
@@ -92,12 +93,15 @@ class CostEstimate:
 
     @property
     def hours_by_method(self) -> dict[str, float] | None:
-        """GPU-hours or CPU-hours of each method's training and sampling; None without a rate."""
-        if self.rate is None:
-            return None
+        """Hours of each method's training and sampling, all seeds together, by name; None without a rate.
+
+        The hours are GPU-hours or CPU-hours, see `unit`.
+        """
         hours: dict[str, float] = {}
         for name, method in self.methods.items():
-            hours[name] = (method.training_hours or 0) + (method.sampling_hours or 0)
+            if method.training_hours is None or method.sampling_hours is None:
+                return None  # there is no rate, hence no method has hours
+            hours[name] = method.training_hours + method.sampling_hours
         return hours
 
 
@@ -137,7 +141,7 @@ def estimate_cost(
     # costs do not depend on sigma_data
     process = build_process(experiment.diffusion.process, experiment.diffusion.prediction, sigma_data=1.0)
 
-    # cost of a micro-batch
+    # cost of a micro-batch; without training.microbatch it contains all images of a process
     images_per_process = math.ceil(training.batch_size / training.processes)
     microbatch = min(training.microbatch or images_per_process, images_per_process)
     microbatches = math.ceil(images_per_process / microbatch)
@@ -149,7 +153,7 @@ def estimate_cost(
     training_flops = (network.forward_flops + network.backward_flops) / microbatch  # of one image
 
     # operations of a step
-    passes = training.batch_size  # images that pass the network in a step, without further passes of samplers
+    passes = training.batch_size  # number of images that pass the network in a step, without the samplers' passes
     if any(loss.masks_tokens for loss in experiment.diffusion.losses):
         # a second pass with masked tokens, which costs at most as much as the first
         passes *= 2
@@ -159,6 +163,7 @@ def estimate_cost(
     for name, method in experiment.methods.items():
         cost = method.sampler.build(process.schedule).cost(training.batch_size, channels)
         sampler_costs[name] = cost
+        # `cost.gradient` and `cost.forward` are numbers of images per step
         flops[name] = (passes + cost.gradient) * training_flops + cost.forward * forward_flops
 
     # times: options take precedence over measured times
@@ -215,7 +220,7 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
     if rate.unit == "CPU":  # each process uses `threads` CPUs, and training runs share none of them
         training_devices: float = training.processes * training.threads
         sampling_devices = training.threads
-    else:
+    else:  # training runs that share a GPU share its hours
         training_devices = training.processes / training.trainings_per_gpu
         sampling_devices = 1
     images_per_run = evaluation.num_samples * evaluation.sets * len(experiment.milestones)

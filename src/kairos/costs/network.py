@@ -51,13 +51,14 @@ def count_network_cost(
 ) -> NetworkCost:
     """Count the cost of a forward and a backward pass of a backbone, without memory or computation for its tensors.
 
-    Operations are counted in fp32, or bf16. In fp64, the bytes of fp32 are doubled. The loss of the backward pass is
+    Operations are counted in bf16 for this precision, and in fp32 for all others. In fp64, the bytes of fp32 are
+    doubled. The loss of the backward pass is
     the mean square of the output.
 
     Args:
         model: the backbone with its options.
         x0_shape: channels, height and width of the input.
-        conditions: descriptions of the conditions that the network takes, by name.
+        conditions: descriptions of the conditions that the network takes, by name, see `DatasetSize`.
         samples: images of the micro-batch.
         precision: precision of training, as in section `training`.
         output_channels: channels of the output; None: those of the input.

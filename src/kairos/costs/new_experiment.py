@@ -34,8 +34,9 @@ from kairos_timesteps.errors import KairosError, demand
 FEWEST_IMAGES = 40
 _FEWEST_STEPS, _MOST_STEPS = 500, 200_000
 _TOLERANCE = 1.1  # the user is warned if the experiment takes this many times the wanted minutes
-_SHORT_RUN = {"steps": 120, "images": 2000, "autoencoder": 100, "extractor": 60}  # lengths of the run that is timed
-_PER_SAMPLING = ("sample", "evaluate")  # stages with a job for each training run
+# of the run that is timed: steps of each method, images, steps of the autoencoder and of the extractor
+_SHORT_RUN = {"steps": 120, "images": 2000, "autoencoder": 100, "extractor": 60}
+_STAGES_PER_RUN = ("sample", "evaluate")  # stages with a job for each training run
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Facts:
 
     @property
     def image_count(self) -> int:
-        """Number of images, training and held out."""
-        return self.counts.count or 0
+        """Number of images, training and held out; `collect_facts` ensures that it is known."""
+        return self.counts.count or 0  # `or 0` is for the type checker alone
 
 
 def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> tuple[str, str]:
@@ -141,7 +142,7 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
         lines = "\n  ".join(names)
         count = format_count(len(images.unread), "image")
         raise KairosError(f"--data: {folder}: {count} cannot be read; repair or remove:\n  {lines}")
-    has_enough = (counts.count or 0) >= FEWEST_IMAGES
+    has_enough = (counts.count or 0) >= FEWEST_IMAGES  # a number that is not known (None) is too small
     demand(has_enough, "--data", f"{counts.count} images in {folder}", f"{FEWEST_IMAGES} or more")
     shorter_side = statistics.median(min(size) for size in images.sizes.elements())  # each image counts
     return Facts(
@@ -213,11 +214,11 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
         seconds = time.monotonic() - begin
         results = Path(folder, "results", experiment.experiment)
         for stage, factor in factors.items():
-            stage_rounds = rounds if stage in _PER_SAMPLING else 1
+            stage_rounds = rounds if stage in _STAGES_PER_RUN else 1
             seconds += (factor - 1) * _mean_job_seconds(results, stage) * stage_rounds
         seconds_per_step = rounds * _mean_step_seconds(results)  # of all methods
 
-    # spend the remaining time on training steps
+    # spend the remaining time on training steps; `seconds` includes those of the short run
     short_steps = _SHORT_RUN["steps"]
     affordable_steps = short_steps + (60 * facts.minutes - seconds) / seconds_per_step
     steps = int(min(max(round(affordable_steps, -2), _FEWEST_STEPS), _MOST_STEPS))  # a multiple of 100
@@ -228,11 +229,11 @@ def _mean_step_seconds(results: Path) -> float:
     """Return the seconds of a step, as the mean over the training runs of the short run.
 
     Only the second half of the steps counts, since start-up falls into the first half. Each half ends with a
-    checkpoint, and hence with a line of timing.jsonl.
+    checkpoint, and hence with a line of timing.jsonl. The caller ensures that the short run is complete.
     """
     half_run_seconds = []
     for file in results.glob("*/seed0/timing.jsonl"):
-        *_, half_way, end = [json.loads(line) for line in read_lines(file)]
+        *_, half_way, end = [json.loads(line) for line in read_lines(file)]  # `seconds` since the start of training
         half_run_seconds.append(end["seconds"] - half_way["seconds"])
     return float(statistics.mean(half_run_seconds)) / (_SHORT_RUN["steps"] / 2)
 
@@ -264,7 +265,7 @@ def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict
     plain["dataset"] |= {"path": str(Path(facts.folder).resolve()), "limit": image_count}
 
     # fewer steps and snapshots of the methods
-    factors |= dict.fromkeys(_PER_SAMPLING, len(experiment.milestones) / 2)
+    factors |= dict.fromkeys(_STAGES_PER_RUN, len(experiment.milestones) / 2)  # the short form has 2 snapshots
     plain["training"] |= {"milestones": [_SHORT_RUN["steps"]], "checkpoint_every": _SHORT_RUN["steps"] // 2}
     plain["tracking"]["uri"] = "sqlite:///mlflow.db"
     return plain, factors
@@ -306,8 +307,11 @@ def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores:
 
 
 def _mean_job_seconds(results: Path, stage: str) -> float:
-    """Return the mean wall time of a stage's jobs in seconds, without start-up, from their timing records."""
-    pattern = f"{stage}/*/*.json" if stage in _PER_SAMPLING else f"{stage}.json"
+    """Return the mean wall time of a stage's jobs in seconds, without start-up, from their timing records.
+
+    The caller ensures that the stage has run.
+    """
+    pattern = f"{stage}/*/*.json" if stage in _STAGES_PER_RUN else f"{stage}.json"
     records = [read_json(file) for file in (results / "timing").glob(pattern)]
     return float(statistics.mean(record["wall_seconds"] - record["startup_wall_seconds"] for record in records))
 

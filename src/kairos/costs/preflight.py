@@ -25,7 +25,9 @@ def find_warnings(
 ) -> Iterator[str]:
     """Yield warnings about an experiment that could fail late: images, memory of a GPU, time limits of a cluster.
 
-    Images are read if they are in a folder. Memory is not checked without a GPU's memory or for training on CPUs.
+    Images are read if they are in a folder. Memory is not checked without a GPU's memory or for training on CPUs. If
+    the cost cannot be estimated, because a shape is not known yet for example, this is a warning; memory and the
+    duration of jobs are then not checked.
 
     Args:
         experiment: the checked experiment.
@@ -51,6 +53,7 @@ def find_warnings(
     except ConfigError as error:
         yield f"memory and time are not known yet: {error}"
     else:
+        # without a rate the hours of all methods are None
         longest_job_hours = max(method.longest_job_hours or 0 for method in estimate.methods.values())
         if gpu_memory and experiment.training.device != "cpu":
             _check_memory(estimate, gpu_memory)
@@ -59,7 +62,7 @@ def find_warnings(
 
 
 def _find_gpu_memory() -> float | None:
-    """Return the memory of this machine's first GPU in GiB; None without a GPU."""
+    """Return the memory of this machine's first GPU in GiB; None without a GPU that torch can use."""
     if not Path("/dev/nvidiactl").exists():  # saves the seconds that importing torch takes
         return None
     import torch
@@ -139,12 +142,13 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
 def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: float) -> None:
     """Check that a training job fits the time limit of the longest partition, and that all its attempts suffice.
 
-    The limit is checked only if the profile has `kairos-partition-config`, the description of the partitions.
+    The job requests the runtime that the profile sets for rule train, or else that of the experiment. The limit is
+    checked only if the profile has `kairos-partition-config`, the description of the partitions.
 
     Args:
         experiment: the checked experiment.
         profile: folder of a cluster's profile.
-        needed_minutes: duration of the longest job.
+        needed_minutes: duration of the longest job; 0: not known, which any number of attempts allows.
 
     Raises:
         ConfigError: there is no profile, the partition allows less than the job requests, or all attempts of the job
@@ -156,6 +160,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     file = profile_file(profile)
     demand(file, "--profile", repr(str(profile)), "a folder that contains a profile.yaml")
     try:
+        # `str` is for the type checker: the file is not None here; `or {}`: an empty file
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
         training_settings = (settings.get("set-resources") or {}).get("train", {})
         runtime = training_settings.get("runtime", training_resources(experiment)["runtime"])  # minutes

@@ -17,10 +17,10 @@ def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
     """Return the main numbers of an estimate for scripts, as `kairos plan --format json` prints them.
 
     The keys are `parameters`, `flops_per_step`, `jobs`, `memory_bytes`, `storage_bytes`, `gpu_hours` and `cpu_hours`.
-    `flops_per_step` does not include further passes of samplers. `jobs` has a number per stage. `memory_bytes` is that
-    of a training run on a GPU. `storage_bytes` has a number per kind of file, None if not known. `gpu_hours` and
-    `cpu_hours` map each method to its hours of training and sampling. The one that matches the computing device is set;
-    both are None without a rate.
+    `parameters` includes those that are not trained. `flops_per_step` does not include further passes of samplers.
+    `jobs` has a number per stage. `memory_bytes` is that of a training run on a GPU. `storage_bytes` has a number per
+    kind of file, None if not known. `gpu_hours` and `cpu_hours` map each method to its hours of training and sampling.
+    The one that matches the computing device is set; both are None without a rate.
     """
     return {
         "parameters": estimate.network.parameters + estimate.network.fixed_parameters,
@@ -34,7 +34,10 @@ def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
 
 
 def render_estimate(estimate: CostEstimate) -> str:
-    """Render an estimate with the template ``rendering.txt.jinja``; lines have at most 120 columns."""
+    """Render an estimate with the template ``rendering.txt.jinja``; lines have at most 120 columns.
+
+    Longer lines are wrapped, and continued with an indent of 12 blanks.
+    """
     rendered = load_template(Path(__file__).with_suffix(".txt.jinja")).render(
         estimate=estimate,
         job_table=_job_table(estimate),
@@ -72,8 +75,9 @@ def _job_table(estimate: CostEstimate) -> str:
 def _storage_table(estimate: CostEstimate) -> str:
     """Return the table of bytes on disk by kind of file, with a note where a number is not known.
 
-    If the number of images or captions is not known, the row has the bytes of one of them. The last row has the sum of
-    the known bytes.
+    A kind without bytes has ``none``. If the number of images or captions is not known, the row has the bytes of one of
+    them, or a question mark if that is not known either. The last row has the sum of the known bytes, with a note if
+    the bytes of prepared images or samples are not known.
     """
     storage, data = estimate.storage, estimate.data
     largest_state = max(method.sampler_cost.state for method in estimate.methods.values())
@@ -99,7 +103,7 @@ def _storage_table(estimate: CostEstimate) -> str:
         else:
             size_text, note = "?", "the size of an image is not known"
         rows.append((_ROW_NAMES.get(kind, kind), size_text, note))
-    total = sum(size or 0 for size in storage.values())
+    total = sum(size for size in storage.values() if size is not None)
     is_incomplete = None in (storage["dataset"], storage["samples"])
     rows.append(("all", format_bytes(total), "without unknown sizes" if is_incomplete else ""))
     return table(rows, left=(0, 2))
@@ -108,8 +112,9 @@ def _storage_table(estimate: CostEstimate) -> str:
 def _method_table(estimate: CostEstimate) -> str:
     """Return the table of methods: forward passes, operations, relative cost and, with a rate, times.
 
-    The column of passes counts forward passes of a batch per step. A backward pass counts as two. A question mark
-    follows the passes of a sampler that does not report its cost. The cost is relative to the cheapest method.
+    The column of passes counts forward passes of a batch per step. A backward pass counts as two. The second pass of a
+    masked loss is not counted there, but in the operations. A question mark follows the passes of a sampler that does
+    not report its cost. The cost is relative to the cheapest method.
     """
     lowest_flops = min(method.flops_per_step for method in estimate.methods.values())
     time_columns: dict[str, str] = {}  # attribute of `MethodCost`: header
@@ -125,7 +130,7 @@ def _method_table(estimate: CostEstimate) -> str:
         sampler_cost = method.sampler_cost
         # a pass with gradients is a forward and a backward pass, and a backward pass counts as two
         further_passes = sampler_cost.forward + 3 * sampler_cost.gradient  # of single images
-        passes = 3 + further_passes / estimate.experiment.training.batch_size  # of a batch
+        passes = 3 + further_passes / estimate.experiment.training.batch_size  # of a batch; 3 without the sampler
         passes_text = f"{passes:.3f}" + ("" if sampler_cost.known else "?")
         times = (f"{getattr(method, attribute):.3g}" for attribute in time_columns)
         relative_cost = method.flops_per_step / lowest_flops

@@ -72,10 +72,11 @@ def rate_from_options(
     for name, value in options.items():
         demand(value is None or 0 < value < math.inf, name, value, "more than 0, and finite")
     if steps_per_second is not None:
+        # operations of the cheapest method per second of all devices, over the number of devices
         flops_per_second = min(flops.values()) * steps_per_second / devices
         source = f"{steps_per_second:g} steps per second, from --steps-per-second"
     else:
-        unit, flops_per_second = "GPU", (tflops or 0) * 1e12 * utilisation
+        unit, flops_per_second = "GPU", (tflops or 0) * 1e12 * utilisation  # `or 0` is for the type checker alone
         source = f"a GPU of {tflops:g} TFLOP/s at {utilisation:.0%}, from --tflops"
     seconds_per_step = {method: step_flops / (flops_per_second * devices) for method, step_flops in flops.items()}
     return StepRate(seconds_per_step, flops_per_second, source, unit)
@@ -133,7 +134,8 @@ def _seconds_per_step(folder: Path) -> float | None:
     """Return the mean duration of a step of a training run from its timing files; None if they contain no step.
 
     A run that is complete has timing.jsonl in its folder, a run that is not has it in the folder of its state. The last
-    line of a file contains the steps and the seconds of the run so far. The first file with a step decides.
+    line of a file contains the steps and the seconds of the run so far. The first file decides in which neither number
+    is 0.
     """
     for file in [folder / "timing.jsonl", *sorted((folder / ".state").glob("*/timing.jsonl"))]:
         lines = read_lines(file)

@@ -123,7 +123,7 @@ class Reporter(threading.Thread):
                     self._has_warned = False
             if is_last_report:
                 return
-            is_last_report = self._training_ended.wait(pause)
+            is_last_report = self._training_ended.wait(pause)  # True: the run has ended, one more report follows
 
     def _warn(self, reason: str) -> None:
         """Log the reason of a failed report, unless the previous report failed too."""
@@ -204,7 +204,7 @@ class Reporter(threading.Thread):
         """Add the new lines of metrics.jsonl up to the last checkpoint to the unsent points.
 
         Of each stride of lines, the last one becomes points, as in `run_content.collect_points`. The next call reads
-        the lines that follow.
+        the lines that follow. The first line that is read sets the stride.
 
         Args:
             state: folder of the run's state.
@@ -212,6 +212,7 @@ class Reporter(threading.Thread):
         Returns:
             The time of the last checkpoint, in milliseconds since 1970; None: there is no checkpoint yet.
         """
+        # recorded times up to the last checkpoint
         timing = [json.loads(line) for line in read_lines(state / "timing.jsonl")]
         if not timing:
             return None
@@ -219,6 +220,8 @@ class Reporter(threading.Thread):
         last_step = max(seconds_by_step)
         started = datetime.fromisoformat(timing[0]["started"])
         time_of_step = run_content.build_step_clock(started, seconds_by_step)
+
+        # new lines; a line that is not read now, or not completely written, is read by a later report
         with open(state / "metrics.jsonl", "rb") as file:
             file.seek(self._bytes_read)
             for line in file:

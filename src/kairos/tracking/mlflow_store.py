@@ -141,7 +141,7 @@ def lock_database(uri: str) -> Iterator[None]:
     with open(path.with_name(f"{path.name}.lock"), "w") as lock:
         users = "imports from making its tables at once; put the database on"  # part of the message without locks
         if not try_lock(lock, _LOCK_SECONDS, users):
-            raise KairosError(f"{path}: another process has held it for {_LOCK_SECONDS} s; stop it or wait")
+            raise KairosError(f"{path}: another process has locked it for {_LOCK_SECONDS} s; end that process or wait")
         yield
 
 
@@ -165,6 +165,7 @@ def find_or_create_experiment(client: Client, name: str) -> str:
 
     Raises:
         KairosError: the MLflow experiment was deleted.
+        MlflowException: the store does not answer, or does not create the experiment.
     """
     from mlflow import MlflowException
 
@@ -320,8 +321,9 @@ def to_mlflow_metrics(points: Sequence[Point]) -> list[Any]:
 def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
     """Return the data set of an experiment as MLflow's input of a training run.
 
-    The name of the input is the kind of source, such as ``folder``. The input contains path and size of the prepared
-    data. Its digest is the start of the hash of the data set's content: MLflow accepts 36 characters.
+    The name of the input is the kind of source, such as ``folder``. Path and size of the prepared data are one text,
+    the ``uri`` of its source, which MLflow's page shows as text. The digest is the start of the hash of the data set's
+    content: MLflow accepts 36 characters.
 
     Args:
         manifest: manifest of the data set.
@@ -330,8 +332,11 @@ def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     size = ", ".join(f"{name} {manifest[name]}" for name in _DATASET_SIZES)
-    source = json.dumps({"uri": f"{folder}/dataset ({size})"})
+    path_and_size = f"{folder}/dataset ({size})"
     dataset = Dataset(
-        name=manifest["source"], digest=manifest["content_sha256"][:36], source_type="local", source=source
+        name=manifest["source"],
+        digest=manifest["content_sha256"][:36],
+        source_type="local",  # MLflow's page shows the uri of a local source as its path
+        source=json.dumps({"uri": path_and_size}),
     )
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])

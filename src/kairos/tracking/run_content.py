@@ -70,8 +70,8 @@ def build_experiment_run(results: "Results") -> RunContent:
     """Build the parent run of an experiment, which contains the reference rows.
 
     The reference rows are distances of images without a trained network, such as held-out images. Their metric keys are
-    ``reference/<row>/<metric>``, at step 0 and the earliest start of a training run. The tag of the commit is that of
-    the first training run.
+    ``reference/<row>/<metric>``, at step 0 and the earliest start of a training run; a run without a recorded start
+    counts as 2000-01-01. The tag of the commit is that of the first training run. The caller ensures that there is one.
     """
     name = results.experiment.experiment
     reference_values: dict[str, Any] = {}
@@ -181,8 +181,9 @@ def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) ->
 def collect_points(run: "RunResults") -> list[Point]:
     """Return all curves of a training run: metrics.jsonl, thinned, and the evaluations of all snapshots.
 
-    Of metrics.jsonl each stride's last line counts, see `choose_stride`. If its training time is known, the last
-    snapshot also has a point ``seconds_per_step``. A run without a recorded start counts from 2000-01-01.
+    Of metrics.jsonl each stride's last line counts, see `choose_stride`; lines after the last whole stride are left
+    out. If its training time is known and not 0, the last snapshot also has a point ``seconds_per_step``: the mean over
+    all its steps. A run without a recorded start counts from 2000-01-01.
 
     Raises:
         KairosError: metrics.jsonl is damaged.
@@ -224,7 +225,11 @@ def convert_record(record: Mapping[Any, Any], step: int, time_of_step: Callable[
 
 
 def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
-    """Return the tags of a training run: hashes of its inputs and outputs, and its provenance, without None."""
+    """Return the tags of a training run that do not identify it; entries of its provenance that are None are left out.
+
+    The tags are hashes of the data set, autoencoder, extractor and reference, hashes of the components that the run
+    wrote, its provenance, and the tags of `build_source_tags`.
+    """
     record = run.record
     return {
         "kairos.data": results.dataset["content_sha256"],

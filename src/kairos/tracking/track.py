@@ -18,15 +18,17 @@ from kairos.progress import Progress, log
 from kairos.report.collect import Results, RunResults, collect
 from kairos.tracking import mlflow_store, run_content, view
 
+# files of the report that the parent run gets as artifacts, with the folder of figures
 _ARTIFACTS = ("report.html", "summary.csv")
-_CONTENT = "kairos.content"  # tag with the hash of the content that an import has logged completely
+_CONTENT_TAG = "kairos.content"  # tag with the hash of the content that an import has logged completely
 
 
 def track(experiment: Experiment, folder: Path, out: Path) -> None:
     """Import the results of an experiment into MLflow, and write a record of the import.
 
     An error of the store is logged and recorded, but not raised. If `tracking.enabled` is false, only the record is
-    written. The record contains ``imported`` (True or False), and either ``error`` or the ids of experiment and runs.
+    written. The record of an import is that of `_import_results`. Otherwise it contains ``imported`` (False), ``error``
+    and, if the store failed, its ``uri`` without credentials.
 
     Args:
         experiment: the experiment.
@@ -59,8 +61,8 @@ def _import_results(results: Results, uri: str) -> dict[str, Any]:
     during the import.
 
     Returns:
-        ``imported``, ``uri`` without credentials, ``experiment`` (name of the MLflow experiment), ``parent`` (id of the
-        parent run) and ``runs`` (id of each training run by ``<method>/seed<seed>``).
+        ``imported`` (True), ``uri`` without credentials, ``experiment`` (name of the MLflow experiment), ``parent`` (id
+        of the parent run) and ``runs`` (id of each training run by ``<method>/seed<seed>``).
     """
     name = run_content.mlflow_experiment_name(results.experiment)
     with mlflow_store.lock_database(uri):
@@ -116,7 +118,7 @@ class _Store:
         from mlflow import MlflowException
 
         key = tuple(identifying.get(tag) for tag in run_content.IDENTIFYING_TAGS)
-        earliest, *duplicates = self.present.get(key, [None])
+        earliest, *duplicates = self.present.get(key, [None])  # None: there is no such run
         for duplicate in duplicates:
             with suppress(MlflowException):  # another job has deleted it
                 self.client.delete_run(duplicate.info.run_id)
@@ -125,7 +127,8 @@ class _Store:
     def find_or_create(self, content: run_content.RunContent) -> mlflow_store.Run:
         """Return the MLflow run with the identifying tags of `content`; it is created if it does not exist.
 
-        A new run starts at the earliest point of `content`, and has no parameters and metrics.
+        A new run starts at the earliest point of `content`, and has no parameters and metrics. The caller ensures that
+        `content` has points.
         """
         run = self.find(content.identifying)
         if run is not None:
@@ -150,7 +153,7 @@ class _Store:
         if run.info.status != "FINISHED":
             last = max(point.timestamp for point in content.points)
             self.client.set_terminated(run.info.run_id, "FINISHED", last)
-        self.client.set_tag(run.info.run_id, _CONTENT, digest)  # last, since it marks the content as complete
+        self.client.set_tag(run.info.run_id, _CONTENT_TAG, digest)  # last, since it marks the content as complete
 
 
 def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _Store:
@@ -172,7 +175,7 @@ def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _
 
 def _is_complete(run: mlflow_store.Run, digest: str) -> bool:
     """Return True if an earlier import has logged all content with this hash, and the run has ended successfully."""
-    return bool(run.data.tags.get(_CONTENT) == digest and run.info.status == "FINISHED")
+    return bool(run.data.tags.get(_CONTENT_TAG) == digest and run.info.status == "FINISHED")
 
 
 def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str:

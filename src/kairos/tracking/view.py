@@ -15,7 +15,8 @@ from kairos_timesteps.errors import KairosError
 KEY = "kairos"
 TAG = f"mlflow.sharedViewState.{KEY}"  # the tag that MLflow's button `Share` writes
 NOTE = "mlflow.note.content"
-_TRAINING = "workflowType=machine_learning"  # selects the one of MLflow's two workspaces that shows runs
+_RUNS_WORKSPACE = "workflowType=machine_learning"  # selects the one of MLflow's two workspaces that shows runs
+# columns of the note's table, of those that `build_comparison_table` returns
 _COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "steps_factor", "time_factor"]
 _HEADING_METHODS = 5  # largest number of methods in the heading of a note
 _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
@@ -24,7 +25,8 @@ _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
 def build_experiment_tags(results: Results, outcome: str, parent_id: str, experiment_id: str) -> dict[str, str]:
     """Return the tags of an MLflow experiment, which contain its note and the layout of the prepared comparison.
 
-    The note is `outcome`, followed by links to the report and to the charts.
+    The tags are `TAG` with the layout, `NOTE`, and the kind of experiment that MLflow would ask for. The note is
+    `outcome`, followed by links to the report and to the charts.
 
     Args:
         results: imported results.
@@ -34,7 +36,7 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
     """
     layout = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
     comparison = json.loads(layout.substitute(metric=results.metric))
-    report = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_TRAINING})"
+    report = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_RUNS_WORKSPACE})"
     charts = f"[charts]({comparison_path(experiment_id)}&compareRunsMode=CHART)"
     note = (
         f"{outcome}\n\nThe {report} and its figures are artifacts of the run "
@@ -56,6 +58,7 @@ def build_note(results: Results) -> str:
     """
     try:
         rows = ranking.compare_methods(results)
+        # without a baseline, the table compares with its first method
         table = compare.build_comparison_table(results.measurements, rows if results.baseline else None)
     except KairosError as error:
         return str(error)
@@ -88,7 +91,7 @@ def _cut_table(table: str) -> str:
 
 def comparison_path(experiment_id: str) -> str:
     """Return the path of the prepared comparison, relative to the server's address."""
-    return f"#/experiments/{experiment_id}/runs?{_TRAINING}&viewStateShareKey={KEY}"
+    return f"#/experiments/{experiment_id}/runs?{_RUNS_WORKSPACE}&viewStateShareKey={KEY}"
 
 
 def find_prepared_comparisons(client: Client) -> dict[str, str]:

@@ -34,9 +34,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `show` alone: the strategy, its process and options, and the one to compare with.
+    """Declare the arguments of `show` alone.
 
-    The default of `set_option` is ``set``, the option that contains the values of `set`, for error messages.
+    They are the strategy, process and prediction target, options, context, the strategy to compare with, progress of a
+    curriculum, and checkpoint. The parsed arguments also have `set_option`: the name of the option, ``set``, that error
+    messages report for values in `set`. `show.compared_arguments` replaces both.
     """
     add = parser.add_argument
     parser.set_defaults(set_option="set")
@@ -60,7 +62,10 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_increments_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `increments` alone: the process, and the magnitude at which convergence begins."""
+    """Declare the arguments of `increments` alone.
+
+    They are the process with its schedule and number of timesteps, and the magnitude at which convergence begins.
+    """
     add = parser.add_argument
     add("--process", default="vp", metavar="P", help="vp (default), ve, edm or flow")
     add("--schedule", metavar="S", help="schedule of vp: linear (default), cosine or quadratic")

@@ -77,9 +77,9 @@ def _render_table(result: Increments, title: str) -> str:
 
 
 def _describe_areas(result: Increments, title: str) -> dict[str, str]:
-    """Return lines about the process, by label: where its areas begin, and the share of increments in each area.
+    """Return lines about the process, by label: where its areas begin, and number and share of increments in each area.
 
-    Areas without increments are left out.
+    The labels are ``process``, ``slows at``, ``converges``, and the areas that have increments.
 
     Args:
         result: the increments.

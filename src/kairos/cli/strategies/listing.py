@@ -22,7 +22,7 @@ COMBINATIONS = {
     "edm_log_normal+edm2": "EDM2 (Karras et al. 2024), with --process edm",
 }
 
-_COMMON = options.dump(FixedDensity.Options())  # options of every fixed sampler
+_SHARED_OPTIONS = options.dump(FixedDensity.Options())  # options of every fixed sampler
 _WIDTH = 118  # columns of name and text
 
 
@@ -33,7 +33,9 @@ def run(arguments: argparse.Namespace) -> None:
     """
     unavailable = {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}
     sections: dict[str, Iterable[tuple[str, str]]] = {
-        f"samplers, with options and defaults; fixed ones also have {describe_options(_COMMON)}": _entries(SAMPLERS),
+        f"samplers, with options and defaults; fixed ones also have {describe_options(_SHARED_OPTIONS)}": _entries(
+            SAMPLERS
+        ),
         "weightings, with options and defaults": _entries(WEIGHTINGS),
         "couplings of noise with images, with options and defaults": _entries(COUPLINGS),
         "presets, options of other trainers with their defaults; kairos strategies show NAME": _presets(),
@@ -41,10 +43,11 @@ def run(arguments: argparse.Namespace) -> None:
         "combinations from papers; every sampler can be combined with every weighting": COMBINATIONS.items(),
     }
     preset_names = [row.name for row in TABLE]
+    # the names of couplings and of weightings that are not available are shorter than the longest of these
     name_width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS, *preset_names)))
     for title, entries in sections.items():
         print(title)
-        for name, text in entries:
+        for name, text in entries:  # the name is "" for the options of the component above
             indent = "" if name else "  "  # options are indented below the description of their component
             label = name
             for line in textwrap.wrap(text, _WIDTH - name_width):  # no line for a component without options
@@ -61,7 +64,7 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
     """
     for name, entry in registry.items():
         yield name, entry.help
-        omitted = _COMMON if issubclass(entry.load(), FixedDensity) else {}
+        omitted = _SHARED_OPTIONS if issubclass(entry.load(), FixedDensity) else {}
         defaults = options.dump(entry.options())
         yield "", describe_options({option: value for option, value in defaults.items() if option not in omitted})
 
@@ -79,8 +82,8 @@ def describe_options(values: Mapping[str, Any]) -> str:
 
     Floats have at most 15 significant digits, texts have no quotation marks, and other values are JSON.
     """
-    special_options = [option for option in values if option not in _COMMON]
-    shared_options = [option for option in values if option in _COMMON]
+    special_options = [option for option in values if option not in _SHARED_OPTIONS]
+    shared_options = [option for option in values if option in _SHARED_OPTIONS]
     texts = []
     for option in special_options + shared_options:
         value = values[option]

@@ -26,7 +26,7 @@ from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
 from kairos_timesteps.lookup import parse_name
 from kairos_timesteps.options import but_name
 
-_MILESTONES = "milestones/*/milestone.json"
+_RECORD_PATTERN = "milestones/*/milestone.json"  # records of snapshots in the folder of a training run
 _PER_IMAGE_NOTE = (
     "p(t) differs between images; shown is the mean over the first images of the training set, at most 256"
 )
@@ -37,16 +37,18 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
 
     A snapshot's folder refers to that snapshot. A training run's folder refers to the last snapshot, or without one to
     its checkpoint.pt. A checkpoint file refers to the run's snapshot at the step of the checkpoint, or without one to
-    the state in the file.
+    the state in the file. Settings of the strategy are then read from any other snapshot of the run; if the run has no
+    snapshot, the arguments describe the strategy.
 
     Raises:
         ConfigError: arguments contradict the record of the run, or are missing without a record.
         KairosError: there is no checkpoint, or it does not contain this strategy.
+        DamagedError: the table or the record of the snapshot is damaged.
     """
     path: Path = arguments.checkpoint
     if (path / "milestone.json").is_file():
         return _view_of_snapshot(path / "milestone.json", arguments)
-    if record_files := sorted(path.glob(_MILESTONES)):  # by step: names of snapshots have leading zeros
+    if record_files := sorted(path.glob(_RECORD_PATTERN)):  # by step: names of snapshots have leading zeros
         return _view_of_snapshot(record_files[-1], arguments)
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
@@ -62,9 +64,10 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
 
 
 def _find_snapshots_of_run(file: Path, content: dict[str, Any]) -> list[Path]:
-    """Return the records of the snapshots from the training run that wrote a checkpoint, sorted by path.
+    """Return the records of the snapshots from the training run that wrote a checkpoint.
 
-    A checkpoint of another training loop has no identity, hence no snapshots.
+    Records in the checkpoint's folder come first, then those in the folder above, each sorted by path. A checkpoint of
+    another training loop has no identity, hence no snapshots.
 
     Args:
         file: the checkpoint, in the folder of its training run or in a folder inside that one.
@@ -72,7 +75,8 @@ def _find_snapshots_of_run(file: Path, content: dict[str, Any]) -> list[Path]:
     """
     if "identity" not in content:
         return []
-    record_files = [*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))]
+    folders = (file.parent, file.parent.parent)  # the folder of the training run is one of them
+    record_files = [record_file for folder in folders for record_file in sorted(folder.glob(_RECORD_PATTERN))]
     identity = content["identity"]  # hash of everything that decides the trajectory of a run
     return [record_file for record_file in record_files if read_json(record_file)["identity"] == identity]
 
@@ -93,7 +97,7 @@ def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
     try:
         sampler, weighting, diffusion = _recorded_settings(record, arguments)
         if sha256_file(file) != record["files"]["strategy.csv"]:
-            raise ValueError("does not match the snapshot's checksum")
+            raise ValueError("does not match the snapshot's checksum")  # becomes a DamagedError below
         columns = parse_strategy_csv(file.read_text(encoding="utf-8"))
         step = record["step"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
@@ -176,7 +180,8 @@ def _view_of_checkpoint(
 def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) -> StrategySettings:
     """Return sampler and weighting with their options, and the forward process, of a snapshot's record.
 
-    The arguments may repeat the name of the recorded strategy; they may contain no other setting.
+    The arguments may repeat the name of the recorded strategy; they may contain no other setting. The process has the
+    recorded `sigma_data` if its option is null.
 
     Raises:
         ConfigError: the arguments contain another strategy, or a setting that the record contains, even if it is equal.

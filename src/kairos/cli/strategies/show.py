@@ -465,8 +465,9 @@ def _render_table(views: list[View]) -> str:
     """Return the descriptions of one or two views, a table with a row per range of times, and the sums of p and p w.
 
     A row contains the mass of p, the mean of w and the share of p w, each with a column per view. The bar in the last
-    column is the share of p w of the first view.
+    column is the share of p w of the first view. The ranges are those of the first view; both views have equal times.
     """
+    # header
     first = views[0]
     is_discrete = first.process == "discrete"
     header = ["timesteps" if is_discrete else PROCESSES[first.process].load().time_symbol]
@@ -475,9 +476,11 @@ def _render_table(views: list[View]) -> str:
         if len(views) > 1:
             header.append("compared")
     rows = [[*header, ""]]  # the column of bars has no header
+
+    # a row per range of times
     ranges = timestep_ranges(len(first.columns["t"]))
     shares = [_effective_shares(view, ranges) for view in views]
-    largest_share = max(filter(np.isfinite, shares[0]), default=0.0)
+    largest_share = max(filter(np.isfinite, shares[0]), default=0.0)  # 0 if all shares are NaN: no bars
     for index, (timesteps, times) in enumerate(zip(ranges, _describe_ranges(first.columns["t"], ranges))):
         masses = [f"{100 * view.columns['p'][timesteps].sum():.2f} %" for view in views]
         with np.errstate(invalid="ignore", over="ignore"):  # weights may be infinite, which `find_faults` reports
@@ -485,6 +488,8 @@ def _render_table(views: list[View]) -> str:
         percentages = [f"{100 * view_shares[index]:.2f} %" for view_shares in shares]
         bar = text_bar(shares[0][index], largest_share)
         rows.append([times, *masses, *weights, *percentages, bar])
+
+    # descriptions above the table, sums below it
     descriptions = ["".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views]
     sums = ""
     for view in views:
@@ -514,7 +519,8 @@ def _describe_ranges(t: Array, ranges: list[slice]) -> list[str]:
 def _effective_shares(view: View, ranges: list[slice]) -> list[float]:
     """Return the share of the sum of p w in each range of timesteps; NaN if the range has an infinite weight.
 
-    The shares of finite ranges are then 0, since the sum is infinite. All shares are NaN if every p w is 0.
+    The shares of finite ranges are then 0, since the sum is infinite. All shares are NaN if every p w is 0, or one of
+    them is NaN.
     """
     effective = view.columns["effective"]
     with np.errstate(invalid="ignore", over="ignore"):

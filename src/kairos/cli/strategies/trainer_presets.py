@@ -35,9 +35,10 @@ _PROCESS_ARGUMENTS = ("process", "schedule", "timesteps")  # a preset determines
 
 
 def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, Any]) -> list[View]:
-    """Return the view of a preset or strategy, and the view of the one in ``--compare``; one of them is a preset.
+    """Return the view of a preset or strategy, and the view of the one in ``--compare``.
 
-    A strategy is shown on the process whose time is the time of the preset.
+    The caller ensures that at least one of them is a preset. A strategy is shown on the process whose time is the time
+    of the preset.
 
     Args:
         arguments: arguments of the command.
@@ -106,7 +107,7 @@ def build_preset_view(preset: Any, process: LibraryComponent, context: dict[str,
 
     Column ``p`` is the increment of the preset's cumulative distribution over a cell. Draws outside of the process's
     time belong to the outer cells; a note reports them if they are more than 0.01 %. Column ``w`` is the weight at the
-    time of a cell.
+    time of a cell, and ``effective`` is p w.
 
     Args:
         preset: the preset.
