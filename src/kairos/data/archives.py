@@ -106,10 +106,10 @@ class ZipArchive:
 def select_listed_files(config: DatasetConfig, names: list[str], labels: list[Label]) -> tuple[list[str], list[Label]]:
     """Return the names and labels of the files that `dataset.files` lists, in the order of the list.
 
-    Without a list, all files are returned. A listed name selects the file with this name. If there is none, it selects
-    a file that differs in its suffix alone, and the last of them in `names` if there are several: taming's lists of
-    CelebA-HQ contain names of arrays (.npy). A file that the list selects several times is returned once, at its first
-    position. The list of labels is empty if `labels` is.
+    Without a list, all files are returned. A listed name selects the file with this name. Otherwise it selects one that
+    differs in its suffix alone, the last in `names` of several. Taming's lists of CelebA-HQ need that, since they
+    contain names of arrays (.npy). A file that the list selects several times is returned once, at its first position.
+    The list of labels is empty if `labels` is.
 
     Args:
         config: section `dataset`.

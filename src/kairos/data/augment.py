@@ -115,8 +115,8 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     fine = functional.pad(images, (width - 1, width - 1, height - 1, height - 1), mode="reflect")
     # Upsample by 2 along the width, then along the height. With padding (taps - 2) / 2, a side of the result is
     # 2 (side - 1) + taps - 2 padding = 2 side. The taps sum to sqrt(2), half of it on even and half on odd ones. Here a
-    # pixel sums even or odd taps alone, with factor sqrt(2); below it sums all taps, with factor 1 / sqrt(2). The sum is
-    # 1 in both cases, which keeps the mean.
+    # pixel sums even or odd taps alone, with factor sqrt(2); below it sums all taps, with factor 1 / sqrt(2). The sum
+    # is 1 in both cases, which keeps the mean.
     for weights, stride, padding in _separable_filters(kernel * math.sqrt(2), (taps - 2) // 2):
         fine = functional.conv_transpose2d(fine, weights, stride=stride, padding=padding, groups=channels)
     # positions of those pixels of the doubled resolution that the final downsampling reads
