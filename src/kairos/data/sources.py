@@ -71,7 +71,8 @@ def open_source(config: DatasetConfig) -> Source:
 
     Raises:
         ConfigError: the folder, file, data set or column does not exist, or contains no image. Also if the number of
-            images is not `dataset.images`, or if held-out images have classes or files that do not fit the others.
+            images is not `dataset.images`, if captions cannot be read, or if held-out images have classes, conditions
+            or files that do not fit the others.
         KairosError: `datasets` cannot load the data set.
     """
     opener = OPENERS[config.source]
