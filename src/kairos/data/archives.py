@@ -11,7 +11,7 @@ from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-_LABELS = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}, or null
+_LABELS_FILE = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}, or null
 # zipfile raises RuntimeError for a file with a password and for an unknown compression
 _READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
 
@@ -41,7 +41,7 @@ class ZipArchive:
         An image is a file with one of `SUFFIXES`, in any case. The list of classes is empty if the zip has no labels.
 
         Raises:
-            ConfigError: the zip contains no image, or its labels do not belong to its images.
+            ConfigError: the zip contains no image, or its dataset.json cannot be used, see `_read_labels`.
         """
         names = []
         for name in sorted(self._names):
@@ -58,15 +58,16 @@ class ZipArchive:
     def _read_labels(self, image_names: list[str]) -> dict[str, int]:
         """Return the class of each image by name, from dataset.json.
 
-        The result is empty if the file is missing, or if its ``labels`` are null, empty or missing.
+        The result is empty if the file is missing, or if its ``labels`` are null, empty or missing. Of a name that
+        occurs several times, the last class counts.
 
         Raises:
-            ConfigError: the file has another form, a class is not an integer from 0, or its names are not those of the
-                images.
+            ConfigError: the file cannot be read or has another form, a class is not an integer from 0, or the file
+                does not contain exactly the names of the images.
         """
-        where = f"dataset.path: {_LABELS} in {self._path!r}"  # start of each error message
+        where = f"dataset.path: {_LABELS_FILE} in {self._path!r}"  # start of each error message
         try:
-            content = json.loads(self.read(_LABELS)) if _LABELS in self._names else {}
+            content = json.loads(self.read(_LABELS_FILE)) if _LABELS_FILE in self._names else {}
             labels = {str(name): label for name, label in content.get("labels") or []}
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f'{where} is not {{"labels": [[name, class], ...]}} or null ({error})') from None
@@ -84,7 +85,7 @@ class ZipArchive:
         return labels
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file in the zip.
+        """Return the content of a file in the zip; the caller ensures that the zip contains this name.
 
         Raises:
             ValueError: the file cannot be read; the message contains the reason.
@@ -105,9 +106,10 @@ class ZipArchive:
 def select_listed_files(config: DatasetConfig, names: list[str], labels: list[Label]) -> tuple[list[str], list[Label]]:
     """Return the names and labels of the files that `dataset.files` lists, in the order of the list.
 
-    Without a list, all files are returned. The suffix of a name counts only where two files differ in nothing else:
-    taming's lists of CelebA-HQ contain names of arrays (.npy). A name that the list repeats counts once. The list of
-    labels is empty if `labels` is.
+    Without a list, all files are returned. A listed name selects the file with this name. Otherwise it selects one that
+    differs in its suffix alone, the last in `names` of several. Taming's lists of CelebA-HQ need that, since they
+    contain names of arrays (.npy). A file that the list selects several times is returned once, at its first position.
+    The list of labels is empty if `labels` is.
 
     Args:
         config: section `dataset`.
@@ -156,7 +158,8 @@ def _read_list(path: str, line_value: str) -> list[str]:
     """Return the names in a list of files, one per line, in the order of the file and with repetitions.
 
     With `line_value`, the lines are ``name value``, and names of lines with other values are left out (CelebA's
-    partition). Blank lines are skipped.
+    partition). An empty `line_value` selects all lines, each of which is a name. Blank lines are skipped, and blanks
+    around lines are stripped.
 
     Raises:
         ConfigError: the list cannot be read, or selects nothing.

@@ -83,7 +83,8 @@ class ArrayFile:
     def write(self, first: int, rows: np.ndarray) -> None:
         """Write rows (n, ...), converted to the file's data type, from row `first` on.
 
-        The file must have been opened with `writable`. Its size is not checked.
+        The caller ensures that the file was opened with `writable`, and that the array has these rows: rows beyond its
+        end would make the file longer.
         """
         content = np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8)
         self._transfer(os.pwritev, content, first_row=first)
@@ -140,7 +141,8 @@ def _find_runs(indices: np.ndarray) -> list[tuple[int, int]]:
     Args:
         indices: indices from 0, int64 (n,).
     """
-    # a run starts where an index does not follow its predecessor; the first index, with predecessor -2, always does
+    # a run starts where an index is not its predecessor + 1; the first index, 0 or more, has predecessor -2, so that a
+    # run starts there
     starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1).tolist()
     ends = [*starts[1:], indices.size]
     return list(zip(starts, ends))
@@ -163,7 +165,8 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> ArrayFile:
     the computation.
 
     Raises:
-        OSError: the disk has too little space (ENOSPC); the message contains the path, and no file remains.
+        OSError: the file cannot be created, or the disk has too little space (ENOSPC). In the second case the message
+            contains the path, and no file remains, not even an earlier one.
     """
     with open(path, "wb") as file:
         write_npy_header(file, shape, np.dtype(dtype))
@@ -177,7 +180,10 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> ArrayFile:
 
 
 def truncate_array(path: Path, count: int) -> None:
-    """Cut a .npy file off after `count` rows, and write the new number of rows into its header."""
+    """Cut a .npy file off after `count` rows, and write the new number of rows into its header.
+
+    The caller ensures that `create_array` wrote the file, and that it has `count` rows or more.
+    """
     array = ArrayFile(path)
     shape = (count, *array.shape[1:])
     with open(path, "r+b") as file:

@@ -31,13 +31,19 @@ def augment_images(
 ) -> tuple[Images, AugmentationLabels]:
     """Augment images (n, c, h, w), and return them with their augmentation labels, float32 (n, 9).
 
-    Each image is flipped in x with probability 1/2. Every other augmentation is applied with probability `p`. The
-    labels are x flip, y flip, scale, rotation (2 values), stretch (2) and translation (2). They are 0 for augmentations
-    that are not applied.
+    Each image is flipped in x with probability 1/2, and in y with probability `p` / 2. Every other augmentation is
+    applied with probability `p`. The result has the shape and type of `images`. Labels, in this order, are 0 for
+    augmentations that are not applied:
+
+    * x flip and y flip, 1 for a flipped image;
+    * log2 of the scale, in standard deviations;
+    * cosine - 1 and sine of the rotation angle;
+    * log2 of the stretch, in standard deviations, times cosine and sine of the stretch axis;
+    * translation in x and y, in standard deviations.
 
     Args:
         images: images with any range of values.
-        p: probability of each augmentation other than the x flip.
+        p: probability of each augmentation other than the flips.
         seed: seed of the training run.
         step: training step.
         sample_indices: indices of the images in the global batch.
@@ -53,7 +59,7 @@ def augment_images(
 
     # strength of each augmentation, float64 (n,); 0 where it is not applied
     flip_x = (u_flip_x < 0.5).double()
-    flip_y = (u_flip_y < 0.5) * flip_y_applied
+    flip_y = (u_flip_y < 0.5) * flip_y_applied  # as in EDM, half of the applied y flips keep the image
     scale = normal_scale * scale_applied
     angle = (2 * u_angle - 1) * math.pi * rotation_applied
     stretch = normal_stretch * stretch_applied
@@ -107,9 +113,10 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     kernel = _filter(images.device, images.dtype).expand(channels, 1, 1, taps)
     # `fine` holds the padded images, which are upsampled, transformed and downsampled
     fine = functional.pad(images, (width - 1, width - 1, height - 1, height - 1), mode="reflect")
-    # upsample by 2 along the width, then along the height; the padding makes each size exactly twice the input's
-    # the taps sum to sqrt(2), half of it on even and half on odd ones; the factors sqrt(2) here and 1 / sqrt(2) below
-    # therefore keep the mean
+    # Upsample by 2 along the width, then along the height. With padding (taps - 2) / 2, a side of the result is
+    # 2 (side - 1) + taps - 2 padding = 2 side. The taps sum to sqrt(2), half of it on even and half on odd ones. Here a
+    # pixel sums even or odd taps alone, with factor sqrt(2); below it sums all taps, with factor 1 / sqrt(2). The sum
+    # is 1 in both cases, which keeps the mean.
     for weights, stride, padding in _separable_filters(kernel * math.sqrt(2), (taps - 2) // 2):
         fine = functional.conv_transpose2d(fine, weights, stride=stride, padding=padding, groups=channels)
     # positions of those pixels of the doubled resolution that the final downsampling reads
@@ -118,7 +125,8 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     positions = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
     # positions that are shown there, (n, fine height, fine width) each
     source_x, source_y = ((positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
-    # grid_sample expects -1 and 1 at the edges, which are fine.shape / 4 pixels of the image from the centre
+    # grid_sample expects -1 and 1 at the edges of `fine`. They are fine.shape / 2 fine pixels from the centre, which
+    # are fine.shape / 4 pixels of the image.
     grid = torch.stack([4 * source_x / fine.shape[3], 4 * source_y / fine.shape[2]], -1).to(images.dtype)
     fine = functional.grid_sample(fine, grid, align_corners=False)
     # downsample by 2 to the size of the images
@@ -130,7 +138,8 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
 def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
     """Return positions along one side at twice the resolution, in pixels from the centre, (2 side + taps - 2,).
 
-    Without padding, the final filter needs taps - 2 positions more than the 2 side positions of the image.
+    The final filter has stride 2 and no padding. From N positions it makes (N - taps) / 2 + 1 pixels, which are `side`
+    for N = 2 side + taps - 2.
     """
     count = 2 * side + taps - 2
     centre = (count - 1) / 2

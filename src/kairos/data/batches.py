@@ -103,11 +103,14 @@ class Batches:
         return PackedTensors.pack(self._read(step), pin=self.device.type == "cuda")
 
     def _read(self, step: int) -> list[dict[str, Tensor]]:
-        """Read the stored rows, conditions and visits of a step on the CPU.
+        """Read the data of a step on the CPU, and return three dictionaries: stored rows, conditions and visits.
 
-        Each image is flipped with probability 1/2 if the latents have flipped images. The conditions are those of
-        `conditions` that are stored in files. This may run in the reader's thread. It calls no arithmetic of torch,
-        whose thread pool belongs to the main thread.
+        Rows are those of `Latents.read_rows`, and visits those of `Batch.visit`. The conditions are those of
+        `conditions` that are stored in files; `_to_device` adds the others. Each image is flipped with probability 1/2
+        if the latents have flipped images.
+
+        This may run in the reader's thread. It calls no arithmetic of torch, whose thread pool belongs to the main
+        thread.
         """
         visit_arrays = self._visit(step)
         image_indices = self.latents.train[visit_arrays["item"]]
@@ -125,7 +128,7 @@ class Batches:
         return [rows, conditions, visit]
 
     def _visit(self, step: int) -> dict[str, np.ndarray]:
-        """Return the training image and the epoch of each sample of a step, int64 (n,) by name; see `Batch.visit`.
+        """Return ``item``, ``epoch`` and ``items`` of each sample of a step, int64 (n,) by name; see `Batch.visit`.
 
         All samples of a run form one sequence, of all epochs one after another. With 10 training images, the sample at
         index 23 of the sequence is the image at index 3 in the order of epoch 2. All indices begin at 0.
@@ -145,8 +148,9 @@ class Batches:
     ) -> Batch:
         """Compute x0 and the conditions of a batch from the data of a step, which are on the device.
 
-        Condition ``low_resolution`` is computed from the images before augmentation. A sample loses all its conditions
-        with probability `dropout`. Augmentation comes last and adds condition ``augment``, which is never dropped.
+        Condition ``low_resolution`` is computed from the images before augmentation. Stochastic latents get fresh
+        noise. A sample loses all its conditions with probability `dropout`. Augmentation comes last and adds condition
+        ``augment``, which is never dropped.
         """
         if "low_resolution" in self.conditions:
             conditions["low_resolution"] = self.latents.compute_low_resolution(rows)
@@ -177,13 +181,15 @@ class PackedTensors:
     @staticmethod
     def pack(groups: list[dict[str, Tensor]], pin: bool) -> "PackedTensors":
         """Copy tensors of the CPU to a new buffer; only from pinned memory can a GPU copy it asynchronously."""
+        # lay the tensors out, each from a multiple of `_ALIGNMENT` on
         layout: list[dict[str, tuple[int, torch.dtype, torch.Size]]] = []
-        size = 0
+        size = 0  # bytes so far
         for tensors in groups:
             layout.append({})
             for name, values in tensors.items():
                 layout[-1][name] = size, values.dtype, values.shape
-                size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
+                size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
+        # copy them to views of the buffer
         buffer = torch.empty(size, dtype=torch.uint8)
         packed = PackedTensors(buffer.pin_memory() if pin else buffer, layout)
         for tensors, copies in zip(groups, packed.unpack(), strict=True):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kairos.data.settings import DatasetConfig  # imports pydantic, which training on latents does not need
     from kairos.data.sources import Source
 
-ARRAYS = ("captions", "caption_ends", "caption_firsts")
+ARRAYS = ("captions", "caption_ends", "caption_firsts")  # names of the arrays, and of their files without .npy
 UnmatchedCaptions = frozenset[tuple[str, int]]  # captions without an image: file, and position in the file
 
 
@@ -78,7 +78,7 @@ def open_captions(folder: Path, command: str) -> Captions:
 def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
     """Convert the captions of each image to the three arrays that store them, by their names in `ARRAYS`.
 
-    The arrays are those of `Captions`. A lone surrogate becomes a question mark.
+    In this order they are `content`, `ends` and `firsts` of `Captions`. A lone surrogate becomes a question mark.
     """
     # "replace": lone surrogates, which a JSON file may contain, have no UTF-8 bytes
     texts = [text.encode("utf-8", "replace") for image_captions in captions for text in image_captions]
@@ -92,10 +92,11 @@ def add_captions(source: "Source", config: "DatasetConfig") -> "Source":
     """Return a source with the captions that `dataset.captions` selects: a JSON file of COCO, or a text file per image.
 
     The source is returned unchanged if no captions are configured, or if it is a table, which has its captions already.
-    An image without captions gets an empty list.
+    An image without captions gets an empty list. Captions of a JSON file that belong to no image are in
+    `Source.unmatched_captions`; a text file without an image is not looked for.
 
     Raises:
-        ConfigError: a file of captions cannot be read, or has another format.
+        ConfigError: a file of captions cannot be read or has another format, or a name in it matches several images.
     """
     is_table_with_captions = source.captions is not None
     if config.captions is None or is_table_with_captions:
@@ -133,7 +134,8 @@ def _read_sidecar(image: Path) -> list[str]:
 def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], UnmatchedCaptions]:
     """Read captions from a JSON file in COCO's format.
 
-    Blank texts are dropped. Their images count as matched.
+    The captions of an image are in the order of the file. A blank text, or a caption that is not a text, is dropped; if
+    its image exists, it does not count as a caption without an image.
 
     Args:
         path: the JSON file.
@@ -206,7 +208,7 @@ def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[in
 
     Returns:
         Indices of the selected images, increasing, and the numbers ``images_without`` (captions) and
-        ``captions_without`` (images); no numbers if the data set has no captions.
+        ``captions_without`` (images); an empty dictionary instead if the data set has no captions.
 
     Raises:
         KairosError: no image has a caption; or some have none, or captions have no image, and `dataset.unmatched` is

@@ -72,7 +72,8 @@ def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
 
     Args:
         images: float images.
-        factor: side in pixels of the squares that are averaged; it should divide height and width.
+        factor: side in pixels of the squares that are averaged. If it does not divide height or width, the last rows
+            or columns are left out, and the others are stretched over the image.
     """
     from torch.nn.functional import avg_pool2d, interpolate
 
@@ -94,7 +95,7 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     Hashes of files are not compared. Pixels are read only when `images` is indexed.
 
     Raises:
-        KairosError: the folder is missing or not complete.
+        KairosError: the folder is missing or not complete, or an array file is missing.
         DamagedError: an array file ends early.
     """
     folder = Path(folder)

@@ -18,7 +18,7 @@ def read_image(data: bytes | Path) -> Image.Image:
         data: content or path of the file.
 
     Raises:
-        ValueError: the image cannot be decoded; the message contains the reason.
+        ValueError: the file is missing or cannot be decoded; the message contains the reason.
     """
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
@@ -38,10 +38,10 @@ def to_pixels(
     Values of `crop`:
 
     * ``center``: cut out the largest centred square.
-    * ``pad``: centre the image on a black square with side `resolution`, or with the image's longer side.
+    * ``pad``: centre the image on a black square with side `resolution`, or without one with the image's longer side.
     * ``none``: accept square images only.
     * ``adm``: the cropping of ADM, DiT, U-ViT and SpeeD. Halve the image by averaging while its short side is at least
-      twice the resolution, resize it, then cut out the centre. It needs a resolution.
+      twice the resolution, resize it, then cut out the centre. The caller ensures that there is a resolution.
 
     Except with ``adm``, the image is resized after cropping. Images with more than 8 bits or with transparency are
     converted by `_to_eight_bit`.
@@ -95,7 +95,8 @@ def _to_eight_bit(image: Image.Image) -> Image.Image:
     """Convert an image to an opaque one with 8 bits per channel, grey or RGB.
 
     Transparency is composed over white. Integers of 16 or 32 bits are clipped to [0, 65535] and divided by 257. Floats
-    are multiplied by 255 if none exceeds 1, and then clipped to [0, 255].
+    are multiplied by 255 if none in the image exceeds 1, and then clipped to [0, 255]. Other modes, such as palettes
+    and CMYK, become RGB. An opaque image with mode L or RGB is returned itself.
     """
     if image.mode.startswith("I"):  # 16 or 32 bits; PIL has no 16-bit colour, so these images are grey
         sixteen_bit = np.asarray(image).astype(np.int64).clip(0, 65535)
@@ -103,7 +104,7 @@ def _to_eight_bit(image: Image.Image) -> Image.Image:
         return Image.fromarray(rounded.astype(np.uint8))
     if image.mode == "F":  # floats of 32 bits, grey
         values = np.asarray(image)
-        white = 1.0 if values.max() <= 1.0 else 255.0
+        white = 1.0 if values.max() <= 1.0 else 255.0  # the float that means white
         return Image.fromarray((values / white * 255.0).round().clip(0, 255).astype(np.uint8))
     has_alpha = "A" in image.mode or "a" in image.mode  # RGBA and LA, or premultiplied RGBa and La
     if has_alpha or "transparency" in image.info:

@@ -83,7 +83,7 @@ class Latents:
         """True if `read_rows` and `load_conditions` read no file; False with encoded captions, which stay in a file."""
         if self.text is not None:
             return False
-        arrays_of_x0 = self.moments.values() or [self.dataset.images]
+        arrays_of_x0 = self.moments.values() or [self.dataset.images]  # without moments, x0 is the pixels
         arrays = [*self.dataset.conditions.values(), *arrays_of_x0]
         return all(isinstance(array, np.ndarray) for array in arrays)
 
@@ -117,7 +117,7 @@ class Latents:
         if flips.any() and not self.can_flip:
             raise KairosError("dataset.flips: is false, so there are no flipped images to train on")
         if not self.moments:
-            pixels = self.dataset.images[indices]
+            pixels = self.dataset.images[indices]  # a copy, also of images in memory
             pixels[flips] = pixels[flips, :, ::-1]  # axes: image, height, width, channel
             return {"pixels": torch.from_numpy(pixels)}
         rows: dict[str, Tensor] = {}
@@ -133,6 +133,8 @@ class Latents:
 
     def compute_x0(self, rows: dict[str, Tensor], noise: Images | None = None) -> Images:
         """Compute images in model space, float32 (n, c, h, w), on the device of their rows.
+
+        Moments of another type than float32 keep their type.
 
         Args:
             rows: result of `read_rows`, on any device.
@@ -161,12 +163,12 @@ class Latents:
         return reduce_resolution(to_float(rows["pixels"]), self.condition_kinds["low_resolution"]["factor"])
 
     def _in_model_space(self, z: Images) -> Images:
-        """Return (z − shift) · scale."""
+        """Return (z − shift) · scale, with shift and scale of the manifest; on a GPU the result may be `z` itself."""
         shift, scale = self.manifest["shift_factor"], self.manifest["scaling_factor"]
-        # on a GPU, a shift of 0 and a scale of 1, which are those of pixels, need no kernel
-        always = z.device.type == "cpu"
-        x0: Images = z - shift if always or shift != 0 else z
-        if always or scale != 1:
+        # a GPU skips a shift of 0 and a scale of 1, which are those of pixels, to save the launch of two kernels
+        on_cpu = z.device.type == "cpu"
+        x0: Images = z - shift if on_cpu or shift != 0 else z
+        if on_cpu or scale != 1:
             x0 = x0 * scale
         return x0
 
@@ -202,7 +204,7 @@ class Latents:
         indices = np.asarray(indices)
         conditions = {}
         for name, values in self.dataset.conditions.items():
-            rows = values[indices]
+            rows = values[indices]  # a copy, also of an array in memory
             if flips is not None and self.condition_kinds[name]["kind"] == "image":
                 rows[flips] = rows[flips][..., ::-1]  # the last axis is the width
             conditions[name] = torch.from_numpy(rows)
@@ -216,7 +218,7 @@ class Latents:
         """Measure the standard deviation of x0 over the training images, to four significant digits.
 
         At most 2,000 training images are read, evenly spaced. The variance of stochastic latents is included. Flipped
-        images are not measured. The sums are in float64.
+        images are not measured. Latents are converted to float64 first, and pixels to float32.
         """
         count = min(len(self.train), _MOST_MEASURED)
         positions = np.linspace(0, len(self.train) - 1, count).astype(np.int64)

@@ -27,6 +27,7 @@ from kairos_timesteps.errors import DamagedError, KairosError
 TEMPORARY_COPY = ".tmp-pixels.npy"  # in the folder of the data set; the name is one that DVC ignores
 _COPIES_IN_FREE_SPACE = 10  # a temporary copy is created if this many copies fit in the free space
 _LARGEST_COPY = 32 * 2**30  # bytes of a temporary copy; file systems that many users share have quotas
+# ends error messages about a changed source
 _ADVICE = "bring it back as it was, or make the folder again with: kairos prepare"
 
 
@@ -38,7 +39,8 @@ def checksum(pixels: np.ndarray) -> np.ndarray:
 def create_temporary_copy(folder: Path, shape: tuple[int, ...]) -> ArrayFile | None:
     """Create the file of a temporary copy of decoded images; return None if it is large or its disk has little space.
 
-    None is also returned if the file cannot be created. The file is open for writing, and all its pixels are 0.
+    A copy is large above 32 GiB, and space is little if ten copies do not fit. None is also returned if the file cannot
+    be created. The file is open for writing, and all its pixels are 0.
 
     Args:
         folder: folder of the prepared data set.

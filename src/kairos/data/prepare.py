@@ -36,8 +36,9 @@ from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.randomness import derived_seed
 
-_ARRAYS = ("images", "train", "heldout", "numbers", "checksums", "names", *captioning.ARRAYS)
-_TEMPORARY = ".tmp-images.npy"
+# array files of a folder without their suffix, except those of conditions
+_ARRAY_NAMES = ("images", "train", "heldout", "numbers", "checksums", "names", *captioning.ARRAYS)
+_TEMPORARY_IMAGES = ".tmp-images.npy"  # becomes images.npy when all images are in it
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
     An earlier data set in `out` is deleted once the source is open. Messages report the progress.
 
     Raises:
-        ConfigError: the source cannot be used as configured, or images differ in size and no resolution is configured.
+        ConfigError: the source cannot be used as configured, images differ in size and no resolution is configured, or
+            the number of training images is not `dataset.train_images`.
         KairosError: an image is broken and `dataset.broken` is ``refuse``, an image does not fit `dataset.crop`, or too
             few images are usable.
     """
@@ -126,7 +128,10 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
 
 
 def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
-    """Write the folder of a data set from a source that is already open, and return its manifest; see `prepare`."""
+    """Write the folder of a data set from a source that is already open, and return its manifest; see `prepare`.
+
+    The caller ensures that `dataset.store` is ``copy`` or ``refer``: ``auto`` would copy the images.
+    """
     _delete_old_files(out)
     selected, unmatched_counts = _select_images(config, source)
     decoded = _decode_images(config, source, selected, out)
@@ -167,12 +172,15 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
 
 
 def _delete_old_files(out: Path) -> None:
-    """Create the folder of a data set if necessary, and delete an earlier data set in it, manifest first."""
+    """Create the folder of a data set and its folder `conditions` if necessary, and delete an earlier data set in it.
+
+    The manifest is deleted first. Temporary files of a call that failed or was killed are deleted too.
+    """
     (out / "conditions").mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
     delete_temporary_copy(out)
-    (out / _TEMPORARY).unlink(missing_ok=True)  # of a call that failed or was killed
-    for name in _ARRAYS:
+    (out / _TEMPORARY_IMAGES).unlink(missing_ok=True)
+    for name in _ARRAY_NAMES:
         (out / f"{name}.npy").unlink(missing_ok=True)
     for file in out.glob("conditions/*.npy"):
         file.unlink()
@@ -184,13 +192,13 @@ def _write_arrays(out: Path, arrays: dict[str, np.ndarray], images_hash: str | N
     The keys of the result are paths in the folder, such as ``conditions/class.npy``. The images are ``images.npy``.
 
     Args:
-        out: folder of the data set.
+        out: folder of the data set, in which `_delete_old_files` has created folder ``conditions``.
         arrays: arrays by file name without suffix.
         images_hash: hash of the temporary file of the images; None: there is none.
     """
     files: dict[str, str] = {}
     if images_hash is not None:
-        os.replace(out / _TEMPORARY, out / "images.npy")
+        os.replace(out / _TEMPORARY_IMAGES, out / "images.npy")
         files["images.npy"] = images_hash
     for name, values in arrays.items():
         path = out / f"{name}.npy"
@@ -222,8 +230,8 @@ def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], di
     are all selected.
 
     Returns:
-        Indices of the images in the source, increasing, and numbers of images and captions that do not match, see
-        `captions.select_captioned`.
+        Indices of the images in the source, increasing, and numbers of images and captions that do not match (empty
+        without captions), see `captions.select_captioned`.
 
     Raises:
         KairosError: no image, or no held-out image of another path, has a caption.
@@ -318,7 +326,8 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
     skipped images and the progress.
 
     Raises:
-        KairosError: no image is usable, or one is broken and `dataset.broken` is ``refuse``.
+        KairosError: no image is usable, one is broken and `dataset.broken` is ``refuse``, or one does not fit
+            `dataset.crop`.
         ConfigError: images differ in size and no resolution is configured.
     """
     # rows for all selected images; those after `count` stay unused if images are broken
@@ -346,7 +355,7 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
             if config.store == "refer":
                 temporary_copy = create_temporary_copy(out, (len(selected), *shape))
             else:
-                images = _ImageWriter(out / _TEMPORARY, len(selected), shape)
+                images = _ImageWriter(out / _TEMPORARY_IMAGES, len(selected), shape)
         elif pixels.shape != shape:
             raise ConfigError(
                 f"dataset.resolution: got null, but {name} has {pixels.shape[1]}×{pixels.shape[0]} "

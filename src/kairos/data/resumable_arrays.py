@@ -41,9 +41,10 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
 
 
 def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
-    """Move the files of a manifest, which are complete, from the private folder to `out`, and write the manifest last.
+    """Move the files of a manifest from the private folder to `out`, and write the manifest last.
 
-    The private folder is deleted with its other files.
+    The caller ensures that all of these files are in the private folder and complete. The private folder is deleted
+    with its other files.
     """
     for name in manifest["files"]:
         os.replace(out / PARTIAL / name, out / name)
@@ -65,11 +66,13 @@ def fill_arrays(
     """Compute arrays in batches, write them into a private folder, and return the hash of each file by name.
 
     The file of an array is ``<name>.npy`` in the private folder. Its first row has the first index of `rows`. The keys
-    of the result are file names. Every two seconds and at the end, the written rows are made durable and recorded.
-    Messages report the progress, and after which row a killed job resumes.
+    of the result are file names. The written rows are made durable and recorded after the last batch, and after each
+    batch that ends more than two seconds after the last record. Messages report the progress, and after which row a
+    killed job resumes.
 
     Args:
-        partial: the private folder; an interrupted computation with equal identity and rows resumes there.
+        partial: the private folder; an interrupted computation with equal identity and rows resumes there, and other
+            content is deleted. The caller ensures that the folder above it exists.
         identity: settings that, together with the rows, determine the content of the arrays.
         arrays: shape of a row, and dtype, of each array by name.
         rows: consecutive indices of the rows to compute.
@@ -113,8 +116,8 @@ def fill_arrays(
 def _rows_done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
     """Return the number of rows that an interrupted computation has finished.
 
-    The result is 0 if no computation was interrupted, if its record or an array is damaged, or if its key or the shape
-    of an array differs.
+    The result is 0 if no computation was interrupted, if its record or an array is damaged or missing, or if its key or
+    the shape of an array differs.
 
     Args:
         partial: the private folder.

@@ -70,21 +70,22 @@ class DatasetConfig(Section):
 
         * All sources except digits need `path`.
         * Digits are not flipped, and their `heldout` is a share of the images.
+        * A share is at least 0 and below 1. A text in `heldout`, of sources other than digits, is not checked.
         * Only a folder or a zip takes a list of `files`.
 
         Raises:
             ConfigError: a field does not fit the source.
         """
-        digits = self.source == "digits"
-        if digits:
+        is_digits = self.source == "digits"
+        if is_digits:
             demand(not self.flips, "dataset.flips", "true", "false for digits (a flipped digit is no digit)")
         else:
             demand(self.path, "dataset.path", "null", f"the path or hub id of source {self.source}")
         if isinstance(self.heldout, str):
-            valid_heldout = not digits
+            valid_heldout = not is_digits
         else:
             valid_heldout = 0 <= self.heldout < 1
-        alternative = "" if digits else ", or where the images to hold out are"
+        alternative = "" if is_digits else ", or where the images to hold out are"
         demand(valid_heldout, "dataset.heldout", repr(self.heldout), f"a share from 0, below 1{alternative}")
         if self.source not in ("folder", "zip"):
             demand(not self.files, "dataset.files", repr(self.files), f"null with source {self.source}")
@@ -188,9 +189,10 @@ class DatasetConfig(Section):
         return "label" if "label" in columns else None
 
     def heldout_count(self, count: int) -> int:
-        """Return the number of held-out images of `count` if `heldout` is a share; a path raises ValueError.
+        """Return the number of held-out images among `count` images if `heldout` is a share; a path raises ValueError.
 
-        The product is rounded. It is at least one and not all images, or 0 if the share is 0.
+        The number is the rounded product, but at least 1 and at most `count` - 1. It is 0 if the share is 0. The caller
+        ensures that there is at least one image.
         """
         share = float(self.heldout)
         if share == 0:

@@ -31,7 +31,7 @@ class ImageCounts:
         unknown: reason why the source could not be counted; empty if the counts are known.
         count: number of images within the limit, training and held out, without held-out images from another path; None
             if unknown.
-        classes: number of classes; None without labels.
+        classes: number of classes that have an image; None without labels.
     """
 
     train: int | None = None
@@ -66,8 +66,8 @@ def count_images(config: DatasetConfig) -> ImageCounts:
     )
 
 
-# Each of the following functions returns the number of images, and the number of images of each class, which is empty
-# without classes. Held-out images of another path and the limit do not count.
+# Each of the following functions returns the number of images, and the number of images by class, a dictionary that is
+# empty without classes. Held-out images of another path and the limit do not count.
 
 
 def _count_digits(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
@@ -91,7 +91,12 @@ def _count_files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
 
 
 def _count_parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Count the rows of parquet files, and the rows of each class; only the column of labels is read."""
+    """Count the rows of parquet files, and the rows of each class; only the column of labels is read.
+
+    Raises:
+        ConfigError: there are no such files.
+        LookupError, OSError, ValueError: a file is not parquet, or lacks the column of labels.
+    """
     import pyarrow.parquet as pq
 
     from kairos.data.sources import parquet_files

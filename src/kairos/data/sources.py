@@ -71,7 +71,8 @@ def open_source(config: DatasetConfig) -> Source:
 
     Raises:
         ConfigError: the folder, file, data set or column does not exist, or contains no image. Also if the number of
-            images is not `dataset.images`, or if held-out images have classes or files that do not fit the others.
+            images is not `dataset.images`, if captions cannot be read, or if held-out images have classes, conditions
+            or files that do not fit the others.
         KairosError: `datasets` cannot load the data set.
     """
     opener = OPENERS[config.source]
@@ -93,7 +94,11 @@ def open_source(config: DatasetConfig) -> Source:
 
 
 def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> None:
-    """Raise ConfigError if the training and the held-out list of files, of one folder or zip, have a file in common."""
+    """Raise ConfigError if a training image and a held-out image have the same name.
+
+    The caller ensures that two lists of files have selected both sources from one folder or zip: names alone are
+    compared.
+    """
     train_names = {train.name(index) for index in range(train.count)}
     heldout_names = {heldout.name(index) for index in range(heldout.count)}
     common = sorted(train_names & heldout_names)
@@ -112,7 +117,8 @@ def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> S
     Args:
         train: the training images.
         heldout: the held-out images.
-        one_caption_file: both have their captions from one file; a caption is unmatched if neither has its image.
+        one_caption_file: True if both have their captions from one file. A caption is then unmatched if neither source
+            has its image; otherwise, if its own source lacks it.
 
     Raises:
         ConfigError: the held-out images have classes that the training images do not have, or only one of the sources
@@ -215,9 +221,9 @@ def _open_digits(config: DatasetConfig) -> Source:
 def _open_folder(config: DatasetConfig) -> Source:
     """Open all images below a folder; if all are in two or more subfolders, the subfolders are the classes.
 
-    The subfolders are those directly below the folder. Otherwise there are no classes. Hidden files are skipped. Images
-    are named by their path relative to the folder, and sorted by it. With `dataset.files`, only the listed images, in
-    the order of the list, and their classes remain.
+    The subfolders are those directly below the folder. Otherwise there are no classes. Hidden files and hidden folders
+    are skipped. Images are named by their path relative to the folder, and sorted by it. With `dataset.files`, only the
+    listed images, in the order of the list, and their classes remain.
 
     Raises:
         ConfigError: the folder does not exist or contains no image, or the list of files cannot be used.
@@ -489,10 +495,11 @@ def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, 
     """Return the class of each row, int64 (rows,), and the names of the classes; None, None without a label column.
 
     Classes given as texts are numbered in sorted order. Classes given as integers have the names that the table
-    declares, or else their numbers, from 0 to the largest one.
+    declares, or else their numbers, from 0 to the largest one. A boolean counts as 0 or 1.
 
     Raises:
-        ConfigError: the column does not exist, or contains a value that is no class, such as null.
+        ConfigError: the column does not exist, or contains a value that is no class, such as null, or a number for
+            which the table declares no name.
     """
     column = config.find_label_column(table.features)
     if column is None:

@@ -90,7 +90,8 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
 def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
     """Train the classifier without labels, on the rotation of images, and write its weights into `folder`.
 
-    The classes are the numbers of quarter turns, 0 to 3. They are drawn by step and position in the batch.
+    The classes are the numbers of quarter turns, 0 to 3. They are drawn by step and position in the batch. The caller
+    ensures that the images are square, as stage prepare makes them.
 
     Returns:
         The classifier's manifest fields, see `train_on_task`.
@@ -117,9 +118,8 @@ def train_on_task(
 ) -> dict[str, Any]:
     """Train the network on a classification task, write its weights into `folder` and return its manifest fields.
 
-    Training runs on the CPU and does not change torch's global generator. Field ``name`` is `kind` and the number of
-    features, such as ``classifier64``. Field ``accuracy`` is the share of held-out images that are classified
-    correctly, which a message reports; None without held-out images.
+    Training runs on the CPU and does not change torch's global generator. Messages report the progress, and the
+    accuracy if there are held-out images.
 
     Args:
         kind: name of the extractor without its width; also names the random streams.
@@ -129,6 +129,17 @@ def train_on_task(
         task: function from dataset indices and step to uint8 images (n, channels, height, width) and their classes
             (n,).
         folder: folder for the weights.
+
+    Returns:
+        ``name``: `kind` and the number of features, such as ``classifier64``.
+        ``metric``: column of the Fréchet distance.
+        ``features``: number of features.
+        ``accuracy``: share of held-out images that are classified correctly; None without held-out images.
+        ``classes``: number of classes.
+        ``shape``: height, width and channels of the images.
+        ``sha256``: hash of the weights' file.
+        ``dataset_sha256``: hash of the data set.
+        ``files``: hash of each file in the folder.
     """
     name = f"{kind}{options.features}"
     shape = tuple(dataset.images.shape[1:])

@@ -18,7 +18,7 @@ from kairos.text_encoders.encoder import load_pretrained, network_folder
 from kairos.text_encoders.settings import FILES, PREPROCESSOR
 from kairos_timesteps.errors import ConfigError
 
-FIELD = "evaluation.metrics: clip.path"
+FIELD = "evaluation.metrics: clip.path"  # begins error messages
 
 Network = tuple[Any, Any, Any]  # CLIP, its tokenizer and its image processor
 

@@ -29,7 +29,8 @@ def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path)
     """Put the network into `folder` and return the extractor's manifest fields.
 
     A network on the hub is downloaded if necessary. The network is written into subfolder ``model``, after an earlier
-    network there is deleted. The extractor's hash is the hash of all files' hashes.
+    network there is deleted. The fields are ``name``, ``metric`` (column of the Fréchet distance), ``features`` (their
+    number), ``files`` (hash of each file) and ``sha256`` (hash of ``files``). `dataset` is not used.
 
     Raises:
         KairosError: the network is missing or is not a DINOv2; the message contains the expected files.

@@ -61,11 +61,12 @@ def run(
             reference's folder, or with an npz reference the extractor that the metrics are defined for.
         latents: folder of the latents for the validation loss; None: ``../../../../latents``, relative to the snapshot.
         sets: with an npz reference: number of sets that the samples are split into.
-        metric_names: with an npz reference: names of metrics; None: the default metrics of the extractor.
+        metric_names: with an npz reference: names of metrics; None or empty: the default metrics of the extractor.
 
     Raises:
-        ConfigError: `metric_names` are given with another reference.
-        KairosError: a file is missing or damaged, or files do not belong together.
+        ConfigError: `metric_names` are given with another reference, or the extractor is not decided, see
+            `_find_extractor`.
+        KairosError: a file is missing or damaged, or files do not belong together. The records of earlier jobs remain.
     """
     is_external = reference.suffix == ".npz"
     if metric_names and not is_external:
@@ -128,12 +129,12 @@ def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[
 
 
 def _extractor_of_metrics(names: list[str]) -> str:
-    """Return the one extractor that metrics are defined for.
+    """Return the one extractor that metrics are defined for; metrics that are defined for any extractor do not count.
 
     Raises:
-        ConfigError: the metrics are defined for any extractor, or for several ones.
+        ConfigError: no metric is defined for one extractor, or two metrics are defined for different ones.
     """
-    extractors = {METRICS.find(name).extractor for name in names} - {""}
+    extractors = {METRICS.find(name).extractor for name in names} - {""}  # empty: any extractor
     if len(extractors) != 1:
         raise ConfigError(
             "--extractor: got none, required with an npz as --reference: pass a folder, inception or dinov2, or "
@@ -184,9 +185,10 @@ def evaluate(
 ) -> list[str]:
     """Evaluate one samples file, write its record, and return the warnings that its images are few.
 
-    The caller prints these warnings. Messages report the distance, and images that fill no set. The record contains
-    ``step``, ``metrics``, ``protocol`` and ``warnings``; with metrics of the snapshot's network also ``validation``.
-    Without a snapshot, metrics that need one are left out.
+    The caller prints these warnings, since it joins equal ones of several files. Messages report the distance, and
+    images that fill no set. The record contains ``step`` (None if the samples file contains none), ``metrics``,
+    ``protocol`` and ``warnings``; with metrics of the snapshot's network also ``validation``. Its warnings are the
+    returned ones and that about images that fill no set. Without a snapshot, metrics that need one are left out.
 
     Args:
         job: the samples and the record to write.
@@ -311,7 +313,7 @@ def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) 
 
     Args:
         images: number of images.
-        num_samples: images per set, fixed by the reference; None: `sets` sets.
+        num_samples: images per set, fixed by the reference, so that `sets` does not count; None: `sets` sets.
         sets: number of sets if their size is not fixed.
         file: the samples file, for messages.
 
@@ -319,9 +321,11 @@ def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) 
         KairosError: fewer images than one set has.
     """
     if num_samples is None:
-        set_size, set_count = images // sets, sets if images >= sets else 0
+        set_size = images // sets
+        set_count = sets if set_size > 0 else 0
     else:
-        set_size, set_count = num_samples, images // num_samples
+        set_size = num_samples
+        set_count = images // num_samples
     if set_count == 0:
         raise KairosError(f"{file}: got {images} images, allowed: at least {num_samples or sets}, one full set")
     warnings = []
@@ -339,7 +343,8 @@ def _evaluation_protocol(
     """Return all settings that decide the metrics; those that an external samples file lacks are None.
 
     The settings are flat: options of the solver are keys next to ``steps`` and ``weights``. Common options that the
-    solver does not have are None. ``n_samples`` is the number of images in a set.
+    solver does not have are None. ``n_samples`` is the number of images in a set. ``accuracy`` is no setting, but that
+    of the extractor as a classifier; None for a published extractor.
 
     Args:
         sampling: sampling protocol of the samples file.
@@ -371,6 +376,9 @@ def _open_training_latents(
 ) -> Latents:
     """Open the latents that a snapshot was trained on, and check that samples, snapshot and latents belong together.
 
+    Samples of other projects, which contain no identity and step, are accepted, and so are any latents for imported
+    weights, whose data are unknown.
+
     Args:
         job: samples, and a snapshot.
         protocol: sampling protocol of the samples.
@@ -383,7 +391,6 @@ def _open_training_latents(
     """
     assert job.milestone is not None
     snapshot = (record["identity"], record["step"])
-    # samples of other projects have neither field, and are accepted
     sampled_snapshot = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
     if sampled_snapshot != snapshot:
         raise KairosError(
@@ -392,8 +399,7 @@ def _open_training_latents(
     folder = latents or job.milestone / "../../../../latents"
     training_latents = open_latents(folder)
     for name in ("autoencoder_sha256", "dataset_sha256"):
-        # imported weights have None: the data that they were trained on is unknown
-        if record[name] not in (None, training_latents.manifest[name]):
+        if record[name] not in (None, training_latents.manifest[name]):  # None: imported weights
             raise KairosError(
                 f"{folder}: {name} differs from {job.milestone}; pass the latents that the snapshot was trained on as "
                 "--latents DIR"

@@ -12,7 +12,7 @@ import numpy as np
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
 from kairos_timesteps.errors import KairosError
 
-_IMAGE_ARRAYS = {"images", "arr_0"}
+_IMAGE_ARRAYS = {"images", "arr_0"}  # names of arrays that contain images
 
 
 def read_moments(
@@ -22,7 +22,8 @@ def read_moments(
 
     Args:
         path: the npz file.
-        width: number of features; None if it is unknown.
+        width: number of features, with which the covariance of ``moments`` is compared, but not that of ``spatial``;
+            None if it is unknown: nothing is compared.
         needs: measurements of real images that the metrics need, see `settings.MEASUREMENTS`.
         where: the experiment's field or the option that sets the file, for messages.
 

@@ -22,13 +22,17 @@ def choose_extractor(
 ) -> tuple[EvaluationConfig, list[str]]:
     """Replace extractor ``auto`` by a definite one and check that the evaluation is possible.
 
+    An extractor that replaces ``auto`` has the default values of its options. A number of images that is unknown passes
+    the checks.
+
     Args:
         evaluation: section `evaluation`.
         dataset: section `dataset`.
         conditions: names of the model's conditions.
 
     Returns:
-        The section with a definite extractor, and messages for the user: the reason for the choice, and warnings.
+        The section with a definite extractor, and messages for the user: the reason for the choice of ``auto``, then
+        warnings. A section without ``auto`` is returned unchanged.
 
     Raises:
         ConfigError: the images are too few or lack labels that extractor or conditions need. The weights are missing
@@ -47,6 +51,7 @@ def choose_extractor(
     if name == "auto":
         name, reason = _resolve_auto(evaluation, counts)
         messages.insert(0, f"extractor: {name} (auto: {reason})")
+        # a text selects the default options; `source` begins the error message
         evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, source=messages[0])
     elif name == "classifier" and not counts.unknown:
         problems += _classifier_problems(counts)
@@ -75,7 +80,8 @@ def choose_extractor(
 def _resolve_auto(evaluation: EvaluationConfig, counts: ImageCounts) -> tuple[str, str]:
     """Return the name of the extractor that ``auto`` selects, and the reason.
 
-    Inception is selected if its weights are at the default path and every set of images is large enough. Otherwise a
+    Inception is selected if its weights are at the default path, and a set of samples and the training images are more
+    than its features. If the number of training images is unknown, the set of samples alone decides. Otherwise a
     classifier is trained if the images are known to have labels, `MIN_IMAGES_PER_CLASS` or more of each class. If not,
     a self-supervised network is trained.
     """
@@ -137,7 +143,9 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
 def _too_few_images(evaluation: EvaluationConfig, dataset: DatasetConfig, counts: ImageCounts) -> list[str]:
     """Return an error message for each number of images that is too small for a feature covariance of full rank.
 
-    The list is empty if all numbers are large enough, or if the number of features is not known yet.
+    The numbers are those of images per set, and of real images: with reference ``train`` the training images, with
+    ``all`` also the held-out ones. An npz file as reference is not checked here. A number that is unknown passes, and
+    all pass if the number of features is not known yet. The list is then empty.
     """
     name = evaluation.extractor.name
     width = evaluation.extractor.feature_count or 0  # 0: unknown, so that no number is too small

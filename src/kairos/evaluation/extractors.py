@@ -20,8 +20,8 @@ from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions
 from kairos.files import check_files, open_record, write_json
 from kairos_timesteps.errors import KairosError
 
-# manifest fields that extractors trained by kairos replace; published ones take images of any size
-_PRETRAINED = {"accuracy": None, "shape": None, "dataset_sha256": None}
+# manifest fields of published extractors, which take images of any size; extractors that kairos trains replace them
+_FIELDS_OF_PUBLISHED = {"accuracy": None, "shape": None, "dataset_sha256": None}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
     """Run stage `extractor`: fill the extractor's folder, write the manifest last and return it.
 
     An earlier manifest is deleted first, so that a folder with a manifest is complete. The folder is created if
-    necessary. The manifest contains kind and options of the extractor, and the fields that its code returns.
+    necessary. The manifest contains ``kind`` and ``options`` of the extractor, and the fields that its code returns.
+    ``accuracy``, ``shape`` and ``dataset_sha256`` are None if its code does not return them.
 
     Args:
         extractor: field `evaluation.extractor` of the experiment.
@@ -95,7 +96,7 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
-    manifest = {"kind": extractor.name, "options": extractor.plain(), **_PRETRAINED}
+    manifest = {"kind": extractor.name, "options": extractor.plain(), **_FIELDS_OF_PUBLISHED}
     manifest |= extractor.build(dataset, folder)
     write_json(folder / "manifest.json", manifest)
     return manifest

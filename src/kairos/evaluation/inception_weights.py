@@ -107,7 +107,8 @@ def matches_hash_in_name(path: Path, name: str = "") -> bool:
 def download(url: str, path: Path) -> None:
     """Download a file atomically and check it against the hash in its name, the URL's last part.
 
-    An error leaves `path` as it was. Messages report the progress.
+    An error leaves `path` as it was. If the server does not send the size, a file that ends early is found by its hash
+    alone; a file whose name has no hash is then accepted. Messages report the progress.
 
     Raises:
         KairosError: the server does not answer or has no such file, or the file is incomplete or has another hash.
@@ -129,7 +130,8 @@ def download(url: str, path: Path) -> None:
             if not matches_hash_in_name(Path(file.name), name):
                 raise KairosError("its content does not match the hash in its name")
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise KairosError(f"{getattr(error, 'reason', None) or error}") from None
+        reason = getattr(error, "reason", None)  # of a URLError, whose text adds "<urlopen error ...>"
+        raise KairosError(f"{reason or error}") from None
 
 
 def _mebibytes(size: int) -> int:

@@ -31,7 +31,7 @@ class MomentSums:
     """
 
     def __init__(self) -> None:
-        self.count = 0.0
+        self.count = 0.0  # a sum of weights
 
     def add(self, values: Features, weights: Counts | None = None) -> None:
         """Add vectors (n, d), on the CPU; vector i counts `weights[i]` times, or once without weights (n,)."""
@@ -121,7 +121,7 @@ def measure(
     them.
 
     Args:
-        extractor: an opened extractor.
+        extractor: an opened extractor. The caller ensures that it has the layers that `needs` are measured on.
         images: batches of uint8 (n, height, width, channels).
         needs: measurements to take, see `settings.MEASUREMENTS`. Captions, pairs and snapshots are ignored: stage
             evaluate adds them.
@@ -132,17 +132,18 @@ def measure(
     for name, measurement in GAUSSIAN_MEASUREMENTS.items():
         if name in needs:
             sums_by_layer[measurement.layer] = MomentSums()
+    # by layer; the layers have the names of the measurements
     spools = {name: Spool() for name in ("features", "logits") if name in needs}
     count = 0  # images so far
     for batch in images:
         layers = extractor.compute_layers(batch)
         for layer, sums in sums_by_layer.items():
             sums.add(layers[layer])
-        is_stored: Any = slice(None)  # all images of the batch
+        stored_rows: Any = slice(None)  # all images of the batch
         if stored_indices is not None:
-            is_stored = np.isin(np.arange(count, count + len(batch)), stored_indices)
+            stored_rows = np.isin(np.arange(count, count + len(batch)), stored_indices)
         for layer, spool in spools.items():
-            spool.add(layers[layer][is_stored])
+            spool.add(layers[layer][stored_rows])
         count += len(batch)
     array_files = {layer: spool.rows() for layer, spool in spools.items()}
     return ImageStatistics(

@@ -205,7 +205,8 @@ def sfid(options: MetricOptions, statistics: ImageStatistics, comparison: Compar
 def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> float:
     """Return |m1 - m2|² + tr(C1 + C2 - 2 (C1 C2)^½), the Fréchet distance of two Gaussians.
 
-    The trace of the root is the trace of the symmetric (R C1 R)^½ with R = C2^½, which has no complex eigenvalues.
+    The trace of the root is the trace of the symmetric (R C1 R)^½ with R = C2^½, which has no complex eigenvalues. It
+    is the sum of the square roots of the eigenvalues of R C1 R.
 
     Args:
         samples: mean and covariance of the samples' features, m1 and C1.
@@ -233,8 +234,8 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
 
     The kernel is (gamma x·y + 1)³. For Inception, gamma is the published 1/d. Features of an extractor that kairos
     trains have an arbitrary scale. For them gamma is 1 / mean |x|² of the real features, which makes the distance
-    independent of the scale. At most `MAX_STORED` evenly spread samples count. There is no column if
-    a subset would have fewer than two images.
+    independent of the scale. At most `MAX_STORED` evenly spread samples and real images count. torch-fidelity draws the
+    subsets by a fixed seed. There is no column if a subset would have fewer than two images.
     """
     assert statistics.features is not None
     from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric  # its import takes a second
@@ -244,7 +245,7 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
     subset_size = min(options.subset_size, len(samples) // 2, len(real) // 2)
     if subset_size < 2:
         return {}
-    if comparison.distance_column == "fid":
+    if comparison.distance_column == "fid":  # the column of Inception alone
         gamma = None  # torch-fidelity's default, 1/d
     else:
         gamma = 1 / float(real.square().sum(1).mean())
@@ -299,11 +300,12 @@ def recall(options: RecallOptions, statistics: ImageStatistics, comparison: Comp
 def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
     """Return the share of points that are inside a manifold: in a ball around one of its vectors.
 
-    The ball of a vector reaches to its `neighbours`-th nearest neighbour in the manifold. Distances are computed in
-    blocks, so memory holds neither all pairs nor all vectors.
+    The ball of a vector reaches to its `neighbours`-th nearest neighbour in the manifold. With at most `neighbours`
+    vectors there is no such neighbour: balls are infinite, and the share is 1. Distances are computed in blocks, so
+    memory holds neither all pairs nor all vectors.
 
     Args:
-        points: feature vectors, float32 (n, d).
+        points: one or more feature vectors, float32 (n, d).
         manifold: feature vectors, float32 (m, d).
         neighbours: number of the nearest neighbour.
     """
@@ -314,7 +316,7 @@ def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
             # keep the smallest of the distances so far and those to the next block
             candidates = torch.cat([nearest, torch.cdist(vectors, others)], 1)
             nearest[:] = candidates.topk(neighbours + 1, largest=False).values
-    radii = nearest_distances.max(1).values
+    radii = nearest_distances.max(1).values  # of the vector itself and its `neighbours` nearest, the last neighbour's
     # points inside any ball
     inside_count = 0
     for block in _iterate_vectors(points):
@@ -334,9 +336,9 @@ def bootstrap(statistics: ImageStatistics, comparison: Comparison, resamples: in
     """Return the standard deviation of the Fréchet distance over bootstrap resamples of one set of images.
 
     Args:
-        statistics: measurements of the set, with the features of all its images.
+        statistics: measurements of the set. The caller ensures that they contain the features of all its images.
         comparison: statistics of the real images.
-        resamples: number of resamples, drawn with replacement.
+        resamples: number of resamples, 2 or more. Each has the size of the set and is drawn with replacement.
         seed: seed of the resamples.
     """
     assert statistics.features is not None
@@ -357,7 +359,7 @@ def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
     """Return means, standard deviations and values over sets of images, by column.
 
     For a column ``x`` of every set's `scores` there are ``x`` (mean), ``x_spread`` (standard deviation with divisor
-    n - 1, None for one set) and ``x_sets`` (values). All sets must have the columns of the first.
+    n - 1, None for one set) and ``x_sets`` (values). The caller ensures that all sets have the columns of the first.
     """
     result: dict[str, Any] = {}
     for name in scores[0]:

@@ -47,10 +47,15 @@ from kairos_timesteps.randomness import Stream, derived_seed
 RESAMPLES = 20  # bootstrap resamples of the held-out images
 GAUSSIAN_IMAGES = 10_000  # most latents to which the Gaussian is fitted
 GAUSSIAN_VALUES = 2**27  # most numbers in these latents: 512 MB of float32
-_HELD_OUT = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
-_GENERATED = "standard deviation over sets of fresh draws"
+_HELDOUT_DEVIATION = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
+_GENERATED_DEVIATION = "standard deviation over sets of fresh draws"
 ImageSource = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
-SPREADS = {"floor": _HELD_OUT, "reconstruction": _HELD_OUT, "gaussian": _GENERATED, "noise": _GENERATED}
+SPREADS = {  # meaning of columns ``<metric>_spread``, by row
+    "floor": _HELDOUT_DEVIATION,
+    "reconstruction": _HELDOUT_DEVIATION,
+    "gaussian": _GENERATED_DEVIATION,
+    "noise": _GENERATED_DEVIATION,
+}
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,8 @@ def build_reference(
 def _check_image_counts(num_samples: int, real_images: int, width: int) -> list[str]:
     """Check the sizes of the sets against the number of features; print and return the warnings.
 
+    A returned warning begins with what is few: ``evaluation.num_samples: `` or ``real images: ``.
+
     Args:
         num_samples: images per set.
         real_images: number of real images; 0 if it is unknown, as for published moments.
@@ -190,13 +197,14 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
     Args:
         path: the npz file.
         extractor: the feature extractor.
-        metric_names: names of metrics; None: the default metrics of the extractor.
+        metric_names: names of metrics; None or empty: the default metrics of the extractor, with the validation loss.
 
     Raises:
+        ConfigError: a metric does not fit the extractor, or not exactly one metric ranks methods.
         KairosError: the file lacks something that the metrics need, or contains too few images for the extractor.
     """
     kind = extractor.manifest["kind"]
-    # the defaults include the validation loss, which is computed for samples with a snapshot
+    # held-out images: samples with a snapshot have a validation loss; for others it is left out
     selected = metrics_with_options(metric_names or default_metrics(kind, heldout=True))
     check_metrics(selected, kind)
     real = load_external_statistics(path, extractor, needs_of_real_images(selected))
@@ -208,7 +216,8 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
 def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extractor) -> dict[str, Any]:
     """Return the fields of a reference's record that fix settings for all its evaluations, and its hash.
 
-    The hash is that of the statistics of the real images and of the extractor.
+    They are ``eval_seed``, ``precision``, ``validation`` (settings of the losses) and ``reference_hash``, the hash of
+    the statistics of the real images and of the extractor.
     """
     return {
         "reference_hash": sha256_json({"statistics": real.hash, "extractor": extractor.hash}),
@@ -411,10 +420,11 @@ def _heldout_sources(
 def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, ImageSource]:
     """Fit a Gaussian to the training latents; return the number of fitted latents and a source of decoded samples.
 
-    At most `GAUSSIAN_IMAGES` latents are fitted, fewer if they are large; the encoder's noise is drawn as in training.
+    At most `GAUSSIAN_IMAGES` latents are fitted, and at most `GAUSSIAN_VALUES` numbers. Stochastic latents are sampled.
     A sample is mean + z rows / sqrt(n - 1), with z ~ N(0, I_n) and the n centred latents as rows. The covariance of
     such samples is the sample covariance of the latents, which is never formed. Its rank is n - 1, or the number of
-    dimensions if that is smaller. The latents stay in memory as long as the source.
+    dimensions if that is smaller. The latents stay in memory as long as the source. The caller ensures that there are
+    two training images or more.
 
     Args:
         latents: latents of the data set.
@@ -435,7 +445,7 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
     rows -= mean
 
     def images_of_set(number: int) -> Iterator[np.ndarray]:
-        for image_indices in iterate_rows(range(count), range(count)):
+        for image_indices in iterate_rows(range(count), range(count)):  # consecutive ranges
             z = Stream(seed, "gaussian draws").normal(number, image_indices, (fitted_count,))
             x0 = mean + z @ rows / (fitted_count - 1) ** 0.5
             yield to_uint8(codec.decode(x0.view(-1, *latents.shape)))
@@ -451,7 +461,7 @@ def _noise_source(shape: tuple[int, ...], count: int, seed: int) -> ImageSource:
 
     def images_of_set(number: int) -> Iterator[np.ndarray]:
         random = np.random.default_rng(derived_seed(seed, "noise images", number))
-        for image_indices in iterate_rows(range(count), range(count)):
+        for image_indices in iterate_rows(range(count), range(count)):  # consecutive ranges
             yield random.integers(0, 256, (len(image_indices), *shape), dtype=np.uint8)
 
     return images_of_set

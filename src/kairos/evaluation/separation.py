@@ -27,19 +27,24 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
     """Return why the distance cannot rank methods, or None if it can or if a reference row is missing.
 
     It can if real held-out images score more than `CLEAR` standard deviations below a fitted Gaussian. The deviation is
-    that of the difference between both scores.
+    that of the difference between both scores:
+
+    * The deviation of the real images, a bootstrap's, is in every record of stage reference. In a record without it, it
+      counts as 0, so that any lower score can rank.
+    * The deviation of a Gaussian row with one set of samples is None; that of the real images replaces it.
 
     Args:
-        reference: content of reference.json; rows ``floor`` and ``gaussian`` are used. The standard deviation of a
-            Gaussian row with one set of samples is unknown; the deviation of the real images replaces it.
+        reference: content of reference.json; rows ``floor`` and ``gaussian`` are used.
     """
     metric, rows = reference["metric"], reference["rows"]
     real, gaussian = rows.get("floor", {}), rows.get("gaussian", {})
     if metric not in real or metric not in gaussian:
         return None
-    real_deviation = real.get(f"{metric}_spread") or 0.0  # 0 if it is missing
+    real_deviation = real.get(f"{metric}_spread")
+    if real_deviation is None:  # not by stage reference
+        real_deviation = 0.0
     gaussian_deviation = gaussian.get(f"{metric}_spread")
-    if gaussian_deviation is None:
+    if gaussian_deviation is None:  # one set of samples
         gaussian_deviation = real_deviation
     deviation_of_difference = math.hypot(real_deviation, gaussian_deviation)
     if gaussian[metric] - real[metric] > CLEAR * deviation_of_difference:
@@ -57,8 +62,9 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
 def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
     """Return a warning if the distance is unlikely to rank methods, else None.
 
-    The warning is based on existing reference rows, see `cannot_rank`. If there are none, it is given for extractors
-    that are trained on fewer than `ENOUGH_IMAGES` images. None if methods are ranked by the validation loss.
+    Existing reference rows decide alone, see `cannot_rank`. If there are none, the warning is given for extractors that
+    are trained on fewer than `ENOUGH_IMAGES` images; a number of images that is unknown gives none. There is no warning
+    if methods are ranked by the validation loss.
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.

@@ -405,7 +405,7 @@ def default_metrics(extractor: str, heldout: bool) -> list[str]:
     """Return the names of the metrics of an experiment that lists none.
 
     They are the Fréchet distance and KID, with Inception also the Inception score, and with held-out images also the
-    validation loss.
+    validation loss. The Fréchet distance is ``fid`` with Inception, ``fd_dinov2`` with DINOv2, and else ``frechet``.
 
     Args:
         extractor: name of the extractor.

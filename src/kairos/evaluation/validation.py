@@ -1,9 +1,10 @@
 """Validation loss by time: fixed held-out images, noise and times, which are equal for all methods.
 
-A fraction u in [0, 1) is a position in the forward process. The range of fractions is divided into strata. The first
-and the last cell (timesteps of a discrete process) are strata of one cell, because the VLB's coefficient c is largest
-there. In a stratum, the fractions of the images are evenly spread, so that the mean over images is a mean over the
-stratum. The loss is the squared error of epsilon for every prediction target.
+A fraction u in [0, 1) is a position in the forward process. Cells divide [0, 1) into equal intervals, each with a
+coefficient c of the VLB; those of a discrete process are its timesteps. Strata consist of whole cells. The first and
+the last cell are strata of one cell, because c is largest there. In a stratum, the fractions of the images are evenly
+spread, so that the mean over images is a mean over the stratum. The loss is the squared error of epsilon for every
+prediction target.
 """
 
 import itertools
@@ -23,10 +24,10 @@ def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
     """Return half-open intervals of fractions that cover [0, 1): the first cell, `strata` intervals, the last cell.
 
     There are fewer than `strata` intervals if fewer cells are between the first and the last. Every interval begins and
-    ends at the edge of a cell. The intervals between have nearly equal lengths.
+    ends at the edge of a cell. The intervals between have nearly equal lengths. Together the lengths are 1.
 
     Args:
-        cells: number of cells, the timesteps of a discrete process.
+        cells: number of cells, two or more: the timesteps of a discrete process.
         strata: number of intervals between the first and the last cell.
     """
     inner_cells = max(cells - 2, 0)  # without the first and the last
@@ -39,40 +40,44 @@ def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
 def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
     """Compute the loss of a snapshot's network on held-out images, by time.
 
-    The loss is the squared error of epsilon. The means weight each stratum by its length.
+    The loss is the squared error of epsilon. The means weight each stratum by its length. The network is in evaluation
+    mode meanwhile.
 
     Args:
         milestone: ``model``, ``process`` and ``record`` of an opened snapshot.
         latents: latents that the network was trained on; the held-out images are used.
         settings: number of images and strata, seed, precision.
-        device: device of the network.
+        device: device that the caller has put the network on.
 
     Returns:
         ``loss``: mean over fractions.
-        ``vlb``: mean over fractions of c times the loss of an image.
-        ``vlb_without_last``: ``vlb`` without the contribution of the last stratum.
+        ``vlb``: mean over fractions of the loss times the VLB's coefficient c of the cell that contains the fraction.
+        ``vlb_without_last``: ``vlb`` without the contribution of the last stratum, which is the last cell. With the
+        cosine schedule, its coefficient is so large that it can contribute more than all others together.
         ``images``: number of images.
         ``per_timestep``: a row per stratum with its fractions ``u``, the time ``t`` of the process at its centre,
         ``loss`` and ``vlb``.
     """
     process = milestone.process
-    c = torch.from_numpy(process.schedule.vlb)  # the VLB's coefficient of each cell
+    coefficients = torch.from_numpy(process.schedule.vlb)  # c of each cell, float64 (cells,) on the CPU
+    cell_count = len(coefficients)
     fixed_loss = build_fixed_loss(milestone, latents, settings, device)
     count = len(fixed_loss.images)
     rows = []
-    sizes = []  # length of each stratum
-    for number, (start, end) in enumerate(build_strata(len(c), settings.strata)):
+    lengths = []  # of the strata, in fractions
+    for number, (start, end) in enumerate(build_strata(cell_count, settings.strata)):
         u = spread_over((start, end), count)  # fraction of each image, (images,)
         with compute.precision(settings.precision, torch.device(device)):
-            # the number of the stratum selects the noise; (images,)
+            # the number of the stratum selects the noise; float64 (images,) on the CPU
             loss = fixed_loss.errors(milestone.model, number, u, of="epsilon")
-        vlb = c[(u * len(c)).long()] * loss  # c at the cell of each fraction
+        cells = (u * cell_count).long()  # cell that contains the fraction of each image, (images,)
+        vlb = coefficients[cells] * loss
         centre = process.times(torch.tensor((start + end) / 2, dtype=torch.float64)).item()
         rows.append({"u": [start, end], "t": centre, "loss": float(loss.mean()), "vlb": float(vlb.mean())})
-        sizes.append(end - start)
-    loss_contributions = [size * row["loss"] for size, row in zip(sizes, rows)]
-    vlb_contributions = [size * row["vlb"] for size, row in zip(sizes, rows)]
-    return {
+        lengths.append(end - start)
+    loss_contributions = [length * row["loss"] for length, row in zip(lengths, rows)]
+    vlb_contributions = [length * row["vlb"] for length, row in zip(lengths, rows)]
+    return {  # the lengths add up to 1, so that the sums are means
         "loss": sum(loss_contributions),
         "vlb": sum(vlb_contributions),
         "vlb_without_last": sum(vlb_contributions[:-1]),
@@ -89,8 +94,8 @@ def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: An
     Args:
         milestone: ``model``, ``process`` and ``record`` of an opened snapshot.
         latents: latents that the network was trained on; the held-out images are used.
-        settings: number of images, seed, precision.
-        device: device of the network.
+        settings: number of images, seed, precision; the number of strata is not used.
+        device: device that the caller has put the network on.
 
     Returns:
         ``mlperf8``, the mean over images.
@@ -110,7 +115,7 @@ def build_fixed_loss(
 
     Args:
         milestone: opened snapshot, whose process and conditions are used.
-        latents: latents that the network was trained on.
+        latents: latents that the network was trained on. The caller ensures that they have the conditions.
         settings: number of images, and the seed that selects them.
         device: device of the network.
         options: further arguments of `ValidationLoss`.

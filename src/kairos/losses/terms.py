@@ -68,8 +68,8 @@ class Prediction:
         """Prediction of a second forward pass with equal x0 and t, fresh noise and masked tokens.
 
         Source: MDT (Gao et al. 2023, section 3.3). Condition ``mask`` is uniform on [0, 1), float32 (batch, height,
-        width); a model hides the tokens with the largest values. Noise and mask are functions of `coordinates`. All
-        terms share this pass, which needs `predict`.
+        width); a model hides the tokens with the largest values. Noise and mask are functions of `coordinates`. The
+        first access computes the pass, which all terms share. The caller ensures that `predict` is not None.
         """
         assert self.predict is not None
         x0 = self.x0
@@ -91,12 +91,14 @@ def mse(options: LossOptions, prediction: Prediction) -> PerSample:
 def vlb(options: LossOptions, prediction: Prediction) -> PerSample:
     """Compute the VLB term, c_t times the squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,).
 
-    The squared error is that of the prediction, and c_t is converted to it.
+    The squared error is that of the prediction, and c_t is converted to it. Cells of equal fractions, see
+    `_vlb_weights`, have one c_t each; a time outside the process counts to the first or the last cell.
     """
     process = prediction.process
     weights = _vlb_weights(process, prediction.x0.device)
     cell_count = len(weights)
-    cell = (process.fractions(prediction.t) * cell_count).long().clamp(0, cell_count - 1)  # (batch,)
+    # cell that contains the fraction of each time, (batch,)
+    cell = (process.fractions(prediction.t) * cell_count).long().clamp(0, cell_count - 1)
     return mse(options, prediction) * weights[cell]
 
 
@@ -105,17 +107,20 @@ def vb(options: VbOptions, prediction: Prediction) -> PerSample:
 
     Nichol and Dhariwal 2021, section 3.1: KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)), at t = 0 the negative
     log-likelihood of x0 rounded to 256 levels of [-1, 1]. The mean is held fixed: the term trains the variance alone.
+    The caller ensures that the process is discrete with a learned variance, so that the output has channels of it.
     """
     process, x0, t = prediction.process, prediction.x0, prediction.t
     mean = prediction.mean.detach()
     v = prediction.output[:, x0.shape[1] :].to(x0.dtype)  # the channels after those of the mean
     log_beta, log_posterior_variance, x0_factor = (shaped(table[t], x0) for table in _posterior(process, x0.device))
+    # v interpolates the logarithm, from the posterior's variance at v = -1 to beta at v = 1
     log_variance = log_posterior_variance + (v + 1) / 2 * (log_beta - log_posterior_variance)
     error = x0 - process.estimate(mean.to(x0.dtype), prediction.x_t, t)
-    # KL of two Gaussians: (ln s2/s1 + s1/s2 + (m1 - m2)²/s2 - 1) / 2, with the posterior as the first
+    # KL of two Gaussians with variances s1 and s2: (ln s2/s1 + s1/s2 + (m1 - m2)²/s2 - 1) / 2. The posterior is the
+    # first. Both means are linear in x0 (or its estimate) and x_t, with equal factors: m1 - m2 = x0_factor · error.
     variance_terms = log_variance - log_posterior_variance + (log_posterior_variance - log_variance).exp()
     kl = (variance_terms + (x0_factor * error) ** 2 * (-log_variance).exp() - 1) / 2
-    is_first_timestep = shaped(t, x0) == 0
+    is_first_timestep = shaped(t, x0) == 0  # there x0_factor is 1, and the mean of p is the estimate x0 - error
     nats = torch.where(is_first_timestep, _rounded_nll(x0, error, log_variance), kl)
     return per_sample(nats) / math.log(2)
 
@@ -136,7 +141,8 @@ def _rounded_nll(x: Images, error: Images, log_variance: Images) -> Images:
     The first and the last level are open intervals. A probability is at least 1e-12. All tensors have the shape of x.
     """
     inverse_deviation = (-log_variance / 2).exp()
-    # levels are 2/255 apart, so a level reaches 1/255 to each side
+    # Levels are 2/255 apart, so a level reaches 1/255 to each side, from x - 1/255 to x + 1/255. Minus the mean,
+    # x - error, these edges are error - 1/255 and error + 1/255.
     below = _normal_cdf((error - 1 / 255) * inverse_deviation)
     above = _normal_cdf((error + 1 / 255) * inverse_deviation)
     below = torch.where(x < -0.999, 0.0, below)  # the first level, -1

@@ -22,7 +22,7 @@ def build(
 ) -> Any:
     """Build the backbone of a `model` section, with random weights from torch's global generator.
 
-    The backbone is in training mode, on the CPU. It ignores conditions that the section does not list.
+    The backbone is in training mode, on the CPU. Conditions that the section does not list are left out.
 
     Args:
         model: the backbone with its options.
@@ -47,7 +47,8 @@ def build(
 def check_conditions_accepted(model: BackboneOptions) -> None:
     """Check that a backbone can be conditioned on the conditions of a `model` section, and that each is listed once.
 
-    A backbone that accepts any condition (`takes` is None) is not checked.
+    A backbone that accepts any condition (`takes` is None) is not checked, not even for a condition that is listed
+    twice.
 
     Raises:
         ConfigError: a condition is not allowed or listed twice; the message contains the allowed ones.

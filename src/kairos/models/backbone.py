@@ -122,7 +122,8 @@ class Backbone(nn.Module):
     def with_image_conditions(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return x with the image conditions as further channels, (batch, inputs, height, width), in the type of x.
 
-        Without image conditions the result is x itself.
+        The image conditions are in the order of the model's conditions, and have the height and width of x. Without
+        image conditions the result is x itself.
         """
         if not self._image_conditions:
             return x

@@ -69,7 +69,8 @@ class ResidualBlock(nn.Module):
     def _attend(self, x: Tensor) -> Tensor:
         """Return single-head self-attention over the pixels of x, shape of x; the softmax is in float32 or more."""
         batch, channels = x.shape[:2]
-        q, k, v = self.qkv(x).reshape(batch, channels, 3, -1).unbind(2)  # each (batch, channels, pixels)
+        # the rows are q, k, v of the first channel, then of the second; each result is (batch, channels, pixels)
+        q, k, v = self.qkv(x).reshape(batch, channels, 3, -1).unbind(2)
         logits = torch.einsum("bcq,bck->bqk", q, k / math.sqrt(channels))
         weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
         return torch.einsum("bqk,bck->bcq", weights, v).reshape(x.shape)
@@ -138,7 +139,8 @@ class DDPMpp(Backbone):
         """Add the decoder `dec`, from the lowest resolution to the highest, whose blocks consume `skip_channels`.
 
         Each level has one block more than in the encoder, and only the last of them may have attention. Two blocks
-        without skips precede the lowest level; the first has attention at any resolution.
+        without skips precede the lowest level; the first has attention at any resolution. A block that doubles the
+        sides precedes each other level. The last two entries are the final normalisation and convolution.
 
         Args:
             level_names: names of the levels, the highest resolution first.
@@ -193,13 +195,15 @@ class DDPMpp(Backbone):
     def _embed(self, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return the embedding of times, classes and augmentation labels, (batch, 4 * channels).
 
-        Without labels the images count as not augmented. The number of classes is the index of no class.
+        Without augmentation labels the images count as not augmented. The number of classes is the index of no class; a
+        network with classes needs ``conditions["class"]``.
         """
         width = self.options.channels
         embedding = embed_time(t, width, shift=1).roll(width // 2, 1)  # sines first
         if self.map_label is not None:
             classes = torch.arange(self._classes, device=t.device)
             one_hot = (conditions["class"][:, None] == classes).float()  # all 0 for no class, the index after the last
+            # the factor, EDM's, makes the mean square of the vector of a class 1
             embedding = embedding + self.map_label(one_hot * math.sqrt(self._classes))
         if self.map_augment is not None:
             labels = conditions.get("augment")

@@ -12,7 +12,7 @@ from kairos.models.layers import Attention, build_mlp, build_sequence, embed_tim
 from kairos.models.settings import TransformerOptions
 from kairos_timesteps.errors import KairosError
 
-_FREQUENCIES = 256  # width of the sinusoidal embedding of t
+_SINUSOIDS = 256  # sines and cosines that embed t: width of the embedding before its MLP
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class DiT(Backbone):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
         self.x_embedder = build_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
-        embedder = nn.Sequential(nn.Linear(_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        embedder = nn.Sequential(nn.Linear(_SINUSOIDS, width), nn.SiLU(), nn.Linear(width, width))
         self.t_embedder = nn.ModuleDict({"mlp": embedder})
         self.y_embedder = nn.ModuleDict()
         if "class" in conditions:  # the row after the last class means no class
@@ -147,7 +147,7 @@ class DiT(Backbone):
         """
         patches = self.x_embedder(self.with_image_conditions(x, conditions))  # (batch, width, rows, columns)
         tokens = patches.flatten(2).transpose(1, 2) + self.pos_embed
-        c = self.t_embedder["mlp"](embed_time(t, _FREQUENCIES))
+        c = self.t_embedder["mlp"](embed_time(t, _SINUSOIDS))
         if "class" in self.conditions:
             c = c + self.y_embedder["embedding_table"](conditions["class"])
         if "text" in self.conditions:

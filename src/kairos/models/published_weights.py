@@ -42,7 +42,7 @@ def _find_state_dicts(content: dict[str, Any]) -> tuple[Any, Any]:
     if isinstance(average, dict) and isinstance(average.get("shadow"), dict):  # ddpm-torch
         return average["shadow"], raw
     if not isinstance(raw, dict) and not isinstance(average, dict):  # the file is a state dict itself
-        return average, content
+        return None, content
     return average, raw
 
 

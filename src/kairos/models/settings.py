@@ -26,9 +26,9 @@ class BackboneOptions(Component):
 
 
 BACKBONES: Components[BackboneOptions] = Components("model")
-_WITHOUT_TEXT = ("class", "low_resolution")
-_WITH_TEXT = ("class", "text", "low_resolution")
-_SIZE = "published size, which the fields below may change"
+_CONDITIONS_WITHOUT_TEXT = ("class", "low_resolution")
+_CONDITIONS_WITH_TEXT = ("class", "text", "low_resolution")
+_SIZE_HELP = "published size, which the fields below may change"
 
 
 class SizedOptions(BackboneOptions):
@@ -42,7 +42,7 @@ class SizedOptions(BackboneOptions):
 
     sizes: ClassVar[dict[str, dict[str, Any]]]
 
-    size: str = field(..., _SIZE)
+    size: str = field(..., _SIZE_HELP)
 
     @model_validator(mode="before")
     @classmethod
@@ -70,9 +70,10 @@ def _declare_size(default: str, sizes: Any) -> Any:
         del schema["type"]  # a size may be a number in YAML
         schema["enum"] = spellings(sizes)
 
-    return field(default, _SIZE, json_schema_extra=allow_published_sizes)
+    return field(default, _SIZE_HELP, json_schema_extra=allow_published_sizes)
 
 
+# options of the published U-Nets, of which the later ones are variants of the earlier ones
 _DDPM = {
     "channels": 128, "multipliers": [1, 2, 2, 2], "blocks": 2, "attention": [16], "dropout": 0.1, "norm_eps": 1e-6,
     "head_channels": 0, "embedding": "ddpm", "padding": 0, "scale_shift": False, "resample": "conv", "init": "ddpm",
@@ -117,7 +118,7 @@ class UNetOptions(SizedOptions):
     """diffusers' UNet2DModel, which diffusers opens; by default DDPM's for CIFAR-10, of 35.7 M parameters."""
 
     code: ClassVar[str] = "kairos.models.unet:UNet"
-    takes: ClassVar[tuple[str, ...] | None] = _WITHOUT_TEXT
+    takes: ClassVar[tuple[str, ...] | None] = _CONDITIONS_WITHOUT_TEXT
     sizes: ClassVar[dict[str, dict[str, Any]]] = {name: UNET_SIZES[name] for name in ("ddpm", "speed")}
 
     name: str = "unet"
@@ -252,7 +253,7 @@ class DiTOptions(TransformerOptions):
     """A diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero."""
 
     code: ClassVar[str] = "kairos.models.dit:DiT"
-    takes: ClassVar[tuple[str, ...] | None] = _WITH_TEXT
+    takes: ClassVar[tuple[str, ...] | None] = _CONDITIONS_WITH_TEXT
     text_form: ClassVar[Literal["tokens", "pooled"] | None] = "pooled"
     sizes: ClassVar[dict[str, dict[str, Any]]] = DIT_SIZES
 
@@ -265,7 +266,7 @@ class MDTOptions(TransformerOptions):
     """The masked diffusion transformer, version 1 (Gao et al. 2023)."""
 
     code: ClassVar[str] = "kairos.models.mdt:MDT"
-    takes: ClassVar[tuple[str, ...] | None] = _WITH_TEXT
+    takes: ClassVar[tuple[str, ...] | None] = _CONDITIONS_WITH_TEXT
     text_form: ClassVar[Literal["tokens", "pooled"] | None] = "pooled"
     masks: ClassVar[bool] = True
     sizes: ClassVar[dict[str, dict[str, Any]]] = DIT_SIZES
@@ -289,7 +290,7 @@ class UViTOptions(TransformerOptions):
     """
 
     code: ClassVar[str] = "kairos.models.uvit:UViT"
-    takes: ClassVar[tuple[str, ...] | None] = _WITH_TEXT
+    takes: ClassVar[tuple[str, ...] | None] = _CONDITIONS_WITH_TEXT
     text_form: ClassVar[Literal["tokens", "pooled"] | None] = "tokens"
     sizes: ClassVar[dict[str, dict[str, Any]]] = UVIT_SIZES
 
@@ -309,7 +310,7 @@ class ViTOptions(TransformerOptions):
     """The plain vision transformer of Min-SNR (Hang et al. 2023); size ``printed`` has depth 12."""
 
     code: ClassVar[str] = "kairos.models.vit:ViT"
-    takes: ClassVar[tuple[str, ...] | None] = _WITHOUT_TEXT
+    takes: ClassVar[tuple[str, ...] | None] = _CONDITIONS_WITHOUT_TEXT
     sizes: ClassVar[dict[str, dict[str, Any]]] = VIT_SIZES
 
     name: str = "vit"

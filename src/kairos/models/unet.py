@@ -52,7 +52,7 @@ class UNet(Backbone):
             if options.null_class:
                 class_rows += 1  # the row after the last class means no class
 
-        is_adm = options.embedding == "adm"
+        is_adm = options.embedding == "adm"  # cosines first; the smallest rate is one step above 1/10,000
         self.unet = UNet2DModel(
             sample_size=padded_height,
             in_channels=self.inputs,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 # names within a block, or outside of all blocks: from diffusers to ADM
-_ADM = {
+_ADM_NAMES = {
     "conv_in": "input_blocks.0.0", "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
     "class_embedding": "label_emb", "conv_norm_out": "out.0", "conv_out": "out.2",
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
@@ -18,7 +18,7 @@ _ADM = {
     "to_q": "qkv", "to_k": "qkv", "to_v": "qkv",
 }  # fmt: skip
 # names within a block, or outside of all blocks: from diffusers to ddpm-torch
-_DDPM_TORCH = {
+_DDPM_TORCH_NAMES = {
     "conv_in": "in_conv", "time_embedding.linear_1": "embed.0", "time_embedding.linear_2": "embed.2",
     "conv_norm_out": "out_conv.0", "conv_out": "out_conv.2", "time_emb_proj": "fc", "conv_shortcut": "skip",
     "group_norm": "norm", "to_out.0": "project_out", "to_q": "project_in", "to_k": "project_in", "to_v": "project_in",
@@ -96,7 +96,8 @@ class _Layout:
 def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
     """Return published weights by diffusers' names, in the shapes of a model where possible.
 
-    Unknown weights keep their names. Weights by diffusers' names are returned as they are.
+    Unknown weights keep their names. Weights of the model that the file lacks are missing in the result. Weights by
+    diffusers' names are returned as they are.
 
     Args:
         model: weights of the model, by diffusers' names.
@@ -120,7 +121,7 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
             continue
         value = weights[published_names[name]]
         projection = re.search(r"\.to_([qkv])\.", name)  # such as .to_q.
-        if projection and value.numel() == 3 * current.numel():
+        if projection and value.numel() == 3 * current.numel():  # q, k and v are one weight in the file
             value = _select_projection(value, current, "qkv".index(projection[1]), options)
         if value.numel() == current.numel():  # a convolution with kernel 1 and a linear layer have different shapes
             value = value.reshape(current.shape)
@@ -184,8 +185,8 @@ def _ddpm_torch_name(name: str, layout: _Layout) -> str:
     """
     weight = _BlockWeight.parse(name)
     if weight is None:
-        return _translate(name, _DDPM_TORCH)
-    parameter = _translate(weight.parameter, _DDPM_TORCH)
+        return _translate(name, _DDPM_TORCH_NAMES)
+    parameter = _translate(weight.parameter, _DDPM_TORCH_NAMES)
     if weight.side == "mid":
         return f"middle.{_middle_index(weight)}.{parameter}"
     level = f"{weight.side}samples.level_{layout.level_of(weight)}"
@@ -213,9 +214,9 @@ def _adm_name(name: str, layout: _Layout) -> str:
     """
     weight = _BlockWeight.parse(name)
     if weight is None:
-        return _translate(name, _ADM)
+        return _translate(name, _ADM_NAMES)
     if weight.side == "mid":
-        return f"middle_block.{_middle_index(weight)}.{_translate(weight.parameter, _ADM)}"
+        return f"middle_block.{_middle_index(weight)}.{_translate(weight.parameter, _ADM_NAMES)}"
     # a level has blocks + 1 of ADM's blocks: the last is the change of resolution (down) or contains it (up)
     index_in_level = layout.blocks if weight.is_resampling else weight.index
     block = weight.block * (layout.blocks + 1) + index_in_level
@@ -223,11 +224,11 @@ def _adm_name(name: str, layout: _Layout) -> str:
     if weight.side == "up":
         if weight.is_resampling:
             module = 2 if layout.has_attention(weight) else 1
-        return f"output_blocks.{block}.{module}.{_translate(weight.parameter, _ADM)}"
+        return f"output_blocks.{block}.{module}.{_translate(weight.parameter, _ADM_NAMES)}"
     parameter = weight.parameter
     if parameter.startswith("conv."):  # the strided convolution of a downsampler
         parameter = f"op.{parameter.removeprefix('conv.')}"
-    return f"input_blocks.{1 + block}.{module}.{_translate(parameter, _ADM)}"
+    return f"input_blocks.{1 + block}.{module}.{_translate(parameter, _ADM_NAMES)}"
 
 
 def _middle_index(weight: _BlockWeight) -> int:
