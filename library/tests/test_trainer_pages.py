@@ -141,12 +141,13 @@ def test_the_page_of_kohya_works():
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 8), (4, 2, 8, 8)])
-def test_the_page_of_musubi_works(shape, monkeypatch):
+def test_the_page_of_musubi_works(shape, monkeypatch, tmp_path):
     class QwenImageNetworkTrainer:
         """Trainer that calls its methods in the order of musubi."""
 
         def train(self, case):
-            self.on_train_start(Namespace(seed=None, resume=False), None, case.network, None, case.optimizer)
+            args = Namespace(seed=1, resume=None, output_dir=str(tmp_path))
+            self.on_train_start(args, None, case.network, None, case.optimizer)
             x_t, times = self.get_noisy_model_input_and_timesteps(
                 None, case.noise, case.latents, None, None, "cpu", torch.float32
             )
@@ -168,6 +169,12 @@ def test_the_page_of_musubi_works(shape, monkeypatch):
     t = (times - 1) / 1000
     torch.testing.assert_close(x_t, noise_is_one(case.latents, case.noise, t.view(-1, *[1] * len(shape))))
     case.step(trainer.timesteps, t, noise_is_one)
+    saved, args = trainer.timesteps.state_dict(), Namespace(output_dir=str(tmp_path))
+    trainer.on_post_save(args, None, case.network, None, "lora-step00000001.safetensors", 1)
+    trainer.timesteps.detach()
+    args = Namespace(seed=1, resume=str(tmp_path / "lora-step00000001-state"))
+    trainer.on_train_start(args, None, case.network, None, case.optimizer)
+    assert trainer.timesteps.state_dict()["strategy"]["step"] == saved["strategy"]["step"] > 0
 
 
 def test_the_page_of_onetrainer_works():
