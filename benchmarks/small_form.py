@@ -72,7 +72,7 @@ def shrink_experiment(experiment: Experiment, data: Path, encoder: str, steps: i
             "optimizer": optimizer, "ema": {"decay": 0.98},
         },
         "methods": {method: _shorten(plain["methods"][method], steps) for method in methods},
-        "sampling": plain["sampling"] | {"steps": 10, "batch_size": _BATCH_SIZE, "grid": _BATCH_SIZE},
+        "sampling": plain["sampling"] | {"steps": min(steps, 10), "batch_size": _BATCH_SIZE, "grid": _BATCH_SIZE},
         "evaluation": metrics | {
             "extractor": {"name": "selfsupervised", "features": 16, "steps": steps}, "num_samples": 32, "sets": 1,
             "strata": 4, "loss_images": 32,

@@ -175,3 +175,19 @@ def test_a_run_that_diverged_is_not_retried(executor, monkeypatch, progress_reco
     executor.report_job_error(SubmittedJobInfo(failed, external_jobid="7"))
     assert reported == [failed]
     assert (failed._attempt <= failed.restart_times) is retried
+
+
+@pytest.mark.parametrize(
+    ("planned", "quiet_seconds", "expected"),
+    [(30, 8, 5), (30, 60, 15), (30, 3600, 30)],  # at least the initial interval, at most the plugin's own one
+)
+def test_status_checks_follow_each_other_after_a_quarter_of_the_time_without_an_event(
+    executor, monkeypatch, planned, quiet_seconds, expected
+):
+    settings = SimpleNamespace(init_seconds_before_status_checks=5)
+    executor.workflow = SimpleNamespace(executor_settings=settings)
+    executor._last_event = 1000.0
+    executor.next_seconds_between_status_checks = planned
+    monkeypatch.setattr(executor_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 + quiet_seconds))
+    executor._limit_interval()
+    assert executor.next_seconds_between_status_checks == expected

@@ -37,6 +37,7 @@ from kairos.workflow.layout import load_frozen_layout
 from kairos.workflow.snakemake_private import prevent_retry
 
 _QUERY_INTERVAL = 5  # seconds between queries of the queue
+_QUIET_SHARE = 0.25  # longest time between status checks, as share of the time since the last event
 _COMPLETING_LIMIT = 300  # seconds that a job may take to end
 _COMMAND_TIMEOUT = 60  # seconds that a SLURM command may take
 _MISSES_UNTIL_GONE = 3  # a job has ended if it is missing in this number of consecutive answers of the queue
@@ -56,6 +57,9 @@ TEMPORARY_SBATCH_ERRORS = re.compile(
 
 class Executor(plugin.Executor):
     """Executor of the SLURM plugin that records its jobs and takes over the jobs of earlier controllers."""
+
+    # when a job was last submitted, or last ended; Snakemake's thread of status checks starts before `__post_init__`
+    _last_event = 0.0
 
     def __post_init__(self, test_mode: bool = False) -> None:
         """Set up the executor; Snakemake calls this method.
@@ -194,11 +198,13 @@ class Executor(plugin.Executor):
         slurm_log = str(job_info.aux["slurm_logfile"])
         write_json(self._record_file(job_info), {"outputs": outputs, "work": work, "slurm_logfile": slurm_log})
         super().report_job_submission(job_info, register_job=register_job)
+        self._last_event = time.monotonic()
 
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:
         """Delete the record of a successful job, and report it to Snakemake."""
         self._forget(self._record_file(job_info))
         super().report_job_success(job_info)
+        self._last_event = time.monotonic()
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
         """Delete the record of a failed job, and report it to Snakemake; keep the error of a failed submission.
@@ -214,6 +220,7 @@ class Executor(plugin.Executor):
         if self._exact and _would_diverge_again(job_info):
             prevent_retry(job_info.job)
         super().report_job_error(job_info, msg=msg, **keywords)
+        self._last_event = time.monotonic()
 
     def handle_job_error(self, job: Any) -> None:
         """Delete a failed job's outputs, and also their metadata: else the user would seem to have deleted them."""
@@ -253,6 +260,18 @@ class Executor(plugin.Executor):
                 self.report_job_error(job_info, msg=f"SLURM job {job_id} is no longer in the queue. ")
             else:
                 yield job_info
+        self._limit_interval()
+
+    def _limit_interval(self) -> None:
+        """Shorten the time until the next status check to a quarter of the time since the last event.
+
+        An event is a submission or the end of a job. The plugin adds 10 s after each check without an event, so that it
+        would notice the end of a job of one minute up to a minute late.
+        """
+        shortest = self.workflow.executor_settings.init_seconds_before_status_checks
+        longest = max(shortest, _QUIET_SHARE * (time.monotonic() - self._last_event))
+        planned: float = self.next_seconds_between_status_checks  # type: ignore[has-type]  # no types in the plugin
+        self.next_seconds_between_status_checks = min(planned, longest)
 
     def cancel(self) -> None:
         """Cancel all jobs of the experiment, also those that are being submitted."""

@@ -1,13 +1,13 @@
 """Fixtures of the tests on SLURM: one cluster and one undisturbed run of a small pipeline for all tests."""
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import slurm
 from pipeline import Pipeline
+from sweep import Sweep, run_sweep
 
 ROWS = pytest.StashKey[list[tuple[str, ...]]]()
 HEADER = ("disturbance", "effect", "seconds", "hashes equal")
@@ -31,22 +31,17 @@ def cluster() -> Iterator[Path]:
 
 
 @pytest.fixture
-def pipeline(finished: Pipeline) -> Pipeline:
+def pipeline(sweep: Sweep) -> Pipeline:
     """The small pipeline with a complete report; tests change its experiment."""
     slurm.clean()
-    finished.configure()
-    return finished
+    sweep.pipeline.configure()
+    return sweep.pipeline
 
 
 @pytest.fixture(scope="session")
-def finished(cluster: Path, tmp_path_factory: pytest.TempPathFactory, table: list[tuple[str, ...]]) -> Pipeline:
-    """The small pipeline after an undisturbed run on SLURM, up to its report."""
-    pipeline = Pipeline(tmp_path_factory.mktemp("pipeline") / "kairos")
-    pipeline.configure()
-    start = time.monotonic()
-    pipeline.run()
-    table.append(("nothing: the pipeline to its report", "ended by itself", f"{time.monotonic() - start:.0f}", ""))
-    return pipeline
+def sweep(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    """The small pipeline after its run on SLURM up to its report, during which its controller was killed."""
+    return run_sweep(Pipeline(tmp_path_factory.mktemp("pipeline") / "kairos"))
 
 
 @pytest.fixture(scope="session")

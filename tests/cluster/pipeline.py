@@ -50,7 +50,7 @@ class Pipeline:
         self._runs += 1
         command = [
             "snakemake", "--profile", "profiles/slurm", "--configfile", CONFIG, "--jobs", "16",
-            "--kairos-status-command", "squeue", "--kairos-init-seconds-before-status-checks", "5", *arguments,
+            "--kairos-status-command", "squeue", "--kairos-init-seconds-before-status-checks", "1", *arguments,
         ]  # fmt: skip
         log = self.folder / f"controller{self._runs}.log"
         with open(log, "w") as out:
@@ -137,6 +137,14 @@ class Training:
     def has_checkpoint(self) -> bool:
         """Return True if the run has a checkpoint."""
         return any(self.folder.glob(".state/*/checkpoints/*.ckpt"))
+
+    def is_resumed(self, after: int) -> bool:
+        """Return True if a process other than `after` has written a checkpoint of the run."""
+        lock = self.folder / ".state/lock"
+        if not lock.exists() or re.fullmatch(rf"(pid {after}\b.*)?", lock.read_text()):  # empty: being written
+            return False
+        start = lock.stat().st_mtime_ns
+        return any(path.stat().st_mtime_ns > start for path in self.folder.glob(".state/*/checkpoints/*.ckpt"))
 
     def pid(self) -> int:
         """Return the id of the training process; both nodes are on this machine."""

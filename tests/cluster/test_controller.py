@@ -1,74 +1,83 @@
-"""Tests that a killed and restarted controller loses no job and computes nothing twice."""
+"""Tests that a killed and restarted controller loses no job, computes nothing twice, and cancels outdated jobs."""
 
 import os
 import signal
-import time
 
 import pytest
-from pipeline import RESULTS, Job, Pipeline, Training, all_jobs
-from slurm import wait_for
+import yaml
+from pipeline import RESULTS, Pipeline, all_jobs, details
+from slurm import slurm, wait_for
+from sweep import KILLS, Sweep, record_hash
 
-from kairos.files import read_json, sha256_file
+from kairos.files import read_json
+from kairos.slurm import job_name
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(6 * 3600)]
 
-TRAININGS = int(os.environ.get("KAIROS_SWEEP", "4"))  # make test-cluster KAIROS_SWEEP=200: hours on two CPUs
 
-
-def start_and_kill_controller(pipeline: Pipeline, trainings: list[Training]) -> None:
-    """Start a controller, and kill it when another training run is complete and some are still running."""
-    before = sum(training.complete() for training in trainings)
-    with pipeline.controller() as controller:
-        wait_for(
-            lambda: sum(training.complete() for training in trainings) > before, 1800, "a training run of the sweep"
-        )
-        wait_for(lambda: any(is_training(job) for job in all_jobs(pipeline.folder)), 60, "a training job")
-        controller.process.send_signal(signal.SIGKILL)
-
-
-def is_training(job: Job) -> bool:
-    """Return True if a training job is running."""
-    return job.rule.startswith("rule_train") and job.state == "RUNNING"
-
-
-def test_a_sweep_survives_its_controller(pipeline: Pipeline, table: list[tuple[str, ...]]) -> None:
-    methods = {f"sweep_{name}": method for name, method in pipeline.tiny["methods"].items()}
-    seeds, steps, kills = TRAININGS // len(methods), 50, 1 if TRAININGS < 16 else 2
-    pipeline.configure(methods, seeds, milestones=[steps])
-    trainings = [pipeline.training(method, seed) for method in methods for seed in range(seeds)]
-    start = time.monotonic()
-    for _ in range(kills):
-        start_and_kill_controller(pipeline, trainings)
-    complete = [training for training in trainings if training.complete()]
-    hashes = {training: sha256_file(training.folder / "training.json") for training in complete}
-    job_counts = {training: len(training.jobs()) for training in complete}
-    pipeline.run(seconds=60 * TRAININGS + 600)
-
+def test_a_sweep_survives_its_controller(sweep: Sweep, table: list[tuple[str, ...]]) -> None:
+    pipeline, trainings = sweep.pipeline, sweep.trainings
+    pipeline.configure(seeds=sweep.seeds)
+    steps = pipeline.tiny["training"]["milestones"][-1]
     assert all(training.steps_of_jobs() == [steps] for training in trainings)  # one job computed each step once
-    for training in complete:
-        assert sha256_file(training.folder / "training.json") == hashes[training]
-        assert len(training.jobs()) == job_counts[training]
-    record = read_json(pipeline.folder / RESULTS / "tracking.json")
+    assert 0 < len(sweep.complete) < len(trainings)
+    for training, seen in sweep.complete.items():
+        assert (record_hash(training), len(training.jobs())) == seen
+    assert [len(training.jobs()) for training in trainings] == [1] * len(trainings)
+    disturbance = f"The controller of {len(trainings)} training runs is killed (SIGKILL) {KILLS} times and restarted."
+    effect = f"{len(sweep.complete)} complete and unchanged; all are in report and MLflow, each step computed once"
+    table.append((disturbance, effect, f"{sweep.seconds:.0f}", ""))
+
+
+def test_the_pipeline_runs_on_slurm_up_to_its_report(sweep: Sweep) -> None:
+    pipeline = sweep.pipeline
+    pipeline.configure(seeds=sweep.seeds)
+    results = pipeline.folder / RESULTS
+    assert (results / "report.html").stat().st_size > 10_000
+    rows = (results / "summary.csv").read_text().splitlines()[1:]
+    assert len(rows) == 2 * 2 + 4  # two methods at the first and last step, four reference rows
+    record = read_json(results / "tracking.json")
     assert record["imported"]
-    assert sorted(record["runs"]) == sorted(f"{training.method}/seed{training.seed}" for training in trainings)
-    assert len(set(record["runs"].values())) == len(trainings)
+    assert sorted(record["runs"]) == sorted(f"{training.method}/seed{training.seed}" for training in sweep.trainings)
+    assert len(set(record["runs"].values())) == len(sweep.trainings)
     assert pipeline.to_do() == {}
-    disturbance = f"The controller of {len(trainings)} training runs is killed (SIGKILL) {kills} times and restarted."
-    effect = (
-        f"{len(complete)} were complete and unchanged; all are in the report and in MLflow, each step computed once"
-    )
-    table.append((disturbance, effect, f"{time.monotonic() - start:.0f}", ""))
+    shared_jobs = [job.rule for job in all_jobs(pipeline.folder) if job.rule in ("rule_prepare", "rule_reference")]
+    assert sorted(shared_jobs) == ["rule_prepare", "rule_reference"]  # one job computed each of these stages
 
 
-def test_an_edit_between_two_controllers_replaces_the_job_of_the_first(pipeline: Pipeline) -> None:
+def test_a_controller_cancels_jobs_that_must_not_run(pipeline: Pipeline) -> None:
+    """Three jobs of one training run must not run.
+
+    1. A job of an earlier controller, whose experiment has been edited since.
+    2. A job without a record of its submission. There is one if sbatch fails after SLURM took the job, or if the
+       controller is killed at that moment.
+    3. A finished job that SLURM queues again.
+    """
+    partitions = {"main": {"max_nodes": 1}, "wide": {"max_nodes": 2}}
+    (pipeline.folder / "partitions.yaml").write_text(yaml.safe_dump({"partitions": partitions}))
     pipeline.configure({"edited": {"sampler": "uniform"}}, milestones=[20_000])
     training = pipeline.training("edited")
     with pipeline.controller("--", training.target) as controller:
         wait_for(training.has_checkpoint, 300, "the first checkpoint")
         controller.process.send_signal(signal.SIGKILL)
+    name = job_name(str(pipeline.folder / RESULTS))
+    command = ("sbatch", "--parsable", f"--job-name={name}", "--comment=rule_train_wildcards_edited_0", "--mem=50")
+    lost = slurm(*command, "--output=/dev/null", "--wrap", "sleep 600")
     pipeline.configure({"edited": {"sampler": "speed"}}, milestones=[50])
-    output = pipeline.run("--", training.target)
-    first, second = training.jobs()
+
+    with pipeline.controller("--kairos-partition-config", "partitions.yaml", "--", training.target) as controller:
+        wait_for(lambda: len(training.jobs()) == 2, 300, "the second job")
+        first, second = training.jobs()
+        os.kill(controller.process.pid, signal.SIGSTOP)
+        wait_for(lambda: training.jobs()[1].state == "COMPLETED", 300, "the end of the second job")
+        slurm("scontrol", "requeuehold", second.number)
+        os.kill(controller.process.pid, signal.SIGCONT)
+        controller.wait_for_success(120)
+    output = controller.log.read_text()
     assert f"SLURM job {first.number} of an earlier run computes" in output
-    assert (first.state, second.state) == ("CANCELLED", "COMPLETED")
+    assert f"SLURM job {lost} (rule_train_wildcards_edited_0) is in the queue without a record" in output
+    assert slurm("squeue", "-h", "-t", "all", "-j", lost, "-o", "%T") == "CANCELLED"
+    assert [job.state for job in training.jobs()] == ["CANCELLED", "CANCELLED"]
+    assert (details(second)["Partition"], details(second)["NumNodes"]) == ("main", "1")
+    assert training.complete()
     assert training.steps_of_jobs() == [50]

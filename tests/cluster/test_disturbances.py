@@ -1,7 +1,7 @@
 """Tests that disturbances of a training run's SLURM job, such as preemption, do not change its result.
 
-One training run runs under several names at once, each with another disturbance. The checkpoint and metrics of every
-run must equal those of the undisturbed run.
+One training run runs under two names at once, each with a series of disturbances. The checkpoint and metrics of both
+runs must equal those of the undisturbed run.
 """
 
 import os
@@ -31,27 +31,16 @@ def requeue(training: Training, job: Job) -> None:
 
 
 def time_limit(training: Training, job: Job) -> None:
-    """The job's time limit is shorter than its work."""
+    """The job's time limit is over."""
     pid = training.pid()
-    os.kill(pid, signal.SIGSTOP)  # a stopped process outlasts the limit on any machine; limits are whole minutes
-    try:
-        hours, minutes, _ = details(job)["RunTime"].split(":")
-        slurm("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(hours) * 60 + int(minutes) + 1}")
-        wait_for(lambda: term_is_pending(pid), 300, "SLURM's signal")
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+    slurm("scontrol", "update", f"JobId={job.number}", "EndTime=now+1seconds")
+    wait_for(lambda: term_is_pending(pid), 300, "SLURM's signal")
 
 
 def time_nearly_over(training: Training, job: Job) -> None:
     """The job's time is nearly over, which the training run detects."""
-    pid = training.pid()
-    os.kill(pid, signal.SIGSTOP)  # the job has two minutes; this step lasts until 28 seconds before their end
-    try:
-        end = datetime.fromisoformat(details(job)["EndTime"])
-        wait_for(lambda: datetime.now() > end - timedelta(seconds=28), 150, "the end of the job's time")
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    end = datetime.fromisoformat(details(job)["EndTime"])  # two minutes after the start; the run stops 30 s before
+    wait_for(lambda: datetime.now() > end - timedelta(seconds=28), 150, "the end of the job's time")
 
 
 def kill_process(training: Training, job: Job) -> None:
@@ -71,31 +60,47 @@ def node_down(training: Training, job: Job) -> None:
 
 def out_of_memory(training: Training, job: Job) -> None:
     """The job's first attempt has too little memory."""
+    wait_for(lambda: training.jobs()[-1] != job and len(training.jobs()) > 1, 600, "the second attempt")
 
 
-DISTURBANCES: list[Callable[[Training, Job], None]] = [
-    time_nearly_over, time_limit, node_down, scancel, requeue, kill_process, kill_job, out_of_memory,
-]  # fmt: skip
-# Only the run `node_down` may use the node that will be set down, which SLURM prefers.
+Disturbance = Callable[[Training, Job], None]
+DISTURBANCES: dict[str, list[Disturbance]] = {
+    "limits": [out_of_memory, time_nearly_over, time_limit],
+    "losses": [kill_process, kill_job, scancel, requeue, node_down],
+}
+# Only the run `losses` may use the node that will be set down, which SLURM prefers.
 RESOURCES = (
     "--set-resources",
-    "train:constraint='failing|steady' if wildcards.method == 'node_down' else 'steady'",
-    "train:mem_mb=300 if wildcards.method == 'out_of_memory' and attempt == 1 else 3000",
-    "train:runtime=2 if wildcards.method == 'time_nearly_over' and attempt == 1 else 60",
+    "train:constraint='failing|steady' if wildcards.method == 'losses' else 'steady'",
+    "train:mem_mb=300 if wildcards.method == 'limits' and attempt == 1 else 3000",
+    "train:runtime=2 if wildcards.method == 'limits' and attempt == 2 else 60",
     "train:gpu=1",
 )
 
 
-def apply_disturbance(training: Training, disturb: Callable[[Training, Job], None]) -> str:
-    """Disturb a run that has a checkpoint, and wait until it is complete; return the seconds since the disturbance."""
-    if disturb is out_of_memory:
-        wait_for(lambda: training.jobs(), 1800, f"the job of {training.method}")
-    else:
-        wait_for(training.has_checkpoint, 1800, f"the first checkpoint of {training.method}")
-        assert environment(training.pid())["HF_HUB_OFFLINE"] == "1"  # compute nodes have no internet
-    start = time.monotonic()
-    assert not training.complete()
-    disturb(training, training.jobs()[-1])
+def apply_disturbances(training: Training, disturbances: list[Disturbance]) -> str:
+    """Disturb each job of a run, and wait until the run is complete; return the seconds since the first disturbance.
+
+    Every job is disturbed after it has written a checkpoint, except if it has too little memory for that. Its training
+    process is stopped meanwhile, so that the run is not complete before the disturbance, on any machine.
+    """
+    pid, start = 0, 0.0
+    for disturb in disturbances:
+        if disturb is out_of_memory:
+            wait_for(training.jobs, 1800, f"the job of {training.method}")
+            disturb(training, training.jobs()[0])
+            continue
+        wait_for(lambda: training.is_resumed(after=pid), 1800, f"a checkpoint of {training.method}")  # noqa: B023
+        pid = training.pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            start = start or time.monotonic()
+            assert environment(pid)["HF_HUB_OFFLINE"] == "1"  # compute nodes have no internet
+            assert not training.complete()
+            disturb(training, training.jobs()[-1])
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
     wait_for(training.complete, 1800, f"{training.method} to be complete")
     return f"{time.monotonic() - start:.0f}"
 
@@ -105,33 +110,37 @@ def describe_jobs(training: Training) -> str:
     states = []
     for job in training.jobs():
         restarts = int(details(job)["Restarts"])
-        states.append(f"job {job.number} {job.state}" + (f" after {restarts} requeue" if restarts else ""))
+        states.append(f"job {job.number} {job.state}" + (f" after {restarts} requeues" if restarts else ""))
     return ", ".join(states) + "; steps " + " + ".join(str(steps) for steps in training.steps_of_jobs())
 
 
 def test_disturbed_runs_equal_the_undisturbed_one(pipeline: Pipeline, table: list[tuple[str, ...]]) -> None:
     methods = pipeline.tiny["methods"]
-    pipeline.configure({**methods, **{disturb.__name__: methods["undisturbed"] for disturb in DISTURBANCES}})
-    trainings = {disturb: pipeline.training(disturb.__name__) for disturb in DISTURBANCES}
+    pipeline.configure({**methods, **dict.fromkeys(DISTURBANCES, methods["undisturbed"])})
+    trainings = {name: pipeline.training(name) for name in DISTURBANCES}
     targets = [training.target for training in trainings.values()]
     with pipeline.controller(*RESOURCES, "--", *targets) as controller, ThreadPoolExecutor(len(trainings)) as pool:
-        seconds = list(pool.map(lambda disturb: apply_disturbance(trainings[disturb], disturb), DISTURBANCES))
+        seconds = list(pool.map(apply_disturbances, trainings.values(), DISTURBANCES.values()))
         controller.wait_for_success()
 
     undisturbed = pipeline.training("undisturbed").components()
     steps = pipeline.tiny["training"]["milestones"][-1]
-    is_equal = {disturb: training.components() == undisturbed for disturb, training in trainings.items()}
-    for (disturb, training), duration in zip(trainings.items(), seconds):
-        equal = "yes" if is_equal[disturb] else "NO"
-        table.append((str(disturb.__doc__), describe_jobs(training), duration, equal))
+    is_equal = {name: training.components() == undisturbed for name, training in trainings.items()}
+    for (name, training), duration in zip(trainings.items(), seconds):
+        description = " ".join(str(disturb.__doc__) for disturb in DISTURBANCES[name])
+        equal = "yes" if is_equal[name] else "NO"
+        table.append((description, describe_jobs(training), duration, equal))
     assert all(is_equal.values()), table
-    for disturb, training in trainings.items():
-        assert len(training.jobs()) > 1 or int(details(training.jobs()[0])["Restarts"]) == 1, disturb.__name__
-        assert sum(training.steps_of_jobs()) == steps, disturb.__name__  # no step of the result was computed twice
-        if disturb is not out_of_memory:
-            assert training.steps_of_jobs()[-1] < steps, disturb.__name__  # the last job resumed after step 0
-    assert trainings[time_nearly_over].jobs()[0].state == "FAILED"
-    reasons = {time_nearly_over: r"\d+ s before the job's time is over", time_limit: "SIGTERM", scancel: "SIGTERM"}
-    for disturb, reason in reasons.items():
-        log = trainings[disturb].log_of(trainings[disturb].jobs()[0])
-        assert re.search(reason + r": stopped after step \d+ of 400, which is saved", log), log
+    for name, training in trainings.items():
+        # every disturbance ended a job, whose steps up to its checkpoint were not computed again
+        with_checkpoint = [disturb for disturb in DISTURBANCES[name] if disturb is not out_of_memory]
+        assert len(training.steps_of_jobs()) == len(with_checkpoint) + 1, name
+        assert sum(training.steps_of_jobs()) == steps, name
+    limited, lost = trainings["limits"].jobs(), trainings["losses"].jobs()
+    assert [job.state for job in limited[:2]] == ["FAILED", "FAILED"]
+    assert [len(limited), len(lost)] == [4, 4]  # three attempts of each failed
+    assert [int(details(job)["Restarts"]) for job in lost] == [0, 0, 0, 2]  # requeue and node_down
+    reasons = [(limited[1], r"\d+ s before the job's time is over"), (limited[2], "SIGTERM"), (lost[2], "SIGTERM")]
+    for job, reason in reasons:
+        log = trainings["limits" if job in limited else "losses"].log_of(job)
+        assert re.search(rf"{reason}: stopped after step \d+ of {steps}, which is saved", log), log

@@ -7,24 +7,30 @@ import time
 from pathlib import Path
 
 import pytest
-from pipeline import RESULTS, Pipeline
-from slurm import kill_controller, save_state, slurm, start_controller, wait_for
-
-from kairos.slurm import job_name
+from pipeline import CONFIG, Pipeline, all_jobs
+from slurm import kill_controller, save_state, start_controller, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
-def test_a_training_run_that_diverges_is_not_retried(pipeline: Pipeline) -> None:
+def count_failed_queries(log: Path) -> int:
+    """Return how often the controller could not query the states of its jobs, which it logs with ``--verbose``."""
+    return log.read_text().count("could not check status")
+
+
+def test_a_run_that_diverges_and_a_job_that_slurm_rejects_are_not_retried(pipeline: Pipeline) -> None:
     wild = {"name": "adamw", "lr": 1e30, "warmup_steps": 0, "grad_clip": None}
-    pipeline.configure({"diverges": {"sampler": "uniform"}}, optimizer=wild)
-    training = pipeline.training("diverges")
-    with pipeline.controller("--", training.target) as controller:
+    pipeline.configure({"diverges": {"sampler": "uniform"}, "rejected": {"sampler": "uniform"}}, optimizer=wild)
+    training, rejected = pipeline.training("diverges"), pipeline.training("rejected")
+    partition = "train:slurm_partition='nowhere' if wildcards.method == 'rejected' else 'main'"
+    with pipeline.controller("--set-resources", partition, "--", training.target, rejected.target) as controller:
         assert controller.process.wait(600) == 1
     assert [job.state for job in training.jobs()] == ["FAILED"]
+    assert rejected.jobs() == []
     output = controller.log.read_text()
     assert "not finite" in output
     assert "logs/train_diverges_seed0.log" in output
+    assert output.count("invalid partition specified: nowhere") == 1, output
     assert "Traceback" not in output
 
 
@@ -33,24 +39,25 @@ def test_a_failed_job_loses_no_complete_training_run(pipeline: Pipeline) -> None
 
     This also holds if the controller is killed while it waits for other jobs.
     """
-    methods = {name: {"sampler": "uniform"} for name in ("killed", "complete", "working")}
-    pipeline.configure(methods, trainings_per_gpu=2)  # a job for the first two, one for the last
-    killed, complete, working = (pipeline.training(name) for name in methods)
+    methods = {name: {"sampler": "uniform"} for name in ("killed", "complete", "queued")}
+    pipeline.configure(methods, trainings_per_gpu=2, milestones=[100])  # a job for the first two, one for the last
+    killed, complete, queued = (pipeline.training(name) for name in methods)
     targets = (complete.target, killed.target)
-    with pipeline.controller("--retries", "0", "--", *targets, working.target) as controller:
-        wait_for(lambda: killed.has_checkpoint() and working.has_checkpoint(), 300, "the first checkpoints")
-        for training in (killed, working):
-            os.kill(training.pid(), signal.SIGSTOP)
+    held = ("--set-resources", "train:slurm_extra='--hold' if wildcards.method == 'queued' else ''")
+    before = len(all_jobs(pipeline.folder))
+    with pipeline.controller("--retries", "0", *held, "--", *targets, queued.target) as controller:
+        wait_for(killed.has_checkpoint, 300, "the first checkpoint")
+        os.kill(killed.pid(), signal.SIGSTOP)
         wait_for(complete.complete, 300, "a complete training run")
         timing = (complete.folder / "timing.jsonl").read_bytes()
         os.kill(killed.pid(), signal.SIGKILL)
         wait_for(lambda: not complete.complete(), 300, "the deletion of the failed job's outputs")
         time.sleep(1)  # Snakemake writes its metadata
+        assert [job.state for job in all_jobs(pipeline.folder)[before:]] == ["FAILED", "PENDING"]
         controller.process.send_signal(signal.SIGKILL)
-    os.kill(working.pid(), signal.SIGCONT)
     pipeline.run("--", *targets)
     assert (complete.folder / "timing.jsonl").read_bytes() == timing
-    assert sum(killed.steps_of_jobs()) == pipeline.tiny["training"]["milestones"][-1]
+    assert sum(killed.steps_of_jobs()) == 100
 
 
 def test_an_interrupted_controller_lets_its_training_runs_save_checkpoints(pipeline: Pipeline) -> None:
@@ -66,77 +73,36 @@ def test_an_interrupted_controller_lets_its_training_runs_save_checkpoints(pipel
 
 
 def test_no_job_is_lost_while_slurm_does_not_answer(pipeline: Pipeline, cluster: Path) -> None:
-    pipeline.configure({"waiting": {"sampler": "uniform"}}, milestones=[1000])
+    """SLURM is away when the controller submits the job, and again when the job ends."""
+    pipeline.configure({"waiting": {"sampler": "uniform"}}, milestones=[100])
     training = pipeline.training("waiting")
-    with pipeline.controller("--kairos-status-attempts", "1", "--", training.target) as controller:
-        wait_for(training.has_checkpoint, 300, "the first checkpoint")
-        save_state(cluster)
-        kill_controller(cluster)
-        try:
-            time.sleep(40)  # queries fail, and the training run ends in the meantime
-        finally:
-            start_controller(cluster)
-        controller.wait_for_success(300)
-    assert training.steps_of_jobs() == [1000]
-    assert [job.state for job in training.jobs()] in (["COMPLETED"], [])  # SLURM may have forgotten the job
-
-
-def test_a_finished_job_that_slurm_queues_again_is_cancelled(pipeline: Pipeline) -> None:
-    pipeline.configure({"requeued": {"sampler": "uniform"}})
-    training = pipeline.training("requeued")
-    with pipeline.controller("--", training.target) as controller:
-        wait_for(training.has_checkpoint, 300, "the first checkpoint")
-        controller.process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: [job.state for job in training.jobs()] == ["COMPLETED"], 300, "the end of the job")
-        slurm("scontrol", "requeuehold", training.jobs()[0].number)
-        controller.process.send_signal(signal.SIGCONT)
-        controller.wait_for_success(120)
-    assert training.complete()
-    assert [job.state for job in training.jobs()] == ["CANCELLED"]
-
-
-def test_a_job_that_slurm_cannot_accept_yet_is_submitted_again(pipeline: Pipeline, cluster: Path) -> None:
-    pipeline.configure({"later": {"sampler": "uniform"}})
-    training = pipeline.training("later")
     kill_controller(cluster)
-    with pipeline.controller("--", training.target) as controller:
+    with pipeline.controller("--kairos-status-attempts", "1", "--verbose", "--", training.target) as controller:
         try:
             wait_for(lambda: "It is submitted again" in controller.log.read_text(), 200, "a failed submission")
         finally:
             start_controller(cluster)
+        wait_for(training.has_checkpoint, 300, "the first checkpoint")
+        os.kill(training.pid(), signal.SIGSTOP)
+        assert [job.state for job in training.jobs()] == ["RUNNING"]
+        save_state(cluster)
+        kill_controller(cluster)
+        os.kill(training.pid(), signal.SIGCONT)
+        try:
+            wait_for(training.complete, 300, "the end of the training run")
+            failed_queries = count_failed_queries(controller.log)
+            wait_for(lambda: count_failed_queries(controller.log) >= failed_queries + 4, 300, "queries without answer")
+        finally:
+            start_controller(cluster)
         controller.wait_for_success(300)
-    assert [job.state for job in training.jobs()] == ["COMPLETED"]
+    assert training.steps_of_jobs() == [100]
+    assert [job.state for job in training.jobs()] in (["COMPLETED"], [])  # SLURM may have forgotten the job
     assert "Trying to restart" not in controller.log.read_text()
-
-
-def test_a_job_without_a_record_of_its_submission_is_cancelled(pipeline: Pipeline) -> None:
-    """This happens if sbatch fails after SLURM took the job, or the controller is killed at that moment."""
-    pipeline.configure({"lost": {"sampler": "uniform"}})
-    training = pipeline.training("lost")
-    name = job_name(str(pipeline.folder / RESULTS))
-    command = ("sbatch", "--parsable", f"--job-name={name}", "--comment=rule_train_wildcards_lost_0", "--mem=50")
-    lost = slurm(*command, "--output=/dev/null", "--wrap", "sleep 600")
-    output = pipeline.run("--", training.target)
-    message = f"SLURM job {lost} (rule_train_wildcards_lost_0) is in the queue without a record of its submission"
-    assert message in output
-    assert slurm("squeue", "-h", "-t", "all", "-j", lost, "-o", "%T") == "CANCELLED"
-    assert [job.state for job in training.jobs()][-1] == "COMPLETED"
-
-
-def test_a_job_that_slurm_rejects_is_not_submitted_again(pipeline: Pipeline) -> None:
-    pipeline.configure({"rejected": {"sampler": "uniform"}})
-    training = pipeline.training("rejected")
-    with pipeline.controller("--default-resources", "slurm_partition='nowhere'", "--", training.target) as controller:
-        assert controller.process.wait(120) == 1
-    output = controller.log.read_text()
-    assert output.count("invalid partition specified: nowhere") == 1, output
-    assert training.jobs() == []
 
 
 def test_the_executor_slurm_is_rejected(pipeline: Pipeline) -> None:
     pipeline.configure({"plugin": {"sampler": "uniform"}})
-    with pipeline.controller("--executor", "slurm") as controller:
-        assert controller.process.wait(120) == 2
-    output = controller.log.read_text()
-    assert "kairos: executor: got 'slurm', allowed: 'kairos'" in output
-    assert "Traceback" not in output
+    ended = pipeline.copy.ask_snakemake("--profile", "profiles/slurm", "--executor", "slurm", config=CONFIG)
+    assert ended.returncode == 2
+    assert "kairos: executor: got 'slurm', allowed: 'kairos'" in ended.stderr
+    assert "Traceback" not in ended.stderr

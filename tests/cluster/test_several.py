@@ -1,9 +1,13 @@
 """Tests of a training run on several machines, and of several training runs in one job."""
 
+import re
+
 import pytest
 import yaml
-from pipeline import Pipeline, all_jobs, details
+from pipeline import CONFIG, RESULTS, Pipeline, all_jobs, details
+from slurm import wait_for
 
+from kairos.cli import main
 from kairos.training import checkpoint
 from training_case import difference
 
@@ -11,24 +15,28 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
 def test_a_training_run_on_two_machines_equals_one_on_one_machine(
-    pipeline: Pipeline, table: list[tuple[str, ...]]
+    pipeline: Pipeline, table: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    methods = {"machines": pipeline.tiny["methods"]["undisturbed"]}
+    settings = {"precision": "fp64", "milestones": [50]}
+    monkeypatch.chdir(pipeline.folder)
+    pipeline.configure(methods, **settings)
+    run = ["--config", CONFIG, "--method", "machines", "--seed", "0", "--latents", f"{RESULTS}/latents"]
+    assert main(["train", *run, "--out", "one_machine"]) == 0
+
     partitions = {"main": {"max_nodes": 1}, "wide": {"max_nodes": 2}}
     (pipeline.folder / "partitions.yaml").write_text(yaml.safe_dump({"partitions": partitions}))
-    states = []
-    for machines, name in ((1, "one_machine"), (2, "two_machines")):
-        settings = {"precision": "fp64", "milestones": [50]}
-        methods = {name: pipeline.tiny["methods"]["undisturbed"]}
-        pipeline.configure(methods, **settings, processes=machines, nodes=machines)
-        training = pipeline.training(name)
-        pipeline.run("--kairos-partition-config", "partitions.yaml", "--", training.target)
-        (job,) = training.jobs()
-        assert job.state == "COMPLETED"
-        assert details(job)["NumNodes"] == str(machines)
-        assert details(job)["Partition"] == ("main", "wide")[machines - 1]
-        assert ("2 processes" in training.log) == (machines == 2)
-        states.append(checkpoint.read(training.folder / "checkpoint.pt"))
-    differences = {name: difference(*(state[name] for state in states)) for name in checkpoint.COMPONENTS}
+    pipeline.configure(methods, **settings, processes=2, nodes=2)
+    training = pipeline.training("machines")
+    pipeline.run("--kairos-partition-config", "partitions.yaml", "--", training.target)
+    (job,) = training.jobs()
+    assert job.state == "COMPLETED"
+    assert (details(job)["Partition"], details(job)["NumNodes"]) == ("wide", "2")
+    assert "2 processes" in training.log
+    one, two = (
+        checkpoint.read(folder / "checkpoint.pt") for folder in (pipeline.folder / "one_machine", training.folder)
+    )
+    differences = {name: difference(one[name], two[name]) for name in checkpoint.COMPONENTS}
     assert max(differences.values()) < 1e-5, differences
     largest = f"largest relative difference {max(differences.values()):.1e}"
     table.append(
@@ -37,15 +45,29 @@ def test_a_training_run_on_two_machines_equals_one_on_one_machine(
 
 
 def test_training_runs_share_a_job_and_its_gpu(pipeline: Pipeline) -> None:
-    methods = {f"shares{number}": {"sampler": "uniform"} for number in range(5)}
-    pipeline.configure(methods, milestones=[20], trainings_per_gpu=3)
+    """Two training runs use the GPU that SLURM has allocated to their job, another one that of its own job."""
+    methods = {f"shares{number}": {"sampler": "uniform"} for number in range(3)}
+    pipeline.configure(methods, milestones=[20], trainings_per_gpu=2)
     trainings = [pipeline.training(name) for name in methods]
     before = len(all_jobs(pipeline.folder))
+    allocated: dict[str, str] = {}
+
+    def have_all_started() -> bool:
+        """Record the GPU of each job that runs; return True if both jobs have been recorded."""
+        for job in all_jobs(pipeline.folder)[before:]:
+            match = re.search(r"IDX:(\d+)", details(job).get("GRES", ""))
+            if match:
+                allocated[job.number] = match[1]
+        return len(allocated) == 2
+
     resources = ("train:gres='gpu:1'", "train:constraint='steady'")
-    pipeline.run("--set-resources", *resources, "--", *(training.target for training in trainings))
+    targets = [training.target for training in trainings]
+    with pipeline.controller("--set-resources", *resources, "--", *targets) as controller:
+        wait_for(have_all_started, 300, "the GPUs of both jobs")
+        controller.wait_for_success()
     jobs = all_jobs(pipeline.folder)[before:]
-    assert [job.state for job in jobs] == ["COMPLETED", "COMPLETED"]  # one job of three runs, one of two
+    assert [job.state for job in jobs] == ["COMPLETED", "COMPLETED"]  # one job of two runs, one of one
     assert all(training.complete() for training in trainings)
     gpus = [training.log.split("CUDA_VISIBLE_DEVICES ")[1].split()[0] for training in trainings]
-    assert len(set(gpus[:3])) == len(set(gpus[3:])) == 1
-    assert all(gpu.isdigit() for gpu in gpus)
+    assert gpus[0] == gpus[1] != gpus[2]  # both jobs run on one node
+    assert set(gpus) == set(allocated.values())
