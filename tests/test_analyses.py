@@ -1,6 +1,5 @@
 """Analyses against direct computation, closed forms and known results; validation errors; the whole pipeline."""
 
-import html
 import itertools
 import shutil
 from typing import ClassVar
@@ -98,26 +97,28 @@ class Constant(nn.Module):
 @pytest.mark.long
 def test_estimates_of_gradient_moments_are_unbiased():
     theta = torch.tensor([0.3, -0.2, 0.1, 0.2])[:, None, None]
-    norm, moments = float((theta**2).sum()), []
-    for seed in range(150):
+    norm, moments, seeds = float((theta**2).sum()), [], 120
+    for seed in range(seeds):  # with 2 images a level, division by 2 instead of 1 would halve the variance
         moments.append(
             compute_gradient_moments(
-                Constant(theta), as_process("linear"), torch.zeros(8, 4, 1, 1), [(0.0, 0.5), (0.5, 1.0)], seed=seed
+                Constant(theta), as_process("linear"), torch.zeros(4, 4, 1, 1), [(0.0, 0.5), (0.5, 1.0)], seed=seed
             )
         )
     variances = [estimate.variance for estimate in moments]
     products = [estimate.products for estimate in moments]
     for values, truth in ((variances, 1.0), (products, norm / 4)):
-        values = np.array(values).reshape(150, -1)
-        error = values.std(0) / 150**0.5
-        assert (abs(values.mean(0) - truth) < 4 * error).all() and (error < 0.3).all()
-    many = compute_gradient_moments(Constant(theta), as_process("linear"), torch.zeros(1000, 4, 1, 1), [(0.0, 1.0)])
-    assert many.noise_scale[0] == pytest.approx(4 / norm, rel=0.45)  # tr Sigma / ||G||²; standard error 15 %
+        values = np.array(values).reshape(seeds, -1)
+        error = values.std(0) / seeds**0.5
+        assert (abs(values.mean(0) - truth) < 4 * error).all() and (error < 0.08).all()
+    larger = 3 * theta
+    many = compute_gradient_moments(Constant(larger), as_process("linear"), torch.zeros(200, 4, 1, 1), [(0.0, 1.0)])
+    # tr Sigma / ||G||²; standard error 13 %
+    assert many.noise_scale[0] == pytest.approx(4 / float((larger**2).sum()), rel=0.4)
     assert many.cosines[0, 0] == 1
     opposite = compute_gradient_moments(
         Constant(theta),
         as_process("linear"),
-        torch.zeros(400, 4, 1, 1),
+        torch.zeros(100, 4, 1, 1),
         [(0.0, 0.5), (0.5, 1.0)],
         loss=lambda batch: (batch.output[:, 0, 0, 0] - 9.0 * (1 - 2 * (batch.t >= 500))).square(),
     )
@@ -248,16 +249,20 @@ def test_the_table_of_an_analysis_requires_the_tables_of_all_snapshots(trained):
         write_analysis(analysis, uniform, folder)
 
 
+DISCRETE = {"name": "discrete", "timesteps": 100}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("process", [{"name": "edm"}, {"name": "flow"}])
-def test_every_analysis_runs_for_continuous_processes(process, tmp_path):
+@pytest.mark.parametrize("process", [{"name": "edm"}, {"name": "flow"}, DISCRETE], ids=["edm", "flow", "discrete"])
+def test_every_analysis_runs_for_every_process(process, tmp_path):
     latents = make_latents(tmp_path)
     analyses = [{"name": "interdependence", "steps": 2, "images": 8, "parts": 3}, {"name": "areas", "images": 2}]
-    analyses += [
-        {"name": "gradient_variance", "bins": 3, "images": 2},
-        {"name": "agreement", "bins": 3, "images": 3},
-        "density",
-    ]
+    if process is not DISCRETE:  # the others run in the pipeline with a discrete process
+        analyses += [
+            {"name": "gradient_variance", "bins": 3, "images": 2},
+            {"name": "agreement", "bins": 3, "images": 3},
+            "density",
+        ]
     config = validate(
         experiment({"log_normal": {"sampler": "log_normal"}}, diffusion__process=process) | {"analyses": analyses}
     )
@@ -381,39 +386,39 @@ def test_changing_the_milestones_of_an_analysis_reruns_no_measurement():
 ANALYSES_IN_YAML = """
 analyses:
   - {name: gradient_variance, bins: 3, images: 2, methods: [adaptive], milestones: [40]}
-  - {name: interdependence, steps: 2, images: 8, methods: [adaptive], milestones: [20]}
   - {name: agreement, bins: 3, images: 2, methods: [adaptive], milestones: [40]}
-  - {name: areas, images: 2, methods: [adaptive], milestones: [20]}
   - density
-  - increments
 tracking: {enabled: false}
 """
 
 
 @pytest.mark.long
-def test_the_pipeline_runs_analyses_without_rerunning_other_jobs(tmp_path_factory):
+def test_the_pipeline_runs_analyses_without_rerunning_other_jobs(tmp_path_factory, monkeypatch):
+    """The page of a report with analyses has its own test."""
     copy = copy_finished_run(tmp_path_factory)
     experiment_file = copy.folder / "params.yaml"
     experiment_file.write_text(experiment_file.read_text() + ANALYSES_IN_YAML)
-    to_do = copy.to_do(config="params.yaml")
-    assert all(rule.startswith(("analyse_", "measure_")) or rule == "report" for rule in to_do)  # no training
-    ended = copy.snakemake(config="params.yaml")
+    analyse = {"analyse_gradient_variance": 1, "analyse_agreement": 1, "analyse_density": 1}
+    measure = {"measure_gradient_variance": 1, "measure_agreement": 1}
+    assert copy.to_do(config="params.yaml") == {**analyse, **measure, "report": 1}  # no training
+    tables = [f"results/tiny/analyses/{name}.csv" for name in ("gradient_variance", "agreement", "density")]
+    ended = copy.snakemake("--", *tables, config="params.yaml")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    results = copy.folder / "results/tiny"
-    for name in ("gradient_variance", "interdependence", "agreement", "areas", "density", "increments"):
-        assert len(pd.read_csv(results / "analyses" / f"{name}.csv")) > 2
-        assert (results / "analyses" / f"{name}.png").stat().st_size > 10_000
-        assert ANALYSES[name].title in html.unescape((results / "report.html").read_text())
-    assert "preconditioned" in set(pd.read_csv(results / "analyses/agreement.csv")["loss"])  # needs the last snapshot
-    assert copy.to_do(config="params.yaml") == {}
-    before = (results / "analyses/gradient_variance.csv").read_bytes()
-    shutil.rmtree(results / "analyses")
-    again = copy.to_do(config="params.yaml")
-    assert all(rule.startswith("analyse_") or rule == "report" for rule in again) and len(again) == 7
-    table = str(results.relative_to(copy.folder) / "analyses/gradient_variance.csv")
-    assert copy.snakemake("--", table, config="params.yaml").returncode == 0
-    assert (copy.folder / table).read_bytes() == before
-    old = "bins: 3, images: 2, methods: [adaptive], milestones: [40]}\n  - {name: areas"
+    for name in tables:
+        table = copy.folder / name
+        assert len(pd.read_csv(table)) > 2
+        assert table.with_suffix(".png").stat().st_size > 10_000
+    agreement = pd.read_csv(copy.folder / "results/tiny/analyses/agreement.csv")
+    assert "preconditioned" in set(agreement["loss"])  # needs the last snapshot
+    assert copy.to_do(config="params.yaml") == {"report": 1}
+    variance = copy.folder / "results/tiny/analyses/gradient_variance.csv"
+    before = variance.read_bytes()
+    shutil.rmtree(variance.parent)
+    assert copy.to_do(config="params.yaml") == {**analyse, "report": 1}  # the measurements are kept
+    monkeypatch.chdir(copy.folder)
+    assert main(["analyse", "--config", "params.yaml", "--analysis", "gradient_variance"]) == 0
+    assert variance.read_bytes() == before
+    old = "bins: 3, images: 2, methods: [adaptive], milestones: [40]}\n  - density"
     with copy.edited("params.yaml", old, old.replace("bins: 3", "bins: 4")):
         changed = copy.to_do(config="params.yaml")
         assert (changed["measure_agreement"], changed["analyse_agreement"]) == (1, 1)
