@@ -5,11 +5,11 @@
 Both packages read the same weights of Inception-v3: random ones of He's initialisation, so that no download is needed.
 Each computes the features of both folders; nothing is cached. The second folder has images of CIFAR-10 from $DATA, see
 benchmarks/README.md. The first folder has other images of CIFAR-10, with noise. Without CIFAR-10, enlarged digits
-replace it. Commands, one thread each:
+replace it. Processes, one thread each:
 
-- ``torch-fidelity``: ``fidelity --fid``.
-- ``kairos``: both folders are packed into npz files with Pillow and numpy, which counts; then ``kairos evaluate
-  --metrics fid``. It rejects sets of 2,048 images or fewer, the number of features.
+- ``torch-fidelity``: its command, ``fidelity --fid``.
+- ``kairos``: a process that reads the files with Pillow and calls the functions of stage evaluate. The command itself
+  rejects sets of 2,048 images or fewer, the number of features.
 
 Columns:
     images, round: PNG files of each folder, number of the round.
@@ -83,15 +83,29 @@ def write_weights(path: Path) -> None:
                     torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
 
     torch.manual_seed(0)
-    path.parent.mkdir(parents=True)
     torch.save({}, path)
     torch.save(RandomInception("random", ["2048"], feature_extractor_weights_path=str(path)).state_dict(), path)
 
 
-def pack(folder: Path) -> None:
-    """Pack the PNG files of a folder into an npz file of its name."""
-    images = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(folder.glob("*.png"))]
-    np.savez(folder.with_suffix(".npz"), images=np.stack(images))
+def compute_distance(folder: Path, weights: Path) -> float:
+    """Return the distance of the two folders by the functions of stage evaluate."""
+    from kairos import compute
+    from kairos.evaluation.extractors import build_extractor, open_extractor
+    from kairos.evaluation.measurements import iterate_rows, measure
+    from kairos.evaluation.metrics import frechet_distance, statistics_to_store
+    from kairos.evaluation.settings import InceptionOptions
+
+    device = compute.setup(1, "cpu")
+    with tempfile.TemporaryDirectory(dir=folder) as extractor_folder:
+        build_extractor(InceptionOptions(path=str(weights)), None, Path(extractor_folder))
+        extractor = open_extractor(Path(extractor_folder), device)
+    statistics = {}
+    for name in (GENERATED, REAL):
+        paths = sorted((folder / name).glob("*.png"))
+        images = np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths])
+        statistics[name] = measure(extractor, iterate_rows(images, range(len(images))), {"moments"})
+    real = statistics_to_store(statistics[REAL])
+    return frechet_distance(statistics[GENERATED].gaussians["features"], real, layer="features")
 
 
 def measure_torch_fidelity(folder: Path, weights: Path) -> tuple[float, float]:
@@ -102,43 +116,33 @@ def measure_torch_fidelity(folder: Path, weights: Path) -> tuple[float, float]:
     return seconds, json.loads(output)["frechet_inception_distance"]
 
 
-def measure_kairos(folder: Path, weights_home: Path) -> tuple[float, float]:
-    """Return CPU seconds and distance of kairos, whose cache begins empty."""
-    with tempfile.TemporaryDirectory(dir=folder) as working_folder:
-        total = 0.0
-        for name in (GENERATED, REAL):
-            seconds, _ = run_command([sys.executable, __file__, "--pack", folder / name], Path(working_folder))
-            total += seconds
-        files = ["--samples", folder / f"{GENERATED}.npz", "--reference", folder / f"{REAL}.npz", "--out", "x.json"]
-        command = [sys.executable, "-m", "kairos", "evaluate", *files, "--metrics", "fid"]
-        seconds, _ = run_command(command, Path(working_folder), {"TORCH_HOME": str(weights_home)})
-        record = json.loads((Path(working_folder) / "x.json").read_text())
-    return total + seconds, record["metrics"]["fid"]
+def measure_kairos(folder: Path, weights: Path) -> tuple[float, float]:
+    """Return CPU seconds and distance of kairos."""
+    seconds, output = run_command([sys.executable, __file__, "--compute", folder, weights], folder)
+    return seconds, float(output)
 
 
 def main() -> None:
     """Measure in rounds, print each row and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=int, default=2100, help="PNG files of each folder, more than 2,048")
+    parser.add_argument("--images", type=int, default=2000, help="PNG files of each folder")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--pack", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--compute", type=Path, nargs=2, help=argparse.SUPPRESS)  # the process of kairos
     arguments = parser.parse_args()
-    if arguments.pack:
-        pack(arguments.pack)
+    if arguments.compute:
+        print(compute_distance(*arguments.compute))
         return
-    from kairos.evaluation.inception_weights import NAME
-
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_folders(folder, arguments.images)
-        weights = folder / "torch" / "hub" / "checkpoints" / NAME
+        weights = folder / "weights.pth"
         write_weights(weights)
         for number in range(arguments.rounds):
             other_seconds, other_distance = measure_torch_fidelity(folder, weights)
-            seconds, distance = measure_kairos(folder, folder / "torch")
+            seconds, distance = measure_kairos(folder, weights)
             rows.append({
                 "images": arguments.images,
                 "round": number + 1,
@@ -156,7 +160,7 @@ def main() -> None:
         from kairos import portable
 
         setting = f"1 thread, torch {torch.__version__}, {portable.machine()['processor']}"
-        write_rows(arguments.out, rows, f"python benchmarks/frechet.py; {setting}")
+        write_rows(arguments.out, rows, f"python benchmarks/frechet.py --images {arguments.images}; {setting}")
 
 
 if __name__ == "__main__":
