@@ -121,3 +121,34 @@ def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
     torch.save({"nothing": torch.zeros(1)}, tmp_path / "x" / "weights-inception-2015-12-05-6726825d.pth")
     with pytest.raises(DamagedError):
         extractors.open_extractor(tmp_path / "x")
+
+
+@pytest.mark.long
+def test_features_equal_those_of_torch_fidelity(tmp_path):
+    """The weights and the statistics of the normalisations are random, with features of order 1."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+    class Random(FeatureExtractorInceptionV3):
+        def load_state_dict(self, *arguments, **keywords):
+            for layer in self.modules():
+                if isinstance(layer, torch.nn.Conv2d):
+                    torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                elif isinstance(layer, torch.nn.BatchNorm2d):
+                    for values in (layer.running_var, layer.weight.data):
+                        values.uniform_(0.5, 1.5)
+                    for values in (layer.running_mean, layer.bias.data):
+                        values.uniform_(-0.5, 0.5)
+
+    torch.manual_seed(0)
+    weights = tmp_path / "weights.pth"
+    torch.save({}, weights)
+    layers = ["2048", "logits_unbiased"]
+    plain = Random("random", layers, feature_extractor_weights_path=str(weights))
+    torch.save(plain.state_dict(), weights)
+    extractors.build_extractor(InceptionOptions(path=str(weights)), None, tmp_path / "x")
+    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    computed = extractors.open_extractor(tmp_path / "x").compute_layers(images)
+    features, logits = plain(torch.from_numpy(images).permute(0, 3, 1, 2))
+    assert 0.1 < features.mean() < 10
+    for name, expected in (("features", features), ("logits", logits)):
+        assert (computed[name] - expected).norm() < 1e-5 * expected.norm()

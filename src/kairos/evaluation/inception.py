@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, BasicConv2d, FeatureExtractorInceptionV3
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation import inception_weights
@@ -43,15 +45,28 @@ class Inception(FeatureExtractorInceptionV3):
     """torch-fidelity's Inception-v3 that also takes grey images, as RGB, and also returns the layer ``spatial``.
 
     ADM's evaluator computes sFID of this layer: the first 7 channels of the first convolution of mixed_6.
+
+    The weights of convolutions include the normalisations after them. Together with the layout of `to`, this saves 40 %
+    of the time on a CPU; features differ from torch-fidelity's by rounding (benchmarks/frechet.py).
     """
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
+        for layer in list(self.modules()):
+            if isinstance(layer, BasicConv2d):
+                layer.conv = fuse_conv_bn_eval(layer.conv, layer.bn)
+                layer.bn = nn.Identity()
         self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
 
     def _keep_spatial(self, module: Any, inputs: Any, output: Tensor) -> None:
         """Store the layer ``spatial`` of a batch, (batch, 17 * 17 * 7), for `forward`, as a forward hook of torch."""
         self.spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)
+
+    def to(self, *arguments: Any, **keywords: Any) -> Any:
+        """Move the network as torch does; on a CPU, weights get the layout whose convolutions are fastest there."""
+        super().to(*arguments, **keywords)
+        is_on_cpu = self.fc.weight.device.type == "cpu"
+        return super().to(memory_format=torch.channels_last if is_on_cpu else torch.contiguous_format)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the requested layers of uint8 images (batch, 1 or 3, height, width), ``spatial`` last."""
