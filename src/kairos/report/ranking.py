@@ -92,10 +92,11 @@ class MethodComparison:
     Attributes:
         method: name of the method.
         curve: metric over training.
-        seed_count: number of seeds that all methods have.
+        seed_count: number of seeds that tests and ranks are over: those for which every method has a positive value.
         first_rank, last_rank: best and worst rank that the tests allow.
         ratio_to_baseline: final value over the baseline's; None for the baseline and without a baseline.
-        validation_losses: mean and standard deviation over seeds of each validation loss.
+        validation_losses: mean and standard deviation over seeds of each loss in `VALIDATION_LOSSES`, at the last
+            common snapshot; NaN if unknown.
         step_factor: steps that the baseline needs for its final value, over the method's steps for that value.
         time_factor: training time that the baseline needs for its final value, over the method's time for that value.
     """
@@ -125,8 +126,8 @@ def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
     """Build the curve of a method's metric over its snapshots.
 
     Means of an unfinished experiment are over the available seeds. Otherwise a mean is NaN where the value of a seed is
-    missing. The deviation over sample sets is the root of the mean of the seeds' variances. The larger deviation is the
-    known one where only one is known.
+    missing. Mean times are treated in the same way. The deviation over sample sets is the root of the mean of the
+    seeds' variances. The larger deviation is the known one where only one is known.
     """
     values = measurements.values_of(method, measurements.metric)
     seconds = measurements.values_of(method, "train_seconds")
@@ -259,7 +260,7 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
         deviation: standard deviation of the log ratio over seeds.
         seeds: number of seeds.
         level: level of the test.
-        power: probability of the detection.
+        power: probability of the detection. The caller ensures that it is above `level`.
     """
     from scipy import optimize, stats
 
@@ -271,6 +272,8 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
         below = np.nan_to_num(stats.nct.cdf(-critical_value, freedom, shift))  # NaN if it is too small for scipy
         return float(stats.nct.sf(critical_value, freedom, shift) + below) - power
 
+    # Without a shift the power is `level`; at three times the critical value it exceeds all usual powers. The shift is
+    # the true mean over its standard error, deviation / sqrt(seeds), so that the mean is their product.
     shift = float(optimize.brentq(excess_power, 0, 3 * critical_value))
     return shift * deviation / math.sqrt(seeds)
 
@@ -346,8 +349,8 @@ def highest_cost_ratio(
 def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
     """Compute the highest factor by which a method needs fewer steps than the baseline for one distance, over seeds.
 
-    The snapshot before training (step 0) is left out: all methods are equal there. The two curves have equal snapshots.
-    The ratio has no p-value.
+    The snapshot before training (step 0) is left out: all methods are equal there. The caller ensures that the two
+    curves have equal snapshots and seeds, without missing values. The ratio has no p-value.
     """
     is_trained = curve.steps > 0
     steps = curve.steps[is_trained]
@@ -360,7 +363,8 @@ def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
 def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | None:
     """Compute the baseline's cost for its final value over the method's cost for that value, the mean over seeds.
 
-    The mean is geometric. Lower values of both curves are better, and the ratio has no p-value.
+    The mean is geometric, and the ratio has no p-value. The caller ensures that lower values of both curves are better,
+    and that the curves have equal seeds.
 
     Args:
         curve: the method.
@@ -444,5 +448,8 @@ def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
 
 
 def _mean_and_std(values: "pd.Series[float]") -> tuple[float, float]:
-    """Return the mean and the standard deviation of values over seeds; the mean is NaN if one is missing."""
+    """Return the mean and the standard deviation of values over seeds; the mean is NaN if one is missing.
+
+    The standard deviation is that of the known values, and NaN with fewer than two.
+    """
     return float(values.mean(skipna=False)), float(values.std())
