@@ -117,8 +117,8 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
         labels = []
         for area, values in last_means.iterrows():
             process_share = 100 * (values["u_high"] - values["u_low"])
-            # the density is the mean of T p(t) over the area's cells: times their share of all T cells, it is the sum of
-            # p(t) over them
+            # The density is the mean of T p(t) over the area's cells. Its product with their share of all T cells is
+            # the sum of p(t) over these cells.
             draw_share = process_share * values["density"]
             text = f"{area}: {process_share:.0f} % of the process, {draw_share:.0f} % of the draws"
             labels.append(Label(values["variance"], text, _AREA_COLORS[str(area)]))

@@ -125,9 +125,10 @@ class MethodComparison:
 def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
     """Build the curve of a method's metric over its snapshots.
 
-    Means of an unfinished experiment are over the available seeds. Otherwise a mean is NaN where the value of a seed is
-    missing. Mean times are treated in the same way. The deviation over sample sets is the root of the mean of the
-    seeds' variances. The larger deviation is the known one where only one is known.
+    Means of an unfinished experiment are over the available seeds; lines in `missing` show that it is unfinished.
+    Otherwise a mean is NaN where the value of a seed is missing. Mean times are treated in the same way. The deviation
+    over sample sets is the root of the mean of the seeds' variances. The larger deviation is the known one where only
+    one is known.
     """
     values = measurements.values_of(method, measurements.metric)
     seconds = measurements.values_of(method, "train_seconds")

@@ -23,7 +23,8 @@ _CONDITIONED_IMAGES = 8  # captions or low-resolution images that are shown
 def draw_samples_over_training(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the sample grids of the first seed, a row per method and a column per snapshot; missing ones are blank.
 
-    In an unfinished experiment, it is the first seed that the method has. Methods without a look are left out.
+    In an unfinished experiment, the first seed is the first one that the method has. Methods without a look are left
+    out.
     """
     methods, steps = _select_methods(results, looks), results.experiment.milestones
     side = min(1.9, 9.0 / len(steps))  # inches of a sample grid
