@@ -316,7 +316,10 @@ class ExpectedSettings:
 
 
 def _select_used_fields(autoencoder: Record) -> Record:
-    """Select the fields of section `autoencoder` that decide the latents; they depend on the kind of autoencoder."""
+    """Select the fields of section `autoencoder` that decide the latents; they depend on the kind of autoencoder.
+
+    Without an autoencoder it is the kind alone. A trained one has all fields except path, scaling and shards.
+    """
     match autoencoder["kind"]:
         case "none":
             used: Sequence[str] = ("kind",)

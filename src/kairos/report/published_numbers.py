@@ -123,7 +123,8 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     """Describe the outcome of a claim by the interval of the measured cost factor over seeds.
 
     The outcome is ``confirmed`` if the interval begins at `claimed` or above, ``refuted`` if it ends below, else ``left
-    open``. Without an interval, the text is the reason.
+    open``. Without an interval, the text is the reason: ``in 2 of 5 seeds`` the value is not reached, or there is one
+    seed. It is ``in no seed`` if there is no factor, or if the only seed does not reach the value.
     """
     _, interval_or_missed_seeds = formatting.format_factor(factor)
     if factor is None or factor.missed_seed_count:

@@ -248,6 +248,7 @@ def correct_after_holm(p_values: np.ndarray, test_count: int | None = None) -> n
     """
     n = np.count_nonzero(~np.isnan(p_values), axis=-1, keepdims=True) if test_count is None else test_count
     order = p_values.argsort(axis=-1)  # NaN last
+    # the k-th smallest p-value, k = 0, 1, ..., is multiplied by n - k
     products = np.take_along_axis(p_values, order, axis=-1) * (n - np.arange(p_values.shape[-1]))
     corrected = np.maximum.accumulate(products, axis=-1).clip(max=1)
     original_order = order.argsort(axis=-1)

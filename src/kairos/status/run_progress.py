@@ -57,7 +57,7 @@ class Outline:
 
     @cached_property
     def reference(self) -> dict[str, Any]:
-        """Record of the reference statistics; empty if there is none."""
+        """Record of the reference statistics; empty if it is missing or damaged."""
         return glance(self.results / "reference" / "reference.json")
 
     def run_folder(self, method: str, seed: int) -> Path:
