@@ -79,14 +79,17 @@ def compute_gradient_moments(
     Args:
         model: the network, called as ``model(x_t, t)`` or, with conditions, as ``model(x_t, t, conditions)``.
         process: forward process, see `kairos_timesteps.diffusion.processes`.
-        x0: images in model space on the model's device, (levels x n, ...), n >= 2. The first n belong to level 0 and so
-            on.
+        x0: images in model space on the model's device, (levels x n, ...). The first n belong to level 0 and so on. The
+            caller ensures that n is equal for all levels and at least 2.
         levels: start and end of each level as fractions of the process; times are uniform in between.
         loss: function that computes the loss of each sample, (batch,); by default the mean squared error.
         conditions: conditions of the images by name, each (levels x n, ...).
         metric: positive diagonal metric D, a tensor per trained parameter, such as Adam's from `Meter.metric`. The
-            moments are then those of sqrt(D) g, whose inner products are g' D g.
+            moments are then those of sqrt(D) g, whose inner products are g' D g. None: the moments are those of g.
         seed: seed of noise and times.
+
+    Raises:
+        ValueError: the metric has another number of tensors than the network has trained parameters.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scale = 1.0 if metric is None else _flatten_metric(metric, parameters)
@@ -122,8 +125,9 @@ def compute_gradient_moments(
         mean_gradients.append(mean_gradient)
     stacked = torch.stack(mean_gradients)  # (levels, parameters)
     products = (stacked @ stacked.T).cpu().numpy()
+    # for each level: the mean of ||g||² minus ||mean of g||² is the biased variance, which n / (n - 1) corrects
     variance = (squared_norms.mean(1) - np.diag(products)) * count / (count - 1)
-    # the squared norm of a mean over n samples exceeds ||G||² by tr Sigma / n
+    # the squared norm of a mean over n samples exceeds ||G||² by tr Sigma / n; other products have no bias
     return GradientMoments(losses, variance, products - np.diag(variance / count))
 
 
@@ -174,7 +178,10 @@ def _predict(
     x_t = process.noised(x0, noise, t)
 
     def predict(x_t: Tensor, more_conditions: dict[str, Tensor]) -> Tensor:
-        """Return the network's output for other inputs; losses that need a second forward pass call this."""
+        """Return the network's output at the times t for another x_t, with further conditions.
+
+        Losses that need a second forward pass call this function. A further condition replaces one with its name.
+        """
         output: Tensor = process.predict(model, x_t, t, {**(conditions or {}), **more_conditions})
         return output
 

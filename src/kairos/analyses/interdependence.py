@@ -21,7 +21,7 @@ from kairos.training.settings import read_run_settings
 from kairos.training.state import TrainingState
 from kairos_timesteps.validation import spread_over
 
-# settings of a short training in one process, with a learning rate that does not depend on the snapshot's step
+# settings that replace those of the snapshot for a short training: its learning rate does not depend on the step
 _TRAINING_SETTINGS: dict[str, Any] = {
     "start_from": None,
     "probes": [],
@@ -35,21 +35,22 @@ def measure_interdependence(
 ) -> list[TableRow]:
     """Train on each part of the process from a snapshot, and measure how the loss on every part changes.
 
-    Training continues with the snapshot's weights, loss and weighting, at a constant learning rate. Times are uniform
-    in the trained part. The optimiser's state is that of the snapshot if available (at the last one), or else new.
-    Losses are squared errors of the prediction on held-out images, with equal noise and times before and after the
-    training (Kim et al. 2025, figure 4).
+    Every training begins with the snapshot's raw weights, and takes `options.steps` steps with its loss and weighting,
+    at a constant learning rate. Times are uniform in the trained part. The optimiser's state is that of the snapshot if
+    available (at the last one), or else new. Losses are squared errors of the raw network's prediction, with equal
+    noise and times before and after the training (Kim et al. 2025, figure 4). They are measured on `options.images`
+    held-out images, or on all if there are fewer.
 
     Args:
         options: options of the analysis.
         folder: folder of the snapshot.
-        latents: data that the snapshot was trained on.
+        latents: data that the snapshot was trained on. The caller ensures that it has held-out images.
         device: device of the computation.
 
     Returns:
         A row for each pair of a trained and a measured part, grouped by trained part. Column ``trained`` is the number
-        of the trained part from 0, or ``all`` for the whole process as a control. `_compare_losses` describes the
-        other columns.
+        of the trained part from 0, or ``all`` for the whole process as a control, whose rows are the last.
+        `_compare_losses` describes the other columns.
     """
     # the snapshot, and its loss on held-out images
     snapshot = open_milestone(folder, "raw", device)
@@ -76,6 +77,7 @@ def measure_interdependence(
     trained_parts = [*enumerate(parts), ("all", (0, cell_count))]
     for trained_part, (start, end) in trained_parts:
         training = _prepare_training(snapshot, optimizer_state, start, end, latents, device)
+        # up to this step, counted from the start of the snapshot's run
         for _ in train_steps(training, snapshot.record["step"] + options.steps):
             pass  # the generator trains; its metrics are not needed
         losses_after = compute_losses(training.model)
@@ -99,7 +101,7 @@ def _prepare_training(
 
     Args:
         snapshot: the snapshot; its network is not changed.
-        optimizer_state: state of the optimiser; None: the optimiser is new.
+        optimizer_state: state of the optimiser, on `device`; None: the optimiser is new.
         start, end: first trained cell, and the cell after the last.
         latents: data that the snapshot was trained on.
         device: device of the computation.
@@ -124,7 +126,7 @@ def _compare_losses(
     """Yield a row per measured part with its fractions of the process and its mean losses over images.
 
     The columns are ``part``, ``u_low``, ``u_high``, ``before``, ``after``, ``change`` (after minus before) and
-    ``error``, the standard error of the mean change over images.
+    ``error``, the standard error of the mean change over images, NaN with one image.
 
     Args:
         losses_before: loss of each image on every part before training, (images,) each.

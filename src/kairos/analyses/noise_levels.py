@@ -47,7 +47,8 @@ def area_levels(process: Process, r: float) -> list[Level]:
         r: magnitude above which a time counts as converged.
     """
     increment_areas = increments("vp", process.schedule, r=r).area()
-    # the increment from the paper's x_t, t = 1, 2, ..., belongs to cell t - 1; the last cell has no increment
+    # The increment from the paper's x_t, t = 1, 2, ..., belongs to cell t - 1; the one from t = 0 belongs to no cell.
+    # The last cell has no increment of its own, and gets the area of the cell before.
     cell_areas = [*increment_areas[1:].tolist(), str(increment_areas[-1])]
     cell_count = len(cell_areas)
     levels: list[Level] = []
@@ -147,8 +148,8 @@ def measure_agreement(
 def load_optimizer_state(folder: Path, snapshot: Snapshot, device: torch.device) -> dict[str, Any] | None:
     """Load the optimiser's state at a snapshot, or return None if it is not available.
 
-    It is in the run's ``checkpoint.pt``, which belongs to the last step. It is not available at other steps, if the
-    checkpoint is of another identity, or if the optimiser has taken no step.
+    It is in the run's ``checkpoint.pt``, which belongs to the last step. It is not available if this file is missing,
+    at other steps, if the checkpoint is of another identity, or if the optimiser has taken no step.
 
     Args:
         folder: folder of the snapshot.
@@ -228,7 +229,8 @@ def _load_training_images(
         count: number of images.
 
     Returns:
-        Images (count, ...), and each condition that the network has, (count, ...), on the network's device.
+        Images (count, ...), and by name each condition that the network has, (count, ...). All are on the network's
+        device.
     """
     sample_indices = range(count)
     positions = Stream(options.seed, "analysed images").integers(0, len(latents.train), sample_indices)
@@ -244,7 +246,8 @@ def _describe_level(level: Level, process: Process, probabilities: Array) -> Tab
     """Return the columns that describe a level: its own columns, ``u_low``, ``u_high``, ``t`` and ``density``.
 
     ``u_low`` and ``u_high`` are its fractions of the process, and ``t`` is the time at its middle. The density is the
-    mean over the level's cells, at least one, relative to the uniform density.
+    mean over the level's cells, relative to the uniform density. Its cells are those from the one that contains
+    ``u_low`` up to ``u_high``, rounded to whole cells, and at least one.
 
     Args:
         level: the level.
@@ -256,6 +259,7 @@ def _describe_level(level: Level, process: Process, probabilities: Array) -> Tab
     first_cell = int(low * cell_count)
     end_cell = max(first_cell + 1, round(high * cell_count))
     middle = process.times(torch.tensor((low + high) / 2, dtype=torch.float64)).item()
+    # the uniform probability of a cell is 1 / cell_count
     density = cell_count * probabilities[first_cell:end_cell].mean()
     return {**columns, "u_low": low, "u_high": high, "t": middle, "density": density}
 
@@ -264,7 +268,8 @@ def _moments_of_level(moments: GradientMoments, level: int) -> TableRow:
     """Return the columns that contain the moments of losses and gradients at a level.
 
     They are ``loss_mean``, ``loss_variance``, ``variance`` (tr Cov g), ``squared_mean`` (||E g||²) and
-    ``noise_scale``. Column ``cosine_K`` is the cosine similarity of the E g of this level and of level K.
+    ``noise_scale``. Column ``cosine_K`` is the cosine similarity of the E g of this level and of level K. A noise scale
+    or cosine is NaN if the estimate of a ||E g||² is not positive.
     """
     row = {
         "loss_mean": moments.losses[level].mean(),

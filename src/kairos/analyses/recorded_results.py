@@ -22,7 +22,7 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
     The columns are ``method``, ``seed``, ``step``, ``t``, ``density`` and ``trained``. Column ``density`` is T p(t).
     Column ``trained`` is p(t) w(t) over its mean: loss weights count as probabilities (Kim et al. 2025, figure 5). A
     row contains means over a group of consecutive timesteps. There are `options.bins` groups, or one for each timestep
-    if there are fewer. They are read from the ``strategy.csv`` of the snapshots.
+    if there are fewer. The densities are read from the ``strategy.csv`` of the snapshots.
 
     Args:
         options: options of the analysis.
@@ -31,6 +31,7 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
 
     Raises:
         FileNotFoundError: a snapshot is missing.
+        ValueError: the strategy.csv of a snapshot is damaged.
     """
     rows = []
     for method, seed, step in product(experiment.methods, experiment.seeds, experiment.milestones):
@@ -54,17 +55,18 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
     """Collect distance and time of every snapshot; ``relative_time`` is 1 when the baseline is at its best.
 
     That unit is "1D" of Kim et al. 2025, figure 1: the mean time over seeds at which the baseline's mean distance over
-    seeds is lowest. Times are those of training steps, including the computations of the sampler. The columns are
-    ``method``, ``selected`` (|S| of an adaptive sampler, else None), ``seed``, ``step``, ``seconds``, ``metric``
-    (primary metric of the reference), ``distance`` and ``relative_time``.
+    seeds is lowest. Times are those of training steps, including the computations of the sampler; the untrained network
+    has time 0. The columns are ``method``, ``selected`` (|S| of an adaptive sampler, else None), ``seed``, ``step``,
+    ``seconds``, ``metric`` (name of the reference's Fréchet distance), ``distance`` (its value) and ``relative_time``.
 
     Args:
         options: not used; the analysis has no options.
-        experiment: the experiment, whose methods, seeds and snapshots are analysed.
+        experiment: the experiment, whose methods, seeds and snapshots are analysed. The caller ensures that it has a
+            baseline.
         results: its results folder.
 
     Raises:
-        KairosError: a run has no recorded times, for example because its results were pulled.
+        KairosError: a run has no recorded time of a snapshot, for example because its results were pulled.
         FileNotFoundError: the reference or an evaluation is missing.
     """
     metric = read_json(results / "reference/reference.json")["metric"]
@@ -73,6 +75,7 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
         run_folder = results / name / f"seed{seed}"
         subset_size = method.sampler.get("selected") if method.sampler.name in ADAPTIVE else None
         timing_file = run_folder / "timing.jsonl"
+        # without the file, only the untrained network has a time: the first later snapshot raises the error below
         timing = read_timing(timing_file) if timing_file.is_file() else ()
         seconds_by_step = {0: 0.0}  # the untrained network
         seconds_by_step |= {entry["step"]: entry["seconds"] for entry in timing}
@@ -101,7 +104,7 @@ def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
 
     Args:
         rows: rows of `collect_relative_times`, without ``relative_time``.
-        experiment: the experiment.
+        experiment: the experiment. The caller ensures that it has a baseline, and a snapshot after step 0.
     """
     distance_and_time = []  # means over seeds, by step
     for step in experiment.milestones[1:]:
@@ -109,7 +112,7 @@ def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
         mean_distance = np.mean([row["distance"] for row in step_rows])
         mean_time = np.mean([row["seconds"] for row in step_rows])
         distance_and_time.append((mean_distance, mean_time))
-    _, best_time = min(distance_and_time)
+    _, best_time = min(distance_and_time)  # the lowest distance; the time decides between equal ones
     return float(best_time)
 
 
@@ -121,11 +124,12 @@ def collect_subset_sizes(options: AnalysisOptions, experiment: Any, results: Pat
 
     Args:
         options: not used; the analysis has no options.
-        experiment: the experiment.
+        experiment: the experiment. The caller ensures that it has a baseline.
         results: its results folder.
 
     Raises:
-        KairosError: a run has no recorded times.
+        KairosError: a run has no recorded time of a snapshot.
+        FileNotFoundError: the reference or an evaluation is missing.
     """
     rows = collect_relative_times(options, experiment, results)
     return [row for row in rows if row["selected"] is not None or row["method"] == experiment.baseline]

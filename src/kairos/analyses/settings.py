@@ -141,9 +141,10 @@ class IncrementsOptions(AnalysisOptions):
 
 
 def analysed_snapshots(analysis: AnalysisOptions, experiment: Any) -> list[tuple[str, int, int]]:
-    """Return method, seed and step of every snapshot that an analysis reads, in this order; empty if it reads none.
+    """Return method, seed and step of every snapshot that an analysis reads; empty if it reads none.
 
-    Methods and steps are those of the analysis' options, or else all of the experiment.
+    Methods and steps are those of the analysis' options, or all of the experiment where an option is None. Seeds are
+    always those of the experiment. The snapshots of a run are neighbours, and so are the runs of a method.
     """
     if not isinstance(analysis, SnapshotOptions):
         return []
@@ -170,6 +171,7 @@ def check_analyses(experiment: Any) -> None:
     """
     names = [analysis.name for analysis in experiment.analyses]
     samplers = [method.sampler for method in experiment.methods.values()]
+    # different |S| of the adaptive methods
     subset_sizes = {sampler.get("selected") for sampler in samplers if sampler.name in ADAPTIVE}
     has_baseline = experiment.baseline is not None
     baseline_needed = "with a method of sampler uniform and weighting none: its time is 1"

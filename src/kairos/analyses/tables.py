@@ -23,7 +23,7 @@ def measure_snapshot(
         analysis: options of an analysis that reads snapshots.
         snapshot: folder of the snapshot.
         latents: folder of the data that the snapshot was trained on.
-        out: CSV file to write.
+        out: CSV file to write, see `write_table`.
         device: device of the computation.
 
     Raises:
@@ -47,10 +47,11 @@ def build_table(analysis: AnalysisOptions, experiment: Any, results: Path) -> pd
         results: its results folder.
 
     Raises:
-        KairosError: results that the analysis needs are missing.
+        KairosError: the table of a snapshot, or the training time of a run, is missing.
+        FileNotFoundError: another result that the analysis reads, such as an evaluation, is missing.
     """
     snapshots = analysed_snapshots(analysis, experiment)
-    if not snapshots:
+    if not snapshots:  # an analysis of other results, or of none
         return pd.DataFrame(analysis.build(experiment, results))
     paths = [Path(snapshot_table_path(results, analysis.name, *snapshot)) for snapshot in snapshots]
     for path in paths:

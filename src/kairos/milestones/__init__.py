@@ -54,7 +54,8 @@ def write_milestone(
         folder: folder of the snapshot.
         model: a backbone with the raw weights.
         average: average of the weights (EMA), which is sampled.
-        facts: fields of the record: step, shape, conditions, sigma_data, configuration, identity, provenance ...
+        facts: all fields of the record except ``files``, which contains the hashes: step, shape, conditions,
+            sigma_data, configuration, identity, provenance and others.
         columns: columns of the strategy's table by name, each (T,).
         scheduler: configuration of diffusers' scheduler; None: diffusers has none for the process.
     """
@@ -72,9 +73,11 @@ def write_milestone(
 def check_milestone(folder: Path) -> dict[str, Any]:
     """Check the files of a snapshot against its record and return the record.
 
+    Files that the record does not list are not checked.
+
     Raises:
         KairosError: the folder contains no snapshot.
-        DamagedError: a file is missing or has changed.
+        DamagedError: the record is damaged, or a file is missing or has changed.
     """
     record = open_record(folder, "train", "milestone.json")
     check_files(folder, record["files"], "train again, or pull it with dvc")
@@ -90,7 +93,7 @@ def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, 
 
     Raises:
         KairosError: the folder contains no snapshot, or its weights have other names or shapes.
-        DamagedError: a file is missing or has changed.
+        DamagedError: the record is damaged, or a file is missing or has changed.
     """
     from safetensors.torch import load_file
 
@@ -106,6 +109,8 @@ def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, 
 
 def hash_start_weights(folder: Path, model: "BackboneOptions") -> str:
     """Return a hash of the weights that `load_start_weights` loads, from the snapshot's record alone.
+
+    The weights are not read. An option that one of the two backbones lacks counts as None.
 
     Args:
         folder: folder of the snapshot.

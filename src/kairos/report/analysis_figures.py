@@ -32,10 +32,12 @@ from kairos.report.plot_style import (
 from kairos.report.strategy_figures import SHADES, write_png
 
 _BLUE, _SHADE = "#0072B2", "#DDE1E5"
+# colours of lines by SpeeD's area; `SHADES` has lighter ones for backgrounds
 _AREA_COLORS = {"acceleration": "#D55E00", "steady": "#7A4FA3", "deceleration": _BLUE, "convergence": MUTED}
 _DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
 _AGREEMENT_STEPS = 4  # snapshots that the figure of agreement shows
-_INCREMENT_MOMENTS = {"variance": (_BLUE, "variance"), "mean": ("#B27C00", "‖mean‖ / ‖x0‖")}  # colour and label
+# colour and label by column of the table
+_INCREMENT_MOMENTS = {"variance": (_BLUE, "variance"), "mean": ("#B27C00", "‖mean‖ / ‖x0‖")}
 _TITLES: dict[Any, str] = {  # by name of a loss or of a column
     "training": "training loss",
     "vlb": "VLB loss",
@@ -55,7 +57,8 @@ def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: P
         results: its results folder.
 
     Raises:
-        KairosError: results that the analysis needs are missing.
+        KairosError: the table of a snapshot, or the training time of a run, is missing.
+        FileNotFoundError: another result that the analysis reads, such as an evaluation, is missing.
     """
     name = analysis.name
     table = tables.build_table(analysis, experiment, results)
@@ -66,8 +69,8 @@ def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: P
 def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw variance of the gradient and loss over time, a line per snapshot and a row of panels per method.
 
-    The first two panels of a row show the training loss, the others the VLB loss. The background is the density of the
-    drawn timesteps at the last snapshot of the method.
+    The first two panels of a row show variance and loss of the training loss, the others those of the VLB loss. The
+    background is the density of the drawn timesteps at the last snapshot of the method.
     """
     methods_with_rows = list(table.groupby("method", sort=False))
     colors = _snapshot_colors(table)
@@ -114,7 +117,9 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
         labels = []
         for area, values in last_means.iterrows():
             process_share = 100 * (values["u_high"] - values["u_low"])
-            draw_share = process_share * values["density"]  # density is relative to uniform: T p(t)
+            # The density is the mean of T p(t) over the area's cells. Its product with their share of all T cells is
+            # the sum of p(t) over these cells.
+            draw_share = process_share * values["density"]
             text = f"{area}: {process_share:.0f} % of the process, {draw_share:.0f} % of the draws"
             labels.append(Label(values["variance"], text, _AREA_COLORS[str(area)]))
         label_lines(panels[1], labels)
@@ -125,8 +130,9 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
 def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw cosines between gradients at levels of ln SNR, at the last four snapshots; each method has two rows.
 
-    Panels in the lower row show size and noise of the gradient by level, at all snapshots. The last of them is in
-    Adam's metric, and is drawn if the table has rows of loss ``preconditioned``.
+    Panels in the lower row show size and noise of the gradient by level, at all snapshots; estimates that are not
+    positive are left out. The last panel is in Adam's metric, and is drawn if the table has rows of loss
+    ``preconditioned`` for the method.
     """
     plain, preconditioned = table[table["loss"] == "training"], table[table["loss"] == "preconditioned"]
     methods, colors = list(plain["method"].unique()), _snapshot_colors(plain)
@@ -147,6 +153,7 @@ def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
             _draw_group_lines(axes, positive, x="log_snr", y=column, by="step", colors=colors)
             axes.set(xlabel="ln SNR (left: almost clean)")
             axes.xaxis.set_inverted(True)
+        # the panel in Adam's metric; it is removed below if it is unused
         lower[3].set_ylabel(f"{_TITLES['noise_scale']}, Adam's metric")
         unused_panels = [*upper[len(last_steps) :], *lower[len(panel_contents) :]]
         for axes in unused_panels:
@@ -280,7 +287,13 @@ def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
 def _draw_increment_moments(axes: Axes, rows: pd.DataFrame) -> None:
     """Draw variance and size of the mean of a process' increments over time, with their bounds as dashed lines.
 
-    Values that are not positive are left out, since the y axis is logarithmic.
+    Values that are not positive are left out: the caller makes the y axis logarithmic. The caller also adds title,
+    labels and legend.
+
+    Args:
+        axes: axes to draw into.
+        rows: rows of one process, by ascending time. Columns ``t``, ``variance``, ``variance_bound``, ``mean`` and
+            ``mean_squared_bound`` are used.
     """
     # columns of the mean like those of the variance; the bound is that of the squared mean
     rows = rows.assign(mean=rows["mean"].abs(), mean_bound=rows["mean_squared_bound"] ** 0.5)
@@ -330,7 +343,7 @@ def _create_panels(
 
 
 def _last_snapshot_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the last snapshot in a table."""
+    """Return the rows of the last snapshot in a table: those with the highest step of all rows."""
     rows: pd.DataFrame = table[table["step"] == table["step"].max()]
     return rows
 
@@ -342,9 +355,10 @@ def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:
 
 
 def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, colors: dict[Any, Any]) -> None:
-    """Draw column `y` against column `x`, a line per group of column `by`; the y axis is logarithmic and has a label.
+    """Draw column `y` against column `x`, a line per group of column `by`; make the y axis logarithmic and label it.
 
     Rows of a group with equal `x`, such as those of several seeds, are averaged. `colors` has a colour for each group.
+    The label is the column's title in `_TITLES`, or else its name.
     """
     for key, rows in table.groupby(by, sort=False):
         mean = rows.groupby(x)[y].mean()
@@ -374,7 +388,8 @@ def _draw_matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: lis
 def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Experiment) -> None:
     """Draw the distance of each method against relative time, with a band of one standard deviation over seeds.
 
-    The snapshot before training (step 0) is left out. A line is labelled with its method. The y axis is logarithmic.
+    The snapshot before training (step 0) is left out. A line is labelled with its method. With one seed there is no
+    band. The function makes the y axis logarithmic, and sets limits and labels of both axes.
     """
     labels: list[Label] = []
     for method, look in assign_looks(list(table["method"].unique()), experiment.baseline).items():

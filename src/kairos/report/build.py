@@ -19,7 +19,7 @@ def build_report(experiment: Experiment, folder: Path, unfinished: bool = False)
     """Read the results of an experiment, write its report, and return the path of the page.
 
     A complete report consists of figures/, summary.csv, report.html and, with published numbers, published.csv. An
-    earlier report_unfinished.html is then deleted.
+    earlier report_unfinished.html is then deleted. An earlier published.csv stays if there are no published numbers.
 
     Args:
         experiment: the experiment.

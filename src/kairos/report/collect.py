@@ -78,8 +78,9 @@ class RunResults:
         snapshots: evaluated snapshots, by ascending step.
         metrics_file: metrics.jsonl; None if it is missing or belongs to another run.
         seconds_by_step: training time until a step, accumulated over resumes; empty without timing.jsonl.
-        started: time of the first start; None without timing.jsonl.
-        record: content of ``training.json``.
+        started: time of the first start; None if timing.jsonl is missing or empty.
+        record: content of ``training.json``. Until the run has ended, it is the last snapshot's record in this form,
+            and empty without a snapshot.
     """
 
     method: str
@@ -110,7 +111,7 @@ class RunResults:
 
     @property
     def learns_sampler(self) -> bool:
-        """True if the sampler learns during training."""
+        """True if the sampler learns during training; False if the snapshot's record lacks this field."""
         return bool(self.last_snapshot.record.get("learned"))
 
 
@@ -248,7 +249,8 @@ class Results:
     def table(self) -> pd.DataFrame:
         """Table with a row per evaluated snapshot: experiment, method, seed, step, measured values and protocol.
 
-        `train_seconds` is 0 at step 0, and None if timing.jsonl lacks the step. All columns have dtype object.
+        `train_seconds` is 0 at step 0, and None if timing.jsonl lacks the step. Other values that a snapshot lacks are
+        NaN. All columns have dtype object.
         """
         rows = []
         for run, snapshot in self.run_snapshots:
@@ -354,6 +356,8 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
 def load_recorded_experiment(folder: Path) -> Experiment:
     """Load the experiment from the record of the snapshot that was written last in a results folder.
 
+    The time is the modification time of the record's file.
+
     Raises:
         KairosError: the folder contains no snapshot, or the record is damaged or no valid experiment.
     """
@@ -379,7 +383,7 @@ class OutdatedError(KairosError):
     """A snapshot or its evaluation was computed with settings that the experiment no longer has.
 
     Attributes:
-        changes: the settings, each with its recorded and its present value.
+        changes: the settings, each with its recorded and its present value, as one line of text.
     """
 
     def __init__(self, changes: str):
@@ -428,7 +432,7 @@ def _restrict_to_runs(experiment: Experiment, runs: list[RunResults]) -> Experim
 def _read_run(
     expected: ExpectedSettings, method: str, seed: int, reference: Record, unfinished: bool
 ) -> _RunWithErrors:
-    """Read the valid snapshots of a run, and collect an error for each result that is missing or outdated.
+    """Read the valid snapshots of a run, and collect an error for each result that is missing, damaged or outdated.
 
     Snapshots of an unfinished experiment may belong to several runs; only the run of the snapshot with the highest step
     counts. Until this run has ended, training.json and metrics.jsonl are missing or belong to an earlier run. Then the
@@ -449,7 +453,7 @@ def _read_run(
         record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # in the form of training.json
     # files that a run writes at its end
     metrics_file = None
-    with _collect_error(errors):
+    with _collect_error(errors):  # after an error, `record` and `metrics_file` stay as they are
         record_at_end = _read(folder / "training.json", "train")
         metrics_file_at_end = _read(folder / "metrics.jsonl", "train", Path)
         # an unfinished run may have the two files of an earlier run, which do not count
@@ -480,7 +484,7 @@ def _read_snapshots(
     errors: list[KairosError],
     unfinished: bool,
 ) -> list[SnapshotResults]:
-    """Read the valid snapshots of a run; append an error to `errors` for each one that is missing or outdated.
+    """Read the valid snapshots of a run; append an error to `errors` for each one that is missing, damaged or outdated.
 
     If `unfinished`, a snapshot with a damaged table of its strategy is left out, too. Otherwise the table is not read
     here; a damaged one raises an error when a figure needs it.
@@ -596,12 +600,16 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
 
     These are the jobs of the stages that all methods share, and the jobs of the experiment's methods and seeds. The
     jobs of the report and of the tracking import are left out. Records of numbers of shards or segments that the
-    experiment no longer has do not count. Examples of file names::
+    experiment no longer has do not count. Each of the three groups is sorted by path: shared stages, runs, shards of
+    stage encode. Examples of file names::
 
         timing/prepare.json                            stage that all methods share
         timing/.parts/encode.2of4.json                 shard of such a stage
         timing/train/uniform_seed1/3.json              segment 3 of a run
         timing/.parts/sample/uniform_seed1/3.2of4.json shard of that segment
+
+    Raises:
+        KairosError: a record is damaged.
     """
     run_names = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
     shards_folder = "timing/.parts"
@@ -617,6 +625,7 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
         if path.parent.name in run_names and segment <= len(experiment.segments):
             expected_run_paths.append(path)
     paths = [*shared_paths, *expected_run_paths, *encode_paths]
+    # STAGE is a placeholder in the error message: a damaged record does not show its stage
     records = [_read(path, f"STAGE --timing {path}") for path in paths]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
 

@@ -27,8 +27,10 @@ COLUMNS = (
     "p_value", "steps_factor", "time_factor",
 )  # fmt: skip
 _SHARED = ("experiment", "seeds", "step", "metric", "baseline")  # a terminal shows equal ones once, above the table
-_NO_PROTOCOL = ("identity", "accuracy")  # identity: of one run; accuracy: of the extractor, whose hash is compared
-_LINKS = {
+# fields of a protocol that need not be equal: the identity of one run; and the accuracy of the extractor, whose hash is
+# compared
+_NO_PROTOCOL = ("identity", "accuracy")
+_LINKS = {  # label on the index page: file in a results folder
     "report": "report.html",
     "unfinished report": "report_unfinished.html",
     "summary.csv": "summary.csv",
@@ -52,10 +54,13 @@ def join_experiments(
 
     Returns:
         The measurements. Column ``experiment`` of their table is the name of each experiment, or its results folder if
-        names are equal. Seeds are those of any experiment, ascending.
+        names are equal. Methods have the order of the selection. Seeds are those that any experiment has, ascending.
+        `missing` is empty, even for unfinished experiments: a mean over seeds is NaN where the value of a seed is
+        missing.
 
     Raises:
-        KairosError: the protocols of the numbers differ; the message reports the fields.
+        KairosError: the protocols of the numbers differ; the message reports the fields. A field that one experiment
+            lacks differs, too.
         ConfigError: the baseline is not among the methods, or not all methods have the metric.
     """
     # join the tables, with everything that must be equal as columns
@@ -95,7 +100,8 @@ def _choose_baseline(names: list[str], requested: str | None, default: str | Non
     Args:
         names: names of the methods, such as ``experiment/method``.
         requested: name that the user requests, with or without its experiment.
-        default: name of the default baseline, without its experiment; it may be absent from `names`.
+        default: name of the default baseline, without its experiment; it may be absent from `names`. None: there is no
+            default.
 
     Raises:
         ConfigError: the requested method is not among the names.
@@ -130,7 +136,8 @@ def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
 def _columns_measured_everywhere(selection: Selection) -> list[str]:
     """Return the names of the numbers that every evaluated snapshot of the selected methods has.
 
-    Standard deviations over sample sets are left out. The order is that of the first snapshot.
+    Standard deviations over sample sets are left out. The order is that of the first snapshot. The list is empty if no
+    snapshot is evaluated.
     """
     columns_by_snapshot = []
     for results, methods in selection:
@@ -148,7 +155,8 @@ def _columns_measured_everywhere(selection: Selection) -> list[str]:
 def _loss_settings(results: Results, column: str) -> dict[str, str]:
     """Return the settings that must be equal to compare losses of held-out images, as texts by dotted name.
 
-    The dictionary is empty if `column` is no such loss.
+    The dictionary is empty if `column` is no such loss. A hash that a manifest lacks is the text ``None``, which equals
+    only another missing hash.
     """
     if column not in ("mlperf8", *VALIDATION_LOSSES):
         return {}
@@ -226,7 +234,10 @@ def _no_seeds_error(measurements: MethodMeasurements) -> KairosError:
 
 
 def _seeds_without_ratios(measurements: MethodMeasurements) -> list[int]:
-    """Return the common seeds for which any method's metric at the last common snapshot is 0 or negative."""
+    """Return the common seeds for which any method's metric at the last common snapshot is 0 or negative.
+
+    A missing value does not count.
+    """
     common = measurements.common_measurements
     final_values = [common.values_of(method, common.metric).iloc[:, -1] for method in common.methods]
     return [seed for seed in common.seeds if any(values[seed] <= 0 for values in final_values)]
@@ -252,7 +263,8 @@ def format_table(table: pd.DataFrame, form: str) -> str:
 def _format_for_terminal(cells: pd.DataFrame) -> str:
     """Align columns of text for a terminal, below a line with those columns of `_SHARED` whose cells are all equal.
 
-    Columns ``experiment`` and ``method`` are aligned at the left, all others at the right.
+    Columns ``experiment`` and ``method`` are aligned at the left, all others at the right. The first line is empty if
+    no column of `_SHARED` has equal cells. The caller ensures that the index is 0, 1, 2 ... and no cell is missing.
     """
     equal_columns = [name for name in _SHARED if cells[name].nunique() == 1]
     shared_line = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
@@ -303,9 +315,9 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
 def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> Iterator[str]:
     """Yield the notes below a comparison table.
 
-    They report unfinished and outdated results, and results that count although their code or rounding differs
-    (`Results.notes`). They also report too few seeds for a ranking, and seeds that are left out of all numbers or of
-    the differences.
+    They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results,
+    and results that count although their code or rounding differs (`Results.notes`). They also report too few seeds for
+    a ranking, and seeds that are left out of all numbers or of the differences.
 
     Args:
         selection: the compared experiments, each with its selected methods.
@@ -339,7 +351,7 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
 
 
 def _experiment_labels(selection: Selection) -> list[str]:
-    """Return the name of each experiment, or its results folder if two experiments have the same name."""
+    """Return the names of the experiments, or the results folders of all if two experiments have one name."""
     names = [results.experiment.experiment for results, _ in selection]
     if len(set(names)) < len(names):
         return [str(results.folder) for results, _ in selection]
@@ -347,7 +359,10 @@ def _experiment_labels(selection: Selection) -> list[str]:
 
 
 def _format_cell(value: object) -> str:
-    """Format a cell of the table; a float has four significant digits, and an unknown number becomes an empty text."""
+    """Format a cell of the table; a float has four significant digits, and an unknown number becomes an empty text.
+
+    Integers and floats have separated thousands, such as ``12,000``.
+    """
     if isinstance(value, float):
         return formatting.format_number(value, 4) if math.isfinite(value) else ""
     return f"{value:,}" if isinstance(value, int) else str(value)

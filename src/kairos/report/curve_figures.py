@@ -50,8 +50,8 @@ def metric_label(name: str) -> str:
 def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw smoothed training losses, mean over seeds: the minimised loss, and the squared error without weights.
 
-    Methods without a look, and methods without a training log, are left out. There is no band for the others, because
-    levels of training losses do not compare between methods.
+    Methods without a look are left out, and so is a panel's line of a method without a training log or without that
+    loss in it. There is no band for the others, because levels of training losses do not compare between methods.
     """
     figure, grid = create_figure(7.8, 2.95, 1, 2, column_space=1.9)
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
@@ -78,7 +78,8 @@ def _smooth_mean(losses: "list[pd.Series[float]]") -> "pd.Series[float]":
 def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the validation loss per timestep at the last snapshot: linear, logarithmic, and relative to the baseline.
 
-    Methods without a look are a grey band. Without a baseline the third panel is left out.
+    Methods without a look are a grey band. Without a baseline the third panel is left out. The caller ensures that all
+    runs have validation losses, see `Results.has_validation_losses`.
     """
     baseline = results.baseline
     rows = 1 if baseline is None else 2
@@ -103,7 +104,7 @@ def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
 
 
 def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
-    """Return the validation loss of a method at its last snapshot by time, mean over seeds."""
+    """Return the validation loss of a method at its last snapshot, mean over seeds, indexed by the time t."""
     tables = [run.last_snapshot.evaluation["validation"]["per_timestep"] for run in results.runs_of(method)]
     return pd.concat([pd.DataFrame(table).set_index("t")["loss"] for table in tables], axis=1).mean(axis=1)
 
@@ -116,7 +117,8 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
     curves = {method: build_curve(results.measurements, method) for method in results.methods}
-    longest_seconds = max(np.nan_to_num(curve.seconds).max() for curve in curves.values())  # NaN: no clock
+    # a time is NaN without a clock, and counts as 0
+    longest_seconds = max(np.nan_to_num(curve.seconds).max() for curve in curves.values())
     unit, unit_seconds = _choose_time_unit(longest_seconds)
     labels = []
     right_end = 0.0  # of the shown curves
@@ -124,7 +126,7 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
         curve = curves[method]
         x = curve.seconds / unit_seconds if over_time else curve.steps
         label = _draw_distance_curve(axes, curve, x, method, look)
-        right_end = max(right_end, label.x or 0.0)
+        right_end = max(right_end, label.x or 0.0)  # `x` of these labels is not None
         labels.append(label)
     other_curves = [curve for method, curve in curves.items() if method not in looks]
     if other_curves:
@@ -156,7 +158,8 @@ def _choose_time_unit(longest: float) -> tuple[str, int]:
 def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, look: Look) -> Label:
     """Draw a distance curve with bars and a band of one standard deviation, and return the label of its end.
 
-    Points with an unknown value or `x` are left out; at least one point is known.
+    Points with an unknown value or `x` are left out. The caller ensures that a point is known: the time of step 0 is
+    known even without a clock. The caller also makes the y axis logarithmic, and writes the label.
     """
     # values of an unfinished experiment may be missing, and times if there is no clock
     is_known = np.isfinite(curve.mean + x)  # NaN if either is NaN
@@ -172,6 +175,8 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, l
 def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> Label:
     """Draw the range and the median of the curves of methods without a look, and return the label of the range.
 
+    The caller writes the label.
+
     Args:
         axes: axes to draw into.
         curves: curves of the methods.
@@ -186,7 +191,10 @@ def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None
 
 
 def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:
-    """Draw a dashed line for each reference row with a positive value of the primary metric, and return the labels."""
+    """Draw a dashed line for each reference row with a positive value of the primary metric, and return the labels.
+
+    The caller makes the y axis logarithmic, which excludes other values, and writes the labels.
+    """
     labels = []
     for name, row in results.reference["rows"].items():
         value = row.get(results.primary_metric)
@@ -204,7 +212,7 @@ def _style_step_axis(axes: Axes, steps: np.ndarray) -> None:
 
     Args:
         axes: axes to style.
-        steps: ascending steps of the snapshots; the first is 0.
+        steps: ascending steps of the snapshots, at least two; the first is 0.
     """
     first_trained, last = steps[1], steps[-1]
     left = -0.015 * last  # room for the marker at step 0
@@ -269,7 +277,7 @@ def _draw_sweep_lines(
     """Draw the lines of a panel of a swept option, and return their labels.
 
     A line has the look of its first method that has one. Lines that are not labelled are thin, grey and without bars,
-    and have one label in common.
+    and have one label in common. The caller makes the y axis logarithmic, and writes the labels.
 
     Args:
         axes: axes to draw into.
@@ -338,7 +346,8 @@ def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
 def draw_strategies(results: Results, looks: dict[str, Look], column: str, label: str, scale: str) -> Figure:
     """Draw a column of the strategy tables, multiplied by T, at every snapshot, with a panel per method.
 
-    All panels have one y axis. A note above each panel reports how far a learned sampler has moved.
+    All panels have one y axis, and a dashed line at 1. A note above each panel reports how far a learned sampler has
+    moved.
 
     Args:
         results: results of the experiment.
@@ -414,7 +423,8 @@ def _draw_strategy_lines(
 ) -> float:
     """Draw a column of the strategy tables of a method, multiplied by T, and return the highest drawn value, or 0.
 
-    A strategy that changes has a line per seed and snapshot, any other strategy has a single dark line.
+    A strategy that changes has a line per seed and snapshot. Any other strategy has a single dark line, that of the
+    first seed.
 
     Args:
         axes: axes to draw into.
@@ -438,7 +448,10 @@ def _draw_strategy_lines(
 
 
 def _is_fixed(runs: list[RunResults], column: str) -> bool:
-    """Return True if a column of the strategy table is equal at all snapshots of a run, for every run."""
+    """Return True if a column of the strategy table is equal at all snapshots of a run, for every run.
+
+    The runs are not compared with each other.
+    """
     for run in runs:
         final_values = run.last_snapshot.strategy_table[column]
         if any(not np.array_equal(snapshot.strategy_table[column], final_values) for snapshot in run.snapshots):
@@ -449,8 +462,8 @@ def _is_fixed(runs: list[RunResults], column: str) -> bool:
 def _movement_note(runs: list[RunResults]) -> str:
     """Describe how far the learned sampler of a method has moved from its start, such as ``moved by 0.12``.
 
-    The distance is the largest over seeds, see `distance_from_start`. Below `NOT_MOVED` the text is ``has not moved``;
-    it is ``fixed`` if the sampler does not learn.
+    The distance is the largest over seeds, see `distance_from_start`. Below `NOT_MOVED`, or if no record has the
+    distance, the text is ``has not moved``; it is ``fixed`` if the sampler does not learn.
     """
     distances = [distance for distance in map(distance_from_start, runs) if distance is not None]
     if not distances:

@@ -33,8 +33,14 @@ FIGURES: dict[str, DrawFunction] = {
 def available_figures(results: Results) -> dict[str, DrawFunction]:
     """Return the figures whose results exist, in the order of `FIGURES`.
 
-    Five figures need results that not every experiment has: validation losses, a condition that is drawn (text or
-    low resolution), a metrics.jsonl, saved samples of all snapshots, or a sweep.
+    Five figures need results that not every experiment has:
+
+    * ``validation_loss``: validation losses of all runs.
+    * ``told_samples``: text or low resolution as a condition. The figure also reads the saved samples of the last
+      snapshots, whose existence is not checked here.
+    * ``training_loss``: a metrics.jsonl of any run that is not empty.
+    * ``image_by_image_samples``: saved samples of all snapshots.
+    * ``metric_vs_option``: a sweep.
     """
     conditions = set(results.experiment.conditions)
     grid_files = [snapshot.grid_file for _, snapshot in results.run_snapshots]
@@ -49,7 +55,10 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
 
 
 def draw_figures(results: Results, folder: Path) -> None:
-    """Draw every available figure in the common style, and write NAME.png and NAME.svg into the existing `folder`."""
+    """Draw every available figure in the common style, and write NAME.png and NAME.svg into the existing `folder`.
+
+    Files of these names are replaced.
+    """
     looks = plot_style.assign_looks(select_shown_methods(results), results.baseline)
     for name, draw in available_figures(results).items():
         with matplotlib.rc_context(plot_style.STYLE):

@@ -30,8 +30,9 @@ _MOST_WARNINGS = 12  # of one kind
 def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> list[str]:
     """Summarise the outcome in a few sentences that claim no more than the tests find.
 
-    If methods are ranked by the distance although it cannot rank them, the first sentence reports that. The sentences
-    about the ranking and the baseline follow.
+    If methods are ranked by the distance although it cannot rank them, the first sentence reports that. If results are
+    missing, the last common step follows. Then comes the ranking. If only more seeds are needed for a ranking, the next
+    sentence advises to add them. The last sentences compare with the baseline, or report that there is none.
 
     Args:
         results: results of the experiment.
@@ -59,6 +60,7 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
 
 def _advise_more_seeds(seeds: list[int]) -> str:
     """Advise to add the smallest unused seeds, so that the experiment has the five that a ranking needs."""
+    # the experiment uses at most len(seeds) of 0 ... 4, so that enough of them are unused
     new_seeds = [seed for seed in range(MIN_SEEDS) if seed not in seeds]
     enough_seeds = sorted([*seeds, *new_seeds[: MIN_SEEDS - len(seeds)]])
     return (
@@ -81,7 +83,7 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
     values_with_names = [f"{value} ({method})" for method, value in final_values.items()]
     lowest, highest = values_with_names[0], values_with_names[-1]  # comparisons are in this order
     best = [comparison.method for comparison in comparisons if comparison.may_be_best]
-    if not best:
+    if not best:  # only if methods are not ranked: otherwise the lowest one may be the best
         seed_count = comparisons[0].seed_count
         return [
             f"Not ranked: methods are ranked from {MIN_SEEDS} seeds on, and this experiment has {seed_count}.",
@@ -123,7 +125,10 @@ def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline
 
 
 def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
-    """Summarise by which factors a method saves steps and, with a clock, training time."""
+    """Summarise by which factors a method saves steps and, with a clock, training time.
+
+    The caller ensures that the comparison has a factor of steps.
+    """
     steps, interval = format_factor(comparison.step_factor)
     saving = f"{comparison.method} needs {steps} fewer steps for {baseline}'s final value (95 % interval {interval})"
     if comparison.time_factor is None:
@@ -139,7 +144,7 @@ def find_warnings(results: Results) -> Iterator[str]:
     - The primary metric rises during training, or ends no lower than a Gaussian's.
     - The distance cannot rank methods. If it is the primary metric, `summarise_outcome` reports that instead.
     - Methods are ranked by another metric, and distances end no lower than a Gaussian's.
-    - An evaluation has a warning, or a run is not bit-exact.
+    - An evaluation has a warning, or a run is not bit-exact; a run whose record has no reason counts as bit-exact.
     - There is only one seed, or training times are missing.
     """
     unmoved_warnings = list(_find_unmoved_samplers(results))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kairos.report.ranking import Ratio
 
 NONE = "–"
-_MOST_NAMES = 12  # in a sentence
+_MOST_NAMES = 12  # names that a sentence lists without leaving any out
 
 
 def load_template(file: Path, **filters: Any) -> jinja2.Template:
@@ -58,6 +58,7 @@ def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -
     if std is None or not 1e-9 * abs(value) < std < math.inf:  # smaller ones are rounding errors
         return format_number(value, digits)
     order_of_magnitude = math.floor(math.log10(std))  # 0 for 1 to 9.9, -1 for 0.1 to 0.99
+    # two significant digits: 0.12, of order -1, has 2 decimals, and 1.2, of order 0, has 1
     decimals = min(max(0, 1 - order_of_magnitude), 8)
     return f"{value:,.{decimals}f} ± {std:.{decimals}f}"
 

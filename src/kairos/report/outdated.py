@@ -30,7 +30,7 @@ from kairos_timesteps.options import but_name
 Record = dict[str, Any]
 _NO_EFFECT = ("images", "unmatched", "store", "broken", "train_images")  # fields of dataset: images stay equal
 _READ_BY_ENCODE = ("dataset.flips", "dataset.low_resolution")  # stage prepare does not use these fields
-_ROUNDING = (
+_ROUNDING = (  # settings that change no more than rounding
     "training.threads", "training.deterministic", "training.compile", "autoencoder.encode_batch_size",
     "text_encoder.batch_size",
 )  # fmt: skip
@@ -91,11 +91,17 @@ def format_changes(changes: Sequence[Change]) -> str:
 class ExpectedSettings:
     """Settings that results must have to count as results of an experiment.
 
+    Manifests and records of snapshots are read once, so that an object does not find later changes of these files.
+
     Args:
         experiment: the experiment.
         results: its results folder, whose manifests contain the hashes of the present data, autoencoder and latents.
 
     Attributes:
+        experiment, results: the arguments.
+        plain: the experiment as plain values.
+        identities, snapshot_record, find_changes: `_compute_identities`, `_read_snapshot_record` and `_find_changes`
+            with a cache.
         records: reader of the snapshots' records, which share their settings.
     """
 
@@ -162,7 +168,8 @@ class ExpectedSettings:
         validation = evaluation.get("validation") or {}
         if image_count := validation.get("images"):
             evaluation_before["loss_images"] = image_count
-            # the data set may have fewer held-out images than requested
+            # the data set may have fewer held-out images than requested; without its manifest, the recorded number
+            # is the limit
             heldout_count = self._read_manifest("dataset").get("heldout_count", image_count)
             evaluation_now["loss_images"] = min(settings.loss_images, heldout_count)
         if losses_by_time := validation.get("per_timestep"):
@@ -235,7 +242,7 @@ class ExpectedSettings:
         """Read the record of a snapshot without the other methods of its experiment.
 
         The record is empty if the file is missing or damaged. Only settings of the snapshot's own method decide whether
-        the snapshot is outdated.
+        the snapshot is outdated. Section `methods` is empty if it lacks this method.
         """
         record = self.records.glance(path)
         if not record:
@@ -247,7 +254,8 @@ class ExpectedSettings:
     def _find_all_changes(self, method: str, record: Record) -> list[Change]:
         """Find all settings that decide the results of a method and differ from a snapshot's record.
 
-        Options that are newer than the record count as recorded with their defaults.
+        Options that are newer than the record count as recorded with their defaults. The method that the record names
+        is compared with `method`, even if its name differs.
         """
         recorded = dict(record["config"])  # copies: records share their settings
         recorded_method = dict(recorded["methods"].get(record["method"], {}))
@@ -308,7 +316,10 @@ class ExpectedSettings:
 
 
 def _select_used_fields(autoencoder: Record) -> Record:
-    """Select the fields of section `autoencoder` that decide the latents; they depend on the kind of autoencoder."""
+    """Select the fields of section `autoencoder` that decide the latents; they depend on the kind of autoencoder.
+
+    Without an autoencoder it is the kind alone. A trained one has all fields except path, scaling and shards.
+    """
     match autoencoder["kind"]:
         case "none":
             used: Sequence[str] = ("kind",)
@@ -320,11 +331,11 @@ def _select_used_fields(autoencoder: Record) -> Record:
 
 
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
-    """Compare nested settings and return the differences.
+    """Compare nested settings and return the differences; empty if there are none.
 
-    A field that one side lacks belongs to another version of kairos and does not count. `_add_defaults` adds options.
-
-    If components have different names, only the names are compared, because their options differ.
+    A field that one side lacks belongs to another version of kairos and does not count. To compare options that a
+    record lacks, the caller adds them with `_add_defaults`. If components have different names, only the names are
+    compared, because their options differ.
 
     Args:
         now: settings of the experiment, or a single value.

@@ -18,6 +18,7 @@ from kairos.report.ranking import build_curve, compare_methods, has_not_moved
 from kairos.report.shown_methods import select_shown_methods
 from kairos.sampling.settings import GUIDANCE, SOLVERS
 
+# in the order of the pipeline; the costs of report and tracking import are not read
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 _ROWS_SHOWN = 30  # of a table that has more rows
 
@@ -54,6 +55,7 @@ def render_page(results: Results, figures: Path) -> str:
         comparisons=comparisons,
         protocol=protocol,
         solver=_solver_settings(protocol),
+        # a setting of guidance that the protocol lacks counts with the value in the experiment
         guidance={name: protocol.get(name, getattr(results.experiment.sampling, name)) for name in GUIDANCE},
         model=omit_overridden_size(last_snapshot.record["config"]["model"]),
         validation=_validation_size(results),
@@ -66,6 +68,7 @@ def render_page(results: Results, figures: Path) -> str:
         outcome=findings.summarise_outcome(results, comparisons),
         warnings=[*results.notes, *findings.find_warnings(results)],
         curves=_tabulate_curves(results, looks),
+        # True for a method if none of its runs has moved its sampler from the start
         unmoved={method: all(map(has_not_moved, results.runs_of(method))) for method in results.methods},
         has_not_moved=has_not_moved,
         final_value=final_value,
@@ -87,7 +90,11 @@ def render_page(results: Results, figures: Path) -> str:
 
 
 def _tabulate_curves(results: Results, looks: dict[str, Look]) -> dict[str, dict[float, tuple[float, float]]]:
-    """Return mean and standard deviation of the primary metric by step, by method; methods with a look come first."""
+    """Return mean and standard deviation of the primary metric by method and step, ``{method: {step: (mean, std)}}``.
+
+    Methods with a look come first, and otherwise the order of the configuration is kept. Steps ascend. Both numbers are
+    those of `build_curve`, and NaN if unknown.
+    """
     values_by_method = {}
     for method in sorted(results.methods, key=lambda method: method not in looks):  # False sorts before True
         curve = build_curve(results.measurements, method)
@@ -96,7 +103,10 @@ def _tabulate_curves(results: Results, looks: dict[str, Look]) -> dict[str, dict
 
 
 def _list_learned_snapshots(results: Results, looks: dict[str, Look]) -> list[tuple[RunResults, SnapshotResults]]:
-    """Return the snapshots of runs whose sampler learns, each with its run; methods that have a look come first."""
+    """Return the snapshots of runs whose sampler learns, each with its run; methods that have a look come first.
+
+    Otherwise the order of `Results.run_snapshots` is kept.
+    """
     learned = [(run, snapshot) for run, snapshot in results.run_snapshots if run.learns_sampler]
     return sorted(learned, key=lambda run_and_snapshot: run_and_snapshot[0].method not in looks)
 
@@ -125,7 +135,10 @@ def _compute_accelerations(results: Results) -> list[published_numbers.Accelerat
 
 
 def _solver_settings(protocol: Record) -> Record:
-    """Return name and options of the solver in the protocol of an evaluation; options that it lacks are left out."""
+    """Return name and options of the solver in the protocol of an evaluation; options that it lacks are left out.
+
+    A solver that is not registered in this version of kairos has its name alone.
+    """
     solver = protocol["scheduler"]
     if solver not in SOLVERS:  # not registered here: its options are unknown
         return {"name": solver}
@@ -150,7 +163,8 @@ def _validation_size(results: Results) -> tuple[int, int] | None:
 def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
     """Return the names of the metrics that any of the records has, each once, except the metric `first`.
 
-    Standard deviations, values of single sample sets and ``n_samples`` are left out.
+    Standard deviations, values of single sample sets and ``n_samples`` are left out. The order is that of the first
+    record, and names that only later records have follow.
     """
     names = dict.fromkeys(chain.from_iterable(records))
     other_names = [name for name in names if name not in (first, "n_samples")]
@@ -162,7 +176,7 @@ def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
 
     A row has the keys ``stage`` (``all`` in the last row), ``jobs`` (their number), ``peak`` (largest peak memory in
     bytes), and in seconds ``wall_seconds``, ``cpu_seconds``, ``startup_wall_seconds`` and ``startup_cpu_seconds``.
-    Stages are in the order of the pipeline. The list is empty without jobs.
+    Stages are in the order of the pipeline; other stages follow, before the sum. The list is empty without jobs.
     """
     if not jobs:
         return []

@@ -23,6 +23,7 @@ from scipy.optimize import isotonic_regression
 from kairos_timesteps.diffusion.registries import PROCESSES
 
 DPI = 160  # of PNG files
+# colours of texts and lines, of secondary texts and lines, and of the band of methods without a look
 INK, MUTED, BAND = "#1f2328", "#667079", "#c3c9ce"
 # Okabe and Ito's palette, distinct in every common colour blindness; its yellow is too light, and the baseline is black
 _COLORS = cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3"])
@@ -30,6 +31,7 @@ _MARKERS = cycler(marker=["s", "D", "^", "v", "P", "X", "p"])
 _DASHES = cycler(linestyle=["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5))])
 Look = dict[str, Any]  # how a method is drawn: color, marker and linestyle, in matplotlib's terms
 
+# the thin line from the right edge of the axes to a label, as `arrowprops` of matplotlib's `annotate`
 _LEADER = {"arrowstyle": "-", "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
 
 STYLE: Any = rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
@@ -88,7 +90,8 @@ def create_figure(
     """
     axes_width = width - column_space * (columns - 1)
     axes_height = height - row_space * (rows - 1)
-    # matplotlib takes spaces as fractions of the size of one axes
+    # The widths of all columns add up to `axes_width`, so that one axes is axes_width / columns wide. matplotlib takes
+    # spaces as fractions of this width, and of the height in the same way.
     spaces = {"wspace": column_space * columns / axes_width, "hspace": row_space * rows / axes_height}
     figure = Figure(figsize=(width, height))
     return figure, figure.subplots(rows, columns, squeeze=False, gridspec_kw=spaces)
@@ -100,7 +103,10 @@ def grid_height(rows: int, panel_height: float, row_space: float) -> float:
 
 
 def tight_bounding_box(figure: Figure) -> Bbox:
-    """Return the box in inches around everything drawn, with the style's padding, for ``savefig(bbox_inches=)``."""
+    """Return the box in inches around everything drawn, with the style's padding, for ``savefig(bbox_inches=)``.
+
+    The padding is that of the present rcParams: the caller sets the style. The figure is drawn once for this.
+    """
     figure.draw_without_rendering()  # texts and ticks get their positions
     return figure.get_tightbbox().padded(rcParams["savefig.pad_inches"])
 
@@ -155,7 +161,8 @@ def _height_in_axes(axes: Axes, y: float) -> float:
 def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
     """Move ascending heights apart to at least `gap` from each other, with the least sum of squared moves.
 
-    Without the gaps that the heights must have, this is the closest ascending sequence: isotonic regression.
+    Two neighbours are at least `gap` apart if the heights ascend after `gap` times its index is subtracted from each.
+    The closest ascending sequence to these differences is their isotonic regression.
     """
     gaps = gap * np.arange(len(heights))
     spaced: list[float] = (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
@@ -165,7 +172,8 @@ def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
 def style_log_axis(axes: Axes) -> None:
     """Label a logarithmic y axis with numbers instead of powers of ten, with enough ticks for a short axis.
 
-    Call it after plotting, since the ticks depend on the limits of the axis. Minor ticks have no labels.
+    The caller has made the axis logarithmic, and has plotted or set its limits, which the ticks depend on. Minor ticks
+    have no labels.
     """
     low, high = axes.get_ylim()
     decades = np.log10(high / low)
@@ -187,8 +195,8 @@ def draw_method_lines(
     Args:
         axes: axes to draw into.
         looks: look of each method that gets a line.
-        lines: pandas Series of each method; its index is the x axis.
-        settings: arguments of ``axes.set``, such as title and scales.
+        lines: pandas Series of each method, not empty; its index is the x axis.
+        settings: arguments of ``axes.set``, such as title and scales. The y axis is linear without a ``yscale``.
         labelled: False draws no names, neither of lines nor of the band.
     """
     labels = []
@@ -213,7 +221,8 @@ def draw_method_lines(
 def draw_band(axes: Axes, x: np.ndarray, values: np.ndarray) -> Label:
     """Draw the range of many methods as a grey band with the median as a line, and return the label of the band.
 
-    Points without a known value are left out; at least one point has a value.
+    Points without a known value are left out. The caller ensures that at least one point has a value, and writes the
+    label with `label_lines`.
 
     Args:
         axes: axes to draw into.

@@ -16,6 +16,7 @@ from kairos.report import formatting
 from kairos.report.collect import Results
 from kairos.report.ranking import Ratio, build_curve, compute_acceleration, compute_cost_factor, highest_cost_ratio
 
+# columns of published.csv
 COLUMNS = ["table", "method", "step", "metric", "published", "measured", "comparable", "why"]
 
 
@@ -27,7 +28,7 @@ class NumberComparison:
         block: published table.
         row: published number.
         measured: measured number, mean over seeds in the paper's unit; NaN if there is none.
-        std: standard deviation of the measured number over seeds; NaN if there is none.
+        std: standard deviation of the measured number over seeds, in the paper's unit; NaN with fewer than two seeds.
         obstacle: reason why the two numbers are not comparable; empty if they are.
     """
 
@@ -122,7 +123,8 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     """Describe the outcome of a claim by the interval of the measured cost factor over seeds.
 
     The outcome is ``confirmed`` if the interval begins at `claimed` or above, ``refuted`` if it ends below, else ``left
-    open``. Without an interval, the text is the reason.
+    open``. Without an interval, the text is the reason: ``in 2 of 5 seeds`` the value is not reached, or there is one
+    seed. It is ``in no seed`` if there is no factor, or if the only seed does not reach the value.
     """
     _, interval_or_missed_seeds = formatting.format_factor(factor)
     if factor is None or factor.missed_seed_count:
@@ -141,8 +143,9 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
 def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
     """Compare a published number with the measured one at its step, or at the last step if that is no snapshot.
 
-    Mean and standard deviation are over the seeds that have a value. If no seed has one, both are NaN and the obstacle
-    is the reason.
+    Mean and standard deviation are over the seeds that have a value. If no seed has one, or no method reproduces the
+    row of the table, both are NaN and the obstacle is the reason. Step 0 counts as not measured. If the table contains
+    best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
     """
     not_measured = NumberComparison(block, row, measured=np.nan, std=np.nan, obstacle="not measured yet")
     if row.method is None:
@@ -200,6 +203,7 @@ def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline
     Curves are values of FID at several steps. Steps that lack a value of one of the two methods are left out.
     """
     for block in blocks:
+        # a row that `methods` lacks has the name of its method
         values_by_method = {block.methods.get(row, row): values for row, values in block.rows.items()}
         has_curves = block.column == "fid" and len(block.steps) > 1
         if not has_curves or not {method, baseline} <= values_by_method.keys():

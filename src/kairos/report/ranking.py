@@ -92,10 +92,11 @@ class MethodComparison:
     Attributes:
         method: name of the method.
         curve: metric over training.
-        seed_count: number of seeds that all methods have.
+        seed_count: number of seeds that tests and ranks are over: those for which every method has a positive value.
         first_rank, last_rank: best and worst rank that the tests allow.
         ratio_to_baseline: final value over the baseline's; None for the baseline and without a baseline.
-        validation_losses: mean and standard deviation over seeds of each validation loss.
+        validation_losses: mean and standard deviation over seeds of each loss in `VALIDATION_LOSSES`, at the last
+            common snapshot; NaN if unknown.
         step_factor: steps that the baseline needs for its final value, over the method's steps for that value.
         time_factor: training time that the baseline needs for its final value, over the method's time for that value.
     """
@@ -124,9 +125,10 @@ class MethodComparison:
 def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
     """Build the curve of a method's metric over its snapshots.
 
-    Means of an unfinished experiment are over the available seeds. Otherwise a mean is NaN where the value of a seed is
-    missing. The deviation over sample sets is the root of the mean of the seeds' variances. The larger deviation is the
-    known one where only one is known.
+    Means of an unfinished experiment are over the available seeds; lines in `missing` show that it is unfinished.
+    Otherwise a mean is NaN where the value of a seed is missing. Mean times are treated in the same way. The deviation
+    over sample sets is the root of the mean of the seeds' variances. The larger deviation is the known one where only
+    one is known.
     """
     values = measurements.values_of(method, measurements.metric)
     seconds = measurements.values_of(method, "train_seconds")
@@ -246,6 +248,7 @@ def correct_after_holm(p_values: np.ndarray, test_count: int | None = None) -> n
     """
     n = np.count_nonzero(~np.isnan(p_values), axis=-1, keepdims=True) if test_count is None else test_count
     order = p_values.argsort(axis=-1)  # NaN last
+    # the k-th smallest p-value, k = 0, 1, ..., is multiplied by n - k
     products = np.take_along_axis(p_values, order, axis=-1) * (n - np.arange(p_values.shape[-1]))
     corrected = np.maximum.accumulate(products, axis=-1).clip(max=1)
     original_order = order.argsort(axis=-1)
@@ -259,7 +262,7 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
         deviation: standard deviation of the log ratio over seeds.
         seeds: number of seeds.
         level: level of the test.
-        power: probability of the detection.
+        power: probability of the detection. The caller ensures that it is above `level`.
     """
     from scipy import optimize, stats
 
@@ -271,6 +274,8 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
         below = np.nan_to_num(stats.nct.cdf(-critical_value, freedom, shift))  # NaN if it is too small for scipy
         return float(stats.nct.sf(critical_value, freedom, shift) + below) - power
 
+    # Without a shift the power is `level`; at three times the critical value it exceeds all usual powers. The shift is
+    # the true mean over its standard error, deviation / sqrt(seeds), so that the mean is their product.
     shift = float(optimize.brentq(excess_power, 0, 3 * critical_value))
     return shift * deviation / math.sqrt(seeds)
 
@@ -346,8 +351,8 @@ def highest_cost_ratio(
 def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
     """Compute the highest factor by which a method needs fewer steps than the baseline for one distance, over seeds.
 
-    The snapshot before training (step 0) is left out: all methods are equal there. The two curves have equal snapshots.
-    The ratio has no p-value.
+    The snapshot before training (step 0) is left out: all methods are equal there. The caller ensures that the two
+    curves have equal snapshots and seeds, without missing values. The ratio has no p-value.
     """
     is_trained = curve.steps > 0
     steps = curve.steps[is_trained]
@@ -360,7 +365,8 @@ def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
 def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | None:
     """Compute the baseline's cost for its final value over the method's cost for that value, the mean over seeds.
 
-    The mean is geometric. Lower values of both curves are better, and the ratio has no p-value.
+    The mean is geometric, and the ratio has no p-value. The caller ensures that lower values of both curves are better,
+    and that the curves have equal seeds.
 
     Args:
         curve: the method.
@@ -444,5 +450,8 @@ def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
 
 
 def _mean_and_std(values: "pd.Series[float]") -> tuple[float, float]:
-    """Return the mean and the standard deviation of values over seeds; the mean is NaN if one is missing."""
+    """Return the mean and the standard deviation of values over seeds; the mean is NaN if one is missing.
+
+    The standard deviation is that of the known values, and NaN with fewer than two.
+    """
     return float(values.mean(skipna=False)), float(values.std())

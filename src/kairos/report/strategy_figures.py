@@ -86,13 +86,16 @@ def draw_strategy(
     """Draw density, weight and their product over timesteps, in three panels.
 
     Weight and product have a log axis if the weights, of both strategies together, span more than three decades.
+    Density and product are multiplied by the number of timesteps T, so that a uniform density is 1. The caller sets the
+    common style, see `write_png`.
 
     Args:
         columns: ``t``, ``p``, ``w`` and ``effective`` of the strategy, each (T,), see `kairos_timesteps.lookup.table`.
         title: name of the strategy.
         lines: description, written below the name.
         process: name of the process whose time is the x axis.
-        compared: strategy to draw as dashed lines, described on the right.
+        compared: strategy to draw as dashed lines, described on the right. The caller ensures that it has the times of
+            the first strategy.
     """
     figure, grid = create_figure(9.45, _STRATEGY_HEIGHT, 1, 3, column_space=0.62)
     _write_descriptions(figure, title, lines, compared)
@@ -197,7 +200,8 @@ def _draw_filled_curve(
 
     Args:
         axes: axes to draw into.
-        t: times of the values, (T,). At most `_STAIRS` times must be 0 ... T - 1; each is then drawn as a step.
+        t: times of the values, (T,). If there are at most `_STAIRS`, each is drawn as a step, and the caller ensures
+            that they are 0 ... T - 1.
         values: values of the filled curve, (T,).
         color: colour of the filled curve.
         logarithmic: make the y axis logarithmic if any value is positive.
@@ -246,6 +250,8 @@ def _set_value_limits(axes: Axes, values: np.ndarray, logarithmic: bool) -> floa
 
 def draw_increments(increments: Increments, title: str) -> Figure:
     """Draw SpeeD's figures 1 and 4 for any process: moments of the increments, the areas, and the shares of each area.
+
+    The caller sets the common style, see `write_png`.
 
     Args:
         increments: increments of the process.
@@ -356,7 +362,10 @@ def _shade_areas(axes: Axes, increments: Increments) -> None:
 
 
 def _mark_boundaries(axes: Axes, increments: Increments) -> None:
-    """Label the boundaries of the areas with their times, above the curve; the y axis is extended for the labels."""
+    """Label the boundaries of the areas with their times, above the curve; the y axis is extended for the labels.
+
+    A linear axis then begins at 0. A boundary that is None has no label. The caller draws the curve before.
+    """
     # the labels need 28 % of the height of the curve, which a log axis measures in decades
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":

@@ -32,9 +32,11 @@ with open(sys.argv[1], "r+b") as file:
 def check_slurm(profile: Path = PROFILE) -> list[Finding]:
     """Check that SLURM answers, list its partitions, and check partition and account of the profile.
 
-    A machine without SLURM's commands or without a configured cluster is usable and gives a single finding. So does a
-    profile that cannot be read, or SLURM without an answer, as a failure. A partition of the profile gets a finding of
-    its own only if SLURM lacks it.
+    The findings are SLURM's partitions, a failure if SLURM lacks a partition of the profile, and the account. No
+    partition is compared if the profile has none or SLURM lists none.
+
+    There is a single finding in four cases. It is a success without SLURM's commands and without a configured cluster,
+    since such a machine is usable. It is a failure if the profile cannot be read, or if SLURM gives no answer.
 
     Args:
         profile: folder of the profile that jobs will be submitted with.
@@ -56,6 +58,7 @@ def check_slurm(profile: Path = PROFILE) -> list[Finding]:
     findings: list[Finding] = [(bool(rows), "slurm partitions", partitions)]
     known = {name.rstrip("*") for name, *_ in rows}  # an asterisk marks the default partition
     requested = defaults.get("slurm_partition")
+    # a profile may name several partitions, separated by commas
     if rows and requested and not known.issuperset(requested.split(",")):
         advice = f"{requested}, as in {profile}, is none of {', '.join(sorted(known))}: edit the profile"
         findings.append((False, "slurm partition", advice))
@@ -65,7 +68,8 @@ def check_slurm(profile: Path = PROFILE) -> list[Finding]:
 def _check_account(profile: Path, requested: str | None) -> Finding:
     """Check that this user may charge the account of the profile, if SLURM has accounts.
 
-    The check fails only if SLURM lists accounts of the user, and the account of the profile is none of them.
+    The check fails only if SLURM lists accounts of the user, and the account of the profile is none of them. Without
+    sacctmgr, or if it fails, nothing is compared and the check succeeds.
 
     Args:
         profile: folder of the profile, for the message.
@@ -99,7 +103,8 @@ def profile_file(profile: Path) -> Path | None:
 def _default_resources(profile: Path) -> dict[str, str]:
     """Return the default resources of a profile as texts without quotes; empty if there is no profile.
 
-    Resources with an empty value are left out. A profile has them as a mapping or as a list of ``name=value``.
+    Resources whose value is empty, 0 or false are left out. A profile has them as a mapping or as a list of
+    ``name=value``.
 
     Raises:
         KairosError: the profile is not the YAML that Snakemake reads.
@@ -122,6 +127,8 @@ def _default_resources(profile: Path) -> dict[str, str]:
 def check_job(visible: int) -> list[Finding]:
     """Check that torch finds the number of GPUs that SLURM has given to this job; without a job the check succeeds.
 
+    There is a single finding.
+
     Args:
         visible: number of GPUs that torch sees.
     """
@@ -140,7 +147,8 @@ def check_job(visible: int) -> list[Finding]:
 def _count_assigned_gpus(variables: dict[str, str]) -> int:
     """Return the number of GPUs in a job's environment variables; a job without these variables has no GPU.
 
-    CUDA_VISIBLE_DEVICES comes first, because CUDA obeys it.
+    CUDA_VISIBLE_DEVICES comes first, because CUDA obeys it, then the lists of devices of the step and of the job. Only
+    without these lists SLURM_GPUS_ON_NODE counts; a value that is no number counts as 0.
 
     Args:
         variables: variables of `_GPU_VARIABLES` that are set.
@@ -157,7 +165,8 @@ def _count_assigned_gpus(variables: dict[str, str]) -> int:
 def check_disk(results: Path) -> Finding:
     """Check the folder for temporary files, to which jobs copy latents if it is on another file system.
 
-    The check fails only if the folder, TMPDIR or else Python's default, cannot be written. It reports the free GiB.
+    The check writes and deletes a temporary file. It fails only if the folder, TMPDIR or else Python's default, cannot
+    be written. It reports the free GiB, and whether the folder is on the file system of the results.
 
     Args:
         results: folder of the results, which may not exist yet.
@@ -221,6 +230,9 @@ def _find_local_lock_options(folder: Path) -> str:
 def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> str:
     """Test a lock with another process, while it is held and after its release, and return what failed; empty: nothing.
 
+    The text is ``another process was not kept out``, or ``another process could not try`` for every other failure. The
+    lock is released at the end.
+
     Args:
         function: function of module fcntl, ``flock`` or ``lockf``.
         file: the file to lock.
@@ -231,6 +243,7 @@ def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> s
     lock = getattr(fcntl, function)
     command = [sys.executable, "-S", "-c", _TRY_LOCK, file.name, function]
     lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # the other process must fail to lock the file now, and succeed after the release
     status_while_locked = subprocess.run(command, capture_output=True, check=False).returncode
     lock(file, fcntl.LOCK_UN)
     status_after_release = subprocess.run(command, capture_output=True, check=False).returncode

@@ -50,12 +50,13 @@ def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
         remove_unclaimed: delete states of earlier settings; otherwise the text reports how to delete them.
 
     Raises:
-        KairosError: there is no such experiment.
-        ConfigError: the file is not a valid experiment.
+        KairosError: the folder contains no training run.
+        ConfigError: the file is missing or no valid experiment; or a run has states that are not active, and the
+            weights of its ``training.start_from`` are missing.
     """
     status = _collect_status(experiment)
     states = find_unclaimed_states(status["outline"], status["runs"])
-    freed_bytes = count_freed_bytes(states)
+    freed_bytes = count_freed_bytes(states)  # before the states are deleted
     if remove_unclaimed:
         delete_states(states)
     template = _TEMPLATES.get_template("lines.txt.jinja")
@@ -94,13 +95,20 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
 
 
 def _collect_status(experiment: Path) -> dict[str, Any]:
-    """Collect the values that both templates show: runs, their outputs, jobs in SLURM's queue, stages and a summary.
+    """Collect the values that both templates show.
 
-    ``runs`` and ``outputs`` have the order of ``outline.trainings``. Without jobs, ``queue`` is SLURM's error or empty.
+    The keys are:
+
+    * ``outline``: the experiment.
+    * ``runs`` and ``outputs``: a `RunProgress` and a `RunOutputs` of each run, in the order of ``outline.trainings``.
+    * ``queue``: the numbers of jobs in SLURM's queue as text; without jobs, SLURM's error or an empty text.
+    * ``stages``: lines of text, see `summarise_stages`.
+    * ``summary``: the number of runs in each state that occurs, as text.
+    * ``duration``: the function that formats seconds, which the templates call.
 
     Raises:
-        KairosError: there is no such experiment.
-        ConfigError: the file is not a valid experiment.
+        KairosError: the folder contains no training run.
+        ConfigError: the file is missing or no valid experiment.
     """
     outline = load_outline(experiment)
     jobs, queue_error = slurm.list_jobs(outline.results)
@@ -129,14 +137,16 @@ def _group_by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any
 def _build_row(run: RunProgress, outputs: RunOutputs, run_logs: RunLogs) -> dict[str, Any]:
     """Return the values of a training run's row in the page.
 
-    They are the run, a note, log files, paths of the last evaluation and image grid, and the loss curve. A missing
-    value is None or empty. The note of a running run is the last line of its log, unless it has another note.
+    The keys are ``run``, ``note``, ``logs``, ``evaluation`` and ``grid``, which are paths of the last valid ones, and
+    ``losses``, the result of `_read_loss_curve`. A missing value is None or empty. The note of a running run is the
+    last line of its log, unless it has another note. An outdated run has no loss curve.
 
     Args:
         run: state and progress of the run.
         outputs: samples and evaluations of the run.
         run_logs: log files of the experiment.
     """
+    # without the job's number, the plugin's log of a job with several training runs is not found
     logs = run.logs or run_logs.find(run.method, run.seed, job=None)
     note = run.note
     if not note and run.state == "running":
@@ -169,10 +179,13 @@ def _find_newest_metrics(run_folder: Path) -> Path | None:
 
 
 def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
-    """Return a loss curve as points of an SVG polyline, 30 units high, with its last step and loss.
+    """Return a loss curve as points of an SVG polyline, 30 units high, with step and loss of the last point.
 
-    A point is the mean over some lines. At most 81 blocks of a long file are read. Their distance doubles as the file
-    grows, so that points keep their position.
+    A point is the mean over some lines, and so are the returned step and loss. Its x coordinate is the step. Its y
+    coordinate is close to the logarithm of the loss, with the lowest and highest points near the edges.
+
+    At most 81 blocks of a long file are read. Their distance doubles as the file grows, so that points keep their
+    position. The caller ensures that the file exists.
 
     Args:
         metrics_file: path of metrics.jsonl.
@@ -186,14 +199,18 @@ def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
 
 @lru_cache(maxsize=4096)
 def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tuple[str, float, float] | None:
-    """Compute the loss curve of `_read_loss_curve`; size (bytes) and time of the file are keys of the cache."""
+    """Compute the loss curve of `_read_loss_curve` from the first `size` bytes of a file.
+
+    The size and the time of the last change are keys of the cache, so that a file that grows is read again.
+    """
     points = _sample_losses(metrics_file, size)
     if not len(points):
         return None
     lines_per_point = _double_until_few(1, len(points))
     group_count = len(points) // lines_per_point
     grouped = points[: group_count * lines_per_point]
-    if len(grouped) < len(points):  # the last group has fewer lines: its point is the mean of the last lines
+    # If lines remain, the last `lines_per_point` lines are a further group. It overlaps the group before.
+    if len(grouped) < len(points):
         grouped = np.concatenate([grouped, points[-lines_per_point:]])
     steps, losses = grouped.reshape(-1, lines_per_point, 2).mean(axis=1).T  # means of each group of lines
     heights = np.arcsinh(1000 * losses)  # close to a logarithm, but defined for losses up to 0 too
@@ -217,6 +234,7 @@ def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
     positions = [*range(0, size - _BLOCK, distance), last_position]
     with open(metrics_file, "rb") as file:
         blocks = [os.pread(file.fileno(), _BLOCK, position) for position in positions]
+    # "\n" between the blocks: a line that is cut off at the end of a block must not continue in the next block
     loss_by_step = dict(_STEP_AND_LOSS.findall(b"\n".join(blocks)))  # the last two blocks may overlap
     return np.array([*loss_by_step.items()], float)  # converts the digits, which are bytes
 

@@ -11,8 +11,8 @@ from kairos.files import glance
 from kairos.report.outdated import read_samples_protocol
 from kairos.status.run_progress import Outline, find_first_snapshot, list_names, read_last_lines
 
-_SHARED_HASHES = ("extractor_hash", "reference_hash")
-_STAGE_RECORDS = {
+_SHARED_HASHES = ("extractor_hash", "reference_hash")  # in reference.json and in the protocol of an evaluation
+_STAGE_RECORDS = {  # by stage: file in the results whose existence shows that the stage is complete
     "prepared": "dataset/manifest.json",
     "autoencoder": "autoencoder/manifest.json",
     "latents": "latents/manifest.json",
@@ -47,13 +47,13 @@ class RunOutputs:
 
     @cached_property
     def samples(self) -> dict[str, bool]:
-        """Files of samples by the step in their name; True: valid."""
+        """Validity of each file of samples, by the step in its name, such as ``0000400``; True: valid."""
         paths = _list_files_by_step(self.folder / "samples", ".npz")
         return {path.stem: self._are_samples_valid(path) for path in paths}
 
     @cached_property
     def evaluations(self) -> dict[str, bool]:
-        """Evaluations by the step in their name; True: valid."""
+        """Validity of each evaluation, by the step in its name, such as ``0000400``; True: valid."""
         paths = _list_files_by_step(self.folder / "evaluation", ".json")
         return {path.stem: self._is_evaluation_valid(path) for path in paths}
 
@@ -72,7 +72,7 @@ class RunOutputs:
     def _are_samples_valid(self, path: Path) -> bool:
         """Return True if a file of samples comes from the present run and has the experiment's sampling settings.
 
-        Without an experiment file all files are valid.
+        Without an experiment file all files are valid. Otherwise a damaged file is not.
         """
         expected = self._outline.expected
         if expected is None:
@@ -83,7 +83,8 @@ class RunOutputs:
     def _is_evaluation_valid(self, path: Path) -> bool:
         """Return True if an evaluation comes from the present run and reference and has the experiment's settings.
 
-        Without an experiment file all files are valid. A hash that the reference's record lacks is not compared.
+        Without an experiment file all files are valid. Otherwise a damaged evaluation is not. A hash that the
+        reference's record lacks is not compared; a hash that only the evaluation lacks makes it invalid.
         """
         expected = self._outline.expected
         if expected is None:
@@ -98,8 +99,8 @@ class RunOutputs:
     def _is_grid_valid(self, path: Path) -> bool:
         """Return True if the samples of an image grid are valid.
 
-        If the samples are deleted, the settings of the run must be the experiment's. Without an experiment file all
-        files are valid.
+        If the samples are deleted, the settings of the run must be the experiment's; nothing else is compared. Without
+        an experiment file all files are valid.
         """
         if path.stem in self.samples:
             return self.samples[path.stem]
@@ -110,14 +111,15 @@ class RunOutputs:
     def _is_of_present_run(self, path: Path, protocol: dict[str, Any]) -> bool:
         """Return True if a file is of one of the run's milestones, by the step in its name and by its protocol.
 
-        The identity in the protocol must be the run's.
+        The identity in the protocol must be the run's; a file without an identity is of no run. The caller ensures
+        that the name of the file is a step.
         """
         step, identity = int(path.stem), protocol.get("identity")
         return step in self._outline.milestones and identity is not None and identity == self._identity
 
     @cached_property
     def _identity(self) -> str:
-        """Identity of the run; empty if its settings differ from the experiment's or it has no snapshot."""
+        """Identity of the run; empty without an experiment file or snapshot, or if the run's settings are outdated."""
         expected, record = self._outline.expected, find_first_snapshot(self.folder)
         if expected is None or record is None or expected.find_changes(self._method, self._seed, record):
             return ""
@@ -125,7 +127,10 @@ class RunOutputs:
 
 
 def _list_files_by_step(folder: Path, suffix: str) -> list[Path]:
-    """Return the files with a suffix whose name is a step, by ascending step; empty without a folder."""
+    """Return the files with a suffix whose name is a step, by ascending step; empty without a folder.
+
+    A name that begins with a digit counts as a step.
+    """
     names = [name for name in list_names(folder) if name[:1].isdigit() and name.endswith(suffix)]
     # steps have at least 7 digits: a longer name has the higher step
     return [folder / name for name in sorted(names, key=lambda name: (len(name), name))]
@@ -134,7 +139,8 @@ def _list_files_by_step(folder: Path, suffix: str) -> list[Path]:
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     """Return lines with the complete and missing stages, messages of missing stages, and the numbers of other files.
 
-    The last line contains the numbers of samples and evaluations. A stage is complete if its record exists.
+    The last line contains the numbers of samples and evaluations. A stage is complete if its record in
+    `_STAGE_RECORDS` exists.
 
     Args:
         outline: the experiment.

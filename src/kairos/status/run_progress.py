@@ -24,9 +24,10 @@ from kairos.slurm import Job
 from kairos.training.job import Progress, read_progress
 from kairos_timesteps.errors import KairosError
 
+# all states of a run, in the order in which `kairos status` counts them
 STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "outdated", "complete")
 _ACTIVE = ("running", "starting", "queued")
-_TROUBLE = ("failed", "dead", "stopped")
+_TROUBLE = ("failed", "dead", "stopped")  # states whose reason is in the progress file or the logs
 _FRESH_SECONDS = 30.0  # age below which a progress file from another machine counts without a lock
 _SILENT_SECONDS = 300.0  # silence from which a running job gets a note, and a job that only has a log counts as failed
 _LOG_NAME = re.compile(r"train_(.+_seed\d+?)(?:_\d+)?\.log")  # train_uniform_seed0.log, or _2.log for segment 2
@@ -56,7 +57,7 @@ class Outline:
 
     @cached_property
     def reference(self) -> dict[str, Any]:
-        """Record of the reference statistics; empty if there is none."""
+        """Record of the reference statistics; empty if it is missing or damaged."""
         return glance(self.results / "reference" / "reference.json")
 
     def run_folder(self, method: str, seed: int) -> Path:
@@ -67,8 +68,9 @@ class Outline:
 def load_outline(path: Path) -> Outline:
     """Return the outline of the experiment with a given file or folder of results.
 
-    The folder of a pipeline's results selects the newest experiment file that the pipeline has kept for it. Without
-    such a file, the outline has the training runs that have a folder, and neither milestones nor an experiment.
+    The results of an experiment file are in ``results/<experiment>`` of the working directory. The folder of a
+    pipeline's results selects the newest experiment file that the pipeline has kept for it. Without such a file, the
+    outline has the training runs that have a folder, and neither milestones nor an experiment.
 
     Args:
         path: file of an experiment, or folder of its results.
@@ -129,11 +131,11 @@ class RunProgress:
         state: one of `STATES`. ``dead``: the progress file is of a running job, but no process holds the lock.
             ``outdated``: all files of the run were computed with earlier settings.
         step: completed steps, as far as known; 0 for an outdated run.
-        last_step: last milestone; None: unknown.
-        rate: steps per second; None if the run is not running.
-        location: host and job.
-        note: why the run waits, has stopped or has failed.
-        logs: log files to read if something went wrong.
+        last_step: step at which the run is complete, usually the last milestone, see `_find_last_step`; None: unknown.
+        rate: steps per second; None if the run is not running, or has not measured its rate yet.
+        location: host and job as text; empty: unknown.
+        note: why the run is in its state, such as the error of a failed one; empty: nothing to add.
+        logs: log files of a run that failed, died or stopped, or that waits without a progress file; else empty.
     """
 
     method: str
@@ -148,14 +150,14 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the last step at the present rate; None: unknown."""
+        """Seconds to the last step at the present rate; None if the rate or the last step is unknown."""
         if not self.rate or self.last_step is None:
             return None
         return (self.last_step - self.step) / self.rate
 
 
 def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
-    """Return the progress of all training runs of an experiment, in its order.
+    """Return the progress of all training runs of an experiment, in the order of `outline.trainings`.
 
     Args:
         outline: the experiment.
@@ -169,7 +171,7 @@ def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
         progress = read_progress(outline.run_folder(method, seed))
         job = job_of_run.get((method, seed))
         if job is None:  # the queue may not list a job's training runs; the progress file contains the job
-            job = job_by_number.get(str(progress.get("job") or ""))
+            job = job_by_number.get(str(progress.get("job") or ""))  # no job has the number ""
         runs.append(_assess_run(outline, method, seed, progress, job, logs))
     return runs
 
@@ -194,11 +196,11 @@ def _assess_run(
     begun_identity = progress.get("identity")
     record = glance(folder / "training.json")
     if begun_identity and record.get("identity", begun_identity) != begun_identity:
-        record = {}  # the run has started again with other settings
+        record = {}  # the run has started again with other settings; a record without an identity is kept
     last_milestone = outline.milestones[-1] if outline.milestones else None
     last_step = _find_last_step(last_milestone, record, progress)
 
-    # the state without the logs
+    # the state without the logs; any record counts as complete if no number of steps is known
     is_complete = bool(record) and (last_step is None or record.get("steps", -1) >= last_step)
     state = _find_state(folder, progress, job, is_complete)
     if state not in _ACTIVE:
@@ -259,7 +261,8 @@ def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress
 def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progress) -> int:
     """Return the number of completed steps, as far as known: from record and progress file, else from snapshots.
 
-    The larger number of record and progress file counts. Without any of them it is 0.
+    The larger number of record and progress file counts; a number that one of them lacks counts as 0. Without record,
+    progress file and snapshots the result is 0.
 
     Args:
         folder: folder of the run.
@@ -401,7 +404,7 @@ def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
 
     While SLURM lists the job that wrote the file as pending or running, the queue alone decides: the file must be newer
     than the start of the job. Otherwise a lock that is held decides. Locks may not reach other machines, so a progress
-    file of another machine also counts for 30 s.
+    file of another machine, or without a host, also counts for 30 s.
 
     Args:
         lock: lock file of the run.
@@ -435,7 +438,9 @@ def is_locked(lock: Path) -> bool:
 
 
 class RunLogs:
-    """Log files of training jobs: those of the workflow, listed once, and those of SLURM's plugin.
+    """Log files of training jobs: those of the workflow, and those of SLURM's plugin in the working directory.
+
+    Logs of the workflow that are written after the creation of the object are not found.
 
     Args:
         results: folder of the experiment's results.

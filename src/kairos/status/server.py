@@ -16,12 +16,14 @@ from urllib.parse import unquote
 from kairos.status.render import render_page
 from kairos.status.run_progress import load_outline
 
+# matches a name or address of this machine, with or without a port, as in a Host header
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d+){3}|\[?::1\]?)(:\d+)?", re.IGNORECASE)
+# by extension: types with which browsers show a file instead of saving it
 _TYPES = dict.fromkeys((".log", ".json", ".jsonl", ".csv", ".yaml", ".txt"), "text/plain; charset=utf-8")
 
 
 class Server(ThreadingTCPServer):
-    """HTTP server on a socket that listens already.
+    """HTTP server on a socket that listens already; the caller runs it with `serve_forever`.
 
     Args:
         listener: the socket.
@@ -33,7 +35,8 @@ class Server(ThreadingTCPServer):
         loopback: only this machine can connect.
 
     Raises:
-        KairosError: there is no such experiment.
+        KairosError: the folder contains no training run.
+        ConfigError: the file is missing or no valid experiment.
     """
 
     daemon_threads = True
@@ -61,8 +64,8 @@ class _Handler(SimpleHTTPRequestHandler):
     def send_head(self) -> Any:
         """Send status and headers of a response, and return its content as a file to read; None for an error.
 
-        The path ``/`` is the status page, every other path a file in the results. If only this machine can connect,
-        requests for any other host name get status 403.
+        The path ``/`` is the status page, every other path a file in the results; a path without such a file gets
+        status 404. If only this machine can connect, requests for any other host name get status 403.
         """
         server = self.server
         if server.loopback and not _THIS_MACHINE.fullmatch(self.headers.get("Host", "")):

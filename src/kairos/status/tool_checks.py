@@ -29,7 +29,7 @@ _IN_ONE_LINE = """
 except Exception as error:
     raise SystemExit(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
 """
-_QUIET = {
+_QUIET = {  # environment variables: no telemetry, and no repeated requests to a missing server
     "DVC_NO_ANALYTICS": "1",
     "GIT_PYTHON_REFRESH": "quiet",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -41,8 +41,8 @@ _QUIET = {
 def check_mlflow(configured: str | None) -> list[Finding]:
     """Check that MLflow's store can be written, with one finding; the check creates no database.
 
-    A database that does not exist is usable if a file can be created at its place. Any other store must answer a
-    request. The finding contains no credentials.
+    An SQLite database that does not exist is usable if a file can be created at its place. An existing one must be
+    writable and answer a request. Any other store must answer a request. The finding contains no credentials.
 
     Args:
         configured: setting `tracking.uri` of an experiment; None: MLFLOW_TRACKING_URI or the default store.
@@ -64,10 +64,10 @@ def check_mlflow(configured: str | None) -> list[Finding]:
 
 
 def check_dvc() -> list[Finding]:
-    """Check that this folder is a DVC repository whose cache can be written, and report its remote.
+    """Check that the working directory is in a DVC repository whose cache can be written, and report its remote.
 
-    A repository without a remote or without dvc.yaml is usable. There are findings of repository, cache and remote;
-    without a repository there is only the first.
+    A repository without a remote or without dvc.yaml is usable. The remote is not contacted, and its finding contains
+    no credentials. There are findings of repository, cache and remote; without a repository there is only the first.
     """
     succeeded, answer = _run_python(_ASK_DVC)
     if not succeeded:
@@ -90,11 +90,12 @@ def check_dvc() -> list[Finding]:
 def _run_python(code: str, **environment: str) -> tuple[bool, str]:
     """Run code in a separate process; return True and its last line of output, or False and the error.
 
-    A process that runs for more than `_TIMEOUT` seconds is ended and counts as an error.
+    A process that runs for more than `_TIMEOUT` seconds is ended and counts as an error. A process without output gives
+    ``exit status`` and its number.
 
     Args:
-        code: indented statements.
-        **environment: environment variables of the process, in addition to `_QUIET` and those of this process.
+        code: indented statements, the body of a try statement.
+        **environment: environment variables of the process. They replace those of this process, which replace `_QUIET`.
     """
     command = [sys.executable, "-c", f"try:{code}{_IN_ONE_LINE}"]
     variables = {**_QUIET, **os.environ, **environment}
@@ -110,7 +111,10 @@ def _run_python(code: str, **environment: str) -> tuple[bool, str]:
 
 
 def _why_read_only(path: Path) -> str | None:
-    """Return why an SQLite database cannot be written or created; None if it can."""
+    """Return why an SQLite database cannot be written or created; None if it can.
+
+    An existing database is locked for writing for a moment; another lock on it is awaited for 4 s.
+    """
     if not path.exists():
         return _why_folder_is_read_only(path.parent)
     try:
@@ -133,6 +137,6 @@ def _why_folder_is_read_only(folder: Path) -> str | None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return a path, or its nearest parent folder that exists."""
+    """Return a path, or its nearest parent folder that exists, as an absolute path."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())

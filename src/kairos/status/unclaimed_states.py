@@ -15,12 +15,16 @@ _DEVICE_TYPES = {"auto": ("cpu", "cuda")}  # device types that a setting may sel
 def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Path]:
     """Return the folders of states whose settings or code differ from the experiment's.
 
-    States of runs that are active are left out, because such a run may have earlier settings. No state is found without
-    latents, or if only a folder of results is known.
+    States of runs that are active, or whose lock is held, are left out, because such a run may have earlier settings.
+    No state is found without latents, since identities depend on them, or if only a folder of results is known. The
+    states of each run are sorted.
 
     Args:
         outline: the experiment.
         runs: progress of its training runs.
+
+    Raises:
+        ConfigError: the weights of ``training.start_from`` are missing, and a run that is not active has states.
     """
     latents_manifest = outline.results / "latents" / "manifest.json"
     if outline.experiment is None or not latents_manifest.is_file():
@@ -51,7 +55,7 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
 
 
 def _list_states(folder: Path) -> list[Path]:
-    """Return the folders of states in the folder of a run's states, whose names have 16 characters, sorted.
+    """Return the folders of states in the folder of a run's states, sorted; their names have 16 characters.
 
     The list is empty without a folder.
     """
@@ -66,7 +70,10 @@ def count_freed_bytes(states: list[Path]) -> int:
 
 
 def delete_states(states: list[Path]) -> None:
-    """Delete the folders of states, except those of a run that a process is training."""
+    """Delete the folders of states, except those of a run that a process is training.
+
+    The lock of the run is held meanwhile, so that no process begins to train it. Nothing reports the kept states.
+    """
     for state in states:
         with suppress(BlockingIOError), open(state.parent / "lock", "a") as lock:  # the error: the lock is held
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
