@@ -26,7 +26,7 @@ with without_pipeline_packages():
 
 _CHECKPOINT_EVERY = 200  # steps
 _WARM_UP_STEPS = 20
-_BETAS = (0.9, 0.99)
+_BETAS = (0.9, 0.99)  # of Adam
 _MAX_GRADIENT_NORM = 1.0
 
 

@@ -34,8 +34,9 @@ def make_autoencoder(
 
     The manifest contains ``kind``, ``class``, ``scaling_factor``, ``shift_factor``, and ``image_shape`` and
     ``latent_shape`` (channels, height, width). ``sha256`` is the hash of weights and configuration, and ``files`` has
-    the hash of each file. ``psnr`` is in dB, and ``psnr_of`` is the kind of the measured images. With kind ``none`` the
-    class and the PSNR are None, the hash is ``pixels``, ``files`` is empty, and ``psnr_of`` is missing.
+    the hash of each file, see `_measure_and_save`. ``psnr`` is in dB, and ``psnr_of`` is the kind of the measured
+    images. With kind ``none`` the class and the PSNR are None, the hash is ``pixels``, ``files`` is empty, and
+    ``psnr_of`` is missing.
 
     A shift factor that the autoencoder's configuration lacks, or that is null there, is 0. An existing manifest is
     deleted first, so that it exists only in a complete folder. The checkpoint of the training run is deleted at the

@@ -273,7 +273,7 @@ def _sampling_protocol(record: dict[str, Any], options: SamplingConfig, seed: in
     * ``model_files``: the hashes of the sampled weights by file;
     * of section `sampling`: ``scheduler`` with its options, ``weights``, ``steps``, ``nfe``, ``precision``, the fields
       of `GUIDANCE`, and ``labels``, which is None without conditions;
-    * of the request: ``seed`` and ``num``.
+    * of the images: ``seed``, and their number ``num``, in a shard that of the whole job.
     """
     has_conditions = bool(_condition_names(record))
     snapshot_fields = {name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")}

@@ -11,6 +11,7 @@ from kairos.section import Section, field
 from kairos_timesteps.diffusion.schedule import VARIANCES
 from kairos_timesteps.errors import ConfigError, demand
 
+# fields of section `sampling` that configure guidance; the sampling protocol contains them
 GUIDANCE = ("guidance_scale", "guidance_channels", "guidance_power", "guidance_interval")
 DISCRETE = ("trailing", "leading", "linspace", "karras")  # spacings of discrete processes; the first is the default
 CONTINUOUS = ("karras", "uniform")  # spacings of continuous processes; the first is the default

@@ -16,7 +16,7 @@ from torch import Tensor
 from kairos.files import atomic
 from kairos_timesteps.errors import DamagedError
 
-_MAGIC = "kairos-checkpoint 1"
+_MAGIC = "kairos-checkpoint 1"  # begins every file: name and version of the format
 _LONGEST_HEADER = 200  # bytes; a file that is no checkpoint may contain no newline
 # keys of a checkpoint's content whose values decide the next steps; other keys hold metadata
 COMPONENTS = ("model", "ema", "optimizer", "strategy")

@@ -5,7 +5,7 @@ import re
 from fractions import Fraction
 
 _LENGTH = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([kM]?)\s*(steps|images|epochs)\s*")  # such as 2.5M images
-_FACTORS = {"": 1, "k": 1_000, "M": 1_000_000}
+_FACTORS = {"": 1, "k": 1_000, "M": 1_000_000}  # by the letter before the unit
 _FIELD = "training.milestones"  # with which all error messages begin
 
 

@@ -157,8 +157,8 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Images, condit
 def _join_results(training: TrainingState, draw: Draw, noise: Images, results: list[StepResult]) -> StepResult:
     """Join the results of micro-batches to the result of this rank's slice of the batch.
 
-    Per-sample tensors are concatenated, and objectives are summed. The prediction of the result cannot evaluate the
-    network again.
+    Per-sample tensors are concatenated. Objectives are summed, since each one contains its fraction of the batch. The
+    prediction of the result cannot evaluate the network again.
 
     Args:
         training: provides the forward process.

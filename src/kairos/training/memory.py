@@ -88,8 +88,9 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
 def _try_passes(training: TrainingState, size: int) -> None:
     """Run two forward and backward passes of `size` images; the second one adds to existing gradients.
 
-    The images are the first ones of the present step. They also serve as noise, because only the memory of the passes
-    counts. The passes use the model without `ddp_network`, whose backward pass would wait for other ranks.
+    The images are the first ones of the present step, noised at fraction 1/2 of the process. They also serve as noise,
+    because only the memory of the passes counts. The losses are added without weights. The passes use the model without
+    `ddp_network`, whose backward pass would wait for other ranks.
 
     Raises:
         OutOfMemoryError: the passes do not fit into the device's memory.

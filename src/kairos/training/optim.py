@@ -67,8 +67,8 @@ def decays(options: DecaysOptions, step: int, length: int) -> float:
     """Return a factor that decays linearly from 1 towards 0 before each step in `options.at`, and is 1 elsewhere.
 
     The decay before step `end` takes the last ``share * end`` steps (Hägele et al. 2024, section 3). Its last step,
-    ``end - 1``, has factor ``1 / (share * end)``. Step `end` itself has factor 1, unless the next decay has begun. The
-    factor does not depend on later ends: up to each end, one run is close to a run of that length.
+    ``end - 1``, has factor ``1 / (share * end)``, at most 1. Step `end` itself has factor 1, unless the next decay has
+    begun. The factor does not depend on later ends: up to each end, one run is close to a run of that length.
     """
     later_ends = [end for end in options.at if step < end]  # increasing
     if not later_ends:

@@ -58,8 +58,8 @@ def train(
 
     Unless `milestones_only` is set, the record, the last checkpoint, metrics and times are published too. The run
     resumes from the state of an earlier call with equal identity. If that call has reached all milestones and its last
-    checkpoint exists where it is needed, no step is computed. Every rank calls this function, and rank 0 alone writes
-    files.
+    checkpoint exists where it is needed, no step is computed. Every rank calls this function. Rank 0 alone writes
+    files, except that a failed rank records its failure.
 
     Args:
         run: settings of the training run.
@@ -169,9 +169,9 @@ def _set_up_process(
     """Hold the run's lock, set up the device, join the other ranks, and record how the block ended.
 
     The record is in the progress file. Rank 0 writes it, or after an error the rank that failed first. After a
-    DivergedError it states that another attempt does not help. If the lock cannot be taken, nothing is recorded, since
-    the file belongs to the job that holds the lock. Rank 0 alone holds it. The ranks leave the process group only after
-    a block without an error.
+    DivergedError it states that another attempt does not help. Rank 0 alone holds the lock. If it cannot be taken,
+    nothing is recorded, since the file belongs to the job that holds it. The ranks leave the process group only after a
+    block without an error.
 
     Args:
         settings: section `training` of the experiment.

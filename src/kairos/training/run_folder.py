@@ -305,7 +305,7 @@ class RunFolder:
         """Return the newest intact checkpoint, and cut metrics and timing back to it; None: start from step 0.
 
         Checkpoints of later steps are deleted, also damaged ones. A start from step 0 also deletes the snapshots. After
-        an error all files are unchanged.
+        a KairosError all files are unchanged.
 
         Args:
             latest_step: ignore later checkpoints.
