@@ -17,7 +17,7 @@ from kairos_timesteps.errors import ConfigError, KairosError
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny, VQModel
 
-FILES = ("config.json", "diffusion_pytorch_model.safetensors")  # a diffusers folder
+FILES = ("config.json", "diffusion_pytorch_model.safetensors")  # configuration and weights in a folder of diffusers
 KINDS = ("AutoencoderKL", "AutoencoderTiny", "VQModel")
 
 
@@ -36,23 +36,27 @@ class Codec:
     def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
         """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w) of the latents z.
 
-        The log-variance is None if the encoder is deterministic.
+        The log-variance is None if the encoder is deterministic. Without an autoencoder, as here, the mean is `images`
+        itself and the log-variance is None.
         """
         return images, None
 
     def decode(self, x0: EncodedImages) -> Images:
-        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly."""
+        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly.
+
+        Without an autoencoder, the images are `x0` itself.
+        """
         return x0
 
     def to_model_space(self, z: EncodedImages) -> EncodedImages:
-        """Convert latents z to x0 = (z − shift) · scale; shift and scale are 0 and 1 for pixels."""
+        """Convert latents z to x0 = (z − shift) · scale, by the manifest; shift and scale are 0 and 1 for pixels."""
         x0: EncodedImages = (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
         return x0
 
     def reconstruct(self, images: Images) -> np.ndarray:
         """Encode images (n, C, H, W) in [-1, 1] and decode the means of their latents.
 
-        The result is uint8 (n, H, W, C), in main memory.
+        The result is uint8 (n, H, W, C), in main memory. Values outside [-1, 1] are clipped.
         """
         mean, _ = self.encode(images)
         return to_uint8(self.decode(self.to_model_space(mean)))
@@ -90,7 +94,7 @@ class AutoencoderCodec(Codec):
     def decode(self, x0: EncodedImages) -> Images:
         """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly.
 
-        The images are on the codec's device.
+        The images are on the codec's device, and x0 may be on another one.
         """
         z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
         images: Images = self.model.decode(z).sample
@@ -100,9 +104,11 @@ class AutoencoderCodec(Codec):
 def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
     """Load the codec in a folder that stage autoencoder wrote; a plain `Codec` with kind ``none``.
 
+    The files are compared with the checksums in the manifest first; with kind ``none`` there are no files.
+
     Raises:
         KairosError: the folder is missing or not complete, or the autoencoder cannot be loaded.
-        DamagedError: weights or configuration do not match the checksums in the manifest.
+        DamagedError: the manifest is damaged, or a file that it lists is missing or does not match its checksum.
     """
     folder = Path(folder)
     manifest = open_record(folder, f"autoencoder --config F --dataset DIR --out {folder}")
@@ -114,6 +120,9 @@ def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
 
 def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str) -> AutoencoderCodec:
     """Return a codec with an autoencoder in memory, which is moved to the device and frozen.
+
+    The argument itself changes: it is in evaluation mode afterwards, and its weights require no gradients. The codec is
+    grey if the images have one channel and the autoencoder takes three.
 
     Args:
         model: an autoencoder of diffusers.
@@ -129,11 +138,13 @@ def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str)
 def load_model(folder: Path | str) -> Any:
     """Load an autoencoder of diffusers from a folder, in float32; its config.json contains the class.
 
-    Warnings of diffusers are switched off for this process. Nothing is downloaded.
+    The autoencoder is on the CPU, in evaluation mode. Warnings of diffusers are switched off for this process, and stay
+    off. Nothing is downloaded.
 
     Raises:
-        ConfigError: the folder contains another kind of network.
-        KairosError: the autoencoder cannot be loaded.
+        ConfigError: the folder contains another kind of network, or its config.json states no class.
+        KairosError: the autoencoder cannot be loaded, for example since the file of weights is missing.
+        DamagedError: config.json is not JSON.
         FileNotFoundError: the folder has no config.json.
     """
     class_name = read_json(Path(folder) / "config.json").get("_class_name")
@@ -158,13 +169,13 @@ def downsampling(model: Any) -> int:
 
     Every level except the last halves the sides.
     """
-    # AutoencoderTiny has separate options for encoder and decoder
+    # AutoencoderTiny has no such option but one for the encoder and one for the decoder
     level_channels = model.config.get("block_out_channels") or model.config.encoder_block_out_channels
     return int(2 ** (len(level_channels) - 1))
 
 
 def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str) -> None:
-    """Check that the sides of the images are multiples of the autoencoder's downsampling factor.
+    """Check that height and width of the images are multiples of the autoencoder's downsampling factor.
 
     Args:
         shape: channels, height and width of the images.
@@ -172,7 +183,7 @@ def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str)
         autoencoder: name of the autoencoder in the error message.
 
     Raises:
-        ConfigError: they are not; the message contains the allowed sizes nearest to each side that does not fit.
+        ConfigError: one is not; the message contains the multiples just below and above each side that does not fit.
     """
     _, height, width = shape
     proposals = []

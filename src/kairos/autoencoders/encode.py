@@ -22,6 +22,7 @@ from kairos.fingerprint import fingerprint
 from kairos.shards import AGAIN, Shard, in_order
 from kairos_timesteps.errors import ConfigError, KairosError
 
+# files of arrays that the stage may write: moments of the images and of the flipped images
 _ARRAYS = [f"{name}{suffix}.npy" for suffix in ("", "_flipped") for name in ("mean", "logvar", "low_mean")]
 
 
@@ -41,18 +42,21 @@ def encode(
 
     With a shard, the folder and the manifest are those of a shard, which only a later call with `parts` reads. Without
     an autoencoder no array is written, since training reads the pixels of the data set. A complete earlier result in
-    `out` is deleted, and an interrupted call resumes.
+    `out` is deleted first; that of a shard is replaced at the end. An interrupted call resumes, except that joining
+    starts over.
 
     Args:
         dataset: the prepared data set.
         codec: the autoencoder.
         out: the folder to write.
         flips: encode horizontally flipped images too.
-        batch_size: images per encoding step.
+        batch_size: images per encoding step. Shards must have been encoded with an equal number.
         shard: the shard of the images to encode, without captions; None: all images.
-        parts: folders of all shards, which are joined instead of encoding; empty: encode.
+        parts: folders of all shards, which are joined instead of encoding; empty: encode. Ignored with a shard, and
+            without an autoencoder.
         factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
-        text: folder of stage text, whose states are a condition of the training runs; None: no captions.
+        text: folder of stage text, whose states are a condition of the training runs; None: no captions. Ignored with
+            a shard.
         dtype: data type of the latents on disk, ``float32`` or ``float16``.
 
     Raises:
@@ -106,6 +110,9 @@ def _describe_content(
     dtype: str,
 ) -> dict[str, Any]:
     """Return the fields of the manifest that determine the training data, and their hash ``content_sha256``.
+
+    Paths are not among them: `encode` adds the paths of the data set and of stage text, so that the hash does not
+    depend on them.
 
     Args:
         dataset: the prepared data set.
@@ -176,13 +183,16 @@ def _check_shapes(dataset: PreparedDataset, codec: Codec, factor: int | None) ->
 def _encode_shard(
     dataset: PreparedDataset, codec: Codec, out: Path, identity: dict[str, Any], shard: Shard
 ) -> dict[str, Any]:
-    """Encode one shard of the images, write its folder atomically, and return its manifest.
+    """Encode one shard of the images, write its folder, and return its manifest.
 
-    The manifest contains the fields of `identity`, ``shard`` and ``files``. An existing folder is replaced. An
-    interrupted job resumes from the hidden folder ``.<name of out>`` next to `out`.
+    The manifest contains the fields of `identity`, and ``shard`` and ``files``. The arrays are computed in the hidden
+    folder ``.<name of out>`` next to `out`, from which an interrupted job resumes. At the end an existing folder `out`
+    is deleted and the hidden folder is renamed. A killed job therefore leaves at `out` the old folder, nothing or the
+    complete new folder.
 
     Raises:
         ConfigError: there is no autoencoder, so nothing is encoded.
+        KairosError: a latent is too large for the data type on disk.
     """
     if codec.manifest["kind"] == "none":
         raise ConfigError("--shard: got one with autoencoder.kind none, allowed: none, since pixels are not encoded")
@@ -203,7 +213,7 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
     """Concatenate the arrays of all shards, and return the hash of each file.
 
     Args:
-        parts: folders of the shards, in any order.
+        parts: folders of the shards, at least one, in any order.
         identity: settings that the shards must have been encoded with.
         partial: private folder to write.
         rows: indices of all images.
@@ -215,8 +225,8 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
     records = [open_record(part, "encode --shard KofN") for part in parts]
     batch_size = identity["batch_size"]
 
-    # check the shards; joining computes nothing, so it may run on another device than the shards, whose devices must
-    # agree
+    # check the shards: `in_order` demands the device and the version of torch of the first shard from all of them.
+    # Those of this process do not count, because joining computes nothing.
     shard_identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
     shard_identity["dtype"] = identity.get("dtype")  # None for float32, which is absent from the records of shards
     order = in_order(list(zip(parts, records)), shard_identity, len(rows), batch_size)
@@ -248,8 +258,16 @@ def _encode_moments(
 ) -> dict[str, str]:
     """Encode the images with indices `rows` into arrays in a private folder, and return the hash of each file.
 
-    The arrays are those of `_moments` by name, with suffix ``_flipped`` for flipped images. An interrupted computation
-    resumes.
+    The arrays are those of `_moments` by name, with suffix ``_flipped`` for flipped images. The keys of the result are
+    file names, such as ``mean_flipped.npy``. An interrupted computation resumes.
+
+    Args:
+        dataset: the prepared data set.
+        codec: the autoencoder.
+        partial: private folder to write.
+        identity: settings of the stage; ``low_resolution``, ``flips``, ``batch_size`` and ``dtype`` are used. A missing
+            ``dtype`` means float32.
+        rows: indices of the images.
 
     Raises:
         KairosError: a latent is too large for the data type on disk.
@@ -291,10 +309,10 @@ def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:
-    """Return the arrays to store for images (n, C, H, W) by name, each (n, c, h, w).
+    """Return the arrays to store for images (n, C, H, W) by name, each (n, c, h, w), on the codec's device.
 
-    ``mean``; ``logvar`` if the autoencoder is stochastic; ``low_mean``, the mean of the images in low resolution, if a
-    factor is given.
+    They are ``mean``, and ``logvar`` if the autoencoder is stochastic. With a factor, ``low_mean`` is the mean of the
+    images in low resolution.
     """
     mean, logvar = codec.encode(images)
     moments = {"mean": mean}

@@ -34,7 +34,9 @@ class AutoencoderConfig(Section):
     shards: int = field(1, "number of jobs that encode the images in parallel; does not change the latents", ge=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that a pretrained autoencoder has a path, any other no configured scaling, and pixels no data type.
+        """Check that a pretrained autoencoder has a path, any other no scaling, and pixels data type float32.
+
+        An empty path counts as none. Other kinds may have a path, which is ignored.
 
         Raises:
             ConfigError: a field does not fit the kind.

@@ -26,22 +26,24 @@ with without_pipeline_packages():
 
 _CHECKPOINT_EVERY = 200  # steps
 _WARM_UP_STEPS = 20
-_BETAS = (0.9, 0.99)
+_BETAS = (0.9, 0.99)  # of Adam
 _MAX_GRADIENT_NORM = 1.0
 
 
 def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> AutoencoderKL:
     """Return an untrained autoencoder for images of `shape` (channels, height, width).
 
-    The initial weights depend on the configured seed. The state of torch's global generator does not change.
+    The autoencoder is on the CPU, in training mode. Its initial weights depend on the configured seed alone. Torch's
+    generator of the CPU has its previous state afterwards; generators of GPUs are seeded anew.
 
     Raises:
-        ConfigError: the sides of the images cannot be halved at every level.
+        ConfigError: the sides of the images cannot be halved at every level except the last.
     """
     levels = len(config.channels)
     check_image_size(shape, 2 ** (levels - 1), f"an autoencoder with {levels} levels (autoencoder.channels)")
     common_divisor = math.gcd(*config.channels)
-    # groups of the normalisation divide the channels of all levels, and have at least 4 channels if possible
+    # number of groups of the normalisation: it must divide the channels of every level, so it divides their common
+    # divisor. At most a quarter of that divisor leaves 4 channels or more to a group; with a divisor below 8 it is 1.
     most_groups = max(1, common_divisor // 4)
     groups = max(count for count in range(1, most_groups + 1) if common_divisor % count == 0)
     with torch.random.fork_rng(devices=[]):
@@ -67,16 +69,20 @@ def train(
 
     The loss is the mean squared error per pixel and, weighted, the KL divergence from a standard normal per latent
     dimension. The learning rate has a short linear warm-up and a cosine decay to zero. A checkpoint is written every
-    200 steps and at the end, and a progress bar shows the steps. The returned autoencoder is on the device, in
-    evaluation mode, with diffusers' default for its scaling factor.
+    200 steps and at the end, and a progress bar shows the steps. With the checkpoint of the last step, no step is
+    computed. The returned autoencoder is on the device, in evaluation mode, with diffusers' default for its scaling
+    factor.
 
     Args:
         config: section `autoencoder`.
         dataset: the prepared data set.
-        state: file of the checkpoint, from which an interrupted training run resumes; the caller deletes it after the
-            results are written.
+        state: file of the checkpoint, from which an interrupted training run with equal settings resumes; the caller
+            deletes it after the results are written.
         device: device of the training run.
         flips: flip each image horizontally with probability 1/2.
+
+    Raises:
+        ConfigError: the sides of the images cannot be halved at every level except the last.
     """
     # model, optimiser, and their state in a checkpoint of this training run
     model = build_model(config, dataset.shape).to(device).train()
@@ -139,7 +145,10 @@ def _load_batch(config: AutoencoderConfig, dataset: PreparedDataset, step: int, 
 
 
 def _learning_rate(config: AutoencoderConfig, step: int) -> float:
-    """Return the learning rate of a step: a short linear warm-up, times a cosine decay to zero."""
+    """Return the learning rate of a step, from 0: linear warm-up over 20 steps, times a cosine decay.
+
+    The decay would reach 0 at step `config.steps`, which is no longer computed.
+    """
     warm_up = min(1.0, (step + 1) / _WARM_UP_STEPS)
     decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
     return config.learning_rate * (warm_up * decay)
@@ -158,7 +167,8 @@ def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optim
     """Load model and optimiser from the checkpoint if its identity is equal, and return the number of steps done.
 
     Without such a checkpoint the result is 0, and model and optimiser are unchanged. A damaged checkpoint counts as
-    none, and is logged.
+    none, and is logged. A checkpoint with another identity counts as none without a message, and the next save replaces
+    it. A resumed training run is logged too.
 
     Args:
         state: file of the checkpoint.
@@ -186,14 +196,14 @@ def latent_statistics(
 ) -> tuple[float, float]:
     """Return mean and standard deviation of samples of the latents, over the training images and all dimensions.
 
-    They are computed from mean and variance of each latent, without drawing samples. The overall variance is the mean
-    of the expected squares minus the square of the overall mean.
+    They are computed from mean and variance of each latent in float64, without drawing samples. The overall variance is
+    the mean of the expected squares minus the square of the overall mean. Flipped images do not count.
 
     Args:
         model: autoencoder of diffusers with a distribution of latents (AutoencoderKL).
         dataset: the prepared data set.
         batch_size: images per step.
-        device: device of the model.
+        device: device of the model; the caller has moved the model there.
     """
     total = total_square = count = 0.0
     with torch.no_grad():

@@ -21,7 +21,7 @@ from kairos_timesteps.errors import ConfigError
 
 _PSNR_IMAGES = 512  # most images to measure: held-out images, or training images if none are held out
 _DEFAULT_SCALING = 0.18215  # default of diffusers' VQModel: the scaling factor of Stable Diffusion, wrong for VQModels
-_PICTURE_IMAGES = 16
+_PICTURE_IMAGES = 16  # most images in the picture of reconstructions
 _PICTURE_COLUMNS = 8
 _PICTURE_SIDE = 64  # least side in pixels of an image in the picture
 _STATE = ".state.pt"  # checkpoint of an interrupted training run
@@ -32,17 +32,22 @@ def make_autoencoder(
 ) -> dict[str, Any]:
     """Train or load the autoencoder, write its folder and return its manifest; kind ``none`` has only a manifest.
 
-    The manifest contains kind, class, scaling and shift factor, and image_shape and latent_shape (channels, height,
-    width). It also contains the hash of weights and configuration, and the PSNR in dB, with the kind of the measured
-    images in ``psnr_of``. With kind ``none`` the class and the PSNR are None, the hash is ``pixels``, and ``psnr_of``
-    is missing. An existing manifest is deleted first, so that it exists only in a complete folder.
+    The manifest contains ``kind``, ``class``, ``scaling_factor``, ``shift_factor``, and ``image_shape`` and
+    ``latent_shape`` (channels, height, width). ``sha256`` is the hash of weights and configuration, and ``files`` has
+    the hash of each file, see `_measure_and_save`. ``psnr`` is in dB, and ``psnr_of`` is the kind of the measured
+    images. With kind ``none`` the class and the PSNR are None, the hash is ``pixels``, ``files`` is empty, and
+    ``psnr_of`` is missing.
+
+    A shift factor that the autoencoder's configuration lacks, or that is null there, is 0. An existing manifest is
+    deleted first, so that it exists only in a complete folder. The checkpoint of the training run is deleted at the
+    end. The end of start-up is marked, see `resource_usage.end_startup`.
 
     Args:
         config: section `autoencoder`.
         dataset: the prepared data set.
         out: folder to write.
         device: device of the computation.
-        flips: train on horizontally flipped images too.
+        flips: train on horizontally flipped images too; other kinds than ``train`` ignore it.
 
     Raises:
         ConfigError: the autoencoder does not fit the images, or its path cannot be used.
@@ -96,10 +101,12 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
     """Load a pretrained autoencoder from a folder or the hub, and set its configured scaling factor.
 
     Without a configured factor, a VQModel that has diffusers' default gets factor 1, and others keep theirs. An
-    autoencoder on the hub is downloaded if necessary. Start-up ends after the loading.
+    autoencoder of three channels also accepts images with one. An autoencoder on the hub is downloaded if necessary.
+    Start-up ends after the loading; the download counts as start-up too.
 
     Raises:
-        ConfigError: files are missing, or the autoencoder does not accept the size or the channels of the images.
+        ConfigError: the path is neither a folder nor a hub id, files are missing, or the folder contains another kind
+            of network. Or the autoencoder does not accept the size or the channels of the images.
         KairosError: the autoencoder cannot be downloaded or loaded.
     """
     field = "autoencoder.path"
@@ -126,10 +133,16 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
 def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
     """Measure the reconstruction error, save the autoencoder and a picture, and return their fields of the manifest.
 
-    At most 512 images are measured. The fields are latent_shape, sha256, psnr, psnr_of and files.
+    The first 512 images are measured, or all if there are fewer; the picture shows the first 16. The fields are:
+
+    * ``latent_shape``: channels, height and width;
+    * ``files``: hash of config.json, of the weights and of the picture;
+    * ``sha256``: hash of the first two of these hashes, which identifies the autoencoder;
+    * ``psnr``: in dB, rounded to three decimals;
+    * ``psnr_of``: ``held-out images`` or ``training images``.
 
     Args:
-        codec: the autoencoder.
+        codec: the autoencoder; the path in its configuration is emptied.
         dataset: the prepared data set; held-out images are reconstructed, or training images if none are held out.
         out: folder of the stage, where ``config.json``, weights and ``reconstructions.png`` are written.
         batch_size: images per step.
@@ -173,7 +186,8 @@ def psnr(images: np.ndarray, reconstructions: np.ndarray) -> float:
 def _write_picture(path: Path, images: np.ndarray, reconstructions: np.ndarray) -> None:
     """Write a picture of images and their reconstructions, with each row of originals above its reconstructions.
 
-    A row has up to 8 images, and white images fill the last row.
+    A row has 8 images, or all if there are fewer, and white images fill the last row. The caller ensures that there is
+    at least one image.
 
     Args:
         path: the PNG file.

@@ -21,15 +21,15 @@ def select_condition_sources(
 ) -> np.ndarray:
     """Return the dataset indices whose conditions the generated images use, int64 (n,).
 
-    Held-out images are used if the data set has any, unless a class is the only condition; otherwise training images.
+    Held-out images are used if the data set has any and a condition is not a class; otherwise training images.
 
     Args:
         latents: opened latents with indices `train` and `heldout`.
         indices: indices of the generated images.
         descriptions: descriptions of the model's conditions.
-        labels: ``balanced`` takes the images in order and begins again after the last one; ``data`` draws them at
-            random, with replacement.
-        seed: seed of the random choice for ``data``.
+        labels: ``balanced`` takes the images in order and begins again after the last one, so that generated image i
+            has position i modulo their number. ``data`` draws them at random, with replacement.
+        seed: seed of the random choice for ``data``; every image index has its own random number.
     """
     has_other_than_class = any(item["kind"] != "class" for item in descriptions.values())
     if has_other_than_class and len(latents.heldout):
@@ -62,7 +62,8 @@ class ImageConditions:
     def __call__(self, indices: range) -> dict[str, Tensor]:
         """Return the model's conditions for the images `indices` by name, each (n, ...), on the CPU.
 
-        Without latents, image i has class i modulo the number of classes.
+        Without latents every condition is a class, and image i has class i modulo the number of classes, int64 (n,).
+        The dictionary is empty for a model without conditions.
         """
         if self.latents is None:
             image_indices = torch.arange(indices.start, indices.stop)
@@ -78,7 +79,8 @@ class ImageConditions:
         the data set. Other conditions are stored as in the data set.
 
         Args:
-            name: name of the condition, which must not be computed from the images, as ``low_resolution`` is.
+            name: name of the condition. The caller ensures that it is not computed from the images, as
+                ``low_resolution`` is.
             indices: indices of the images.
         """
         if self.latents is None:  # classes that are assigned in turn
@@ -100,6 +102,7 @@ class ImageConditions:
         if self.labels == "data":
             caption_numbers = Stream(self.seed, "sample_captions").integers(0, _CAPTION_NUMBERS, indices).numpy()
         else:
+            # only captions use the numbers, and with captions `select_condition_sources` takes these images
             images_per_round = len(latents.heldout) or len(latents.train)
             caption_numbers = np.arange(indices.start, indices.stop) // images_per_round
         source_indices = select_condition_sources(latents, indices, self.descriptions, self.labels, self.seed)
@@ -117,13 +120,14 @@ def load_conditions(
 
     Args:
         names: names of the conditions that the model takes.
-        descriptions: descriptions of these conditions, and maybe of others.
+        descriptions: descriptions of at least these conditions.
         latents: folder of the latents that the model was trained on; opened only if conditions are read from it.
         labels: ``balanced`` or ``data``, see `select_condition_sources`.
         seed: seed of random choices.
 
     Raises:
-        KairosError: the latents are missing, or their conditions differ from the model's.
+        KairosError: conditions are read from the latents, and these are missing, incomplete, or have other conditions
+            than the model.
     """
     required = {name: descriptions[name] for name in names}
     only_classes = all(item["kind"] == "class" for item in required.values())
@@ -141,7 +145,7 @@ def load_conditions(
 
 
 def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Check that latents have the conditions that a model was trained with.
+    """Check that latents have the conditions that a model was trained with; further conditions are not checked.
 
     Args:
         latents: the opened latents.

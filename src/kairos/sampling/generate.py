@@ -30,8 +30,8 @@ NoiseSource = Callable[[int], Tensor]  # from the number of an interval to noise
 def iterate_batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]:
     """Yield batches of image indices that cover `rows`, each with the number of its images that are kept.
 
-    A batch has at least `SMALLEST_BATCH` indices if `batch_size` allows it. The kept indices come first; those after
-    them are padding, and may exceed the end of `rows`.
+    A batch has at least `SMALLEST_BATCH` indices, or `batch_size` if that is smaller. The kept indices come first;
+    those after them are padding, and may exceed the end of `rows`.
     """
     smallest_size = min(SMALLEST_BATCH, batch_size)
     for start in range(rows.start, rows.stop, batch_size):
@@ -71,20 +71,21 @@ class Guidance:
     interval: list[float] | None = None
 
     def scales(self, process: Any, t: Times) -> PerSample:
-        """Return the guidance scale at the times t (batch,), float64 (batch,).
+        """Return the guidance scale at the times t (batch,), float64 (batch,), on the device of t.
 
-        The scale is 1 outside of the interval.
+        The scale is 1 outside of the interval, which includes its ends. Integer times are timesteps of a discrete
+        process.
         """
         scale = torch.full(t.shape, self.scale, dtype=torch.float64, device=t.device)
         if self.power is not None:
             if t.is_floating_point():
-                fraction = process.fractions(t)
+                fraction = process.fractions(t)  # 0 at the image, 1 at noise
             else:  # the formula has t/T, and `fractions` is the middle of a timestep
                 fraction = t / process.schedule.timesteps
             scale = (scale - 1) * (1 - (math.pi * (1 - fraction) ** self.power).cos()) / 2 + 1
         if self.interval is not None:
             smallest, largest = self.interval
-            sigma = process.snr(t) ** -0.5
+            sigma = process.snr(t) ** -0.5  # noise over signal
             scale = scale.where((smallest <= sigma) & (sigma <= largest), 1.0)
         return scale
 
@@ -95,7 +96,7 @@ def build_guided_predictor(
     """Return the prediction function of a batch with classifier-free guidance (Ho and Salimans 2022).
 
     Channels of a learned variance are not guided; they are those of the conditional network. A guided prediction is one
-    forward pass of twice the batch.
+    forward pass of twice the batch, and has the dtype of x_t. Without conditions, guidance has no effect.
 
     Args:
         process: the forward process.
@@ -152,9 +153,11 @@ class DataPrediction:
         return self.with_variance_channels(x, point)[0]
 
     def with_variance_channels(self, x: Images, point: GridPoint) -> tuple[Images, Output]:
-        """Return x0 predicted at `point`, and the output's further channels, those of a learned variance (maybe 0).
+        """Return x0 predicted at `point`, and the output's further channels, those of a learned variance.
 
-        Both are in the dtype of x, which is in the coordinates of the grid.
+        Without a learned variance the second tensor has 0 channels. Both are in the dtype of x, which is in the
+        coordinates of the grid; the network gets x_t in float32. Only x0 is clipped. The caller ensures that the point
+        has a time. TF32 is forbidden in this process afterwards, see `compute.precision`.
         """
         x_t = point.scale * x  # (batch, channels, height, width)
         time = torch.as_tensor(point.t)

@@ -73,9 +73,12 @@ class SamplingRequest:
 def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
     """Generate or join, and write, the images of every job, one job after another.
 
+    After an error the files of earlier jobs remain.
+
     Raises:
         KairosError: a snapshot or autoencoder is missing or damaged, or the two do not belong together.
-        ConfigError: the number of images is below 1, or a setting does not fit a snapshot.
+        ConfigError: the number of images is below 1, a setting does not fit a snapshot, or there are more shards than
+            batches.
     """
     if request.num < 1:
         raise ConfigError(f"--num: got {request.num}, allowed: 1 or more")
@@ -87,7 +90,7 @@ def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingC
     """Return a snapshot's section `sampling` with overrides and without spacing ``auto``, and the snapshot's record.
 
     Raises:
-        KairosError: the snapshot is missing.
+        KairosError: the snapshot is missing, or its record is damaged.
         ConfigError: a replaced field has an invalid value, or the section does not fit the snapshot.
     """
     record = open_record(milestone, "train --config F --method M --seed N --out D", "milestone.json")
@@ -100,7 +103,10 @@ def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingC
 
 
 def _condition_names(record: dict[str, Any]) -> list[str]:
-    """Return the names of the network's conditions from a snapshot's record; empty for an unconditional network."""
+    """Return the names of the network's conditions from a snapshot's record; empty for an unconditional network.
+
+    A missing list, or null, counts as empty.
+    """
     names: list[str] = record["config"]["model"].get("conditions") or []
     return names
 
@@ -108,7 +114,7 @@ def _condition_names(record: dict[str, Any]) -> list[str]:
 def set_up_device(record: dict[str, Any]) -> torch.device:
     """Set threads and determinism as in the training run of a snapshot's record, and return its configured device.
 
-    The settings are those of the whole process.
+    The settings are those of the whole process. TF32 is forbidden, also if the training run used it.
 
     Raises:
         KairosError: the configured device is not usable here.
@@ -147,7 +153,7 @@ class _SnapshotSampler:
         """Yield the images in batches, uint8 (n, height, width, channels); the network is loaded before the first one.
 
         Threads and determinism of this process are set as in the training run. Start-up ends with the loading, and a
-        progress bar shows the images.
+        progress bar shows the images. Padding of the last batch is left out.
 
         Raises:
             KairosError: the snapshot or the autoencoder is missing or damaged, or they do not belong together.
@@ -189,8 +195,8 @@ def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
     """Write the images of one snapshot or of a shard, and log their number and file.
 
     The images are generated and decoded, or joined if the job lists the files of all shards. The sampling protocol and
-    the conditions, except for images as conditions, are stored with them. The picture of the first images is written if
-    `job.grid` is set.
+    the conditions, except for images as conditions, are stored with them. If `job.grid` is set, the first images are
+    written as a picture; their number is option `grid`. The caller ensures that a job with `parts` has no shard.
 
     Raises:
         ConfigError: a setting does not fit the snapshot, or there are more shards than batches.
@@ -212,9 +218,10 @@ def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
 
 
 def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_SnapshotSampler, dict[str, Any]]:
-    """Resolve all settings of a job, and return its sampler and the sampling protocol to store; nothing is loaded yet.
+    """Resolve all settings of a job, and return its sampler and the sampling protocol to store.
 
-    With a shard, the sampler generates its images alone, and the protocol contains its record under ``shard``.
+    The network and the autoencoder are not loaded yet; latents are opened if conditions are read from them. With a
+    shard, the sampler generates the images of the shard alone, and the protocol contains its record under ``shard``.
 
     Raises:
         ConfigError: a setting does not fit the snapshot, or there are more shards than batches.
@@ -259,8 +266,14 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
 def _sampling_protocol(record: dict[str, Any], options: SamplingConfig, seed: int, num: int) -> dict[str, Any]:
     """Return everything that decides the images, as JSON values to store with them.
 
-    Fields of section `sampling` are keys next to those of the snapshot. ``labels`` is null without conditions.
-    ``model_files`` contains the hashes of the sampled weights by file.
+    The keys are, on one level:
+
+    * of the snapshot: ``identity``, ``method``, ``step``, ``autoencoder_sha256`` and ``training_seed``, the seed of the
+      training run;
+    * ``model_files``: the hashes of the sampled weights by file;
+    * of section `sampling`: ``scheduler`` with its options, ``weights``, ``steps``, ``nfe``, ``precision``, the fields
+      of `GUIDANCE`, and ``labels``, which is None without conditions;
+    * of the images: ``seed``, and their number ``num``, in a shard that of the whole job.
     """
     has_conditions = bool(_condition_names(record))
     snapshot_fields = {name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")}
@@ -282,7 +295,7 @@ def _sampling_protocol(record: dict[str, Any], options: SamplingConfig, seed: in
 
 
 def _guidance(options: SamplingConfig, channels: int) -> Guidance:
-    """Return the guidance of section `sampling`, for x0 with `channels` channels.
+    """Return the guidance that section `sampling` configures, for x0 with `channels` channels.
 
     Raises:
         ConfigError: more channels are guided than x0 has.
@@ -310,8 +323,8 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
         device: device for the autoencoder.
 
     Raises:
-        KairosError: the autoencoder is missing, or is another one. Its hash is compared; for imported weights without
-            a recorded autoencoder, the shape of its latents.
+        KairosError: the autoencoder is missing, or is another one. Its hash is compared with the record. For imported
+            weights without a recorded autoencoder, only the shape of its latents is compared.
         DamagedError: a file of the autoencoder has changed.
     """
     from kairos.autoencoders.codec import load_codec

@@ -29,7 +29,7 @@ _BLOCK = 1 << 20  # bytes read at a time
 # name and extra field are little-endian 16-bit numbers at byte 26 of the header (PKWARE's APPNOTE, section 4.3.7).
 _LOCAL_HEADER_BYTES = 30
 _LENGTHS_OFFSET = 26
-_CONDITION = "condition_"
+_CONDITION = "condition_"  # prefix of the names of arrays with conditions
 Batches = Iterable[np.ndarray]
 
 
@@ -64,10 +64,11 @@ def write_samples(
         images: uint8 (num, height, width, channels), in one array or in batches.
         protocol: JSON values.
         conditions: conditions by name, each (num, ...), in batches.
-        num: number of images; required for images in batches and for conditions.
+        num: number of images; required for images in batches and for conditions. The length of images in one array is
+            not compared with it.
 
     Raises:
-        ValueError: the batches have another number of rows than `num`.
+        ValueError: there is no batch, or the batches have another number of rows than `num`.
     """
     protocol_text = json.dumps(protocol, sort_keys=True)
     arrays: dict[str, np.ndarray | Batches] = {"images": images, "protocol": np.array(protocol_text)}
@@ -87,7 +88,8 @@ def open_samples(path: Path) -> SamplesFile:
 
     The rows of an array are read from the file on access. A compressed array is unpacked into a temporary file. In a
     file with ``arr_0``, the classes in ``arr_1`` become the condition ``class``, as ADM writes them. Further arrays are
-    ignored. If a file contains both ``images`` and ``arr_0``, the result has ``images``.
+    ignored. If a file contains both ``images`` and ``arr_0``, the result has ``images``. The protocol of a file without
+    one is empty.
 
     Raises:
         KairosError: the file is missing or damaged, or lacks images in the form of `kairos sample` or ADM.
@@ -118,13 +120,13 @@ def open_samples(path: Path) -> SamplesFile:
 def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[np.ndarray]:
     """Return the images of all shards of a job in their order, in batches; every file is checked before the return.
 
-    Marks the end of start-up, see `resource_usage.end_startup`.
+    Marks the end of start-up, see `resource_usage.end_startup`. The batches are read only when the result is iterated.
 
     Args:
         paths: files of the shards, in any order.
         protocol: sampling protocol of the whole job.
         num: number of images of the whole job.
-        batch_size: images per batch.
+        batch_size: images per batch, as in the jobs of the shards.
 
     Raises:
         KairosError: a shard is missing, damaged, duplicate or of another job; the message contains its file.

@@ -11,6 +11,7 @@ from kairos.section import Section, field
 from kairos_timesteps.diffusion.schedule import VARIANCES
 from kairos_timesteps.errors import ConfigError, demand
 
+# fields of section `sampling` that configure guidance; the sampling protocol contains them
 GUIDANCE = ("guidance_scale", "guidance_channels", "guidance_power", "guidance_interval")
 DISCRETE = ("trailing", "leading", "linspace", "karras")  # spacings of discrete processes; the first is the default
 CONTINUOUS = ("karras", "uniform")  # spacings of continuous processes; the first is the default
@@ -120,7 +121,7 @@ def resolve_solver(scheduler: SolverOptions, process: LibraryComponent) -> Solve
         process: the forward process.
 
     Raises:
-        ConfigError: the process does not allow an option's value.
+        ConfigError: the process, or the spacing of the grid, does not allow an option's value.
     """
     spacings = _allowed_spacings(process)
     for name, (values, reason) in _restricted_options(scheduler, process, spacings).items():
@@ -147,7 +148,8 @@ def _restricted_options(
 ) -> dict[str, tuple[tuple[Any, ...], str]]:
     """Return the options that the process or the spacing restricts: allowed values and the reason, by option.
 
-    The solver need not have these options. An example is ``{"end": (("image",), "process flow")}``.
+    The solver need not have these options. Options that are not restricted are absent. An example is
+    ``{"end": (("image",), "process flow")}``.
 
     Args:
         scheduler: the solver, see `resolve_solver`.
@@ -158,7 +160,7 @@ def _restricted_options(
     restricted: dict[str, tuple[tuple[Any, ...], str]] = {"spacing": (("auto", *spacings), of_process)}
     if spacings != CONTINUOUS:  # churn needs continuous, unbounded noise levels
         restricted["s_churn"] = ((0,), of_process)
-    if scheduler.spacing != "leading":
+    if scheduler.spacing != "leading":  # ``auto`` never becomes leading
         restricted["offset"] = ((0,), f"spacing {scheduler.spacing}")
     if process.get("timesteps") is None:
         restricted["end"] = (("image",), of_process)
@@ -200,7 +202,8 @@ class SamplingConfig(Section):
 
         * Guidance fits the model and its training, see `_check_guidance`.
         * A discrete process has at least `steps` timesteps, and more with an `offset`.
-        * The process allows the options of the solver. Noise levels of karras fall on different timesteps.
+        * The process allows the options of the solver.
+        * With a discrete process, the noise levels of spacing karras fall on different timesteps.
 
         Args:
             diffusion: section `diffusion`.
@@ -224,14 +227,17 @@ class SamplingConfig(Section):
             demand(self.steps < timesteps, "sampling.scheduler.offset", got, "0")
         if scheduler.spacing == "karras":
             built_process = build_process(process, diffusion.prediction)
-            build_time_grid(built_process, self.steps, scheduler)  # raises ConfigError if levels collide
+            # raises ConfigError if two levels fall on one timestep; the grid is not used
+            build_time_grid(built_process, self.steps, scheduler)
 
     def _check_guidance(self, conditions: list[str], dropout: float) -> None:
         """Check the fields of guidance against each other and the model's conditions.
 
-        * A scale other than 1 needs conditions, and training that drops them.
+        * A scale other than 1 needs conditions, and training that drops them (`dropout` above 0).
         * With scale 1 the other fields are null.
         * The interval ascends from 0 or more.
+
+        The number of guided channels is checked in `kairos.sampling.sample`, where the shape of x0 is known.
 
         Raises:
             ConfigError: a field does not fit.

@@ -51,15 +51,20 @@ def ddpm(
 def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_channels: Output) -> Any:
     """Return the variance of a reverse step of DDPM: a number, or for ``learned_range`` a tensor in the shape of x.
 
+    The variance is that of x in the coordinates of the grid.
+
     ``fixed_small`` is the variance of q(x_s | x_t, x0). ``fixed_large`` is that of q(x_s | x_t) for x0 ~ N(0, I), which
     is beta_t. ``learned_range`` interpolates both in the logarithm (Nichol and Dhariwal 2021, eq. 15).
 
     Args:
         kind: option `variance` of the solver.
         point: grid point at which the step begins.
-        end: grid point at which it ends, not the image.
+        end: grid point at which it ends. The caller ensures that it is not the image.
         variance_channels: output of the network for ``learned_range``: -1 gives the small variance, 1 the large one.
     """
+    # x_t with signal^2 + noise^2 = 1 has beta = 1 - alpha_bar / alpha_bar_end, and DDPM's variances are beta and
+    # (1 - alpha_bar_end) / (1 - alpha_bar) * beta = (1 - alpha_bar_end) * (1 - SNR / SNR_end). In the coordinates of
+    # the grid both are multiplied by end.signal^2 + end.noise^2, and (1 - alpha_bar_end) times that is end.noise^2.
     alpha_bar = point.signal**2 / (point.signal**2 + point.noise**2)
     alpha_bar_end = end.signal**2 / (end.signal**2 + end.noise**2)
     small = end.noise**2 * (1 - _snr_ratio_root(point, end) ** 2)
@@ -81,7 +86,8 @@ def ddim(
     x = grid[0].noise * noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
         x0 = predict_x0(x, point)
-        # fraction of the noise variance at `end` that is drawn anew; epsilon keeps the rest
+        # fraction of the noise variance at `end` that is drawn anew; epsilon keeps the rest. With `eta` 1 the drawn
+        # variance is DDPM's `fixed_small`, see `_reverse_variance`; at the image it is 0.
         fresh_fraction = options.eta**2 * (1 - _snr_ratio_root(point, end) ** 2)
         x = end.signal * x0 + end.noise * (1 - fresh_fraction) ** 0.5 * _epsilon(x, x0, point)
         if end.noise * fresh_fraction > 0:
@@ -94,14 +100,15 @@ def edm(
 ) -> Images:
     """Sample by EDM's algorithm 2 (Karras et al. 2022): ``heun``, and ``euler`` without its lines 9 to 11.
 
-    With `s_churn` 0, only the noise of the start is drawn.
+    The number of evaluations per interval in `options` selects the method. With `s_churn` 0, only the noise of the
+    start is drawn.
 
     Returns:
         x0 (batch, channels, height, width).
     """
     x = grid[0].noise * noise(0)
     intervals = len(grid) - 1
-    gamma = min(options.s_churn / intervals, 2**0.5 - 1)
+    gamma = min(options.s_churn / intervals, 2**0.5 - 1)  # relative increase of the noise level by churn
     largest_churned = math.inf if options.s_max is None else options.s_max
     is_heun = options.evaluations == 2
     for k, (point, end) in enumerate(pairwise(grid), 1):
@@ -109,6 +116,7 @@ def edm(
         if gamma > 0 and options.s_min <= point.noise <= largest_churned:
             churned_level = point.noise * (1 + gamma)
             (churned,) = grid_points_at(process, times_of_noise_levels(process, np.array([churned_level])))
+            # independent noises add their variances: the difference is what the higher level lacks
             x = x + (churned.noise**2 - point.noise**2) ** 0.5 * options.s_noise * noise(k)
             point = churned
 
@@ -134,7 +142,7 @@ def dpm_solver(
 
     The intermediate points of a step are points of the grid, as in U-ViT's code, so each point costs one evaluation.
     The method has its full order where the points cut a step into thirds of the log-SNR. A grid that is even in time
-    nearly does.
+    nearly does. Only the noise of the start is drawn.
 
     Returns:
         x0 (batch, channels, height, width).
@@ -156,11 +164,11 @@ def dpm_solver(
 def orders(intervals: int, to_image: bool) -> list[int]:
     """Return the orders of the steps of DPM-Solver-fast (Lu et al. 2022, "DPM-Solver", section 3.4).
 
-    The orders are 3 except at the end, and sum to `intervals`. A step that ends at the image, where the noise is 0, can
-    only be of order 1.
+    A step of order n takes n intervals, so the orders sum to `intervals`. They are 3 except at the end. A step that
+    ends at the image, where the noise is 0, can only be of order 1.
 
     Args:
-        intervals: number of intervals of the time grid.
+        intervals: number of intervals of the time grid, at least 1.
         to_image: True if the last interval ends at the image.
     """
     threes, remainder = divmod(intervals, 3)
@@ -168,7 +176,7 @@ def orders(intervals: int, to_image: bool) -> list[int]:
         return [3] * (threes - 1) + [2, 1]
     if remainder == 1:
         return [3] * threes + [1]
-    if to_image:
+    if to_image:  # the other remainders end with order 1 in any case
         return [3] * threes + [1, 1]
     return [3] * threes + [2]
 
@@ -191,7 +199,8 @@ def _singlestep(x: Images, sigma: list[float], predict_at: Callable[[Images, int
     if order == 1:
         return straight[0]
 
-    # order 2: x0 changes with the slope between the first two points
+    # order 2: x0 changes with the slope between the first two points. The paper's weight of a slope in order 2 is
+    # (1 - exp(-h)) * h / 2, which agrees with `_slope_weight` up to order h^2.
     h = [math.log(start / level) for level in levels]  # steps in log-SNR/2 from the begin to each level
     slope = (predict_at(straight[0], first + 1) - x0) / h[0]  # of x0 over log-SNR/2
     if order == 2:
@@ -209,7 +218,10 @@ def _slope_weight(h: float) -> float:
 
 
 def _epsilon(x: Images, x0: Images, point: GridPoint) -> Images:
-    """Return the noise of x at a grid point, given x0; a clipped x0 changes the noise as well."""
+    """Return the noise of x at a grid point, given x0; a clipped x0 changes the noise as well.
+
+    The caller ensures that the point is not the image, which has no noise.
+    """
     return (x - point.signal * x0) / point.noise
 
 

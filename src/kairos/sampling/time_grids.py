@@ -66,6 +66,9 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
 def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
     """Return the times at which the intervals begin, (steps,), descending; timesteps for a discrete process.
 
+    Spacing ``uniform`` has the fractions 1, 1 - 1/steps, ..., 1/steps of a continuous process. A solver without option
+    `offset` has offset 0. The caller ensures that the process allows the spacing.
+
     Raises:
         ConfigError: two noise levels of spacing karras fall on one timestep.
     """
@@ -87,7 +90,8 @@ def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
 def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
     """Return the grid points at `times`, (n,): timesteps of a discrete process, times of a continuous one."""
     signal, noise = process.coefficients(times)
-    is_flow = np.isclose(signal + noise, 1)  # a flow's path is straight in x_t itself
+    # a flow has signal + noise = 1 at all times, and its path is straight in x_t itself
+    is_flow = np.isclose(signal + noise, 1)
     scale = np.where(is_flow, 1.0, signal)
     grid_signal, grid_noise = signal / scale, noise / scale
     return list(map(GridPoint, times, grid_signal.tolist(), grid_noise.tolist(), scale.tolist()))
@@ -97,7 +101,7 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int
     """Return the distinct timesteps at which `steps` intervals begin, (steps,), descending (Lin et al. 2024, table 2).
 
     Spacing ``trailing`` includes t = T - 1, ``leading`` includes t = 0, ``linspace`` includes both, or T - 1 alone for
-    one step. The caller ensures that there are at most `timesteps` steps.
+    one step. Any other text counts as ``linspace``. The caller ensures that there are at most `timesteps` steps.
     """
     ascending: Array
     if spacing == "leading":
@@ -115,7 +119,8 @@ def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") ->
     """Return EDM's noise levels (noise over signal), (steps,), descending (Karras et al. 2022, eq. 5).
 
     The last level is the smallest one above 0; the image follows it. Options `sigma_min` and `sigma_max` can only
-    narrow the range of the process. One step has the largest level.
+    narrow the range of the process. One step has the largest level. The levels of a discrete process need not be those
+    of its timesteps.
     """
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
     smallest, largest = noise / signal  # levels of the process at fractions 0 and 1
@@ -131,7 +136,8 @@ def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") ->
 def times_of_noise_levels(process: Any, sigma: Array) -> Array:
     """Return the times of a process at noise levels (noise over signal), (n,); for discrete ones the nearest timestep.
 
-    A continuous process is inverted by bisection over its fractions.
+    A continuous process is inverted by bisection over its fractions, up to fraction 2. The times are int64 timesteps of
+    a discrete process, and float64 for a continuous one.
     """
     if isinstance(process, Discrete):
         timestep_levels = process.schedule.snr**-0.5  # (T,)

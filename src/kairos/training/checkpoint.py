@@ -16,8 +16,9 @@ from torch import Tensor
 from kairos.files import atomic
 from kairos_timesteps.errors import DamagedError
 
-_MAGIC = "kairos-checkpoint 1"
+_MAGIC = "kairos-checkpoint 1"  # begins every file: name and version of the format
 _LONGEST_HEADER = 200  # bytes; a file that is no checkpoint may contain no newline
+# keys of a checkpoint's content whose values decide the next steps; other keys hold metadata
 COMPONENTS = ("model", "ema", "optimizer", "strategy")
 
 
@@ -26,7 +27,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
     Args:
         path: file of the checkpoint; missing parent folders are created.
-        content: nested dictionaries, lists and tuples of tensors, numbers and texts.
+        content: nested dictionaries, lists and tuples of tensors, numbers, texts and None.
     """
     buffer = io.BytesIO()
     torch.save(_intern_strings(content), buffer)
@@ -96,7 +97,8 @@ def _hash_value(value: Any) -> str:
 def _feed(digest: Any, value: Any) -> None:
     """Add a nested value to a digest: tensors by type, shape and bytes, dictionaries in the sorted order of their keys.
 
-    A list and a tuple of equal items count as equal. Other values, such as numbers and texts, count by their `repr`.
+    A list and a tuple of equal items count as equal, and a key counts as its text. Other values, such as numbers and
+    texts, count by their `repr`.
     """
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Settings that do not decide the trajectory. A new setting that is missing here changes identities, which is safe:
 # runs are computed again.
+# `device` is here since `compute_identity` includes the type of the device in use.
 _HARDWARE_SETTINGS = ("processes", "nodes", "trainings_per_gpu", "device")
 _JOB_SETTINGS = ("milestones", "segments", "checkpoint_every", "log_every")
 
@@ -27,7 +28,8 @@ _JOB_SETTINGS = ("milestones", "segments", "checkpoint_every", "log_every")
 def trajectory_settings(training: "TrainingConfig", method: "MethodConfig") -> dict[str, Any]:
     """Return the part of section `training` that decides the trajectory of a method, as plain values.
 
-    The number of processes counts for couplings that each rank applies to its slice of the batch.
+    The number of processes counts only for couplings that each rank applies to its slice of the batch, which declare
+    the fact `by_rank`. The path `start_from` is included; `compute_identity` replaces it.
 
     Args:
         training: section `training` of the experiment.
@@ -46,7 +48,7 @@ def code_roots(run: "RunSettings") -> list[str]:
         run: settings of the training run.
 
     Returns:
-        Names of modules, and of functions as ``module:function``.
+        Names of modules, and of functions and classes as ``module:name``; a name may occur twice.
     """
     training = run.training
     components: list[Component | LibraryComponent] = [
@@ -68,8 +70,9 @@ def code_roots(run: "RunSettings") -> list[str]:
 def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -> dict[str, Any]:
     """Return everything that decides the trajectory of a run, as plain values with their hash under ``identity``.
 
-    The other keys are data, autoencoder, model, diffusion, method, seed, training, device and code. In ``training``, a
-    hash of the weights replaces the path `start_from`.
+    The other keys are data, autoencoder, model, diffusion, method, seed, training, device and code; the first two are
+    hashes. In ``training``, a hash of the weights replaces the path `start_from`. Of a snapshot there only the record
+    is read.
 
     Args:
         run: settings of the training run; the content of the method counts, not its name.
@@ -78,6 +81,7 @@ def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -
 
     Raises:
         ConfigError: `training.start_from` is no snapshot of this backbone.
+        DamagedError: the record of that snapshot is damaged.
     """
     parts = {
         "data": latents["content_sha256"],

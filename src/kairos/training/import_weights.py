@@ -46,11 +46,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def published_diffusion(model: Any) -> dict[str, Any]:
     """Return section `diffusion` that published weights of a `model` section were trained with.
 
-    The result is empty if `PUBLISHED` has no entry for the model; the section's defaults then apply. An entry for a
+    The result is empty if `PUBLISHED` has no entry for the model, or if the section is no mapping, such as a bare name.
+    The section's defaults then apply. An entry for a
     text-conditional backbone wins over an entry for the backbone's size, and both win over that of the backbone alone.
 
     Args:
-        model: section `model` of an experiment, unchecked.
+        model: section `model` of an experiment, which may be invalid; the caller checks it.
     """
     if not isinstance(model, dict):
         return {}
@@ -75,23 +76,28 @@ def import_weights(
 ) -> dict[str, Any]:
     """Write a snapshot of published weights and return its record.
 
-    The shape of x0 comes from `latents`, else from `autoencoder`, else from `shape`. The record has method ``imported``
-    and seed 0, and the table of the strategy is that of uniform timesteps.
+    The shape of x0 comes from `latents`, else from `autoencoder`, else from `shape`. A snapshot in `out` is replaced.
+
+    The record has method ``imported``, seed 0 and 0 images seen, and the table of the strategy is that of uniform
+    timesteps. Hashes of autoencoder and data set, and `sigma_data`, are None in the record where they are unknown.
 
     Args:
         file: weights, see `models.published_weights.read_published`.
         run: settings with the model and diffusion of the weights; its experiment must contain section `sampling`.
         out: folder of the snapshot.
-        latents: folder of latents that the weights fit; provides shape, conditions and autoencoder.
-        autoencoder: folder of the autoencoder that the weights fit; provides the shape.
+        latents: folder of latents that the weights fit; provides shape, conditions, hashes of autoencoder and data set,
+            and `sigma_data`.
+        autoencoder: folder of the autoencoder that the weights fit; provides the shape and the autoencoder's hash.
+            Ignored with `latents`.
         shape: shape of x0, (c, h, w); sampling then accepts any autoencoder with such latents. Ignored with `latents`
             or `autoencoder`.
         classes: number of classes of a class-conditional model; needed without `latents`, ignored with them.
         step: number of steps that the weights were trained for; 0: unknown.
 
     Raises:
-        ConfigError: the shape of x0, the number of classes or another condition is unknown.
-        KairosError: the file cannot be read, or its weights do not fit the model.
+        ConfigError: the shape of x0, the number of classes, another condition, or a `sigma_data` that the process needs
+            is unknown.
+        KairosError: the file cannot be read, its weights do not fit the model, or a folder is missing or damaged.
     """
     # shape of x0, descriptions of the conditions, and record of latents and autoencoder
     descriptions = {} if classes is None else {"class": {"kind": "class", "num_classes": classes}}
@@ -139,6 +145,7 @@ def import_weights(
 
     # snapshot
     columns = Strategy("uniform", process).table()  # the density of the published training is unknown
+    # without a recorded autoencoder, x0 of 1 or 3 channels counts as pixels, which diffusers' scheduler clips
     has_pixels = sources["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)
     scheduler = scheduler_config(process, clip=has_pixels)
     write_milestone(out, model, averaged_weights, record, columns=columns, scheduler=scheduler)
@@ -146,7 +153,7 @@ def import_weights(
 
 
 def _load_published(model: Any, file: Path) -> dict[str, torch.Tensor]:
-    """Load the published raw weights into a model, and return the published average by the model's names.
+    """Load the published raw weights into a model, and return copies of the published average by the model's names.
 
     If the file contains only one set of weights, both are that set.
 

@@ -19,7 +19,7 @@ from kairos.slurm import run_command
 from kairos_timesteps import distributed
 
 STATUS = 75  # exit status EX_TEMPFAIL: stopped by request; the same command resumes
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # requests to stop
 _SAVE_MARGIN = 30.0  # seconds that remain for a save in addition to three times the longest one so far
 _WRITE_INTERVAL = 5.0  # seconds between two writes of the progress file
 _EXCHANGE_INTERVAL = 1.0  # seconds between two exchanges of stop requests among ranks
@@ -103,7 +103,7 @@ class StopRequest:
         """Return why the run should stop now; empty if it need not.
 
         The end of a SLURM job counts as a request if less time remains than three times the longest save so far plus 30
-        s. It then becomes `reason`, so that later calls return it too.
+        s. It then becomes `reason`, so that later calls return it too. A job whose end is unknown has no such request.
 
         Args:
             longest_save: seconds that the longest save of checkpoint and snapshot took.
@@ -135,7 +135,8 @@ class CollectiveStop:
     def after_step(self, longest_save: float) -> bool:
         """Return True if any rank was asked to stop; every rank must call this after each of its steps.
 
-        The result is equal on all ranks, and False between two exchanges.
+        The result is equal on all ranks, and False between two exchanges. A request is therefore noticed up to about a
+        second later, or after one step if steps take longer.
 
         Args:
             longest_save: seconds that the longest save of checkpoint and snapshot took.
@@ -149,7 +150,8 @@ class CollectiveStop:
             return False
         seconds = time.monotonic() - self._last_exchange
         request_count, seconds_of_all_ranks = ranks.add([float(is_requested_here), seconds])
-        # the interval divided by the mean time of a step, which is seconds_of_all_ranks / (rank_count * self._steps)
+        # mean time of a step: seconds_of_all_ranks / rank_count seconds passed on each rank in self._steps steps.
+        # _EXCHANGE_INTERVAL divided by it is the number of steps per interval.
         steps_per_exchange = int(_EXCHANGE_INTERVAL * rank_count * self._steps / max(seconds_of_all_ranks, 1e-9))
         self._interval = max(1, min(steps_per_exchange, 2 * self._interval))
         self._steps = 0
@@ -160,7 +162,8 @@ class CollectiveStop:
 def end_of_slurm_job() -> float:
     """Return the end of this SLURM job's time limit, Unix time; 0 outside of SLURM, or if no limit is known.
 
-    Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called, for at most 20 s.
+    Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called, for at most 20 s. If squeue is missing
+    or fails, or if a text is no time, the limit counts as unknown.
     """
     end, job = os.environ.get("SLURM_JOB_END_TIME"), os.environ.get("SLURM_JOB_ID")
     with suppress(ValueError, OSError):  # a text that is no time; squeue is missing
@@ -180,7 +183,7 @@ class Progress(TypedDict, total=False):
         identity: identity of the training run; None: not known yet.
         step: completed steps.
         of: last step of the job.
-        rate: steps per second since the previous write; None: not known yet.
+        rate: steps per second between the last two writes by `ProgressFile.update`; None: not known yet.
         seconds: training time of the run.
         state: ``running``, ``complete``, ``stopped`` or ``failed``.
         message: why the job stopped or failed.
@@ -213,8 +216,8 @@ def read_progress(run_folder: Path) -> Progress:
 class ProgressFile:
     """``.state/progress.json``: step and rate of a training run for `kairos status`, written at most every 5 s.
 
-    Results do not depend on the file, so it is written without fsync. The constructor reads the previous job's file
-    and writes nothing.
+    Results do not depend on the file, so it is written without fsync. The constructor takes identity, step and seconds
+    from the previous job's file, and writes nothing.
 
     Args:
         state_folder: ``.state`` of the run's folder.
@@ -240,7 +243,7 @@ class ProgressFile:
         """Record the completed steps and the training time, and write the file.
 
         The file is not written if the last write is less than 5 s old, or if this process does not report. The rate is
-        that since the last write; the first write has none.
+        that since the last write; at the first write it is None.
 
         Args:
             step: number of completed steps.
@@ -268,7 +271,7 @@ class ProgressFile:
         Args:
             state: ``complete``, ``stopped`` or ``failed``.
             message: reason, of which the first line is written.
-            again: another attempt may succeed.
+            again: another attempt may succeed; irrelevant for state ``complete``.
         """
         self._content |= {"state": state, "message": message.strip().split("\n")[0], "again": again}
         self._write()

@@ -52,14 +52,18 @@ def local_rank() -> int | None:
 
 
 def is_reporting_process() -> bool:
-    """Return True if this process reports for the training run: rank 0, a launcher, or the only process."""
+    """Return True if this process reports for the training run: rank 0, a launcher, or the only process.
+
+    Rank 0 is one process over all machines. A launcher has no variable RANK, which counts as 0.
+    """
     return _FOLDER not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def die_with_launcher() -> None:
     """Make this rank die with its launcher; otherwise it would train at the same time as its successor.
 
-    If the launcher has ended already, this process ends at once with status 1.
+    If the launcher has ended already, this process ends at once with status 1. A rank that kairos did not launch dies
+    with its parent process, such as a user's torchrun.
     """
     die_with_parent()
     # the launcher's folder ends with the launcher's process id, such as /tmp/kairos-x7a2-4711
@@ -70,7 +74,10 @@ def die_with_launcher() -> None:
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Make the kernel send a signal to this process when its parent process ends; does nothing outside of Linux."""
+    """Make the kernel send a signal to this process when its parent process ends.
+
+    Outside of Linux, and if the kernel rejects the request, nothing happens and no error is raised.
+    """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
@@ -78,9 +85,10 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
 def is_first_failure(error: BaseException) -> bool:
     """Return True if this process is the one to report why the training run failed.
 
-    A process without a launcher always reports. Of the ranks of a machine the first to fail reports, unless its error
-    is one of communication, which another rank has caused. It writes its number to the launcher's folder. If that
-    folder is gone, no rank reports.
+    A process without a launcher always reports. An error of communication is never reported, since another rank has
+    caused it. Of the ranks of a machine with other errors, the first to call this function reports. It writes its
+    number to the launcher's folder, so that a second call by that rank returns True too. If the folder is gone, no rank
+    reports.
     """
     folder = os.environ.get(_FOLDER)
     if local_rank() is None or folder is None:
@@ -142,7 +150,7 @@ def launch(training: "TrainingConfig") -> None:
         training: section `training` of the experiment.
 
     Raises:
-        StoppedEarly: a stop was requested, and the ranks have stopped.
+        StoppedEarly: a stop was requested, and the ranks have stopped; its reason is empty, because a rank logs it.
         SystemExit: a rank has failed and reported its error.
         KairosError: a rank was killed, or the SLURM job has too few machines.
     """
@@ -157,7 +165,8 @@ def _launch_ranks(training: "TrainingConfig") -> None:
     """Run this command in the ranks of this machine by torchrun, and wait for them.
 
     Sets environment variables for the ranks and switches Python's logging off. Both stay so, because this process ends
-    after its ranks.
+    after its ranks. Returns if all ranks end with status 0. A temporary folder holds the file of `is_first_failure` and
+    torchrun's logs, and is deleted at the end.
 
     Raises:
         StoppedEarly, SystemExit, KairosError: a rank has stopped, failed or was killed, as in `launch`.
@@ -180,7 +189,11 @@ def _launch_ranks(training: "TrainingConfig") -> None:
 
 
 def _torchrun_options(training: "TrainingConfig") -> list[str]:
-    """Return torchrun's options for the numbers of machines and ranks, their rendezvous and the handled signals."""
+    """Return torchrun's options for the numbers of machines and ranks, their rendezvous and the handled signals.
+
+    Without the variable `_ADDRESS` the rendezvous is on this machine. The caller ensures that the number of processes
+    is a multiple of the number of machines.
+    """
     address = os.environ.get(_ADDRESS)
     if address:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", address]
@@ -216,6 +229,8 @@ def _end_process() -> None:
 def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None:
     """End the launcher like the rank that ended first.
 
+    A reported error wins over a request to stop, which wins over every other status.
+
     Args:
         rank: number of that rank.
         status: its exit status; negative: number of the signal that killed it.
@@ -247,7 +262,8 @@ def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Ite
 
     Args:
         forward: function that requests the ranks to stop; called after every signal.
-        end: function that ends the ranks at once; called before `forward` if SIGINT is repeated.
+        end: function that ends the ranks at once; called before `forward` if SIGINT is repeated. If it returns, the
+            block continues.
 
     Yields:
         Names of the signals received so far, in a list that grows.
@@ -271,7 +287,10 @@ def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Ite
 
 
 def _signal_ranks() -> None:
-    """Send SIGUSR1, a request to stop, to every child process."""
+    """Send SIGUSR1, a request to stop, to every child process of this process's main thread.
+
+    A child that has ended already is skipped. The list of children is Linux's, in /proc.
+    """
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for child in children:
         with suppress(ProcessLookupError):
@@ -284,7 +303,7 @@ def _launch_machines(nodes: int) -> None:
     Raises:
         KairosError: there is no SLURM job, or it has fewer machines than `nodes`.
         StoppedEarly: a stop was requested, and the ranks have stopped.
-        SystemExit: a launcher has failed and reported its error.
+        SystemExit: a launcher, or srun itself, has failed and reported its error.
     """
     command = [*_srun_command(nodes), sys.executable, "-m", "kairos", *sys.argv[1:]]
     environment = {}
@@ -310,7 +329,8 @@ def _launch_machines(nodes: int) -> None:
 def _srun_command(nodes: int) -> list[str]:
     """Return srun with its options for one process on each of `nodes` machines of this SLURM job.
 
-    A process gets all CPUs that the job has on its first machine, or 1 if SLURM does not set their number.
+    A process gets all CPUs that the job has on its first machine, or 1 if SLURM does not set their number. A job whose
+    number of machines SLURM does not set counts as having one.
 
     Raises:
         KairosError: there is no SLURM job, or it has fewer machines.
@@ -331,7 +351,7 @@ def _srun_command(nodes: int) -> list[str]:
 
 
 def _free_address() -> str:
-    """Return this host with a port that is free now, such as ``node1:41234``."""
+    """Return this host with a port that is free now, such as ``node1:41234``; the port is not reserved."""
     with socket.socket() as free_socket:
         free_socket.bind(("", 0))  # port 0: the kernel selects a free one
         port = free_socket.getsockname()[1]

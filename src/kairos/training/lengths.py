@@ -5,15 +5,15 @@ import re
 from fractions import Fraction
 
 _LENGTH = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([kM]?)\s*(steps|images|epochs)\s*")  # such as 2.5M images
-_FACTORS = {"": 1, "k": 1_000, "M": 1_000_000}
-_FIELD = "training.milestones"
+_FACTORS = {"": 1, "k": 1_000, "M": 1_000_000}  # by the letter before the unit
+_FIELD = "training.milestones"  # with which all error messages begin
 
 
 def length_in_steps(length: int | str, batch_size: int, train_images: int | None) -> int:
     """Return the number of steps of a length given in steps, images or epochs, rounded up; it is at least 1.
 
     Args:
-        length: number of steps, or a text such as ``64k images`` or ``10 epochs``.
+        length: number of steps, or a text such as ``500 steps``, ``64k images`` or ``10 epochs``.
         batch_size: images per step.
         train_images: number of training images; None: unknown.
 
@@ -61,7 +61,7 @@ def log_interval(log_every: int | None, device: str) -> int:
 
     Args:
         log_every: setting `training.log_every`; None: the default of the device.
-        device: type of the computing device, such as ``cpu`` or ``cuda``.
+        device: type of the computing device; any type other than ``cpu`` counts as a GPU.
     """
     if log_every is not None:
         return log_every

@@ -104,7 +104,8 @@ class StepResult:
 def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Draw, Images]:
     """Draw timesteps with their weights, and the noise that the strategy couples with the images of a batch.
 
-    The draw contains x0 too. The noise is (batch, c, h, w), in the type of the run's precision.
+    The draw contains x0 too. The noise is (batch, c, h, w), in the type of the run's precision. The caller ensures that
+    the strategy is at the step of the batch, since its step and the batch's step select the random numbers.
     """
     strategy = training.strategy
     # only samplers that count visits of images take epoch and position of an image as context
@@ -120,8 +121,8 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
 def _forward_backward(training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, Tensor]) -> StepResult:
     """Run the forward and backward passes of this rank's micro-batches; gradients add up over passes and ranks.
 
-    After the call, the gradients of the parameters are those of the global batch on every rank. The result is detached
-    and contains all samples of this rank.
+    The caller has cleared the gradients. After the call, the gradients of the parameters are those of the global batch
+    on every rank. The result is detached and contains all samples of this rank.
 
     Args:
         training: model, losses and strategy.
@@ -156,8 +157,8 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Images, condit
 def _join_results(training: TrainingState, draw: Draw, noise: Images, results: list[StepResult]) -> StepResult:
     """Join the results of micro-batches to the result of this rank's slice of the batch.
 
-    Per-sample tensors are concatenated, and objectives are summed. The prediction of the result cannot evaluate the
-    network again.
+    Per-sample tensors are concatenated. Objectives are summed, since each one contains its fraction of the batch. The
+    prediction of the result cannot evaluate the network again.
 
     Args:
         training: provides the forward process.
@@ -179,7 +180,8 @@ def _forward_backward_micro_batch(
     """Run forward and backward pass of one micro-batch, and return detached results.
 
     The backward pass adds to the gradients of the parameters. The forward pass reseeds torch's global generators,
-    from which dropout masks are drawn; the seed depends on run, step and micro-batch.
+    from which dropout masks are drawn; the seed depends on run, step and micro-batch. A strategy that learns keeps the
+    losses until its `observe`.
 
     Args:
         training: model, losses and strategy.
@@ -198,14 +200,15 @@ def _forward_backward_micro_batch(
         training, training.ddp_network, samples, x0=draw.x0, noise=noise, t=draw.t, conditions=conditions
     )
 
-    # mean loss of these samples; the strategy's weights apply to the weighted terms alone
+    # mean loss of these samples; the strategy's weights apply to the weighted terms alone, of which there is at least
+    # one (section `diffusion` ensures that)
     weighted_terms = _scale_terms(training, terms, weighted=True)
     unweighted_terms = _scale_terms(training, terms, weighted=False)
     weighted_mean = training.strategy.loss(draw, _add(weighted_terms))
     objective = _add([weighted_mean, *(term.mean() for term in unweighted_terms)])
 
-    # backward pass. The gradient of the mean over the global batch is the sum over micro-batches and ranks, each with
-    # the factor len / batch_size. DistributedDataParallel averages over ranks, which the factor ranks makes a sum.
+    # backward pass. The mean over the global batch is the sum of the means over micro-batches of all ranks, each times
+    # len(draw.t) / batch_size. DistributedDataParallel divides the sum over ranks by their number, hence the factor.
     factor = len(draw.t) / training.settings.batch_size * distributed.ranks()
     if factor != 1:
         objective = objective * factor
@@ -242,12 +245,14 @@ def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Tensor
     if math.isinf(largest_norm):
         return norm
     if norm.device.type == "cpu":
-        # the factor of `clip_grads_with_norm_` is at most 1
+        # `clip_grads_with_norm_` multiplies by this factor, or by 1 if it is larger; the second case is left out.
+        # For a norm of NaN the comparison is False, and the gradients become NaN.
         is_small = bool(largest_norm / (norm + 1e-6) >= 1)
         if not is_small:
             nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
         return norm
-    # largest_norm / (norm + 1e-6), which torch computes by two kernels, also if the largest norm is 1
+    # the factor min(1, largest_norm / (norm + 1e-6)); torch divides a number by a tensor with two kernels, a reciprocal
+    # and a product, also if the number is 1
     factor = (norm + 1e-6).reciprocal_()
     if largest_norm != 1:
         factor *= largest_norm
@@ -306,7 +311,10 @@ def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted:
 
 
 def _add(values: list[Tensor]) -> Tensor:
-    """Return the sum of tensors; a single tensor is returned as it is, because an operation slows a small model."""
+    """Return the sum of at least one tensor; a single tensor is returned as it is.
+
+    Even the addition of 0 would slow a small model.
+    """
     total = values[0]
     for value in values[1:]:
         total = total + value
@@ -316,9 +324,15 @@ def _add(values: list[Tensor]) -> Tensor:
 def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step, averaged over the global batch; calls probes on every rank.
 
-    A loss that is not finite clears `training.losses_are_finite`. The line is flat: ``step`` and ``images`` (completed
-    ones), ``loss``, each loss term, ``grad_norm`` and each probe. `train_steps` adds ``lr`` and ``sampler``. Values of
-    probes are not averaged over ranks.
+    A loss that is not finite sets `training.losses_are_finite` to False. The keys are, on one level:
+
+    * ``step`` and ``images``: those that are completed after this step;
+    * ``loss``: the objective, with the strategy's weights and the scales of the terms;
+    * each loss term by its name: its mean without weights and scale;
+    * ``grad_norm``;
+    * each probe by its name: the value on this rank, not averaged over ranks.
+
+    `train_steps` adds ``lr`` and ``sampler``.
 
     Args:
         training: probes, and numbers of samples.
@@ -349,8 +363,8 @@ def divergence_error(step: int, metrics: dict[str, Any] | None = None) -> Diverg
     """Return the error for a step, counted from 0, whose loss or gradient is not finite.
 
     Args:
-        step: number of the step.
-        metrics: metrics of the step; None if it does not log.
+        step: number of the step; the message counts from 1.
+        metrics: metrics of the step; None if it does not log. The message then contains no values.
     """
     values = "loss or gradient"
     if metrics is not None:

@@ -21,7 +21,8 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
         steps: results of the steps, from `kairos.training.loop.train_steps`.
 
     Raises:
-        KairosError: a step does not fit into the device's memory; a search for a size that fits comes first.
+        KairosError: a step does not fit into the device's memory; a search for a size that fits comes first. The
+            message contains the size, or that not even one image fits.
     """
     # After an error, the code below the block runs. An except clause would keep the traceback, and with it the tensors
     # of the failed step, alive.
@@ -55,8 +56,13 @@ def _describe_device(device: torch.device) -> str:
 def find_fitting_batch(training: TrainingState, largest: int) -> int:
     """Return the number of images of a forward and backward pass that fits into memory, by trying.
 
-    Tries `largest` and then the powers of two below it. Returns 0 if a single image does not fit. The passes replace
-    the gradients of the parameters; weights and optimiser are unchanged.
+    Tries `largest` and then the powers of two below it, and returns the first size that fits. Returns 0 if a single
+    image does not fit. Before the optimiser's first step, memory for the two moments of Adam is reserved meanwhile. The
+    passes replace the gradients of the parameters; weights and optimiser are unchanged.
+
+    Args:
+        training: state of the run.
+        largest: number of images to try first, at most those of this rank's slice of the batch.
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()
@@ -64,7 +70,8 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
     if not training.optimizer.state:
         # the optimiser allocates its moments in the first step: Adam keeps two values per parameter
         reserved = [torch.empty_like(parameter) for parameter in training.parameters for _ in range(2)]
-    exponents = range((largest - 1).bit_length())  # 2**exponent < largest
+    # all exponents with 2**exponent < largest: largest - 1 has b bits, so it is at least 2**(b - 1) and below 2**b
+    exponents = range((largest - 1).bit_length())
     powers_of_two: list[int] = [2**exponent for exponent in reversed(exponents)]
     for size in (largest, *powers_of_two):
         try:
@@ -81,8 +88,9 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
 def _try_passes(training: TrainingState, size: int) -> None:
     """Run two forward and backward passes of `size` images; the second one adds to existing gradients.
 
-    The images are the first ones of the present step. They also serve as noise, because only the memory of the passes
-    counts. The passes use the model without `ddp_network`, whose backward pass would wait for other ranks.
+    The images are the first ones of the present step, noised at fraction 1/2 of the process. They also serve as noise,
+    because only the memory of the passes counts. The losses are added without weights. The passes use the model without
+    `ddp_network`, whose backward pass would wait for other ranks.
 
     Raises:
         OutOfMemoryError: the passes do not fit into the device's memory.

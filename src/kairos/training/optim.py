@@ -55,16 +55,20 @@ def constant(options: ConstantOptions, step: int, length: int) -> float:
 
 
 def cosine(options: CosineOptions, step: int, length: int) -> float:
-    """Return half a cosine that falls from 1 at step 0 to `options.final` at step `length`, and is constant then."""
+    """Return half a cosine that falls from 1 at step 0 to `options.final` at step `length`, and is constant then.
+
+    The caller ensures that `length` is above 0; `options.length` is not read.
+    """
     progress = min(step / length, 1.0)
     return options.final + (1 - options.final) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def decays(options: DecaysOptions, step: int, length: int) -> float:
-    """Return a factor that decays linearly from 1 to 0 before each step in `options.at`, and is 1 elsewhere.
+    """Return a factor that decays linearly from 1 towards 0 before each step in `options.at`, and is 1 elsewhere.
 
-    The decay before step `end` takes the last ``share * end`` steps (Hägele et al. 2024, section 3). The factor does
-    not depend on later ends: up to each end, one run is close to a run of that length.
+    The decay before step `end` takes the last ``share * end`` steps (Hägele et al. 2024, section 3). Its last step,
+    ``end - 1``, has factor ``1 / (share * end)``, at most 1. Step `end` itself has factor 1, unless the next decay has
+    begun. The factor does not depend on later ends: up to each end, one run is close to a run of that length.
     """
     later_ends = [end for end in options.at if step < end]  # increasing
     if not later_ends:
@@ -95,6 +99,7 @@ def half_life(options: HalfLifeOptions, step: int, batch_size: int) -> float:
     half_life_images = options.images
     if options.rampup is not None:
         half_life_images = min(options.images, step * batch_size * options.rampup)
+    # a half-life of 0 counts as 1e-8, and 0.5 ** (batch_size / 1e-8) is 0
     return float(0.5 ** (batch_size / max(half_life_images, 1e-8)))
 
 
@@ -107,12 +112,14 @@ def power(options: PowerOptions, step: int, batch_size: int) -> float:
 def _power_exponent(width: float) -> float:
     """Return gamma of the power-function profile with relative width sigma_rel (Karras et al. 2024, section 3.1)."""
     inverse_square = width**-2
-    # sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), as a polynomial in gamma; the largest root counts
+    # with s = 1/sigma_rel^2: 1/s = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), hence
+    # (gamma + 2)^2 (gamma + 3) - s (gamma + 1) = gamma^3 + 7 gamma^2 + (16 - s) gamma + 12 - s = 0.
+    # The largest root counts.
     return float(np.roots([1, 7, 16 - inverse_square, 12 - inverse_square]).real.max())
 
 
 class Average:
-    """Average of a model's weights over training.
+    """Average of a model's weights over training, which starts as a copy of them.
 
     Args:
         weights: the model's weights by name, which the optimiser changes in place.
@@ -125,6 +132,7 @@ class Average:
     def __init__(self, weights: dict[str, Tensor], decay_at: Callable[[int], float]):
         self.weights = {name: value.detach().clone() for name, value in weights.items()}
         self._decay_at = decay_at
+        # floating-point averages, and at equal positions the model's weights that they average
         self._averages: list[Tensor] = []
         self._averaged_weights: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # copy and model's weight
@@ -145,6 +153,10 @@ class Average:
             copy.copy_(model_weight)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Replace the average by saved weights, in place."""
+        """Replace the average by saved weights, in place; names that are not among them keep their average.
+
+        Raises:
+            KeyError: a name is not one of the average.
+        """
         for name, value in weights.items():
             self.weights[name].copy_(value)

@@ -12,7 +12,10 @@ from kairos_timesteps import distributed
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return the versions of the libraries that decide the last digits of a trajectory; None: not installed."""
+    """Return the versions of torch and diffusers, which decide the last digits of a trajectory.
+
+    The version of diffusers is None if it is not installed.
+    """
     return {"torch": str(torch.__version__), "diffusers": package_version("diffusers")}
 
 
@@ -35,7 +38,7 @@ def build_provenance(
 
     ``inexact_because`` is a list of reasons as texts, and ``exact`` is True if it is empty. Other keys are ``kairos``,
     ``numpy``, the names of `libraries`, ``resumed_under`` (`earlier`), ``machine`` (such as x86_64), ``device`` (name
-    of the GPU, or ``cpu``), ``threads`` and ``processes``. Unknown versions are None.
+    of the GPU, or ``cpu``), ``threads`` and ``processes``, those that run now. Unknown versions are None.
 
     The provenance contains nothing that differs between machines with equal packages: the CPU is recorded with the
     times.
@@ -56,7 +59,8 @@ def build_provenance(
         inexact_because.append("training.compile: autotuning may choose other kernels on another run")
     if not training.deterministic:
         inexact_because.append("training.deterministic is off")
-    # each micro-batch has its own dropout stream; without them the number of processes decides the streams
+    # each micro-batch has its own dropout stream; without them the number of processes decides the streams.
+    # A backbone without option `dropout` has none.
     has_dropout = getattr(model, "dropout", 0.0) > 0
     if distributed.ranks() > 1 and has_dropout and training.microbatch is None:
         inexact_because.append(

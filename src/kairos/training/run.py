@@ -37,7 +37,7 @@ from kairos_timesteps.errors import DivergedError
 
 
 def import_components(run: RunSettings) -> None:
-    """Import the modules that a training run uses, so that this time counts as start-up."""
+    """Import the modules that a training run uses, so that this time counts as start-up; the caller marks its end."""
     for root in code_roots(run):
         module = root.partition(":")[0]
         importlib.import_module(module)
@@ -57,8 +57,9 @@ def train(
     """Train until every one of `milestones` is reached, and publish their snapshots in `out`.
 
     Unless `milestones_only` is set, the record, the last checkpoint, metrics and times are published too. The run
-    resumes from the state of an earlier call with equal identity. If that call has reached all milestones, no step is
-    computed.
+    resumes from the state of an earlier call with equal identity. If that call has reached all milestones and its last
+    checkpoint exists where it is needed, no step is computed. Every rank calls this function. Rank 0 alone writes
+    files, except that a failed rank records its failure.
 
     Args:
         run: settings of the training run.
@@ -68,7 +69,7 @@ def train(
         restart: delete the saved state and start from step 0.
         milestones_only: publish the snapshots, but neither record nor checkpoint; a later call completes the run.
         wait: wait for another process that trains in `out`, such as a killed controller's job, instead of failing.
-        stop_request: source of requests to stop early; None: there are none.
+        stop_request: source of requests to stop early, whose context the caller has entered; None: there are none.
         accept_versions: resume from a state that other versions of torch or diffusers computed.
 
     Returns:
@@ -76,7 +77,8 @@ def train(
         everything that decides the trajectory.
 
     Raises:
-        KairosError: another process trains in `out`; data or device are missing; device memory is too small.
+        KairosError: another process trains in `out`; data or device are missing; device memory is too small. Or the
+            saved state has other library versions, or another length of the learning-rate schedule.
         DivergedError: a loss or gradient is not finite.
         StoppedEarly: a stop was requested; the completed steps are saved.
     """
@@ -134,6 +136,10 @@ def _build_record(
 ) -> dict[str, Any]:
     """Return the content of training.json.
 
+    Its keys are ``identity``, ``parts`` (of the identity), ``method``, ``seed``, ``steps``, ``milestones``,
+    ``components`` and ``provenance``. ``components`` contains the hash of each component of the checkpoint, and under
+    ``metrics`` that of metrics.jsonl up to the checkpoint.
+
     Args:
         run: settings of the training run.
         identity: hash of `identity_parts`.
@@ -163,8 +169,9 @@ def _set_up_process(
     """Hold the run's lock, set up the device, join the other ranks, and record how the block ended.
 
     The record is in the progress file. Rank 0 writes it, or after an error the rank that failed first. After a
-    DivergedError it states that another attempt does not help. Rank 0 alone holds the lock. The ranks leave the process
-    group only after a block without an error.
+    DivergedError it states that another attempt does not help. Rank 0 alone holds the lock. If it cannot be taken,
+    nothing is recorded, since the file belongs to the job that holds it. The ranks leave the process group only after a
+    block without an error.
 
     Args:
         settings: section `training` of the experiment.
@@ -250,7 +257,8 @@ class TrainingJob:
         Raises:
             StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
             DivergedError: a loss or gradient is not finite.
-            KairosError: other library versions computed the checkpoint, or device memory is too small.
+            KairosError: other library versions computed the checkpoint, its learning-rate schedule has another length,
+                or device memory is too small.
         """
         training = self.training
         self._resume(latest_step=missing[0])
@@ -321,8 +329,8 @@ class TrainingJob:
     def _resume(self, latest_step: int) -> None:
         """Load the newest usable checkpoint up to `latest_step`; all ranks load the one that rank 0 selects.
 
-        Without a checkpoint the run starts from step 0. Attribute `seconds` is read from timing.jsonl. Rank 0 cuts the
-        files in the run's folder back to the checkpoint, see `RunFolder.resume`.
+        Without a checkpoint the run starts from step 0. Rank 0 cuts the files in the run's folder back to the
+        checkpoint, see `RunFolder.resume`. Attribute `seconds` is the largest time in timing.jsonl, 0 without entries.
 
         Raises:
             KairosError: other library versions computed the checkpoint, and `accept_versions` is False; or the
@@ -344,7 +352,7 @@ class TrainingJob:
     def _save(self, with_snapshot: bool) -> None:
         """Save a checkpoint, and before it a snapshot if requested; rank 0 writes, and all ranks wait for it.
 
-        A line with the times is added to timing.jsonl, and `longest_save` is updated.
+        A line with the times is added to timing.jsonl, and `longest_save` is updated. Every rank must call this.
 
         Raises:
             DivergedError: a loss or gradient was not finite; the earlier checkpoints are kept.
@@ -352,7 +360,7 @@ class TrainingJob:
         begun = time.monotonic()
         step = self.training.step
         if not self.training.is_finite():
-            raise divergence_error(step - 1)
+            raise divergence_error(step - 1)  # steps count from 0 there
         if with_snapshot:
             self._write_snapshot()
         if self.is_first:
@@ -382,7 +390,8 @@ class TrainingJob:
         """Write a snapshot of this step: weights, the strategy's density, and a record; every rank must call this.
 
         Rank 0 writes the folder of the snapshot in the private state of the run. ``tv_from_start`` in the record is the
-        total variation distance of the density from that of the untrained sampler.
+        total variation distance of the density from that of the untrained sampler. Statistics ``updates``, ``a`` and
+        ``b`` are None for samplers that lack them.
         """
         training = self.training
         sampler = training.strategy.sampler

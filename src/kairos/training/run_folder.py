@@ -99,11 +99,12 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
 def _reject_job_on_another_machine(state_folder: Path) -> None:
     """Watch the progress file for a job on another machine whose lock does not reach this one.
 
-    The function returns at once if the file is missing, stale, of this machine or of a job that has ended. Otherwise it
-    watches the file for 12 s.
+    The function returns at once if the file is missing or damaged, or if it is stale, of this machine or of a job that
+    has ended. Otherwise it watches the file for 12 s, and returns if nothing changes.
 
     Raises:
         KairosError: such a job updates the progress file.
+        DamagedError: the file is JSON but lacks a field.
     """
     path = state_folder / "progress.json"
     first_update = None  # time of the update that the first reading shows
@@ -155,7 +156,8 @@ class RunFolder:
         A request that was completed and is marked ``start_over`` begins at step 0 again: the state is deleted. The
         state's folder is created, and temporary files of killed jobs are deleted. The returned milestones are those
         without an intact snapshot. If every snapshot exists but the last checkpoint does not, the last milestone is
-        returned, unless `milestones_only` is set.
+        returned, unless `milestones_only` is set. Messages report a start from step 0 and damaged files. The caller
+        holds the lock of the run.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
@@ -184,7 +186,10 @@ class RunFolder:
             log(f"{self.out}: starts a new run from step 0: {reason}")
 
     def _delete_temporary_files(self) -> None:
-        """Delete the temporary files and folders that killed jobs left; the lock excludes running jobs."""
+        """Delete the temporary files and folders that killed jobs left.
+
+        The caller holds the lock, so that none of them belongs to a running job.
+        """
         for leftover in self.state.rglob(".tmp-*"):
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -217,6 +222,8 @@ class RunFolder:
     def _check_belongs_here(self, content: dict[str, Any], path: Path) -> None:
         """Check that a checkpoint is of this run and that metrics.jsonl begins with the bytes that it covers.
 
+        A missing metrics.jsonl counts as empty.
+
         Raises:
             DamagedError: the checkpoint is of another run, or lines are missing or changed.
         """
@@ -228,7 +235,10 @@ class RunFolder:
             raise DamagedError(f"{self.metrics}: does not contain the lines that belong to {path.name}")
 
     def clear(self) -> None:
-        """Delete the state of this run, and create its empty folder."""
+        """Delete the state of this run, with its marks of completed requests, and create its empty folder.
+
+        The outputs that were published in the run's folder stay.
+        """
         shutil.rmtree(self.state, ignore_errors=True)
         self.state.mkdir(parents=True)
 
@@ -277,7 +287,9 @@ class RunFolder:
                 self._metrics_size = file.tell()
 
     def read_checkpoint(self, step: int, device: Any) -> dict[str, Any]:
-        """Return the checkpoint after `step` steps, which another rank has already compared with metrics.jsonl.
+        """Return the checkpoint after `step` steps.
+
+        It is not compared with metrics.jsonl: the caller ensures that rank 0 has done so in `resume`.
 
         Args:
             step: number of completed steps.
@@ -292,7 +304,8 @@ class RunFolder:
     def resume(self, latest_step: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
         """Return the newest intact checkpoint, and cut metrics and timing back to it; None: start from step 0.
 
-        Later checkpoints are deleted. A start from step 0 also deletes the snapshots.
+        Checkpoints of later steps are deleted, also damaged ones. A start from step 0 also deletes the snapshots. After
+        a KairosError all files are unchanged.
 
         Args:
             latest_step: ignore later checkpoints.
@@ -328,11 +341,11 @@ class RunFolder:
     def _cut_back(self, metrics_size: int, step: int) -> None:
         """Delete everything written after the checkpoint at `step`: metrics, times and later checkpoints.
 
-        Step 0 has no checkpoint that a run resumes from, so its snapshots are deleted too.
+        With step 0 the run starts again, so all snapshots are deleted too. At other steps the snapshots stay.
 
         Args:
             metrics_size: bytes of metrics.jsonl that the checkpoint covers.
-            step: step of the checkpoint; 0: the run starts again.
+            step: step of the checkpoint; 0 without a checkpoint.
         """
         if self.metrics.exists():
             os.truncate(self.metrics, metrics_size)
@@ -348,7 +361,8 @@ class RunFolder:
         """Mark a request as completed, and link its outputs into the run's folder; the record is written last.
 
         An intact published snapshot with an equal record is left as it is. With a record, the outputs include the
-        checkpoint, and copies of metrics and times up to its step.
+        checkpoint as ``checkpoint.pt``, and copies of metrics and times up to its step. The caller ensures that the
+        snapshots and the checkpoint exist.
 
         Args:
             milestones: steps whose snapshots are requested.
@@ -374,7 +388,10 @@ def _list_versions(versions: dict[str, str | None]) -> str:
 
 
 def _is_published(snapshot: Path, target: Path) -> bool:
-    """Return True if `target` is an intact copy of a snapshot, with an equal record; log any damage."""
+    """Return True if `target` is an intact copy of a snapshot, with an equal record; log any damage.
+
+    The files of `target` are compared with the hashes in its own record, which equals that of the snapshot.
+    """
     record = target / "milestone.json"
     if not record.exists() or record.read_bytes() != (snapshot / "milestone.json").read_bytes():
         return False
@@ -382,7 +399,10 @@ def _is_published(snapshot: Path, target: Path) -> bool:
 
 
 def _is_intact(snapshot: Path) -> bool:
-    """Return True if a snapshot exists and is undamaged, by the hashes of its files; log any damage."""
+    """Return True if a snapshot exists and is undamaged, by the hashes of its files; log any damage.
+
+    A folder without a record counts as missing, and is not logged.
+    """
     if not (snapshot / "milestone.json").exists():
         return False
     try:

@@ -257,6 +257,8 @@ class TrainingConfig(Section):
     def _check_microbatch(self) -> None:
         """Check that `microbatch` is at most the batch, and leaves at least one micro-batch for every process.
 
+        Null passes. The caller has checked that the number of processes is at most the batch size.
+
         Raises:
             ConfigError: `microbatch` is too large.
         """
@@ -265,7 +267,9 @@ class TrainingConfig(Section):
             return
         demand(microbatch <= batch_size, "training.microbatch", microbatch, f"at most batch_size = {batch_size}")
         if processes > 1:
-            # at least `processes` micro-batches: ceil(batch_size / microbatch) >= processes
+            # at least `processes` micro-batches: ceil(batch_size / microbatch) >= processes,
+            # that is batch_size / microbatch > processes - 1, or microbatch * (processes - 1) < batch_size;
+            # in integers microbatch * (processes - 1) <= batch_size - 1
             largest = (batch_size - 1) // (processes - 1)
             allowed = f"at most {largest}, so that batch_size = {batch_size} has one for each of {processes} processes"
             demand(microbatch <= largest, "training.microbatch", microbatch, allowed)
@@ -299,6 +303,8 @@ class RunSettings:
 def read_run_settings(config: dict[str, Any], method: str, seed: int) -> RunSettings:
     """Return the settings of a training run from the experiment in the record of one of its snapshots.
 
+    Settings that an earlier version did not record have their present defaults, and `train_images` is None then.
+
     Args:
         config: the whole experiment as plain values, of this or an earlier version of kairos.
         method: name of the method.
@@ -306,6 +312,7 @@ def read_run_settings(config: dict[str, Any], method: str, seed: int) -> RunSett
 
     Raises:
         ConfigError: a section is not valid in this version of kairos.
+        KeyError: the experiment has no such method, or lacks a section.
     """
     return RunSettings(
         method_name=method,

@@ -110,7 +110,10 @@ class TrainingState:
         self.losses_are_finite = True
 
     def _build_batches(self) -> Batches:
-        """Build the source of this rank's slice of every global batch."""
+        """Build the source of this rank's slice of every global batch.
+
+        Arrays of at most 16 MiB are read into memory.
+        """
         settings = self.settings
         first_samples, last_samples = self.micro_batches[0].samples, self.micro_batches[-1].samples
         return Batches(
@@ -194,6 +197,7 @@ class TrainingState:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0: linear warm-up times the schedule."""
         options = self.settings.optimizer
+        # schedules without an end have no length and ignore the 0
         scheduled_rate: float = options.lr * self._rate_factor(self.settings.schedule, step, self.length or 0)
         if not options.warmup_steps:
             return scheduled_rate
@@ -228,6 +232,8 @@ class TrainingState:
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Restore a result of `state_dict` that was saved after `step` completed steps.
 
+        Lengths are compared before anything is restored. `largest_gradient_norm` and `losses_are_finite` do not change.
+
         Raises:
             KairosError: the learning-rate schedule of the saved run has another length.
         """
@@ -248,7 +254,8 @@ def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int,
     """Split the global batch into forward passes, and return those of one rank, in order.
 
     If `microbatch` is set, the split does not depend on the number of ranks, and each rank has consecutive passes.
-    Without it every rank has one pass. A batch of 10 on 3 ranks gives samples 0 to 2, 3 to 5 and 6 to 9.
+    Without it every rank has one pass. A batch of 10 on 3 ranks gives samples 0 to 2, 3 to 5 and 6 to 9. The last pass
+    of the batch may be smaller than `microbatch`. The caller ensures that every rank gets at least one pass.
 
     Args:
         batch_size: number of samples in the global batch.
