@@ -53,9 +53,9 @@ def write_dependencies(config: Path, out: Path) -> None:
     The stages of training runs have an entry for each method. The file keeps its modification time if nothing changed.
 
     If the experiment file is params.yaml and the working directory has a dvc.yaml, the methods are written into
-    dvc.yaml and then the plugin files into workflow/dvc.yaml. A change of either file raises an error at once: the user
-    must commit the change, because the results depend on the file. With a dvc.yaml its stages are checked next, for
-    every experiment file.
+    dvc.yaml and then the plugin files into workflow/dvc.yaml. A change of either file raises an error at once:
+    `dvc repro`, whose first stage calls this function, has read the file before the change. With a dvc.yaml its stages
+    are checked next, for every experiment file.
 
     Args:
         config: the experiment file.
@@ -125,8 +125,8 @@ def _update_methods(methods: list[str]) -> None:
         methods: names of the methods of params.yaml, grids expanded.
 
     Raises:
-        KairosError: this call has written dvc.yaml with other names. The user must commit the file, because the results
-            depend on it, and run the command again.
+        KairosError: this call has written other names into dvc.yaml, which DVC has read before. The message tells the
+            user to commit the file and run the command again.
     """
     written_methods = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8"))["methods"]
     has_grid = list(written_methods) != methods
@@ -150,8 +150,8 @@ def _update_plugin_files(plugins: list[str]) -> None:
             plugin files import from their folders.
 
     Raises:
-        KairosError: this call has written workflow/dvc.yaml with other files. The user must commit the file, because
-            the results depend on it, and run the command again.
+        KairosError: this call has written other files into workflow/dvc.yaml, which DVC has read before. The message
+            tells the user to commit the file and run the command again.
     """
     text = _FIRST.read_text(encoding="utf-8")
     plugin_files = "".join(f", {json.dumps(file)}" for file in source_files(plugins))
