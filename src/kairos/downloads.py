@@ -24,7 +24,7 @@ from kairos.progress import log
 from kairos.text_encoders.settings import FILES, PREPROCESSOR, WEIGHTS
 from kairos_timesteps.errors import DamagedError, KairosError
 
-OFFLINE = "HF_HUB_OFFLINE"
+OFFLINE = "HF_HUB_OFFLINE"  # environment variable that switches hub access off
 _CONFIG = "config.json"
 # file of a network's weights, and field of its config.json that contains the kind of network
 _DIFFUSERS = ("diffusion_pytorch_model.safetensors", "_class_name")

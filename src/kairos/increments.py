@@ -266,6 +266,8 @@ def _levels_of_schedule(schedule: NoiseSchedule, r: float) -> _Levels:
         change = np.gradient(2 * (1 - decay))
         # the magnitude 1 / decay reaches r where -log(decay) reaches log(r)
         convergence = np.interp(np.log(r), -np.log(decay), t, right=np.inf)
+    # mean_squared_bound: mean² = alpha-bar_t (1 - sqrt(1 - beta_{t+1}))² <= alpha-bar_t beta_{t+1},
+    # since 1 - sqrt(1 - beta) is between 0 and beta, and beta <= 1
     return _Levels(
         t=t,
         s=np.sqrt(alphas_cumprod),

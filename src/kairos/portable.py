@@ -152,7 +152,7 @@ def check() -> None:
         raise KairosError(f"{setting}, but this CPU has no AVX2; allowed here: true, false")
 
     # variables that are not set, or that were set after the import that reads them
-    mkl_mode = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)  # None in builds without MKL
+    mkl_mode = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)  # function; None without MKL
     ineffective = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         ineffective.append("ATEN_CPU_CAPABILITY")

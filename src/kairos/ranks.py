@@ -68,7 +68,8 @@ def meet(processes: int | None = None) -> None:
         return
     _meetings += 1
     _store.add(_COUNTER, 1)
-    while _store.add(_COUNTER, 0) < _meetings * processes:  # torchrun ends all ranks if one dies
+    # adding 0 returns the counter; if a rank dies, torchrun ends all ranks, so none waits here for ever
+    while _store.add(_COUNTER, 0) < _meetings * processes:
         time.sleep(_POLL_INTERVAL)
 
 

@@ -65,7 +65,7 @@ def staged(latents: Path) -> Iterator[Path]:
             user_folder.mkdir(mode=0o700, exist_ok=True)
             if user_folder.stat().st_uid != os.getuid():
                 reason = "it belongs to another user"
-            elif not _is_complete(home, copied):
+            elif not _is_complete(home, copied):  # a complete copy takes no further space
                 reason = _reason_not_to_copy(local, latents, size)
             if reason is None:
                 home.mkdir(exist_ok=True)

@@ -449,6 +449,7 @@ def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
     """
     if changed := _changed_params(stage, lock):
         return f"changed settings or code: {', '.join(changed)}"
+    # an input has changed if it is an output that differs, or a file in one
     inputs = [dependency["path"] for dependency in stage.get("deps", [])]
     changed_inputs = [path for path in inputs if any(Path(path).is_relative_to(output) for output in different)]
     reasons = [f"follows from {', '.join(changed_inputs)}"] if changed_inputs else []

@@ -159,7 +159,7 @@ def run_on_server(argv: list[str]) -> int | None:
             answer = server.recv(4)  # waits for the end of the job
     # without an answer the guardian was killed
     status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
-    return status if status >= 0 else 128 - status
+    return status if status >= 0 else 128 - status  # a negative status is the number of a signal
 
 
 def _send_request(server: socket.socket, path: str, request: Request) -> bool:
@@ -177,7 +177,7 @@ def _send_request(server: socket.socket, path: str, request: Request) -> bool:
         server.connect(path)
         socket.send_fds(server, [_REQUEST], standard_streams)
         server.sendall(json.dumps(request).encode() + b"\n")
-        return bool(server.recv(len(_ACCEPTED)))
+        return bool(server.recv(len(_ACCEPTED)))  # empty if the server closes the connection
     except OSError:
         return False
 
