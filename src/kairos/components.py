@@ -48,7 +48,7 @@ class Component(Section):
 
     @classmethod
     def help(cls) -> str:
-        """Return the first line of the class's docstring, without its full stop."""
+        """Return the first line of the class's docstring, without its full stop; empty without a docstring."""
         return (cls.__doc__ or "").strip().partition("\n")[0].removesuffix(".")
 
     @classmethod
@@ -101,7 +101,8 @@ class Components(UserDict[str, type[C]], Generic[C]):
         """Return the component of a name.
 
         Raises:
-            ConfigError: there is no such component; the message lists those that exist, and the most similar one.
+            ConfigError: there is no such component; the message lists those that exist, and the most similar one if
+                there is a similar one.
         """
         if name not in self.data:
             alternatives = options.instead(str(name), self.data) if self.data else "; there is none"
@@ -151,10 +152,11 @@ class Selection:
     def class_of(self, value: Any) -> type[Component] | None:
         """Return the class of the component of the pipeline that a value of the field selects.
 
-        None for a component of the library, for an unknown name, and for a value that selects nothing.
+        None for a component of the library, for an unknown name, and for a value of another form. A dictionary without
+        a name selects the default, or nothing if there is no default: the result is None.
 
         Args:
-            value: a name, or a dictionary of name and options; without a name it selects the default.
+            value: value of the field, unchecked: a name, or a dictionary of name and options.
         """
         if isinstance(self.components, Registry):
             return None
@@ -171,10 +173,11 @@ class Selection:
 
         Args:
             value: a name, or a dictionary of name and options; without a name it selects the default. A component is
-                returned as it is.
+                returned as it is, and its kind is not checked.
 
         Raises:
-            ValueRejected: the value has another form, there is no such component, or the library rejects an option.
+            ValueRejected: the value has another form, it has no name and there is no default, there is no such
+                component, or the library rejects an option.
             ValidationError: pydantic rejects an option.
         """
         if isinstance(value, Component | LibraryComponent):
@@ -240,7 +243,8 @@ _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", 
 def _library_schema(cls: type) -> dict[str, Any]:
     """Return the JSON schemas of the options of a component of the library, by the names in an experiment file.
 
-    Each schema contains the choices or the type, the bounds, the help as ``description``, and the default.
+    Each schema contains the choices if the option has some, or else the type; the bounds; the help as ``description``;
+    and the default, which every option has.
 
     Args:
         cls: class of the options.
@@ -269,7 +273,8 @@ def _library_schema(cls: type) -> dict[str, Any]:
 def spellings(choices: Any, nullable: bool = False) -> list[Any]:
     """Return the values in YAML that select one of the choices.
 
-    YAML parses the name ``64`` as a number: for the choices "32" and "64" the values are "32", "64", 32 and 64.
+    YAML parses the name ``64`` as a number: for the choices "32" and "64" the values are "32", "64", 32 and 64, in this
+    order.
 
     Args:
         choices: the choices, as texts.

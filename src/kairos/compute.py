@@ -16,20 +16,23 @@ def setup(
 ) -> torch.device:
     """Set the number of threads and deterministic algorithms, select the device, and return the device.
 
-    All settings are those of the whole process. Determinism sets ``CUBLAS_WORKSPACE_CONFIG`` unless it is set, and
-    hides torch's warnings about determinism. An operation without a deterministic algorithm then raises an error.
+    All settings are those of the whole process, and the caller must not have computed anything before. Determinism sets
+    ``CUBLAS_WORKSPACE_CONFIG`` unless it is set, and hides torch's warnings about determinism. An operation without a
+    deterministic algorithm then raises an error. Without determinism, cuDNN selects its algorithms on a GPU by
+    measurements. New memory is never filled, as torch would do with determinism.
 
     Args:
         threads: number of CPU threads; results depend on it, so it is part of the identity of a training run.
         device: ``auto`` (a GPU if one is usable), ``cpu``, ``cuda`` or ``cuda:N``.
         deterministic: reject algorithms whose results vary between runs; ``portable``: or between CPU models.
         local_rank: index of this process on this machine. On GPUs it is the index of the process's GPU, in place of
-            the one in `device`. None: a single process.
-        precision: ``tf32`` allows TF32 in matrix products and convolutions on a GPU; any other value forbids it.
+            the one in `device`. On the CPU it has no effect. None: a single process.
+        precision: ``tf32`` allows TF32 in matrix products and convolutions on a GPU; any other value forbids it. For
+            ``bf16`` the caller also uses the context `precision`. On the CPU it has no effect here.
 
     Raises:
-        KairosError: a GPU is configured or was allocated to the SLURM job, and none is usable; or portable kernels
-            cannot be used.
+        KairosError: a GPU is configured or was allocated to the SLURM job, and none is usable. It is also raised if the
+            machine has no GPU with the index `local_rank`, and if portable kernels cannot be used.
     """
     torch.set_num_threads(threads)
     if deterministic == "portable":
@@ -53,8 +56,11 @@ def setup(
 def _select_device(device: str) -> torch.device:
     """Return the configured device; for ``auto`` a GPU if one is usable, otherwise the CPU.
 
+    Every value other than ``cpu`` and ``auto`` counts as a configured GPU.
+
     Raises:
-        KairosError: a GPU is configured or was allocated to the SLURM job, and none is usable.
+        KairosError: a GPU is configured, or `device` is ``auto`` and GPUs were allocated to the SLURM job; and none is
+            usable.
     """
     has_usable_gpu = torch.cuda.is_available()
     slurm_variable = _find_slurm_gpu_variable()
@@ -94,7 +100,9 @@ def _allow_tf32(allowed: bool) -> None:
 
 @contextlib.contextmanager
 def precision(name: str, device: torch.device) -> Iterator[None]:
-    """Set the precision in which a network computes inside the context; afterwards TF32 is forbidden.
+    """Set the precision in which a network computes inside the context.
+
+    Afterwards TF32 is forbidden, even if it was allowed before the context.
 
     Args:
         name: ``fp32``: full precision. ``tf32``: matrix products and convolutions on all GPUs round their inputs to 11
@@ -112,7 +120,8 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
 def _find_slurm_gpu_variable() -> str:
     """Return the first variable that shows that this SLURM job has GPUs, as ``NAME=value``.
 
-    The result is empty outside of SLURM jobs, and if the job has no GPUs.
+    The result is empty outside of SLURM jobs, and if the job has no GPUs. ``CUDA_VISIBLE_DEVICES`` counts last, after
+    three variables that only SLURM sets.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return ""
@@ -128,7 +137,7 @@ def _find_slurm_gpu_variable() -> str:
 def describe(device: torch.device) -> str:
     """Return the name of a device, and the GPUs that are visible to this process, for messages.
 
-    Example: ``the CPU, CUDA_VISIBLE_DEVICES not set``.
+    Example: ``the CPU, CUDA_VISIBLE_DEVICES not set``. An empty variable is reported as not set.
     """
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "the CPU"
     visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "not set"

@@ -29,7 +29,7 @@ def no_class(values: Tensor, description: dict[str, Any]) -> Tensor:
 
 
 def no_text(values: Tensor, description: dict[str, Any]) -> Tensor:
-    """Return NaN as the null value of encoded texts, float32 (batch, *shape).
+    """Return NaN as the null value of encoded texts, with the shape (batch, *shape) and type of `values`.
 
     The description of the condition is ``{"kind": "text", "shape": [77, 768], "null": "empty"}``. NaN marks a dropped
     text; the model replaces NaN by its null value, which may be trained.
@@ -46,7 +46,7 @@ def nulls(conditions: dict[str, Tensor], descriptions: Descriptions) -> dict[str
 
     Args:
         conditions: conditions by name, each (batch, ...).
-        descriptions: descriptions of at least these conditions.
+        descriptions: descriptions of at least these conditions; ``kind`` is a key of `CONDITIONS`.
     """
     null_values = {}
     for name, values in conditions.items():

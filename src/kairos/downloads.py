@@ -24,7 +24,7 @@ from kairos.progress import log
 from kairos.text_encoders.settings import FILES, PREPROCESSOR, WEIGHTS
 from kairos_timesteps.errors import DamagedError, KairosError
 
-OFFLINE = "HF_HUB_OFFLINE"
+OFFLINE = "HF_HUB_OFFLINE"  # environment variable that switches hub access off
 _CONFIG = "config.json"
 # file of a network's weights, and field of its config.json that contains the kind of network
 _DIFFUSERS = ("diffusion_pytorch_model.safetensors", "_class_name")
@@ -54,7 +54,8 @@ class Requirement:
     def locate(self, download: bool = False) -> tuple[str | None, str]:
         """Return the location of the files and "", or None and the problem.
 
-        The problem is "" if the files are missing and nothing else is wrong. A KairosError becomes the problem.
+        The problem is "" if the files are missing and nothing else is wrong, also if they are still missing after a
+        download. A KairosError becomes the problem; other errors are raised.
 
         Args:
             download: download missing files, after a message, unless the user must provide them.
@@ -84,10 +85,12 @@ class Requirement:
 
 
 def list_requirements(experiment: Experiment) -> list[Requirement]:
-    """Return what the jobs of an experiment read from outside the results folder, in the order of reading.
+    """Return the data sets, networks and captions that the jobs of an experiment read from outside the results folder.
 
-    They are data sets, a pretrained autoencoder, files of captions, a text encoder, CLIP, and the weights of a feature
-    extractor. Digits, and networks that kairos trains, are no requirements.
+    The order is: data sets, a pretrained autoencoder, files of captions, a text encoder, CLIP if the metrics list it,
+    and the weights of the extractor (Inception or DINOv2). Digits, and networks that kairos trains, are no
+    requirements. Further inputs are not included: lists of images, an ``.npz`` reference, plugins, and the weights of
+    `training.start_from`.
     """
     sections = [section for section in experiment.dataset.sections if section.source != "digits"]
     requirements = [_dataset(section) for section in sections]
@@ -103,7 +106,8 @@ def list_requirements(experiment: Experiment) -> list[Requirement]:
 def warn_of_missing(experiment: Experiment) -> list[str]:
     """Return a warning for each missing network or file that `Experiment.resolve` does not check.
 
-    Networks are not read, since they may have gigabytes. Held-out images on the hub are not checked.
+    They are held-out images in files, and the requirements of `_networks_and_captions`. Networks are not read, since
+    they may have gigabytes. Held-out images on the hub are not checked.
     """
     _, *heldout_sections = experiment.dataset.sections  # the first section has the training images
     requirements = [_dataset(section) for section in heldout_sections if section.source not in ("digits", "hub")]
@@ -119,7 +123,8 @@ def warn_of_missing(experiment: Experiment) -> list[str]:
 def _networks_and_captions(experiment: Experiment) -> list[Requirement]:
     """Return the requirements of an experiment other than its images and its feature extractor.
 
-    They are a pretrained autoencoder, files of captions, a text encoder, and CLIP for a metric.
+    They are a pretrained autoencoder, files of captions, a text encoder, and CLIP for a metric, in this order. Metrics
+    that are None, the defaults of the extractor, do not include CLIP.
     """
     requirements = []
     if experiment.autoencoder.kind == "pretrained":
@@ -150,7 +155,8 @@ def _captions(path: str) -> Requirement:
 def _dataset(dataset: DatasetConfig) -> Requirement:
     """Return the requirement of a data set: one on the hub, or files that the user must provide.
 
-    The path of files may be a pattern such as ``images/*.parquet``.
+    The path of files may be a pattern such as ``images/*.parquet``; the files exist if one matches, and are not read.
+    The caller ensures that the source is not ``digits``, which has no path.
     """
     if dataset.source == "hub":
         return _hub_dataset(str(dataset.path), dataset.split)
@@ -168,7 +174,15 @@ def _dataset(dataset: DatasetConfig) -> Requirement:
 
 
 def _hub_dataset(path: str, split: str) -> Requirement:
-    """Return the requirement of a data set on the hub; its functions load the data set in another process."""
+    """Return the requirement of a data set on the hub; its functions load the data set in another process.
+
+    Its `find` loads from the cache alone, and any error there counts as missing files. Its `download` raises
+    KairosError with the error of the load.
+
+    Args:
+        path: hub id of the data set.
+        split: its split, such as ``train``.
+    """
 
     def find() -> str | None:  # with hub access off, like a job
         succeeded, row_count = _load_in_subprocess(path, split, offline=True)
@@ -201,7 +215,8 @@ except Exception as error:
 def _load_in_subprocess(path: str, split: str, offline: bool) -> tuple[bool, str]:
     """Load a hub data set in another process; return True and the number of rows, or False and the error.
 
-    Hub access can only be switched before `datasets` is imported.
+    Both are texts; the error has at most 300 characters, and is empty if the process was killed. Hub access can only be
+    switched before `datasets` is imported, hence the other process.
 
     Args:
         path: hub id of the data set.
@@ -229,9 +244,10 @@ def _network(
         kind: kind of network, for messages.
         path: the folder, or the hub id; the check of the experiment file ensures that it is not None.
         field: field of the experiment file that contains the path.
-        layout: file of the weights and field of config.json, `_DIFFUSERS` or `_TRANSFORMERS`. Weights in the older file
-            `_FORMER_WEIGHTS` are accepted too.
-        further_files: files to download, as far as they exist, such as those of a tokenizer.
+        layout: file of the weights and field of config.json, `_DIFFUSERS` or `_TRANSFORMERS`. Existing weights in the
+            older file `_FORMER_WEIGHTS` are accepted too.
+        further_files: files to download, as far as they exist, such as those of a tokenizer. Only with further files,
+            weights in the older file are downloaded if the hub has no others.
     """
     path = str(path)
     weights_file, _ = layout
@@ -302,7 +318,7 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
 def _inception(configured: str | None) -> Requirement:
     """Return the requirement of the Inception weights; only those at the default path are downloaded.
 
-    A file with another hash than the one in its name counts as missing.
+    A file with another hash than the one in its name counts as missing; a name without a hash matches every file.
 
     Args:
         configured: path in the experiment file; None: the default path.

@@ -107,7 +107,7 @@ def write_weights(path: Path | str, weights: dict[str, Any]) -> None:
 
 
 class _Record(dict[str, Any]):
-    """Content of a JSON file; raises DamagedError on access to a missing field."""
+    """Content of a JSON file; ``record[field]`` raises DamagedError for a missing field, `get` returns its default."""
 
     path: Path | str = ""
 
@@ -156,7 +156,8 @@ class RecordReader:
                 self._value, end = json.JSONDecoder().raw_decode(text, start)
                 self._text = text[start:end]
 
-            # parse the other fields, with null as the value of the field
+            # parse the other fields, with null as the value of the field. That is right if the replaced text is the
+            # only occurrence of the key and is a field of the file's object; otherwise parse the whole file
             fields = json.loads(f"{text[:start]}null{text[start + len(self._text) :]}")
             is_null_at_top = fields.get(self._field, "missing") is None
             if not is_null_at_top or text.count(self._key) > 1:  # a nested object has a field of this name
@@ -217,6 +218,8 @@ def open_record(folder: Path | str, command: str, name: str = "manifest.json") -
 def check_files(folder: Path, files: dict[str, str], again: str) -> None:
     """Compare files with the hashes in the record of their folder; further files of the folder are not checked.
 
+    The first file that differs raises the error.
+
     Args:
         folder: the folder.
         files: SHA-256 hashes by path relative to the folder.
@@ -234,7 +237,7 @@ def check_files(folder: Path, files: dict[str, str], again: str) -> None:
 
 
 def sync_to_disk(path: Path | str) -> None:
-    """Make the content of a file, or the renamed and linked files in a folder, durable on the disk."""
+    """Make the content of a file, or the names of the files in a folder after a rename or link, durable on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -246,7 +249,12 @@ def sync_to_disk(path: Path | str) -> None:
 def atomic_folder(path: Path | str) -> Iterator[Path]:
     """Create a temporary folder that replaces `path` if the context ends without an error.
 
-    The old folder at `path` is deleted. After an error it is unchanged. Folders above the path are created.
+    The old folder at `path` is deleted. After an error of the context it is unchanged, and the temporary folder is
+    deleted. Folders above the path are created. The files are flushed to the disk before the folder appears.
+
+    Raises:
+        OSError: the folder cannot be written or replaced. If only the deletion of the old folder fails, the error is
+            raised although the new folder is at `path` already.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,8 +277,13 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders atomically; return False if the system (Linux has renameat2) or file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # of the C library
+    """Exchange two folders atomically; return True on success, and False after any failure.
+
+    A failure changes nothing and its cause is ignored: a system without renameat2 (Linux has it), a file system that
+    cannot exchange, a missing folder or a missing permission. No error is raised, since the caller then replaces the
+    folder in two steps, whose errors are raised.
+    """
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # function of the C library; None if it has none
     if renameat2 is None:
         return False
     status: int = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
@@ -278,7 +291,11 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _replace(path: Path, new: Path) -> Path:
-    """Replace a folder by another one, and return the new path of the old folder; an error restores the old folder."""
+    """Replace a folder by another one in two steps, and return the new path of the old folder.
+
+    Between the steps `path` does not exist. An error of the second step is raised after the old folder has been put
+    back. A process that is killed between the steps leaves the old folder under its ``.tmp-`` name.
+    """
     old_folder = path.parent / f".tmp-{uuid.uuid4().hex}"
     os.rename(path, old_folder)
     try:
@@ -292,7 +309,8 @@ def _replace(path: Path, new: Path) -> Path:
 def link_tree(source: Path, target: Path) -> None:
     """Publish a folder atomically at `target`, in place of an existing folder.
 
-    The new folder has hard links to the files, or copies across file systems. Empty folders are left out.
+    The new folder has links to the files below `source`, or copies, see `link_file`. Empty folders are left out. The
+    old folder at `target` is deleted.
     """
     with atomic_folder(target) as folder:
         for file in sorted(source.rglob("*")):
@@ -301,9 +319,10 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def link_file(source: Path, target: Path) -> None:
-    """Publish a file by hard link, or by copy across file systems; replaces `target` atomically.
+    """Publish a file by hard link, or by copy if it cannot be linked; replaces `target` atomically.
 
-    Folders above `target` are created.
+    A link fails across file systems, for example; its error is ignored, and errors of the copy are raised. Folders
+    above `target` are created. Unlike `atomic`, the function does not flush the file to the disk.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
@@ -318,7 +337,11 @@ def link_file(source: Path, target: Path) -> None:
 
 
 def hash_folder(path: Path) -> dict[str, str]:
-    """Return the SHA-256 hash of each file below a folder by relative path, sorted, without ``.tmp-`` files."""
+    """Return the SHA-256 hash of each file below a folder, by its path relative to the folder, sorted by path.
+
+    Files whose own name starts with ``.tmp-`` are left out; files in a folder of such a name are included. Without a
+    folder the result is empty.
+    """
     files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".tmp-"))
     return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(files)}
 
@@ -326,8 +349,8 @@ def hash_folder(path: Path) -> dict[str, str]:
 def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
     """Try to lock an open file for `timeout` seconds; return True on success, False if another process holds the lock.
 
-    The kernel releases the lock when the file is closed or the process ends. The package filelock is not used, because
-    it replaces the lock by a marker file on a file system without locks.
+    Attempts are 0.1 s apart. The kernel releases the lock when the file is closed or the process ends. The package
+    filelock is not used, because it replaces the lock by a marker file on a file system without locks.
 
     Args:
         file: the open file.
@@ -337,7 +360,7 @@ def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
             once; put results on".
 
     Raises:
-        KairosError: the file system has no locks.
+        KairosError: the file system has no locks; any other error of the lock counts as this one.
     """
     end = time.monotonic() + timeout
     while True:
@@ -354,9 +377,9 @@ def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the complete lines of a text file, without a last line that lacks its newline and is being written.
+    """Return the complete lines of a text file, without their newlines.
 
-    The list is empty without a file.
+    A last line without a newline is left out, because it is being written. The list is empty without a file.
     """
     if not path.exists():
         return []

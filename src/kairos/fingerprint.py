@@ -104,7 +104,8 @@ def roots_of(component: "Component | LibraryComponent") -> list[str]:
 def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]:
     """Return the code of a component of the library and of the components that its options name.
 
-    A registered class counts by its definition, other code by its module.
+    A registered class counts by its definition, other code by its module. The components that options name are of the
+    same registry; an option that `component` lacks counts with its default.
 
     Args:
         registry: registry of the component.
@@ -128,7 +129,7 @@ def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]
 
 
 def modules(roots: Iterable[str]) -> list[str]:
-    """Return the dotted names of all modules of which `roots` reach at least one definition, sorted."""
+    """Return the dotted names of all modules of which `roots` reach at least one definition, sorted; see `reached`."""
     return sorted({code.partition(":")[0] for code in reached(roots)})
 
 
@@ -193,7 +194,11 @@ def _resolve(target: str) -> str | None:
 
 
 def _is_left_out(module: str) -> bool:
-    """Return True if a module, or a package that contains it, computes nothing."""
+    """Return True if a module is left out of fingerprints because it computes nothing.
+
+    These are the modules of `_LEFT_OUT`, all modules in packages of these names, and the modules ``registries`` and
+    ``settings`` of kairos' packages.
+    """
     selects_code = _top(module) in _PACKAGES and module.endswith((".registries", ".settings"))
     is_in_left_out_package = module.startswith(tuple(f"{name}." for name in _LEFT_OUT))
     return selects_code or module in _LEFT_OUT or is_in_left_out_package
@@ -250,12 +255,18 @@ def _source_file(path: Path) -> Path | None:
 
 @functools.cache
 def _source(path: Path) -> str:
-    """Return the text of a source file, or the text of `set_source`; tests replace this function to edit the text."""
+    """Return the text that `set_source` has set for a file, or else the file's text; this process reads it once.
+
+    Tests replace this function to edit the text.
+    """
     return _imported.get(path) or path.read_text(encoding="utf-8")
 
 
 def set_source(path: Path, text: str) -> None:
-    """Set the text of a plugin file to the text that this process imports; the file may be edited later."""
+    """Set the text of a plugin file to the text that this process imports; the file may be edited later.
+
+    The fingerprints that this process has computed before are dropped.
+    """
     _imported[path] = text
     _source.cache_clear()
     _fingerprint.cache_clear()
@@ -325,11 +336,15 @@ class _Summaries:
         return None
 
     def add(self, key: str, summary: _Summary) -> None:
-        """Add a summary, for `save`."""
+        """Keep a summary for `save`; only processes that read the file after that find it under the key."""
         self._new[key] = [summary.imports, summary.code]
 
     def save(self) -> None:
-        """Add the new summaries to the file, which keeps the newest 1,000; an unwritable folder is no error."""
+        """Add the new summaries to the file, which keeps the newest 1,000.
+
+        Without new summaries the file is not written. A folder that cannot be written is no error: the new summaries
+        are then lost, and later processes compute them again.
+        """
         if not self._new:
             return
         from kairos.files import atomic
@@ -363,7 +378,8 @@ def _summary(module: str) -> _Summary:
 def _summarise(module: str, path: Path, text: str) -> _Summary:
     """Return the summary of a module, from the cache if the module belongs to kairos' packages.
 
-    The cache has no summaries of plugins, which depend on the other files of the plugin's folder.
+    A summary that the cache lacks is computed and kept for `_Summaries.save`. The cache has no summaries of plugins,
+    which depend on the other files of the plugin's folder.
 
     Args:
         module: dotted name of the module.
@@ -382,7 +398,7 @@ def _summarise(module: str, path: Path, text: str) -> _Summary:
 
 
 def _data_of(path: Path) -> str:
-    """Return the text of the templates and styles that belong to a module; empty if it has none."""
+    """Return the joined text of the template and the style that have the module's name; empty if it has neither."""
     files = [path.with_suffix(suffix) for suffix in _DATA_SUFFIXES]
     return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
@@ -616,9 +632,10 @@ def _text(node: Any, in_message: bool = False) -> str:
 
 
 def _fields_without_help(node: ast.AST) -> dict[str, Any]:
-    """Return the fields of a node that contain help, a message or a docstring, by name and without that text.
+    """Return new values for the fields of a node that may contain help, a message or a docstring, without that text.
 
-    The result is empty for a node without such text.
+    The values are by name of the field. All other fields of the node count as they are. For a class or a function the
+    result always contains the decorators, and for a call of ``option`` or ``demand`` the arguments.
     """
     fields: dict[str, Any] = {}
     if isinstance(node, ast.Call):

@@ -11,10 +11,10 @@ from kairos_timesteps.errors import demand
 def select_prediction(process: LibraryComponent, prediction: str | None) -> str | None:
     """Return the prediction target of the network: `prediction`, or by default the first choice of the process.
 
-    None if the process leaves no choice.
+    None if the process declares no choices, because it has one prediction target.
 
     Raises:
-        ConfigError: the process does not have the requested prediction target.
+        ConfigError: `prediction` is not among the choices of the process.
     """
     choices: tuple[str, ...] = process.facts.get("predictions", ())
     allowed = ", ".join(choices) or "null, since the process has one prediction target"
@@ -46,6 +46,7 @@ def build_process(process: LibraryComponent, prediction: str | None, sigma_data:
         process: field `process` of section `diffusion`.
         prediction: prediction target of the network, the section's field `prediction`.
         sigma_data: standard deviation of the data, for a process that needs it and whose option `sigma_data` is unset.
+            A configured option has priority.
 
     Raises:
         ConfigError: the process needs `sigma_data`, and neither the option nor the argument has a value.
@@ -59,11 +60,12 @@ def scheduler_config(process: Process, clip: bool) -> dict[str, Any] | None:
 
     The schedulers are DDPMScheduler for a discrete process, and FlowMatchEulerDiscreteScheduler for a flow. They pass
     timesteps from 0 to the network, and times of a flow multiplied by 1000. A process whose network takes other times
-    has no scheduler.
+    has no scheduler: discrete timesteps from 1, or a flow with another `time_scale`. The keys are those of the
+    scheduler's file ``scheduler_config.json``; diffusers' defaults apply to the options without a key.
 
     Args:
         process: forward process.
-        clip: clip estimates of x0 to [-1, 1].
+        clip: clip estimates of x0 to [-1, 1]; ignored for a flow, whose scheduler does not clip.
     """
     if isinstance(process, Discrete) and not process.first_index:
         return {

@@ -56,7 +56,7 @@ def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> 
 
     Args:
         process: ``vp``, ``ve``, ``edm`` or ``flow``.
-        t: times, any shape; below 1 for flow.
+        t: times, any shape; below 1 for flow. The processes ve, edm and flow ignore the two arguments that follow.
         beta_0: beta at t = 0, for vp.
         slope: slope of beta, for vp: Delta-beta/T if t counts timesteps, Delta-beta if t runs from 0 to 1.
 
@@ -95,8 +95,9 @@ class Increments:
         change: derivative of `variance_bound` by t.
         magnitude: r-hat_t.
         r: magnitude above which a timestep counts as converged.
-        deceleration: time at which deceleration begins, the argmax of `change`; None without a peak between the ends.
-        convergence: time at which the magnitude reaches r; None if it does not.
+        deceleration: time at which deceleration begins, the argmax of `change`; None if `change` is constant or is
+            largest in its last row.
+        convergence: time, not rounded to a row, at which the magnitude reaches r; None if that is not before the end.
     """
 
     process: str
@@ -121,8 +122,8 @@ class Increments:
     def area(self) -> NDArray[np.str_]:
         """Return the area of every increment, a name in `AREAS`, (T,).
 
-        The area is ``steady`` before convergence if the variance grows at a constant rate. Without a peak, it is
-        ``acceleration`` up to convergence.
+        The area is ``steady`` before convergence if the variance grows at a constant rate. If its growth is largest in
+        the last row, the area is ``acceleration`` up to convergence.
         """
         if np.ptp(self.change) == 0:
             unconverged_area = np.full(len(self.t), "steady")
@@ -164,7 +165,8 @@ def increments(
     noise_variance = (s * levels.sigma) ** 2
     start_variance, end_variance = noise_variance[:-1], noise_variance[1:]  # at x_t and at x_{t+1}
     ratio = s[1:] / s[:-1]
-    # x_{t+1} is ratio * x_t plus independent noise of variance end_variance - ratio² start_variance
+    # x_{t+1} is ratio * x_t plus independent noise of variance end_variance - ratio² start_variance;
+    # the increment x_{t+1} - x_t is therefore (ratio - 1) * x_t plus that noise
     variance_given_x0 = (ratio - 1) ** 2 * start_variance + end_variance - ratio**2 * start_variance
 
     # beginnings of the areas
@@ -218,14 +220,14 @@ def _continuous_levels(process: str, timesteps: int, r: float) -> _Levels:
     if process == "flow":
         # at t = 1 the signal-to-noise ratio would be 0; the limit is that of `diffusion.processes.Flow`
         t = np.minimum((np.arange(timesteps) + 1) / timesteps, 1 - 1e-5)
-        convergence = 1 - 1 / (1 + (r - 1) ** 0.5)  # sigma = t / (1 - t)
+        convergence = 1 - 1 / (1 + (r - 1) ** 0.5)  # solves sqrt(r - 1) = sigma = t / (1 - t) = 1 / (1 - t) - 1
     elif process == "ve":
-        t = (0.02 * (100 / 0.02) ** fraction) ** 2
-        convergence = r - 1  # sigma² = t
+        t = (0.02 * (100 / 0.02) ** fraction) ** 2  # sigma from 0.02 to 100, squared
+        convergence = r - 1  # r - 1 = sigma² = t
     elif process == "edm":
         low, high = 0.002 ** (1 / 7), 80 ** (1 / 7)
         t = (low + fraction * (high - low)) ** 7
-        convergence = (r - 1) ** 0.5  # sigma = t
+        convergence = (r - 1) ** 0.5  # sqrt(r - 1) = sigma = t
     else:
         raise ConfigError(f"process: got {process!r}, allowed: {', '.join(PROCESSES)}")
     t = np.concatenate([[0.0], t])
@@ -246,10 +248,12 @@ def _continuous_levels(process: str, timesteps: int, r: float) -> _Levels:
 def _levels_of_schedule(schedule: NoiseSchedule, r: float) -> _Levels:
     """Compute the values of VP at each timestep of a noise schedule.
 
-    The linear schedule has table 8's closed form. For other schedules, and if the last beta is clipped, the change is a
-    numerical derivative. The time of convergence is then interpolated, or infinite if the magnitude stays below r.
+    The linear schedule has table 8's closed form, which gives the bounds, the change and the magnitude. For other
+    schedules, and if the last beta is clipped, these use alpha-bar itself, and the change is a numerical derivative.
+    The time of convergence is then interpolated, or infinite if the magnitude stays below r. Scale and sigma are those
+    of alpha-bar in both cases.
     """
-    t = np.arange(schedule.timesteps + 1.0)
+    t = np.arange(schedule.timesteps + 1.0)  # 0 is the image
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
     if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # not clipped
         delta, beta_0 = linear_coefficients(schedule)
@@ -260,7 +264,10 @@ def _levels_of_schedule(schedule: NoiseSchedule, r: float) -> _Levels:
     else:
         decay = alphas_cumprod
         change = np.gradient(2 * (1 - decay))
+        # the magnitude 1 / decay reaches r where -log(decay) reaches log(r)
         convergence = np.interp(np.log(r), -np.log(decay), t, right=np.inf)
+    # mean_squared_bound: mean² = alpha-bar_t (1 - sqrt(1 - beta_{t+1}))² <= alpha-bar_t beta_{t+1},
+    # since 1 - sqrt(1 - beta) is between 0 and beta, and beta <= 1
     return _Levels(
         t=t,
         s=np.sqrt(alphas_cumprod),

@@ -39,7 +39,10 @@ class LibraryComponent:
         return cls(registry, name, registry.parse(name, given_options, f"{registry.kind} {name}"))
 
     def get(self, option: str, default: Any = None) -> Any:
-        """Return the value of an option by its name in an experiment file, or a default if there is no such option."""
+        """Return the value of an option by its name in an experiment file, or `default` if there is no such option.
+
+        An option whose value is None returns None, not `default`.
+        """
         return self.plain_options().get(option, default)
 
     @cached_property

@@ -78,11 +78,12 @@ def machine() -> dict[str, str]:
 def is_requested(arguments: "argparse.Namespace") -> bool:
     """Return True if the experiment file, or the first snapshot, of a command sets ``deterministic: portable``.
 
-    Returns False for a file that cannot be read, is damaged, or extends itself: the command reports what is wrong.
+    Returns False for a file that cannot be read, is damaged, or extends itself: the command reports what is wrong. Also
+    returns False for a command with neither argument, and for a file without the field.
 
     Args:
-        arguments: arguments of the command; `config` is the path of the experiment file, and without it `milestone`
-            contains the paths of snapshots.
+        arguments: arguments of the command; `config` is the path of the experiment file. If it is None or missing,
+            `milestone` contains the paths of snapshots, of which the first is read.
     """
     import yaml
 
@@ -136,8 +137,12 @@ def set_variables() -> None:
 def check() -> None:
     """Check that this process has the limits on CPU instructions that make results portable.
 
+    The variables `VARIABLES` must have been set before the first import of torch and numpy, which this function imports
+    if nothing else has.
+
     Raises:
-        KairosError: the limits were set too late, or the CPU lacks AVX2.
+        KairosError: the CPU lacks AVX2, or a variable is unset, has another value or was set too late. The message
+            lists these variables with the values to set.
     """
     import torch
     from numpy._core._multiarray_umath import __cpu_features__ as numpy_features
@@ -147,7 +152,7 @@ def check() -> None:
         raise KairosError(f"{setting}, but this CPU has no AVX2; allowed here: true, false")
 
     # variables that are not set, or that were set after the import that reads them
-    mkl_mode = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)  # None in builds without MKL
+    mkl_mode = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)  # function; None without MKL
     ineffective = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         ineffective.append("ATEN_CPU_CAPABILITY")
@@ -223,8 +228,9 @@ def _replace_kernel(library: Any, name: str, kernel: Callable[..., Any]) -> None
 def _elementwise_kernel(function: Any) -> "Callable[..., Tensor | None]":
     """Return a kernel that applies a function of numpy to each element of a tensor.
 
-    The kernel ``kernel(x, out=None)`` returns a new tensor, or `out` with the result. It returns None for tensors that
-    are not float32 or float64, and for an `out` of another type than x.
+    The kernel ``kernel(x, out=None)`` returns a new tensor, or `out` with the result and resized to the shape of x. It
+    returns None, so that torch's kernel is used, for tensors that are not float32 or float64, and for an `out` of
+    another type than x.
 
     Args:
         function: function of numpy with an argument `out`.
@@ -278,7 +284,9 @@ def _affine_product(bias: "Tensor", a: "Tensor", b: "Tensor", beta: Any = 1, alp
 
 
 def setup() -> None:
-    """Check the limits on CPU instructions and replace kernels, after the import of torch and before any computation.
+    """Check the limits on CPU instructions and replace kernels.
+
+    The caller ensures that the process has computed nothing with torch before, since results could have other bits.
 
     Raises:
         KairosError: the limits are not in force.

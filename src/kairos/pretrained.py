@@ -16,6 +16,8 @@ def is_hub_id(path: str) -> bool:
 def download_files(path: str, files: Iterable[str], cached: bool = False) -> Path:
     """Download files of a network into the Hugging Face cache, and return their folder there.
 
+    If the hub cannot be reached, a copy in the cache is returned as it is.
+
     Args:
         path: hub id of the network.
         files: names of the files; a file that does not exist on the hub is no error.
@@ -46,7 +48,8 @@ def find_network_folder(path: str, field: str, files: Iterable[str], needed: str
 
     Raises:
         ConfigError: the path is neither a folder nor a hub id.
-        KairosError: the hub cannot be reached and its cache has no copy.
+        KairosError: the cache has no copy, and the hub cannot be reached or rejects the request. The message contains
+            the advice to run `kairos fetch`.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -64,7 +67,12 @@ def find_network_folder(path: str, field: str, files: Iterable[str], needed: str
 
 
 def is_available(path: str, file: str = "config.json") -> bool:
-    """Return True if the folder or the Hugging Face cache contains a file of a network; the file is not read."""
+    """Return True if the folder or the Hugging Face cache contains a file of a network; the file is not read.
+
+    Args:
+        path: a folder, or a hub id.
+        file: name of the file.
+    """
     if not is_hub_id(path):
         return Path(path, file).is_file()
     from huggingface_hub import try_to_load_from_cache

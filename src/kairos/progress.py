@@ -52,7 +52,7 @@ class Progress:
             self._print_line(facts)
 
     def close(self, facts: str = "") -> None:
-        """Close the bar, or print the last line with `facts`, which a bar does not show."""
+        """Close the bar, or print the last line with `facts`, which a bar does not show; the caller calls this once."""
         if self._bar is not None:
             self._bar.close()
         else:
@@ -91,8 +91,10 @@ def table(rows: Sequence[Sequence[object]], left: Collection[int] = (0,)) -> str
     """Return rows of cells as text in columns, two blanks apart.
 
     Args:
-        rows: cells of each row, equally many; the first row is the header.
-        left: indices of the columns that are aligned to the left; all others are aligned to the right.
+        rows: cells of each row; the first row is the header, and without rows the text is empty. The caller ensures
+            that all rows have equally many cells: cells beyond the end of the shortest row are left out.
+        left: indices of the columns that are aligned to the left, with their header; all others are aligned to the
+            right.
     """
     columns = []
     for index, cells in enumerate(zip(*rows)):

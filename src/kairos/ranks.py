@@ -23,14 +23,15 @@ _meetings = 0  # calls of `meet` on this rank
 def join(processes: int, device: "torch.device") -> None:
     """Join the process group of the processes that torchrun has started; ranks may arrive with any delay.
 
-    CPU tensors are exchanged by gloo, and GPU tensors by NCCL.
+    CPU tensors are exchanged by gloo, and GPU tensors by NCCL. The caller has selected this process's GPU. The
+    key-value store of torchrun is kept for `meet`.
 
     Args:
         processes: number of processes.
         device: device of this process.
 
     Raises:
-        KairosError: torchrun has started another number of processes.
+        KairosError: torchrun has started another number of processes, or has not started this process.
     """
     from datetime import timedelta
 
@@ -54,10 +55,12 @@ def join(processes: int, device: "torch.device") -> None:
 def meet(processes: int | None = None) -> None:
     """Wait for the other ranks, without a time limit; with one rank nothing happens.
 
-    All ranks add to one counter. With three ranks, the second meeting ends when the counter reaches 6.
+    All ranks add to one counter. With three ranks, the second meeting ends when the counter reaches 6. All ranks
+    therefore have to call this function equally often. With several ranks, `join` must have been called before.
 
     Args:
-        processes: number of ranks, before torch.distributed is initialised; None: after that.
+        processes: number of ranks, before torch.distributed is initialised; None: the number that it was initialised
+            with, or one rank if it was not.
     """
     global _meetings
     processes = processes or ranks()
@@ -65,7 +68,8 @@ def meet(processes: int | None = None) -> None:
         return
     _meetings += 1
     _store.add(_COUNTER, 1)
-    while _store.add(_COUNTER, 0) < _meetings * processes:  # torchrun ends all ranks if one dies
+    # adding 0 returns the counter; if a rank dies, torchrun ends all ranks, so none waits here for ever
+    while _store.add(_COUNTER, 0) < _meetings * processes:
         time.sleep(_POLL_INTERVAL)
 
 
@@ -80,7 +84,10 @@ def leave() -> None:
 
 
 def add(values: list[float]) -> list[float]:
-    """Sum values over the ranks, element by element, and return the sums on all ranks."""
+    """Sum values over the ranks, element by element in float64, and return the sums on all ranks.
+
+    All ranks pass equally many values. With one rank the sums are the values.
+    """
     import torch
 
     sums = torch.tensor(values, dtype=torch.float64)
@@ -92,7 +99,8 @@ def add(values: list[float]) -> list[float]:
 def on_first(function: "Callable[[], T]") -> "T":
     """Call a function on rank 0 and return its result on all ranks.
 
-    The function may take long. With several ranks, its result is pickled.
+    The function may take long. With several ranks, its result is pickled. If it raises an error, rank 0 raises it, and
+    the other ranks wait until torchrun ends them.
     """
     value = function() if rank() == 0 else None
     meet()  # without a time limit, which the exchange of the results has

@@ -20,7 +20,10 @@ inherited: dict[str, float] = {}  # `usage_so_far` of the process that handed th
 
 
 def cpu_seconds() -> float:
-    """Return user plus system time of this process and of its ended children, in seconds, plus that in `inherited`."""
+    """Return user plus system time of this process and of its ended children, in seconds, plus that in `inherited`.
+
+    Children count as soon as this process has waited for them.
+    """
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + inherited.get("cpu", 0.0)
 
@@ -49,9 +52,10 @@ def usage_so_far() -> dict[str, float]:
 
 
 def end_startup() -> None:
-    """Mark the end of start-up and switch the garbage collector on, which is off until then.
+    """Mark the end of start-up, and switch the garbage collector on.
 
-    Only the first call sets the mark.
+    The command line and the fork server have switched it off, since imports are faster without it. Only the first call
+    sets the mark; every call switches the garbage collector on.
     """
     gc.enable()
     if not _startup:
@@ -61,13 +65,14 @@ def end_startup() -> None:
 def write_record(path: Path | str, stage: str, **facts: Any) -> None:
     """Write the resource usage of this process so far to a JSON file, in seconds and bytes.
 
-    All time counts as start-up if `end_startup` was not called. The peak memory is that of this process alone, without
-    children.
+    The fields are ``stage``, ``wall_seconds``, ``cpu_seconds``, ``startup_wall_seconds``, ``startup_cpu_seconds``,
+    ``peak_rss_bytes`` and `facts`. All time counts as start-up if `end_startup` was not called. The peak memory is that
+    of this process alone, without children.
 
     Args:
-        path: the file, which is replaced.
+        path: the file, which is replaced; folders above it are created.
         stage: name of the job's stage.
-        facts: further fields of the record, at the same level.
+        facts: further fields of the record, at the same level; they replace fields with equal names.
     """
     cpu, wall = cpu_seconds(), wall_seconds()
     record = {

@@ -68,8 +68,8 @@ def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
 
     Args:
         item: element of pydantic's `ValidationError.errors`.
-        model: class of the section.
-        values: values of the section.
+        model: class of the outermost section, to which the locations of errors are relative.
+        values: its values, as the user has written them.
     """
     where = _field_name(item["loc"])
     error_type, value = item["type"], item["input"]
@@ -105,14 +105,14 @@ def _field_name(location: tuple[Any, ...]) -> str:
     """Return the name of a field from pydantic's location: ``training.batch_size``, ``sweep.values.0``.
 
     pydantic adds the type of a union, or the name of a checking function, to the location of an error, such as
-    ``("dataset", "heldout", "float")``.
+    ``("dataset", "heldout", "float")``. These parts are left out of the name.
     """
     names = [str(part) for part in location]
     return ".".join(name for name in names if name not in _TYPES and not name.startswith("function-"))
 
 
 def _short(value: Any) -> str:
-    """Return the representation of a value, cut off after 80 characters."""
+    """Return the representation of a value, or if it has more than 80 characters, its first 77 and ``...``."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -126,7 +126,8 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) 
         values: values of the outermost section, which decide the class of a selected component.
 
     Returns:
-        The class of the section, None for a plain value; and the help text, empty if there is none.
+        The class of the section and the help text. The class is None for a plain value, and if the values select no
+        component of the pipeline. The text is empty if there is none.
     """
     section: type[BaseModel] | None = model
     meaning = ""
@@ -149,7 +150,10 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) 
 
 
 def _value_at(values: Any, key: Any) -> Any:
-    """Return the value of a key or index; None if there is none, for example for a field that has its default."""
+    """Return the value of a key or index; None if there is none, for example for a field that has its default.
+
+    None is also the result if `values` is no container.
+    """
     try:
         return values[key]
     except (KeyError, IndexError, TypeError):

@@ -11,6 +11,7 @@ from typing import Any
 
 from kairos_timesteps.errors import ConfigError, KairosError
 
+# end of messages about a shard that cannot be used: what the user can do
 AGAIN = "delete this part and run again: the workflow computes it again; by hand, use --shard"
 
 
@@ -39,13 +40,16 @@ class Shard:
         return cls(number=int(match[1]), of=int(match[2]))
 
     def rows(self, count: int, batch_size: int) -> range:
-        """Return the indices of the shard's images; shards differ by at most one batch, and some may be empty.
+        """Return the indices of the shard's images, which are whole batches of the job; only the last may be shorter.
+
+        Shards differ by at most one batch. With fewer batches than shards, some shards are empty.
 
         Args:
             count: number of images of the job.
             batch_size: images per batch of the job.
         """
         batches = math.ceil(count / batch_size)
+        # shard K has the batches from (K - 1)/N to K/N of all batches, rounded down
         first_batch = batches * (self.number - 1) // self.of
         end_batch = batches * self.number // self.of
         return range(min(first_batch * batch_size, count), min(end_batch * batch_size, count))
@@ -65,15 +69,17 @@ def in_order(
     """Return the positions in `parts` of all shards of a job, in the order of their images.
 
     Args:
-        parts: path and record of each shard; a record contains the fields of `identity`, and ``shard``.
+        parts: path and record of each shard, in any order; a record contains the fields of `identity`, and ``shard``,
+            see `Shard.record`. Other fields are not compared. Without parts the result is empty.
         identity: settings that determine the result of the job.
         count: number of images of the job.
         batch_size: images per batch.
 
     Raises:
-        KairosError: a shard belongs to another job, occurs twice or is missing; the message contains its path.
+        KairosError: a shard belongs to another job, occurs twice or is missing. The message contains the path of the
+            shard, or of a present one if a shard is missing.
     """
-    # no shard is missing if all `of` are the number of parts and no shard occurs twice
+    # N parts that all have `of` = N and different numbers from 1 to N are complete: no shard is missing
     position_by_number: dict[int, int] = {}
     for position, (path, record) in enumerate(parts):
         shard = record.get("shard") or {}  # empty for the result of a whole job, which the comparison below rejects

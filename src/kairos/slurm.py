@@ -49,7 +49,7 @@ class Job:
         number: SLURM's number of the job.
         state: SLURM's state of the job, such as RUNNING.
         reason: SLURM's reason for the state.
-        begun: Unix time of the last start, in whole seconds; None for a pending job.
+        begun: Unix time of the last start, in whole seconds; None for a pending job, and if SLURM reports no time.
         stage: stage of the job's Snakemake rule, such as ``sample`` for the rules sample_1 and sample_parts. For a
             group of rules it is the first word of the group's name, ``images`` or ``trainings``.
         trainings: training runs that the job works on.
@@ -71,7 +71,8 @@ class Job:
 def list_jobs(results: Path) -> tuple[list[Job], str]:
     """Return the jobs of an experiment, and SLURM's error message, which is usually empty.
 
-    Without SLURM there are no jobs and no error.
+    Without SLURM, or on a machine without a configured cluster, there are no jobs and no error. With an error message
+    the list is empty, although there may be jobs. The order is that of squeue.
 
     Args:
         results: folder of the experiment's results.
@@ -118,7 +119,8 @@ def plain_environment() -> dict[str, str]:
 def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
     """Run a SLURM command for at most `timeout` seconds; return True and its output, or False and the error.
 
-    The environment is that of `plain_environment`. The error is one line of at most 400 characters.
+    The environment is that of `plain_environment`. The error is one line of at most 400 characters, from stderr; it may
+    be empty. After a timeout it is ``no answer within 10 s``.
 
     Raises:
         FileNotFoundError: there is no such command.
@@ -137,7 +139,8 @@ def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
 def _parse_job(results: Path, line: str) -> Job:
     """Parse a line of squeue with number, state, reason, start time and comment.
 
-    Example: ``17|RUNNING|None|2026-11-25T12:00:00|rule_train_wildcards_speed_0``, a job of stage ``train``.
+    Example: ``17|RUNNING|None|2026-11-25T12:00:00|rule_train_wildcards_speed_0``, a job of stage ``train``. The job's
+    record is read too, see `_find_training_runs`.
     """
     number, state, reason, start, comment = line.split("|", 4)
     begun = None
@@ -172,9 +175,16 @@ def _find_stage(comment: str) -> str:
 
 
 def _find_training_runs(results: Path, number: str, comment: str) -> set[TrainingRun]:
-    """Return the training runs of a job, from the record of its outputs or, without one, from its comment.
+    """Return the training runs that a job, or a group of jobs, of stage train computes; empty for other stages.
 
-    The record is missing for a moment after the submission, and for jobs that were submitted from another folder.
+    They come from the record of the job's outputs. If the record is missing or damaged, they come from the comment,
+    which has one training run. The record is missing for a moment after the submission, and for jobs that were
+    submitted from another folder.
+
+    Args:
+        results: folder of the experiment's results.
+        number: SLURM's number of the job.
+        comment: comment of the job.
     """
     try:
         outputs = read_json(job_records_folder(results) / f"{number}.json")["outputs"]
@@ -186,9 +196,10 @@ def _find_training_runs(results: Path, number: str, comment: str) -> set[Trainin
 
 
 def summarize_jobs(jobs: list[Job]) -> str:
-    """Return the numbers of waiting and running jobs of each stage, sorted by stage.
+    """Return the numbers of running and waiting jobs of each stage, sorted by stage, as a text.
 
-    Example: ``in the queue: sample 2 wait, train 1 run``.
+    Example: ``in the queue: sample 2 wait, train 1 run``. Every job that does not wait counts as running. The caller
+    ensures that there is a job.
     """
     counts = Counter((job.stage, "wait" if job.pending else "run") for job in jobs)
     facts = [f"{stage} {count} {verb}" for (stage, verb), count in sorted(counts.items())]

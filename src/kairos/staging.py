@@ -28,14 +28,17 @@ _LOCAL_FOLDERS = ("KAIROS_LOCAL", "SLURM_TMPDIR", "TMPDIR")  # the first variabl
 def staged(latents: Path) -> Iterator[Path]:
     """Copy latents to a local disk, and provide the folder to read them from while the context lasts.
 
-    Data are copied in SLURM jobs, and if KAIROS_LOCAL is set. The copy includes the data set of the latents; images,
-    which training on latents does not read, are linked. The original folder is used if less than twice the size is
-    free, or if the local disk has an error. It is also used if KAIROS_LOCAL is not set and the local folder is on the
-    same file system or in main memory. A message reports the folder and the reason. At the end of the context the copy
-    is deleted, unless another process reads it.
+    Data are copied in SLURM jobs, and if KAIROS_LOCAL is set; else the original folder is used, without a message. The
+    copy includes the data set of the latents, and their encoded captions. Images, which training on latents does not
+    read, are linked. A complete copy of another process is used at once.
+
+    The original folder is used if less than twice the size is free, or if the local disk has an error. It is also used
+    if the folder for this user's copies belongs to another user. Without KAIROS_LOCAL it is also used if the local
+    folder is on the same file system or in main memory. A message reports the folder and the reason. At the end of the
+    context the copy is deleted, unless another process reads it.
 
     Args:
-        latents: folder that stage encode wrote.
+        latents: folder that stage encode wrote; the copy has another path.
 
     Raises:
         KairosError: the latents or their data set are not complete.
@@ -62,7 +65,7 @@ def staged(latents: Path) -> Iterator[Path]:
             user_folder.mkdir(mode=0o700, exist_ok=True)
             if user_folder.stat().st_uid != os.getuid():
                 reason = "it belongs to another user"
-            elif not _is_complete(home, copied):
+            elif not _is_complete(home, copied):  # a complete copy takes no further space
                 reason = _reason_not_to_copy(local, latents, size)
             if reason is None:
                 home.mkdir(exist_ok=True)
@@ -106,7 +109,10 @@ def _files_to_copy(latents: Path, manifest: dict[str, Any], dataset: Path, datas
 
 
 def _local_folder() -> Path:
-    """Return the folder of the first variable in `_LOCAL_FOLDERS` that is set, or the system's temporary folder."""
+    """Return the folder of the first variable in `_LOCAL_FOLDERS` that is set and not empty.
+
+    Without such a variable it is the system's temporary folder.
+    """
     for name in _LOCAL_FOLDERS:
         folder = os.environ.get(name)
         if folder:
@@ -116,6 +122,9 @@ def _local_folder() -> Path:
 
 def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
     """Return the reason not to copy data to a local folder; None if they should be copied.
+
+    With KAIROS_LOCAL set, even to an empty text, the only reason is too little free space: less than twice the size.
+    Without it, a local folder on the same file system or in main memory is also a reason.
 
     Args:
         local: the local folder.
@@ -135,7 +144,11 @@ def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
 def mount(path: Path) -> tuple[str, list[str]]:
     """Return the type of the file system of a folder, such as ext4, and its mount options.
 
-    Both are empty if the folder is in no mounted file system.
+    Both are empty if the folder is in no mounted file system. Of several that are mounted at one folder, the last one
+    counts.
+
+    Raises:
+        OSError: the system has no /proc/mounts.
     """
     lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
     mounts = {}
@@ -176,6 +189,8 @@ def _clear(home: Path) -> None:
 def _copy(home: Path, used: IO[str], copied: Copied) -> None:
     """Copy files to `home`/copy, or wait for the process that is copying them.
 
+    A complete copy is kept. An incomplete one is deleted before.
+
     Args:
         home: folder of the copy.
         used: open file ``used`` in that folder; no process deletes the copy until it is closed.
@@ -183,10 +198,11 @@ def _copy(home: Path, used: IO[str], copied: Copied) -> None:
 
     Raises:
         DamagedError: an original file does not match its record.
+        OSError: a file cannot be read or written.
     """
     with open(home / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process that makes or deletes the copy
-        fcntl.flock(used, fcntl.LOCK_SH)
+        fcntl.flock(used, fcntl.LOCK_SH)  # until `used` is closed; taken while `lock` keeps `_remove_unused` out
         if _is_complete(home, copied):
             return
         _clear(home)
@@ -202,9 +218,10 @@ def _copy(home: Path, used: IO[str], copied: Copied) -> None:
 
 
 def _is_complete(home: Path, copied: Copied) -> bool:
-    """Return True if the local copy is complete: all its files are there, each with the size of the original.
+    """Return True if the local copy is complete: all copied files are there, each with the size of the original.
 
-    Many machines delete old files of /tmp and leave the folders. The contents are not compared.
+    The record of each folder must be there too. Linked files are not checked, and contents are not compared. Many
+    machines delete old files of /tmp and leave the folders.
 
     Args:
         home: folder of the copy.

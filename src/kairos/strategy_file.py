@@ -18,6 +18,9 @@ def strategy_csv(columns: Mapping[str, NDArray[np.float64]]) -> str:
 
     Args:
         columns: the columns by name, each (T,); they need not be `COLUMNS`.
+
+    Raises:
+        ValueError: the columns have different lengths.
     """
     lines = [",".join(columns)]
     for row in zip(*columns.values(), strict=True):

@@ -23,8 +23,8 @@ def count_job_threads() -> int:
     """Return the number of threads that this job may compute with.
 
     Snakemake and the launcher of several processes set ``OMP_NUM_THREADS`` to the number of threads of a job. Without
-    a number in the variable, the result is the number of CPUs that this process may use. It is at least 1, and never
-    exceeds that number of CPUs.
+    a whole number in the variable, the result is the number of CPUs that this process may use. It is at least 1, also
+    for the number 0, and never exceeds that number of CPUs.
     """
     usable_cpus = len(os.sched_getaffinity(0))
     configured = os.environ.get("OMP_NUM_THREADS", "")
@@ -86,7 +86,7 @@ def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
         items: arguments of the calls.
 
     Raises:
-        Exception: a read raised it; other reads may have happened.
+        Exception: a read raised it. Other reads may have happened, and with threads others may still run afterwards.
     """
     slow_reads = 0  # in succession
     for index, item in enumerate(items):
@@ -99,7 +99,10 @@ def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 
 def _read_in_threads(read: Callable[[Item], None], items: Sequence[Item]) -> None:
-    """Call a function for all items in several threads, each of which takes a slice of the items."""
+    """Call a function for all items in several threads, each of which takes a slice of the items.
+
+    An error of a read ends its slice. The error of the first such slice is raised, while later slices may still run.
+    """
     slice_size = -(-len(items) // _READERS)  # rounded up
 
     def read_slice(start: int) -> None:

@@ -116,7 +116,8 @@ class Executor(plugin.Executor):
         """Submit each job by itself, in threads of the SLURM plugin.
 
         Raises:
-            WorkflowError: job arrays or several clusters are requested, whose jobs could not be taken over.
+            WorkflowError: job arrays or a cluster are requested, whose jobs could not be taken over. No job is
+                submitted then.
         """
         requested = [name for name in _CLUSTER_RESOURCES for job in jobs if job.resources.get(name)]
         if self.workflow.executor_settings.array_jobs:
@@ -141,10 +142,11 @@ class Executor(plugin.Executor):
     def _submit(self, job: Any) -> None:
         """Submit a job, repeatedly while SLURM cannot accept it, with pauses of 10, 20, 40 and then 60 seconds.
 
-        Jobs that an unsuccessful submission left in the queue are cancelled.
+        There is no limit to the repetitions; a message reports each. After a pause, jobs of the same rule that an
+        unsuccessful submission left in the queue without a record are cancelled.
 
         Raises:
-            WorkflowError: sbatch failed for another reason, or the run is cancelled.
+            WorkflowError: sbatch failed with an error outside of `TEMPORARY_SBATCH_ERRORS`, or the run is cancelled.
         """
         for pause in chain(_RETRY_PAUSES, repeat(_LAST_RETRY_PAUSE)):
             self._pause(0)  # raises if the run is cancelled
@@ -161,9 +163,14 @@ class Executor(plugin.Executor):
     def _take_over(self, job: Any) -> bool:
         """Take over the SLURM job of an earlier run that does a job's work; return False if there is none.
 
-        If that SLURM job has succeeded already, its success is reported. Earlier SLURM jobs that write outputs of this
-        job from other parameters or inputs are cancelled. The records of all other earlier jobs with these outputs are
-        deleted.
+        If that SLURM job has succeeded already, its success is reported. The earlier jobs with an output of this job
+        are examined in the order of their record files, and the first that does the job's work ends the search. The
+        records of those before it are deleted. If they are in the queue, they are cancelled first, because they compute
+        the outputs from other parameters or inputs.
+
+        Raises:
+            WorkflowError: the run is cancelled.
+            FileNotFoundError: an input does not exist.
         """
         for record_file, record in list(self._earlier_records.items()):
             job_id, outputs = record_file.stem, record["outputs"]
@@ -191,7 +198,12 @@ class Executor(plugin.Executor):
         """Record a submitted job, and report it to Snakemake.
 
         The record has the fields ``outputs``, ``work`` (`_describe_work` of each single job, by its first output) and
-        ``slurm_logfile``.
+        ``slurm_logfile``. It is written before Snakemake learns of the job: a controller that is killed in between
+        leaves a job with a record.
+
+        Args:
+            job_info: the job with its SLURM number; ``aux`` contains the path of SLURM's log.
+            register_job: argument of the SLURM plugin's method.
         """
         outputs = _outputs_of(job_info.job)
         work = {single.output[0]: _describe_work(single, outputs) for single in _single_jobs(job_info.job)}
@@ -201,7 +213,7 @@ class Executor(plugin.Executor):
         self._last_event = time.monotonic()
 
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:
-        """Delete the record of a successful job, and report it to Snakemake."""
+        """Delete the record of a successful job and its success file, and report the job to Snakemake."""
         self._forget(self._record_file(job_info))
         super().report_job_success(job_info)
         self._last_event = time.monotonic()
@@ -209,8 +221,9 @@ class Executor(plugin.Executor):
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
         """Delete the record of a failed job, and report it to Snakemake; keep the error of a failed submission.
 
-        The error of a failed submission is not reported here: `_submit` submits the job again or raises the error. A
-        job whose training run would only diverge again is not retried.
+        A job without a SLURM number is a failed submission. Its error is not reported here, since `_submit` submits the
+        job again or raises the error. If training is deterministic, a job whose training run would only diverge again
+        is not retried.
         """
         was_submitted = job_info.external_jobid is not None
         if not was_submitted:  # msg: "<error of sbatch> sbatch call: <command>"
@@ -223,7 +236,11 @@ class Executor(plugin.Executor):
         self._last_event = time.monotonic()
 
     def handle_job_error(self, job: Any) -> None:
-        """Delete a failed job's outputs, and also their metadata: else the user would seem to have deleted them."""
+        """Delete a failed job's outputs, and also their metadata.
+
+        With metadata, the next controller would take the outputs for ones that the user has deleted, and would let
+        training runs start over.
+        """
         super().handle_job_error(job)
         for single in _single_jobs(job):
             self.workflow.persistence.cleanup(single)
@@ -274,7 +291,10 @@ class Executor(plugin.Executor):
         self.next_seconds_between_status_checks = min(planned, longest)
 
     def cancel(self) -> None:
-        """Cancel all jobs of the experiment, also those that are being submitted."""
+        """Cancel all jobs of the experiment, also those that are being submitted.
+
+        Methods of this class that pause raise WorkflowError from now on.
+        """
         self._cancelled.set()
         super().cancel()
         run_command("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, timeout=_COMMAND_TIMEOUT)
@@ -285,7 +305,8 @@ class Executor(plugin.Executor):
     def _earlier_records(self) -> dict[Path, dict[str, Any]]:
         """Records, by file, of the jobs that earlier controllers have submitted; read before the first submission.
 
-        The first access also cancels the experiment's jobs in the queue that have no record.
+        The first access also cancels the experiment's jobs in the queue that have no record. It raises DamagedError for
+        a damaged record, and WorkflowError if the run is cancelled.
 
         The plugin submits jobs in two threads. Without the lock both would read the records (`cached_property` has no
         lock from Python 3.12 on), and the slower thread would miss a record that the faster one has removed.
@@ -308,7 +329,7 @@ class Executor(plugin.Executor):
         self._earlier_records.pop(record_file, None)
 
     def _is_complete(self, job_info: SubmittedJobInfo) -> bool:
-        """Return True if a job recorded its success and all its outputs exist."""
+        """Return True if the SLURM job of `job_info` recorded its success and all outputs of its job exist."""
         outputs = _outputs_of(job_info.job)
         return batch_script.success_file(self._record_file(job_info)).exists() and all(map(os.path.exists, outputs))
 
@@ -317,7 +338,7 @@ class Executor(plugin.Executor):
     def _cancel_unrecorded(self, comment: str = "") -> None:
         """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`.
 
-        The method returns when the jobs have left the queue, and at once if there is none.
+        The method returns when the jobs have left the queue, and at once if there is none or the queue does not answer.
 
         Args:
             comment: start of the comment, such as ``rule_train``; empty: all jobs.
@@ -336,7 +357,7 @@ class Executor(plugin.Executor):
     def _find_unrecorded(self, comment: str) -> dict[str, str]:
         """Return the comments, by job id, of jobs in the queue that have no record and a comment with this start.
 
-        The dictionary is empty if the queue does not answer.
+        The dictionary is also empty if the queue does not answer, so that no job is cancelled then.
         """
         comments = self._query_queue("%i %k") or {}
         recorded = {path.stem for path in job_records_folder(self._results).glob("*.json")}
@@ -388,7 +409,7 @@ class Executor(plugin.Executor):
                 comment.
 
         Returns:
-            The other field by job id; None if the queue does not answer.
+            The other field by job id, empty if no job waits or runs; None if the queue does not answer.
         """
         has_answered, answer = query_queue(self._results, fields, timeout=_COMMAND_TIMEOUT)
         if not has_answered:
@@ -422,7 +443,7 @@ def _outputs_of(job: Any) -> list[str]:
 def _does_work_of(record: dict[str, Any], job: Any) -> bool:
     """Return True if a recorded SLURM job computes the outputs of a job or group from equal parameters and inputs.
 
-    It may compute further outputs.
+    The recorded job may compute further outputs. A single job that the recorded one does not contain gives False.
 
     Args:
         record: content of the record, see `Executor.report_job_submission`.
@@ -438,7 +459,8 @@ def _does_work_of(record: dict[str, Any], job: Any) -> bool:
 def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
     """Return everything that decides a job's outputs: parameters as Snakemake compares them, and content of inputs.
 
-    The keys are ``params``, a list of texts, and ``inputs``, texts by path, see `_describe_file`.
+    The keys are ``params``, a list of texts, and ``inputs``, texts by path, see `_describe_file`, which raises
+    FileNotFoundError for a missing input.
 
     Args:
         job: a single job.
@@ -465,13 +487,14 @@ def _would_diverge_again(job_info: SubmittedJobInfo) -> bool:
     """Return True if training runs diverged in a failed job and all its other training runs are complete.
 
     Another attempt of such a job can achieve nothing. The progress file of a training run that has diverged contains
-    ``"again": false``.
+    ``"again": false``; without that field another attempt may succeed. A divergence counts only if this SLURM job wrote
+    the file. Jobs of other stages in the group do not matter.
     """
     has_diverged = False
     for single in _single_jobs(job_info.job):
         if not single.rule.name.startswith("train"):
             continue
-        progress = read_progress(Path(single.params.out))
+        progress = read_progress(Path(single.params.out))  # empty without a file, as for a run that may succeed
         may_succeed_again = progress.get("again", True)
         if not may_succeed_again and progress["job"] == job_info.external_jobid:
             has_diverged = True

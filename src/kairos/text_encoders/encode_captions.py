@@ -30,13 +30,17 @@ def encode_captions(
     """Encode the captions of a data set, write the folder and return its manifest.
 
     The folder contains ``states.npy``, of `text_encoder.dtype`, ``empty.npy``, float32 (1, ...), and the manifest.
-    Older results there are deleted first. The manifest contains the description of the condition, and the numbers of
-    tokens and of truncated captions.
+    Older results there are deleted before the captions are encoded. The end of start-up is marked when the encoder is
+    loaded. The manifest has the keys
+
+    * ``count``, of captions; ``condition``, its description; ``dtype`` and ``output``, the settings;
+    * ``dataset_sha256``; ``files``, hashes by name; ``content_sha256``, the hash of all keys before it;
+    * ``length``, to which the encoder pads; ``longest``, the tokens of the longest caption; ``truncated``, a number.
 
     Args:
         config: section `text_encoder`, without ``auto``.
-        dataset: a prepared data set with captions.
-        out: folder to write.
+        dataset: a prepared data set with captions, at least one.
+        out: folder to write; it is created if it is missing.
         device: device of the text encoder.
 
     Raises:
@@ -101,7 +105,8 @@ def encode_captions(
 def _check_lengths(captions: Captions, encoder: TextEncoder, too_long: str) -> tuple[int, int]:
     """Return the number of tokens of the longest caption, and the number of captions that the encoder truncates.
 
-    A message reports captions that will be truncated. The tokens are counted before truncation.
+    A message reports captions that will be truncated, and their number. The tokens are counted before truncation, with
+    start and end tokens.
 
     Args:
         captions: at least one caption.

@@ -36,8 +36,8 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
             ``model.safetensors``.
 
     Raises:
-        ConfigError: the folder lacks a file, or the path is neither a folder nor a hub id.
-        KairosError: the hub cannot be reached and its cache has no copy.
+        ConfigError: the folder lacks config.json, weights or a tokenizer, or the path is neither a folder nor a hub id.
+        KairosError: the cache has no copy, and the hub cannot be reached or rejects the request.
     """
     needed = "config.json, model.safetensors and tokenizer.json (or vocab.json and merges.txt)"
     weights, former_weights = WEIGHTS
@@ -66,7 +66,8 @@ def load_pretrained(path: Any, cls: Any, field: str, weights: bool = False) -> A
         path: the folder.
         cls: class of transformers with a method `from_pretrained`.
         field: field of the experiment file that contains the path, for the error message.
-        weights: the class is a model, which must have all weights.
+        weights: the class is a model, which must have all weights. False: the class is a tokenizer, or another class
+            without weights.
 
     Raises:
         KairosError: the folder cannot be read, or lacks weights, which transformers would initialise at random.
@@ -113,7 +114,8 @@ class TextEncoder:
     def __call__(self, texts: list[str]) -> Tensor:
         """Encode texts, and return their states on the CPU, float32.
 
-        The shape is (n, length, width) with output ``tokens``, and (n, width) with ``pooled``.
+        The shape is (n, length, width) with output ``tokens``, and (n, width) with ``pooled``. Longer texts are
+        truncated without a message. The states of padding are included with ``tokens``.
         """
         options = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
         tokens = self.tokenizer(texts, **options)
@@ -130,13 +132,13 @@ class TextEncoder:
 
 
 def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder:
-    """Load the text encoder of a section without ``auto``.
+    """Load the text encoder of a section; the caller ensures that the section has no ``auto``.
 
-    A network on the hub is downloaded if necessary.
+    A network on the hub is downloaded if necessary. The network is in evaluation mode.
 
     Args:
         config: section `text_encoder`.
-        device: device for the network, and for the computation.
+        device: device that this function moves the network to, for the computation.
 
     Raises:
         ConfigError: the path lacks a file or has a tokenizer of another network, or the length is not allowed.
@@ -166,6 +168,10 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
 def _select_length(config: TextEncoderConfig, tokenizer: Any, network: Any) -> int:
     """Return the number of tokens to which texts are padded: the configured one, or the most that the encoder takes.
 
+    The most is the smaller one of the limits of tokenizer and network. A configured number may exceed the limit of the
+    tokenizer, but not that of the network. A network that declares no limit, such as T5, takes any number below a
+    million.
+
     Args:
         config: section `text_encoder`.
         tokenizer: tokenizer of transformers.
@@ -192,7 +198,8 @@ def _check_tokenizer(tokenizer: Any, network: Any, is_clip: bool, path: str) -> 
         path: field `text_encoder.path`, for the error message.
 
     Raises:
-        ConfigError: the tokenizer does not belong to the network.
+        ConfigError: the tokenizer has more tokens than the network or no padding token, or CLIP's network has another
+            end token. The wrong end token in the configuration of early CLIP networks is accepted.
     """
     end = tokenizer.eos_token_id
     has_unknown_tokens = len(tokenizer) > network.vocab_size

@@ -29,7 +29,7 @@ class TextEncoderConfig(Section):
         """Return the section with values of `output` and `dropped` in place of ``auto``.
 
         `output` becomes the model's input, or ``tokens`` if the model takes either. `dropped` becomes ``empty`` for
-        tokens and ``random`` for pooled states.
+        tokens and ``random`` for pooled states. Other values stay.
 
         Args:
             model_input: states that the model takes, ``tokens`` or ``pooled``; None: either.

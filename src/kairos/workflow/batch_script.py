@@ -19,6 +19,7 @@ def main(records_folder: str, *command: str) -> int:
 
     The file is ``<records_folder>/<SLURM_JOB_ID>.done``; its folder is created if it does not exist. SIGTERM does not
     end this process: the first one is forwarded to all processes of its group, and the command's end is awaited.
+    Further ones are ignored.
 
     Args:
         records_folder: folder of the records of an experiment's jobs.
@@ -26,6 +27,10 @@ def main(records_folder: str, *command: str) -> int:
 
     Returns:
         The exit status of the command, or 128 plus the signal that ended it.
+
+    Raises:
+        OSError: the program cannot be started, or the success file cannot be created.
+        KeyError: SLURM_JOB_ID is not set, after a command that has succeeded; SLURM sets it in every job.
     """
     process = subprocess.Popen(command)
 

@@ -51,8 +51,8 @@ from kairos_timesteps.errors import KairosError, rejection
 _DEFAULT_EXPERIMENT = "params.yaml"
 _SECONDS_TO_END = 45.0  # after a signal, jobs are killed after this time
 _lock_files: list[IO[str]] = []  # open, and so locked, as long as this process lives
-_interruption_times: list[float] = []  # Unix time of the signal that ended this run, if one did
-_start_time = time.time()
+_interruption_times: list[float] = []  # Unix time of the signal that ended this run; empty if none did
+_start_time = time.time()  # Unix time at which this process began
 
 Request = tuple[str, tuple[int, ...]]  # folder of a training run, and the milestones that a job requests
 
@@ -148,8 +148,9 @@ def _remove_leftovers(layout: Layout) -> None:
     """Remove outdated records that an earlier run has left, unless another run of the workflow is active.
 
     The record of an import into MLflow that failed, or went to another server, is removed, so that the import is
-    repeated. The record of a SLURM job is removed if the job succeeded without its controller: Snakemake's metadata
-    contain the job. A damaged record of an import stays.
+    repeated. A record without the field ``imported`` or ``uri`` counts as one that failed; a damaged record stays. The
+    record of a SLURM job, and its success file, are removed if the job succeeded without its controller: Snakemake's
+    metadata contain the job. On a file system without locks nothing is removed, without an error here.
     """
     results = Path(layout.results)
     with suppress(KairosError), _lock_results(results):
@@ -170,7 +171,9 @@ def _remove_leftovers(layout: Layout) -> None:
 def list_data_files(layout: Layout) -> list[str]:
     """Return the existing files of a data set other than single images; `kairos prepare` reports missing files.
 
-    These are lists of images and captions, sorted, and then the archives of sources ``parquet`` and ``zip`` by section.
+    These are lists of images and captions, sorted, and then the archives of sources ``parquet`` and ``zip`` by section,
+    sorted within each section. The path of a section may be a file, a pattern, or a folder, all of whose parquet files
+    count.
     """
     dataset = layout.experiment.dataset
     # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
@@ -191,7 +194,8 @@ def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
     """Return what identifies a data set's files, for the ``params:`` of rule prepare.
 
     For folders of images, which are too many to be inputs, this is a hash of the names and sizes of all files below
-    them. For other data sets it is the list of `list_data_files`, or None if there are none.
+    them. A missing folder counts as empty. For other data sets it is the list of `list_data_files`, or None if there
+    are none.
     """
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
@@ -224,9 +228,13 @@ def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[
 def starts(workflow: Any, layout: Layout) -> None:
     """Prepare a run before its first job: lock the results, mark training runs that start over, start the fork server.
 
-    The process ends with a message and status 2 if another run works on the results, or for ``--executor slurm``. The
-    lock lasts until this process ends. With ``--touch`` no training run is marked. Signals are handled here, and the
-    fork server started, only if this process runs the jobs itself.
+    The process ends with a message and status 2 if another run works on the results, if the file system has no locks,
+    or for ``--executor slurm``. The lock lasts until this process ends. Snakemake is changed to hash each input of a
+    finished job once. With ``--touch`` no training run is marked, marks stay, and Snakemake does not pause for each
+    job. Signals are handled here, and the fork server started, only if this process runs the jobs itself.
+
+    Raises:
+        DamagedError: see `_mark_trainings_to_start_over`.
     """
     with _exit_on_error():
         if workflow.executor_plugin.name == "slurm":
@@ -251,6 +259,9 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
     Args:
         workflow: Snakemake's workflow with the jobs that will run.
         results: the experiment's results folder.
+
+    Raises:
+        DamagedError: the record of a completed request is damaged.
     """
     completed: dict[Path, Request] = {}
     for path in results.glob("*/seed*/.state/*/complete/*.json"):
@@ -269,7 +280,8 @@ def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Reque
     """Return the completed requests whose jobs Snakemake will run because the user wants a new computation.
 
     The user has forced the job, or has deleted an output of it. Deleted outputs count only if all jobs of the training
-    run that will run have been completed before.
+    run that will run have been completed before. Such a job is recorded as complete by Snakemake, and its request by
+    the training run.
 
     Args:
         workflow: Snakemake's workflow with the jobs that will run.
@@ -360,8 +372,8 @@ def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
 def succeeded(workflow: Any, layout: Layout) -> None:
     """Finish a successful run: delete leftover shards of finished merges, and log its duration and the report's path.
 
-    Shards are left over if the controller that would have deleted them was killed. Without a report job, no path is
-    logged. With ``--touch`` the function does nothing.
+    Shards are left over if the controller that would have deleted them was killed. Shards that do not exist are no
+    error. If no report was requested, its path is not logged. With ``--touch`` the function does nothing.
     """
     if workflow.touch:  # nothing was computed
         return
@@ -394,7 +406,8 @@ def failed(workflow: Any, layout: Layout) -> None:
 def _report_interruption(layout: Layout) -> None:
     """Log how many training runs have stopped with a checkpoint since this process began.
 
-    A signal that reaches all processes at once may stop a training run before this process has noticed the signal.
+    The number may be 0. The time of the signal does not matter: a signal that reaches all processes at once may stop a
+    training run before this process has noticed the signal.
     """
     stopped_count = 0
     for method, seed in layout.trainings:
@@ -408,7 +421,8 @@ def _report_interruption(layout: Layout) -> None:
 def _report_failed_jobs(workflow: Any) -> None:
     """Log the log file and its last line for each job that has written a log in this run and has not finished.
 
-    The first line tells the user how to continue.
+    The first line tells the user how to continue; it is logged even if there is no such job. Of several logs of a job,
+    the first is shown.
     """
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():

@@ -44,6 +44,9 @@ def collect_params(stage: str, experiment: Experiment, method: str | None = None
         stage: name of the stage, see `find_dependencies`.
         experiment: the resolved experiment.
         method: name of the method, which stage ``train`` needs and other stages ignore.
+
+    Raises:
+        KeyError: see `find_dependencies`.
     """
     dependencies = find_dependencies(stage, experiment, method)
     return {**dependencies.fields, "code": fingerprint(dependencies.modules)}
@@ -53,12 +56,14 @@ def find_dependencies(stage: str, experiment: Experiment, method: str | None = N
     """Return the fields and modules that a stage's results depend on.
 
     Args:
-        stage: name of the stage, or ``measure_NAME`` or ``analyse_NAME`` of an analysis.
+        stage: a stage of `SHARED_STAGES` or `TRAINING_STAGES`, ``report`` or ``track``, or ``measure_NAME`` or
+            ``analyse_NAME`` of an analysis. Stage ``text`` is possible for every experiment.
         experiment: the resolved experiment.
         method: name of the method, which stage ``train`` needs and other stages ignore.
 
     Raises:
-        KeyError: the experiment has no such analysis, or there is no such stage.
+        KeyError: the experiment has no such analysis or, for stage ``train``, no such method; or there is no such
+            stage.
     """
     if stage == "train":  # the only stage whose fields and code differ between methods
         return _train_stage(experiment, method=str(method))  # not None here
@@ -92,7 +97,7 @@ def _data_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """Return the dependencies of the stages prepare, autoencoder, text and encode, by stage.
 
     Each stage has only the fields that change its results with the present kind of autoencoder. Stage text is included
-    even if the experiment has no captions.
+    even if the experiment has no text encoder, whose settings are then empty.
     """
     dataset, autoencoder = experiment.dataset, experiment.autoencoder
     computing = _computing(experiment)
@@ -116,7 +121,11 @@ def _data_stages(experiment: Experiment) -> dict[str, Dependencies]:
 
 
 def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
-    """Return the settings of section `autoencoder` that its kind uses and that change its weights."""
+    """Return the settings of section `autoencoder` that the results of stage autoencoder depend on.
+
+    They are ``kind``; with kind ``pretrained`` also ``path`` and ``scaling``; and with kind ``train`` all fields except
+    ``path``, ``shards`` and ``dtype``.
+    """
     if autoencoder.kind == "none":
         return {"kind": autoencoder.kind}
     if autoencoder.kind == "pretrained":
@@ -141,7 +150,8 @@ def _sample_stage(experiment: Experiment) -> Dependencies:
 def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """Return the dependencies of the stages extractor, reference and evaluate, by stage.
 
-    Stage evaluate has no fields: the reference, an input of its jobs, depends on them.
+    Stage evaluate has no fields: the reference, an input of its jobs, depends on them. An experiment that lists no
+    metrics depends on the code of all metrics.
     """
     evaluation = experiment.evaluation
     computing = _computing(experiment)
@@ -164,7 +174,9 @@ def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
 def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """Return the dependencies of stage ``analyse_NAME`` of each analysis, and ``measure_NAME`` if it reads snapshots.
 
-    The options of the analysis are in the field ``asked``.
+    The options of the analysis are in the field ``asked``. Stage ``analyse_NAME`` also has the settings of all methods,
+    in ``methods``. Stage ``measure_NAME`` also has ``computing``, and lacks the options that select methods and
+    snapshots.
     """
     stages = {}
     for analysis in experiment.analyses:

@@ -25,15 +25,16 @@ from kairos.workflow import dependencies
 from kairos.workflow.layout import Layout, create_layout
 from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
 
-RECORDED = "params.yaml"  # the experiment whose stages dvc.yaml contains
-_PYTHON = (sys.executable, "-m")
-_STAGES = Path("dvc.yaml")
-_LOCK = Path("dvc.lock")
-# the stage of this file runs first: it writes the table that the stages in dvc.yaml depend on. It is a separate file,
-# because its lock changes with every byte of the code.
+RECORDED = "params.yaml"  # experiment file whose stages dvc.yaml contains and whose results `record` and `adopt` handle
+_PYTHON = (sys.executable, "-m")  # start of a command that runs a tool of this Python environment
+_STAGES = Path("dvc.yaml")  # all stages except the first
+_LOCK = Path("dvc.lock")  # hashes of the results of the stages in dvc.yaml
+# file of the first stage, which writes the table that the stages in dvc.yaml depend on. It is a separate file, because
+# its lock file changes with every byte of the code.
 _FIRST = Path("workflow/dvc.yaml")
 _NO_TELEMETRY = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
-_CLOCK_TIMES = ("report.html", "summary.csv", "figures", "timing", "timing.jsonl")  # differ in every run
+_CLOCK_TIMES = ("report.html", "summary.csv", "figures", "timing", "timing.jsonl")  # names of outputs or folders
+# fields of a machine's record (`portable.machine`) in which two runs are compared
 _MACHINE_FACTS = ("processor", "instruction_set", "torch", "numpy", "libc", "python")
 _MOST_LINES = 20  # of changed files in a message
 _SET_REMOTE = (
@@ -50,8 +51,11 @@ def write_dependencies(config: Path, out: Path) -> None:
     """Write the fields and the code fingerprint of every stage as YAML, which DVC reads as ``params``.
 
     The stages of training runs have an entry for each method. The file keeps its modification time if nothing changed.
-    If the experiment file is params.yaml and the folder has a dvc.yaml, the methods are written into dvc.yaml and the
-    plugin files into workflow/dvc.yaml.
+
+    If the experiment file is params.yaml and the working directory has a dvc.yaml, the methods are written into
+    dvc.yaml and then the plugin files into workflow/dvc.yaml. A change of either file raises an error at once:
+    `dvc repro`, whose first stage calls this function, has read the file before the change. With a dvc.yaml its stages
+    are checked next, for every experiment file.
 
     Args:
         config: the experiment file.
@@ -59,7 +63,8 @@ def write_dependencies(config: Path, out: Path) -> None:
 
     Raises:
         ConfigError: the experiment is not valid, or dvc.yaml lacks a stage that the experiment has.
-        KairosError: the function has updated dvc.yaml or workflow/dvc.yaml, which have to be committed first.
+        KairosError: this call has changed dvc.yaml or workflow/dvc.yaml. The YAML file `out` is not written. After a
+            commit, the same call continues.
     """
     layout = create_layout(load(config))
     if _STAGES.is_file():
@@ -93,8 +98,9 @@ def _check_stages(layout: Layout, config: Path) -> None:
 def _build_dependency_table(layout: Layout) -> dict[str, Any]:
     """Return fields and code fingerprint of every stage, as nested dictionaries; analyses and MLflow have no stage.
 
-    Stages of training runs have an entry for each method, whose key ``fields`` contains them and the milestones. DVC
-    splits keys at dots. Method ``uniform.lr0.1`` therefore has its entry at ``uniform``, ``lr0``, ``1``.
+    A shared stage, or ``report``, has the fields and ``code`` at its name. A stage of training runs has an entry for
+    each method, whose key ``fields`` contains the fields, ``code`` and the milestones. DVC splits keys at dots. Method
+    ``uniform.lr0.1`` therefore has its entry at ``uniform``, ``lr0``, ``1``.
     """
     table: dict[str, Any] = {}
     for stage in (*layout.shared_stages, "report"):
@@ -111,10 +117,16 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
 def _update_methods(methods: list[str]) -> None:
     """Write the names of the methods into dvc.yaml if params.yaml has a grid of methods, which DVC cannot expand.
 
-    Without a grid the names become ``${methods}``, which DVC expands.
+    The names replace the value of each line ``method: ...``, as a list in JSON. Without a grid the value becomes
+    ``${methods}``, which DVC expands. A file that contains these lines already, or no line ``method: ...``, is left as
+    it is, without an error.
+
+    Args:
+        methods: names of the methods of params.yaml, grids expanded.
 
     Raises:
-        KairosError: dvc.yaml has changed.
+        KairosError: this call has written other names into dvc.yaml, which DVC has read before. The message tells the
+            user to commit the file and run the command again.
     """
     written_methods = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8"))["methods"]
     has_grid = list(written_methods) != methods
@@ -128,10 +140,18 @@ def _update_methods(methods: list[str]) -> None:
 
 
 def _update_plugin_files(plugins: list[str]) -> None:
-    """Write the files of plugins into the dependencies of workflow/dvc.yaml, in place of the files listed there.
+    """Write the files of plugins into the line ``deps:`` of workflow/dvc.yaml, in place of the files listed there.
+
+    The line lists params.yaml and the two source folders first, which stay. A file whose line is up to date, or that
+    has no such line, is left as it is, without an error.
+
+    Args:
+        plugins: field `plugins` of the experiment, the paths of plugin files. The written files include those that the
+            plugin files import from their folders.
 
     Raises:
-        KairosError: workflow/dvc.yaml has changed.
+        KairosError: this call has written other files into workflow/dvc.yaml, which DVC has read before. The message
+            tells the user to commit the file and run the command again.
     """
     text = _FIRST.read_text(encoding="utf-8")
     plugin_files = "".join(f", {json.dumps(file)}" for file in source_files(plugins))
@@ -149,7 +169,7 @@ def _update_plugin_files(plugins: list[str]) -> None:
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
     """Replace this process by a Snakemake that runs the jobs of one stage; the stages in dvc.yaml call this.
 
-    The function does not return.
+    The function does not return, unless it raises an error. The process ends with Snakemake's exit status.
 
     Args:
         config: the experiment file.
@@ -169,13 +189,14 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
     """Return the Snakemake rules of a stage, and the targets that require all jobs of these rules.
 
     For a stage of training runs, the targets are the files of checksums of one training run. For other stages they are
-    rules. Stage ``report`` includes the analyses and, if tracking is enabled, the import into MLflow.
+    rules. Stage ``report`` includes the analyses and, if tracking is enabled, the import into MLflow, neither of which
+    is a stage of DVC.
 
     Args:
         layout: layout of the experiment.
         stage: name of the stage.
-        method: name of the method, for a stage of training runs.
-        seed: seed of the training run, for a stage of training runs.
+        method: name of the method, for a stage of training runs; None for other stages.
+        seed: seed of the training run, for a stage of training runs; None for other stages.
 
     Raises:
         ConfigError: the experiment has no such stage, or `method` and `seed` are missing, unknown or superfluous.
@@ -209,11 +230,13 @@ def record() -> None:
     """Record in DVC the results that Snakemake has computed: fill DVC's cache and write dvc.lock.
 
     The machines that computed the results are written to dvc.machines.json, and the table of dependencies into the
-    results folder. Nothing is committed to git.
+    results folder. If no result has a record of its machine, an existing dvc.machines.json stays. Nothing is committed
+    to git; a message contains the git command, or that dvc.lock was up to date.
 
     Raises:
-        KairosError: the working tree has uncommitted changes outside of DVC's records, results are stale, or git or DVC
-            fails.
+        KairosError: results are stale, or git, Snakemake or DVC fails. It is also raised if the working tree has
+            uncommitted or untracked files other than dvc.lock, workflow/dvc.lock and dvc.machines.json, and if dvc.yaml
+            or workflow/dvc.yaml had to be changed, see `write_dependencies`.
     """
     written = [str(path) for path in (_LOCK, _FIRST.with_suffix(".lock"), _machines_file(_LOCK))]
     uncommitted = [line for line in _changed_files() if line[3:] not in written]  # line: " M path" or "?? path"
@@ -234,7 +257,9 @@ def record() -> None:
 
 
 def _write_lock() -> None:
-    """Write dvc.lock and DVC's cache from the results as they are; restore dvc.lock if DVC fails.
+    """Write dvc.lock and DVC's cache from the results as they are; if DVC fails, restore the previous dvc.lock.
+
+    Without a previous dvc.lock, the file is left as DVC has left it. The lock of workflow/dvc.yaml is not restored.
 
     Raises:
         KairosError: DVC fails.
@@ -251,10 +276,12 @@ def _write_lock() -> None:
 def adopt() -> None:
     """Pull the recorded results into this clone, and mark them as computed in Snakemake's metadata and for DVC.
 
-    The results are imported into MLflow if the experiment enables tracking; an import that fails is no error.
+    The results are imported into MLflow if the experiment enables tracking; an import that fails is no error. The last
+    checks run after the results are in place: an error of a check does not undo the adoption.
 
     Raises:
-        KairosError: nothing is recorded, the data cannot be pulled, or something would still have to run.
+        KairosError: nothing is recorded, the data cannot be pulled, Snakemake fails, it would still run jobs, or files
+            differ from dvc.lock.
     """
     layout = create_layout(load(RECORDED))
     if not _LOCK.exists():
@@ -270,17 +297,18 @@ def adopt() -> None:
 
     # check that neither Snakemake nor DVC would run anything
     _check_up_to_date("adopt: the recorded results do not belong to this working tree.")
-    _run_tool("dvc", "repro", str(_FIRST))  # writes the table of dependencies, which `dvc status` compares
+    _run_tool("dvc", "repro", str(_FIRST))  # writes the table that `dvc status` compares, which shows a failure
     if _run_tool("dvc", "status", "--quiet").returncode:
         raise KairosError("adopt: files differ from dvc.lock; `dvc status` lists them")
     log(f"adopted: {layout.results}/report.html; nothing to rerun for snakemake and dvc")
 
 
 def _pull() -> None:
-    """Bring the recorded results from DVC's cache or, if it lacks some of them, from DVC's remote.
+    """Bring the recorded results from DVC's cache or, if it lacks some of them, from DVC's default remote.
 
     Raises:
-        KairosError: no remote is configured, or it lacks data or cannot be reached.
+        KairosError: no remote is configured, or DVC cannot pull everything. The message shows the first remote in DVC's
+            list, which is the default one in a clone with a single remote.
     """
     if _run_tool("dvc", "checkout").returncode == 0:
         return
@@ -297,8 +325,12 @@ def _pull() -> None:
 def _check_up_to_date(problem: str) -> None:
     """Check that Snakemake would run nothing for the recorded experiment.
 
+    Args:
+        problem: start of the message if Snakemake would run jobs.
+
     Raises:
-        KairosError: Snakemake fails or would run jobs; the message is `problem` with a list of the jobs.
+        KairosError: Snakemake would run jobs, and the message is `problem` with a table of the jobs; or Snakemake
+            fails, and the message is its output.
     """
     process = _run_tool("snakemake", "--configfile", RECORDED, "--dry-run")
     output = process.stdout + process.stderr
@@ -349,9 +381,10 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
     Yields:
         The path of an output; ``same``, ``differs``, ``missing`` or ``not compared``; and the reason, empty for
         ``same``. Outputs that contain clock times are not compared. All outputs are hashed before the first result.
+        The order is that of the lock file.
 
     Raises:
-        KairosError: the lock file cannot be read.
+        KairosError: the lock file cannot be read; raised when the first result is requested.
     """
     try:
         stages: dict[str, Any] = yaml.safe_load(lock.read_text(encoding="utf-8"))["stages"]
@@ -407,6 +440,8 @@ def _has_clock_times(path: str) -> bool:
 def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
     """Return why an output of a stage differs, as one line: settings or code, else its inputs and the machine.
 
+    If none of them has changed, the text is ``no record gives the reason``.
+
     Args:
         stage: entry of the stage in the lock file.
         lock: the lock file.
@@ -414,6 +449,7 @@ def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
     """
     if changed := _changed_params(stage, lock):
         return f"changed settings or code: {', '.join(changed)}"
+    # an input has changed if it is an output that differs, or a file in one
     inputs = [dependency["path"] for dependency in stage.get("deps", [])]
     changed_inputs = [path for path in inputs if any(Path(path).is_relative_to(output) for output in different)]
     reasons = [f"follows from {', '.join(changed_inputs)}"] if changed_inputs else []
@@ -425,7 +461,7 @@ def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
     """Return the names of a stage's fields that now have another value than in the lock file, or none.
 
     An example is ``train.uniform.fields.model``. Fields that the lock file lacks, and files that do not exist, are
-    skipped.
+    skipped. A field that exists in the lock file alone now counts as None.
 
     Args:
         stage: entry of the stage in the lock file.
@@ -450,7 +486,8 @@ def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
 def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
     """Return a reason for each difference between the machines that computed the recorded and the present results.
 
-    Without a list of the recorded machines, the only reason is that they are unknown.
+    The facts of `_MACHINE_FACTS` are compared; the result is empty if all are equal. Without a list of the recorded
+    machines, the only reason is that they are unknown.
 
     Args:
         lock: the dvc.lock; a file next to it lists the machines of the recorded results.
@@ -471,14 +508,18 @@ def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
 
 
 def _join_values(machines: list[dict[str, str]], fact: str) -> str:
-    """Return the different values of a fact, such as ``torch``, that machines have: ``2.8/2.9``; ``?`` if unknown."""
+    """Return the different values of a fact, such as ``torch``, that machines have, sorted: ``2.8/2.9``.
+
+    A machine whose record lacks the fact counts as ``?``. Without machines the text is empty.
+    """
     return "/".join(sorted({machine.get(fact, "?") for machine in machines}))
 
 
 def _list_machines(results: Path) -> list[dict[str, str]]:
     """Return CPU, instruction set and versions of each machine that computed an experiment, each machine once.
 
-    They are in the timing files; the list is empty without such files.
+    They are in the timing files, below ``timing`` of the results folder. Files without a machine are skipped; the list
+    is empty without such files. The machines are in the order of the sorted paths of their first files.
     """
     machines = [read_json(path).get("machine") for path in sorted(results.glob("timing/**/*.json"))]
     by_content = {json.dumps(machine, sort_keys=True): machine for machine in machines if machine is not None}
@@ -486,5 +527,5 @@ def _list_machines(results: Path) -> list[dict[str, str]]:
 
 
 def _machines_file(lock: Path) -> Path:
-    """Return the path of the file next to a lock file that contains the machines of the recording."""
+    """Return the path of the file with the machines of a recording: dvc.machines.json next to dvc.lock."""
     return lock.with_suffix(".machines.json")

@@ -61,7 +61,8 @@ _SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD")  # differ between processes, 
 _SIGNALS = [getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "TSTP", "CONT")]
 _MOST_WAITING = 1000  # clients that wait while the server imports
 _REQUEST, _ACCEPTED = b"?", b"!"  # first bytes that a client and a guardian send
-_servers: list[Any] = []  # the server's process; when its standard input closes, the server ends
+# the server's process, kept so that its standard input stays open: when the input closes, the server ends
+_servers: list[Any] = []
 
 Request = dict[str, Any]  # a client's command line and the state of its process
 
@@ -70,15 +71,18 @@ Request = dict[str, Any]  # a client's command line and the state of its process
 
 
 def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
-    """Start the fork server of a run, unless the machine has a GPU or fewer than two jobs would use the server.
+    """Start the fork server of a run on this machine, if the server would be of use.
 
+    There is no server outside of Linux, on a machine with a GPU, or if fewer than two jobs would use it.
     `_SOCKET_VARIABLE` is set to the path of the server's socket, or deleted if there is no server. The function does
-    not wait for the server's imports. If the server cannot start, jobs run in processes of their own.
+    not wait for the server's imports. If the server cannot start, jobs run in processes of their own: no error is
+    raised. The server ends with this process.
 
     Args:
         config: file of the frozen experiment.
         threads: number of threads of a job.
-        stages: the stage of every job that the run will start.
+        stages: the stage of every job that the run will start, one element per job; stages outside of `FORKED_STAGES`
+            are ignored.
     """
     os.environ.pop(_SOCKET_VARIABLE, None)
     forked_stages = [stage for stage in stages if stage in FORKED_STAGES]
@@ -115,15 +119,16 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
 def run_on_server(argv: list[str]) -> int | None:
     """Run a command line in a fork of the server, and forward this process's signals to it.
 
-    `_SOCKET_VARIABLE` is deleted. If the server accepts the command, signal handlers are set, and the function waits
-    for the end of the job.
+    `_SOCKET_VARIABLE` is deleted. If the server accepts the command, signal handlers are set, which stay, and the
+    function waits for the end of the job. Signals that this process ignores are not forwarded; the job ignores them.
 
     Args:
         argv: arguments of ``kairos``.
 
     Returns:
-        The job's exit status, or 128 plus the signal that ended the job. None if the command has to run in this
-        process, because there is no server or the server does not accept the command.
+        The job's exit status, or 128 plus the signal that ended the job; 137, as for SIGKILL, if the guardian ends
+        without an answer. None if the command has to run in this process, because there is no server, the server does
+        not accept the command, or this process has no standard input.
     """
     path = os.environ.pop(_SOCKET_VARIABLE, None)
     if path is None or sys.stdin is None:
@@ -154,11 +159,13 @@ def run_on_server(argv: list[str]) -> int | None:
             answer = server.recv(4)  # waits for the end of the job
     # without an answer the guardian was killed
     status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
-    return status if status >= 0 else 128 - status
+    return status if status >= 0 else 128 - status  # a negative status is the number of a signal
 
 
 def _send_request(server: socket.socket, path: str, request: Request) -> bool:
     """Send a request and this process's standard streams to the server; return True if the server accepts it.
+
+    The function waits for the answer. Every error of the connection counts as a server that does not accept it.
 
     Args:
         server: a socket that is not connected yet.
@@ -170,7 +177,7 @@ def _send_request(server: socket.socket, path: str, request: Request) -> bool:
         server.connect(path)
         socket.send_fds(server, [_REQUEST], standard_streams)
         server.sendall(json.dumps(request).encode() + b"\n")
-        return bool(server.recv(len(_ACCEPTED)))
+        return bool(server.recv(len(_ACCEPTED)))  # empty if the server closes the connection
     except OSError:
         return False
 
@@ -212,7 +219,9 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: 
 def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
     """Accept clients, and fork a guardian and a job for each acceptable request.
 
-    The standard streams of a job's process are those of its client.
+    The standard streams of a job's process are those of its client. The connection to a client whose request is not
+    accepted, or is faulty, is closed without an answer. A request is not accepted if the client's conditions differ, or
+    if the source file of a module that was imported at the start of this function has changed.
 
     Args:
         clients: the listening socket.
@@ -273,8 +282,11 @@ def _guard(client: socket.socket) -> None:
     """Fork the job, and return in the job's process alone.
 
     This process, the guardian, accepts the client's request and forwards signals from the client to the job. When the
-    job has ended, the guardian sends the job's exit status to the client, and exits. If the guardian ends first, the
-    job gets SIGTERM.
+    job has ended, the guardian sends the job's exit status to the client, and exits. If the client ends first, the job
+    is killed. If the server ends first, the guardian is killed. If the guardian ends first, the job gets SIGTERM.
+
+    Args:
+        client: connection to the client, which has sent an acceptable request.
     """
     die_with_parent(signal.SIGKILL)
     guardian = os.getpid()
@@ -301,8 +313,8 @@ def _guard(client: socket.socket) -> None:
 def _import_modules(config: str, stages: list[str]) -> None:
     """Import the modules of kairos and torch that some stages of an experiment need.
 
-    Other modules, such as those of plugins, are left out because their import could compute something. The time of the
-    imports is recorded in ``timing/preload.json`` of the results folder.
+    Other modules, such as those of plugins, are left out because their import could compute something. The time and CPU
+    time of this process so far are recorded in ``timing/preload.json`` of the results folder.
 
     Args:
         config: file of the frozen experiment.
@@ -328,8 +340,9 @@ def _import_modules(config: str, stages: list[str]) -> None:
 def _process_conditions() -> list[Any]:
     """Return the state of this process that a client and the server must have in common.
 
-    The state consists of interpreter, import path, environment, working directory, umask and blocked signals. The
-    folder of the script and the variables of the shell, which differ between processes, are left out.
+    The state consists of interpreter, import path, environment, working directory, umask and blocked signals, in this
+    order and as values of JSON. The folder of the script and the variables of the shell, which differ between
+    processes, are left out. The state of this process does not change.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _SHELL_VARIABLES}
     umask = os.umask(0)  # can only be read by setting it
@@ -340,7 +353,11 @@ def _process_conditions() -> list[Any]:
 
 
 def _source_times() -> dict[str, int]:
-    """Return the modification time of the file of every imported module that has one, in nanoseconds, by path."""
+    """Return the modification time of the file of every imported module that has one, in nanoseconds, by path.
+
+    Raises:
+        OSError: a file has been deleted since its import.
+    """
     specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
     files = [spec.origin for spec in specs if spec is not None and spec.has_location]
     return {file: os.stat(file).st_mtime_ns for file in files}

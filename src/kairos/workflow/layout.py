@@ -121,7 +121,10 @@ class Layout:
         return ["text"] if "text" in self.shared_stages else []
 
     def shards(self, stage: str) -> list[str]:
-        """Return the names of the shards that a stage is split into, ``1of2`` ...; an empty list if it is not split."""
+        """Return the names of the shards that a stage is split into, ``1of2`` ...; an empty list if it is not split.
+
+        Only ``sample``, and ``encode`` with an autoencoder, can be split; a single shard counts as not split.
+        """
         count = 0
         if stage == "sample":
             count = self.experiment.sampling.shards
@@ -130,7 +133,10 @@ class Layout:
         return [f"{number}of{count}" for number in range(1, count + 1)] if count > 1 else []
 
     def stage_rules(self, stage: str) -> list[str]:
-        """Return the names of a stage's rules: one, or two if the stage joins shards that the second rule computes."""
+        """Return the names of a stage's rules, without suffixes of segments: STAGE, and ``STAGE_parts`` if it is split.
+
+        Rule ``STAGE_parts`` computes the shards, and rule STAGE then joins them.
+        """
         return [stage, f"{stage}_parts"] if self.shards(stage) else [stage]
 
     def sampling_group(self, segment: Segment) -> str:
@@ -144,9 +150,10 @@ class Layout:
         """Return a function from wildcards to the name of the group of training runs that a scheduler runs as one job.
 
         Group 0 of segment 2 is ``trainings_2_0``. The runs of a group follow each other in `trainings`, so that every
-        run of the workflow has equal groups. A training run that has diverged is a group by itself, because it would
-        stop the other training runs at each attempt. None: the experiment has no groups, because each training run has
-        a GPU of its own.
+        run of the workflow has equal groups. A training run that has diverged is a group by itself, such as
+        ``trainings_2_0_alone_speed_seed1``, because it would stop the other training runs at each attempt. A training
+        run without a progress file counts as one that has not diverged. None: the experiment has no groups, because
+        each training run has a GPU of its own.
         """
         trainings_per_gpu = self.experiment.training.trainings_per_gpu
         if trainings_per_gpu == 1:
@@ -164,9 +171,11 @@ class Layout:
         return name_group
 
     def count_jobs(self) -> dict[str, int]:
-        """Return the number of jobs of each rule, in the order of the stages; segments of a rule count together.
+        """Return the number of jobs of each rule by its name without a suffix; segments of a rule count together.
 
-        A rule ``STAGE_parts`` computes shards of a stage. Rules without jobs, and rule ``all``, are left out.
+        The order is: shared stages, stages of training runs, ``measure_NAME`` and then ``analyse_NAME`` of the
+        analyses, ``report``, and ``track`` if tracking is enabled. A rule ``STAGE_parts``, which computes shards,
+        follows its stage. Rules without jobs, and rule ``all``, are left out.
         """
         training_job_count = len(self.trainings) * len(self.segments)
         counts: dict[str, int] = {}
@@ -216,7 +225,7 @@ class Layout:
         """Return the files that the table of an analysis is computed from.
 
         These are its measurements at snapshots. An analysis that reads strategies or evaluations instead depends on
-        the records of all snapshots of all training runs.
+        the records of all snapshots of all training runs. The list is empty for an analysis that reads neither.
         """
         files = self.measurement_files(analysis)
         # for results that an analysis reads: path of a snapshot's record in the folder of a run
@@ -238,14 +247,21 @@ class Layout:
     def checksum_file(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
         """Return the path of the checksums of the outputs of a training run's job.
 
-        All checksums of a training run's stage are in one folder, which DVC's report stage can depend on.
+        All checksums of a training run's stage are in one folder, which DVC's report stage can depend on. The file has
+        the number of the segment.
         """
         return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
     def report_inputs(self) -> list[str]:
-        """Return the paths of all records that the report and the import into MLflow read.
+        """Return the paths of all files that the report and the import into MLflow depend on.
 
-        Checksums of the jobs of training runs, and tables and figures of analyses, are included.
+        They are, in this order:
+
+        * the records of data set, autoencoder, extractor and reference;
+        * for each training run ``training.json`` and ``metrics.jsonl``, and for each snapshot its record, its image
+          grid of samples, and its evaluation;
+        * the checksums of the jobs of training runs;
+        * tables and figures of the analyses.
         """
         shared_records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
         snapshot_files = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
@@ -262,7 +278,7 @@ class Layout:
     # Values of the rules' directives
 
     def wildcard_pattern(self, values: list[Any]) -> str:
-        """Return a wildcard constraint that allows exactly the given values."""
+        """Return a wildcard constraint, a regular expression, that allows exactly the given values as texts."""
         return "|".join(re.escape(str(value)) for value in values)
 
     def rule_params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from kairos_timesteps.errors import demand
 
 _TEMPLATES = {"project.smk": "Snakefile", "project.gitignore": ".gitignore"}  # in the folder of this module
+# files and folders in kairos' own folder; they keep their paths, without the start ``workflow/``
 _COPIED = ("params.yaml", "experiments/schema.json", "workflow/profiles")
 
 
@@ -16,10 +17,10 @@ def installed() -> Path:
 
 
 def create_project(folder: Path) -> list[str]:
-    """Write a project's Snakefile, profiles and the demo's params.yaml; return the names of its files and folders.
+    """Write the files of a project, and return the names of the files and folders at its top, sorted.
 
-    The project also gets a .gitignore and the schema of experiment files. The folder is created if it is missing, and
-    the names are sorted.
+    The files are the project's Snakefile, the profiles of Snakemake, the demo's params.yaml, the schema of experiment
+    files and a .gitignore. The folder, and folders above it, are created if they are missing.
 
     Args:
         folder: folder of the project, which must be empty or missing.

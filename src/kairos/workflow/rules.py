@@ -22,7 +22,7 @@ _TRAINING_MINUTES = 1440  # a day
 def paths_of(name: str) -> PathsFunction:
     """Return a ``params:`` function that lists the paths under a name in the rule's output, or else in its input.
 
-    The list is empty if the rule has neither.
+    The list is empty if the rule has neither. A single path is a list with one element.
     """
 
     def list_paths(wildcards: Any, input: Any, output: Any) -> list[str]:
@@ -41,7 +41,10 @@ def folders_of(name: str) -> PathsFunction:
 
 
 def folder_of(name: str) -> TextFunction:
-    """Return a ``params:`` function that returns the parent folder of the first path of `paths_of`."""
+    """Return a ``params:`` function that returns the parent folder of the first path of `paths_of`.
+
+    The rule must have a path of that name; otherwise the function raises IndexError.
+    """
     folders = folders_of(name)
     return lambda wildcards, input, output: folders(wildcards, input, output)[0]
 
@@ -49,8 +52,8 @@ def folder_of(name: str) -> TextFunction:
 def stage_options(*stages: str) -> TextFunction:
     """Return a ``params:`` function that writes ``--STAGE FOLDER`` for each stage.
 
-    The folder contains the rule's input with the name of the stage. An example is
-    ``--dataset results/tiny/dataset --autoencoder results/tiny/autoencoder``.
+    The folder contains the rule's output with the name of the stage, or else the input of that name, see `folder_of`.
+    An example is ``--dataset results/tiny/dataset --autoencoder results/tiny/autoencoder``.
     """
 
     def write_options(wildcards: Any, input: Any, output: Any) -> str:
@@ -64,7 +67,12 @@ def stage_options(*stages: str) -> TextFunction:
 
 
 def repeat_option(option: str, paths: PathsFunction) -> TextFunction:
-    """Return a ``params:`` function that writes ``OPTION PATH`` for each of a job's paths."""
+    """Return a ``params:`` function that writes ``OPTION PATH`` for each of a job's paths; empty without paths.
+
+    Args:
+        option: the option, with its hyphens, such as ``--part``.
+        paths: function that lists the paths, such as that of `paths_of`.
+    """
 
     def write_options(wildcards: Any, input: Any, output: Any) -> str:
         return " ".join(f"{option} {path}" for path in paths(wildcards, input, output))
@@ -96,7 +104,10 @@ def gpus_per_job(experiment: Experiment) -> int:
 
 
 def processes_per_node(experiment: Experiment) -> int:
-    """Return the number of processes of one training run on each of its machines."""
+    """Return the number of processes of one training run on each of its machines.
+
+    The check of the experiment ensures that the processes can be divided equally.
+    """
     return experiment.training.processes // experiment.training.nodes
 
 

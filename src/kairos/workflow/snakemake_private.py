@@ -74,7 +74,7 @@ def touch_without_pauses() -> None:
 
 
 def prevent_retry(job: Any) -> None:
-    """Prevent another attempt of a job, or group of jobs, that fails: count the present attempt as the last one.
+    """Prevent another attempt of a job, or group of jobs: count the present attempt, which has failed, as the last one.
 
     The public setter of the attempt would return more resources to the scheduler than the job has taken.
     """
@@ -86,7 +86,7 @@ def set_jobs_per_group(workflow: Any, group: str, job_count: int) -> str:
     """Let Snakemake combine up to `job_count` jobs of a group that do not depend on each other; return the group.
 
     Rules call this function when Snakemake evaluates their group: the settings do not exist before. A number that the
-    user has set for the group is kept.
+    user has set for the group is kept. If nothing is executed, there are no settings, and nothing is changed.
     """
     settings = workflow.group_settings
     if settings is not None:  # None if nothing is executed, such as for a summary
