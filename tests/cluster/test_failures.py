@@ -12,6 +12,8 @@ from slurm import kill_controller, save_state, start_controller, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
+_STEPS = 1500  # some seconds, so that a run can be stopped between its first checkpoint and its end
+
 
 def count_failed_queries(log: Path) -> int:
     """Return how often the controller could not query the states of its jobs, which it logs with ``--verbose``."""
@@ -40,7 +42,7 @@ def test_a_failed_job_loses_no_complete_training_run(pipeline: Pipeline) -> None
     This also holds if the controller is killed while it waits for other jobs.
     """
     methods = {name: {"sampler": "uniform"} for name in ("killed", "complete", "queued")}
-    pipeline.configure(methods, trainings_per_gpu=2, milestones=[100])  # a job for the first two, one for the last
+    pipeline.configure(methods, trainings_per_gpu=2, milestones=[_STEPS])  # a job for the first two, one for the last
     killed, complete, queued = (pipeline.training(name) for name in methods)
     targets = (complete.target, killed.target)
     held = ("--set-resources", "train:slurm_extra='--hold' if wildcards.method == 'queued' else ''")
@@ -57,7 +59,7 @@ def test_a_failed_job_loses_no_complete_training_run(pipeline: Pipeline) -> None
         controller.process.send_signal(signal.SIGKILL)
     pipeline.run("--", *targets)
     assert (complete.folder / "timing.jsonl").read_bytes() == timing
-    assert sum(killed.steps_of_jobs()) == 100
+    assert sum(killed.steps_of_jobs()) == _STEPS
 
 
 def test_an_interrupted_controller_lets_its_training_runs_save_checkpoints(pipeline: Pipeline) -> None:
@@ -74,7 +76,7 @@ def test_an_interrupted_controller_lets_its_training_runs_save_checkpoints(pipel
 
 def test_no_job_is_lost_while_slurm_does_not_answer(pipeline: Pipeline, cluster: Path) -> None:
     """SLURM is away when the controller submits the job, and again when the job ends."""
-    pipeline.configure({"waiting": {"sampler": "uniform"}}, milestones=[100])
+    pipeline.configure({"waiting": {"sampler": "uniform"}}, milestones=[_STEPS])
     training = pipeline.training("waiting")
     kill_controller(cluster)
     with pipeline.controller("--kairos-status-attempts", "1", "--verbose", "--", training.target) as controller:
@@ -95,7 +97,7 @@ def test_no_job_is_lost_while_slurm_does_not_answer(pipeline: Pipeline, cluster:
         finally:
             start_controller(cluster)
         controller.wait_for_success(300)
-    assert training.steps_of_jobs() == [100]
+    assert training.steps_of_jobs() == [_STEPS]
     assert [job.state for job in training.jobs()] in (["COMPLETED"], [])  # SLURM may have forgotten the job
     assert "Trying to restart" not in controller.log.read_text()
 
