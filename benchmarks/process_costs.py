@@ -7,6 +7,8 @@ Columns: part; CPU seconds before and after, medians of the rounds; their ratio.
 - ``end``: the end of a process that has imported what a training job imports, by the teardown of the interpreter
   (before) and by `kairos.process_exit` (after).
 - ``end of a fork``: the end of a fork of that process, as jobs of the fork server are.
+- ``autoencoder``: the import of the autoencoder's module after torch, with the packages of diffusers' pipelines and, as
+  in commands, without them (`kairos.quick_imports`).
 - ``fingerprint``: a process that computes the fingerprint of a training run, without and with the summaries of modules
   in the user's cache.
 - ``dry run``: ``snakemake -n`` of the demo, without and with these summaries.
@@ -69,6 +71,16 @@ def measure_end() -> tuple[float, float]:
     return torn_down - alone, max(quick - alone, 0.0)
 
 
+def measure_autoencoder() -> tuple[float, float]:
+    """Return the CPU seconds of the import of the autoencoder's module, with and without packages of pipelines."""
+    start, end = "import torch, kairos.quick_imports", "import os; os._exit(0)"
+    module = "import kairos.autoencoders.train"
+    alone = cpu_seconds([sys.executable, "-c", f"{start}; {end}"])
+    whole = cpu_seconds([sys.executable, "-c", f"{start}; {module}; {end}"])
+    quick = cpu_seconds([sys.executable, "-c", f"{start}; kairos.quick_imports.enable(); {module}; {end}"])
+    return whole - alone, quick - alone
+
+
 def measure_fork() -> tuple[float, float]:
     """Return the CPU seconds of a fork that ends at once, by teardown and by `process_exit`."""
     seconds = []
@@ -95,6 +107,7 @@ def main() -> None:
     parts = {
         "end": measure_end,
         "end of a fork": measure_fork,
+        "autoencoder": measure_autoencoder,
         "fingerprint": lambda: measure_cache([sys.executable, "-c", FINGERPRINT]),
         "dry run": lambda: measure_cache(DRY_RUN),
     }
