@@ -1,7 +1,6 @@
 """Fixtures and hooks of the pipeline's tests; library/tests/hooks.py defines those that the library's tests share."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from jaxtyping import install_import_hook
@@ -33,16 +32,6 @@ def commands() -> Iterator[Commands]:
     """Kairos commands in separate processes, without the time that imports take."""
     with Commands() as commands:
         yield commands
-
-
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SQLite database with MLflow's tables and no runs, for copies, since MLflow takes seconds to create its tables."""
-    from mlflow import MlflowClient
-
-    path = tmp_path_factory.mktemp("mlflow") / "empty.db"
-    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
-    return path
 
 
 @pytest.fixture

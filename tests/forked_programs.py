@@ -13,7 +13,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-PROGRAMS = ("snakemake", "kairos", "dvc", "python")  # python only with -c CODE
+PROGRAMS = ("snakemake", "kairos", "python")  # python only with -c CODE
 PACKAGES = ("kairos", "kairos_timesteps", "snakemake_executor_plugin_kairos")
 _server: "subprocess.Popen[str] | None" = None
 
@@ -46,10 +46,6 @@ def run_command(command: list[str]) -> object:
         from kairos.cli import main as kairos
 
         return kairos(arguments)
-    if program == "dvc":
-        from dvc.cli import main as dvc
-
-        return dvc(arguments)
     from snakemake.cli import main as snakemake
 
     return snakemake(arguments)
@@ -84,7 +80,6 @@ def serve() -> None:
     """Read orders from standard input until it is closed; answer each with the exit status of its fork."""
     del sys.path[0]  # the folder of this file, which is not in the path of a command that a user starts
     # imports of the programs, and smart_open, which Snakemake imports when it first reads a file
-    import dvc.cli.parser
     import dvc.repo  # noqa: F401
     import smart_open  # noqa: F401
     import snakemake.cli  # noqa: F401

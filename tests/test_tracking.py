@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -42,10 +41,9 @@ def count_rows(database="mlflow.db"):
 
 
 @pytest.mark.long
-def test_import_is_complete_and_importing_again_adds_nothing(tree, empty_database):
+def test_import_is_complete_and_importing_again_adds_nothing(tree):
     from mlflow import MlflowClient
 
-    shutil.copy(empty_database, "mlflow.db")
     config, results = tree
     out = results / "tracking.json"
     (results / "figures").mkdir()
@@ -111,18 +109,16 @@ def test_import_is_complete_and_importing_again_adds_nothing(tree, empty_databas
 
 
 @pytest.mark.long
-def test_an_import_that_is_killed_is_completed_by_the_next_import(tree, monkeypatch, empty_database):
+def test_an_import_that_is_killed_is_completed_by_the_next_import(tree, monkeypatch):
     from mlflow import MlflowClient
 
     config, results = tree
     out = results / "tracking.json"
-    shutil.copy(empty_database, "whole.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///whole.db")
     track(load(config), results, out)
     calls = [("log_artifact", 6), ("log_inputs", 2), ("log_batch", 2), ("set_terminated", 1), ("set_tag", 1)]
     for method, count in calls:
         database = f"killed_{method}.db"
-        shutil.copy(empty_database, database)
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
         child = os.fork()
         if child == 0:

@@ -39,10 +39,9 @@ def tree(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def imported(tree, empty_database, tmp_path_factory):
+def imported(tree, tmp_path_factory):
     """Points that the import writes into an empty database."""
     folder = tmp_path_factory.mktemp("imported")
-    shutil.copy(empty_database, folder / "alone.db")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("MLFLOW_TRACKING_URI", "sqlite:///alone.db")
@@ -51,10 +50,8 @@ def imported(tree, empty_database, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(empty_database, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    shutil.copy(empty_database, folder / "server.db")
-    with Server(folder) as server:
+def server(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("server")) as server:
         yield server
 
 
@@ -137,7 +134,7 @@ def test_a_slow_server_delays_no_training_and_a_resumed_training_keeps_its_mlflo
     assert job.advance(300) < 8
     wait_for(server.reached("slow", 200), "points up to step 200")
     job.process.kill()
-    job.process.join()
+    job.process.wait()
     job = Job(config, results, "speed", 1, tmp_path / "run", proxy.uri)
     job.advance(400)
     job.end()

@@ -1,7 +1,7 @@
-"""Record a training run step by step, as `kairos train` does, and report it to the tracking store.
+"""Process that records a training run step by step, as `kairos train` does, and reports it to the tracking store.
 
-Its records come from a finished training run of results_tree.py, so that it needs no torch and dozens of processes
-can do so at once. Each line of standard input is the step up to which it records. It answers each line with the seconds
+Its records come from a finished training run of results_tree.py, so that it needs no torch and dozens of such processes
+can run at once. Each line of standard input is the step up to which it records. It answers each line with the seconds
 that these steps took, and the end of the input with the seconds that ending the run took.
 """
 
@@ -48,3 +48,8 @@ def resume(state: Path) -> int:
     """Return the last step that an earlier process recorded."""
     timing = state / "timing.jsonl"
     return json.loads(timing.read_text().splitlines()[-1])["step"] if timing.exists() else 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], *map(Path, sys.argv[4:]))
+    assert "torch" not in sys.modules

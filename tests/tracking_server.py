@@ -1,27 +1,22 @@
 """Helpers for tests of tracking: an MLflow server that can be killed, a proxy that delays it, processes that report."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-import tracking_job
 from ports import free_port
 
 PATIENCE = 400  # longest wait in seconds, also on a busy machine
-# processes that are forks of one process that has imported MLflow, since its import takes seconds
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["mlflow.cli", "kairos.tracking.live"])
+JOB = Path(__file__).with_name("tracking_job.py")
 RUNS = """
     select method.value, seed.value, {} from runs
     join experiments using (experiment_id)
@@ -33,40 +28,6 @@ POINTS = (
     "metrics.key, metrics.step, metrics.value, metrics.timestamp",
     "join metrics on metrics.run_uuid = runs.run_uuid",
 )
-
-
-def _run_mlflow(command: list[str], log: Path) -> None:
-    """Run a command of MLflow in this process, in a process group of its own."""
-    from mlflow.cli import cli
-
-    os.setsid()
-    _append_output(log)
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # eight processes for GenAI's evaluations
-    cli(command)
-
-
-def _run_job(orders: Connection, answers: Connection, log: Path, arguments: list[Any], environment: dict) -> None:
-    """Run `tracking_job.main` in this process, with the pipes as its standard input and output."""
-    os.environ.update(environment)
-    _append_output(log)
-    sys.stdin, sys.stdout = _text_file(orders, "r"), _text_file(answers, "w")
-    tracking_job.main(*arguments)
-    assert "torch" not in sys.modules
-
-
-def _append_output(log: Path) -> None:
-    """Append standard output and standard error of this process to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-
-
-def _text_file(end: Connection, mode: str) -> Any:
-    """Return an end of a pipe as a text file, and close the original."""
-    file = os.fdopen(os.dup(end.fileno()), mode)
-    end.close()
-    return file
 
 
 def wait_for(condition: Callable[[], bool], name: str) -> None:
@@ -98,15 +59,20 @@ class Server:
         self.kill()
 
     def start(self) -> None:
-        command = ["server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
-        command += ["--backend-store-uri", self.database]
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--workers", "1", "--backend-store-uri", self.database]
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
-        self.process = _FORKS.Process(target=_run_mlflow, args=(command, self.folder / "server.log"))
-        self.process.start()
+        environment = {
+            **os.environ,
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for GenAI's evaluations
+        }
+        with open(self.folder / "server.log", "a") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         wait_for(self.answers, "MLflow server")
 
     def answers(self) -> bool:
-        assert self.process.is_alive(), (self.folder / "server.log").read_text()[-2000:]
+        assert self.process.poll() is None, (self.folder / "server.log").read_text()[-2000:]
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=2) as answer:
             return answer.status == 200
         return False
@@ -114,7 +80,7 @@ class Server:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.join()
+        self.process.wait()
 
     def runs(self, name: str) -> list[tuple]:
         """Return method, seed and status of the training runs in an MLflow experiment."""
@@ -172,27 +138,28 @@ class Job:
     def __init__(self, config: Path, results: Path, method: str, seed: int, out: Path, uri: str, **environment: str):
         self.log = out.parent / f"{out.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = [str(config), method, str(seed), results / method / f"seed{seed}", out]
-        (orders, send), (receive, answers) = _FORKS.Pipe(duplex=False), _FORKS.Pipe(duplex=False)
-        environment = {"MLFLOW_TRACKING_URI": uri, **environment}
-        self.process = _FORKS.Process(target=_run_job, args=(orders, answers, self.log, arguments, environment))
-        self.process.start()
-        orders.close()
-        answers.close()
-        self.orders, self.answers = _text_file(send, "w"), _text_file(receive, "r")
+        source = results / method / f"seed{seed}"
+        with open(self.log, "a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(JOB), str(config), method, str(seed), str(source), str(out)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "MLFLOW_TRACKING_URI": uri, **environment},
+            )
 
     def advance(self, *steps: int) -> float:
         """Record the run up to each of these steps; returns the seconds of the slowest answer."""
         seconds = []
         for step in steps:
-            print(step, file=self.orders, flush=True)
-            seconds.append(float(self.answers.readline()))
+            print(step, file=self.process.stdin, flush=True)
+            seconds.append(float(self.process.stdout.readline()))
         return max(seconds)
 
     def end(self) -> float:
         """End the run; returns the seconds that this took."""
-        self.orders.close()
-        seconds = float(self.answers.readline())
-        self.process.join(PATIENCE)
-        assert self.process.exitcode == 0, self.log.read_text()
+        self.process.stdin.close()
+        seconds = float(self.process.stdout.readline())
+        assert self.process.wait(timeout=PATIENCE) == 0, self.log.read_text()
         return seconds

@@ -64,7 +64,7 @@ class Copy:
         return self.run("snakemake", "--cores", "2", "--configfile", config, *arguments)
 
     def run_forked(self, *command: str) -> "subprocess.CompletedProcess[str]":
-        """Run ``kairos ...``, ``dvc ...`` or ``python -c CODE`` in a fork that has imported Snakemake and DVC."""
+        """Run a short command, ``kairos ...`` or ``python -c CODE``, in a fork that has imported Snakemake and DVC."""
         return forked_programs.run([*command], self.folder, self.environment)
 
     def ask_snakemake(self, *arguments: str, config: str) -> "subprocess.CompletedProcess[str]":
