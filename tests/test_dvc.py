@@ -271,7 +271,7 @@ def test_a_changed_expression_reruns_its_stages_and_those_that_read_changed_resu
         assert [old.split(":")[0] for old, _ in changed] == ["code"]
         assert disposable_copy.to_do(config="params.yaml") == {}
     with disposable_copy.edited(
-        "src/kairos/evaluation/validation.py", '"loss": sum(loss_parts)', '"loss": 2 * sum(loss_parts)'
+        "src/kairos/evaluation/validation.py", '"loss": sum(loss_contributions)', '"loss": 2 * sum(loss_contributions)'
     ):
         assert reproduce(disposable_copy) == [FIRST, "evaluate@adaptive-0", "report"]
         assert disposable_copy.to_do(config="params.yaml") == {}
