@@ -15,7 +15,7 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder
 from kairos.config import validate
 from kairos.data import resumable_arrays
-from kairos.data.dataset import open_dataset
+from kairos.data.dataset import open_dataset, to_float
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
@@ -394,3 +394,12 @@ def test_only_float16_is_recorded_and_only_latents_depend_on_it(kind):
 def test_pixels_have_no_data_type():
     with pytest.raises(ConfigError, match=r"autoencoder\.dtype: got float16, allowed: float32 with kind none"):
         _experiment(kind="none", dtype="float16")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_on_a_cpu_keep_the_layout_by_which_torch_selects_convolutions(channels):
+    """Another layout of equal values would give a trained autoencoder other bits."""
+    images = torch.randint(256, (2, 8, 6, channels), dtype=torch.uint8, generator=torch.manual_seed(0))
+    expected = images.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
+    converted = to_float(images)
+    assert torch.equal(converted, expected) and converted.stride() == expected.stride()

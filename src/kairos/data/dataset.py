@@ -62,7 +62,10 @@ def to_float(images: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     channels_first = images.permute(0, 3, 1, 2)
-    return channels_first.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
+    if channels_first.device.type == "cpu":
+        # keeps the strides of grey images: torch selects the convolution, and with it the bits, by them
+        return channels_first.contiguous().float() / 127.5 - 1
+    return channels_first.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1  # one kernel for both
 
 
 def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
