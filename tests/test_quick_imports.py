@@ -9,8 +9,12 @@ import pytest
 CODE = """
 import sys
 from kairos import quick_imports
-if sys.argv[1] == "command":
+if sys.argv[1] != "notebook":
     quick_imports.enable()
+if sys.argv[1] == "plugin":
+    from kairos.config.plugins import load_plugins
+    open("my_plugin.py", "w").close()
+    load_plugins(["my_plugin.py"])
 from kairos.autoencoders.codec import load_model
 from kairos.autoencoders.train import AutoencoderKL
 import kairos.models.unet
@@ -23,12 +27,13 @@ assert transformers.PreTrainedModel and torchvision.io and scipy.__version__
 """
 
 
-@pytest.mark.parametrize(
-    ("process", "printed"), [("command", "[] False"), ("notebook", "['scipy', 'torchvision', 'transformers'] True")]
-)
+ALL = "['scipy', 'torchvision', 'transformers'] True"
+
+
+@pytest.mark.parametrize(("process", "printed"), [("command", "[] False"), ("notebook", ALL), ("plugin", ALL)])
 def test_only_commands_import_diffusers_without_packages_of_pipelines(process, printed, tmp_path):
     ended = subprocess.run(
-        [sys.executable, "-c", CODE, process, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", CODE, process, "model"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == printed

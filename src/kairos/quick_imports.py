@@ -2,8 +2,8 @@
 
 diffusers imports transformers, torchvision and scipy wherever they are installed, which takes half of the time of its
 import. Its autoencoders and U-Nets use none of them. In a process of a kairos command these packages look absent while
-diffusers is imported, and only then. Other processes, such as a notebook's, import diffusers as usual, because
-pipelines of diffusers would miss the packages afterwards.
+diffusers is imported, and only then. Pipelines of diffusers would miss the packages afterwards. Commands whose
+experiment has plugins, and other processes, such as a notebook's, therefore import diffusers as usual.
 """
 
 import sys
@@ -14,10 +14,10 @@ _PIPELINE_PACKAGES = ("transformers", "torchvision", "scipy")
 _enabled = False
 
 
-def enable() -> None:
-    """Let this process import diffusers without the packages of its pipelines."""
+def enable(enabled: bool = True) -> None:
+    """Let this process import diffusers without the packages of its pipelines, or again with them."""
     global _enabled
-    _enabled = True
+    _enabled = enabled
 
 
 @contextmanager

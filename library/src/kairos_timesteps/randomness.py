@@ -70,10 +70,8 @@ class Stream:
 
     def uniform(self, step: Step, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
         """Return uniform numbers in [0, 1), float64 (n, *shape): the upper 53 bits of two words."""
-        if not isinstance(step, int):
-            numbers = _uniform(self.words(step, index, 2 * math.prod(shape), device))
-            return numbers.reshape(*numbers.shape[:-1], *shape)
-        return _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64).reshape(-1, *shape)
+        numbers = _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64)
+        return numbers.reshape(*numbers.shape[:-1], *shape)
 
     def normal(
         self, step: Step, index: Index, shape: Shape = (), device: Device = "cpu", dtype: torch.dtype | None = None
@@ -282,7 +280,7 @@ def _centred(words: Tensor) -> Tensor:
     """Convert each word to the middle of one of 2**32 equal intervals of (-1, 1), float64, exactly."""
     if not _fuses_conversions(words):
         return words.double().sub_(2**31 - 0.5).mul_(2.0**-31)
-    first = torch.tensor(2.0**-32 - 1, dtype=torch.float64)
+    first = torch.tensor(2.0**-32 - 1, dtype=torch.float64, device="cpu")
     return torch.add(first, words, alpha=2.0**-31)
 
 

@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kairos import quick_imports
 from kairos.files import read_json
 from kairos.fingerprint import fingerprint, modules, roots_of, set_source
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
@@ -53,6 +54,7 @@ def load_plugins(paths: Any) -> Any:
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"plugins: got {paths!r}, allowed: a list of Python files, such as [my_strategies.py]")
     for path in paths:
+        quick_imports.enable(False)  # a plugin may use a pipeline of diffusers
         _load(path)
     return paths
 

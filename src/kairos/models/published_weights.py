@@ -43,7 +43,7 @@ def _find_state_dicts(content: dict[str, Any]) -> tuple[Any, Any]:
         return average["shadow"], raw
     if not isinstance(raw, dict) and not isinstance(average, dict):  # the file is a state dict itself
         return None, content
-    return average, raw
+    return average if isinstance(average, dict) else None, raw if isinstance(raw, dict) else None
 
 
 def _select_tensors(state_dict: dict[str, Any]) -> Weights:

@@ -60,8 +60,7 @@ class UViT(Backbone):
         table = weights.get("label_emb.weight")  # (classes, width)
         if table is None or "class" not in self.conditions:
             return weights
-        lacks_no_class = len(table) + 1 == self.label_emb.num_embeddings
-        if not lacks_no_class:
+        if len(table) + 1 != self.label_emb.num_embeddings:
             return weights
         no_class = torch.zeros_like(table[:1])
         return weights | {"label_emb.weight": torch.cat([table, no_class])}

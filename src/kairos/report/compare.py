@@ -139,17 +139,15 @@ def _columns_measured_everywhere(selection: Selection) -> list[str]:
     Standard deviations over sample sets are left out. The order is that of the first snapshot. The list is empty if no
     snapshot is evaluated.
     """
-    columns_by_snapshot = []
+    common_columns: dict[str, None] | None = None  # names in order
     for results, methods in selection:
         for run, snapshot in results.run_snapshots:
             if run.method in methods:
                 values = snapshot.measured_values
-                numbers = [name for name, value in values.items() if isinstance(value, (int, float))]
-                columns_by_snapshot.append([name for name in numbers if not name.endswith("_spread")])
-    if not columns_by_snapshot:
-        return []
-    first_columns, *other_columns = columns_by_snapshot
-    return [name for name in first_columns if all(name in columns for columns in other_columns)]
+                numbers = {name for name, value in values.items() if isinstance(value, (int, float))}
+                names = values if common_columns is None else common_columns
+                common_columns = {name: None for name in names if name in numbers and not name.endswith("_spread")}
+    return list(common_columns or ())
 
 
 def _loss_settings(results: Results, column: str) -> dict[str, str]:

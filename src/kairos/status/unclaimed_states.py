@@ -33,8 +33,10 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
     for run in runs:
         folder = outline.run_folder(run.method, run.seed) / ".state"
         if run.state not in _ACTIVE and not is_locked(folder / "lock"):
-            states_by_run[run] = _list_states(folder)
-    if not any(states_by_run.values()):
+            states = _list_states(folder)
+            if states:
+                states_by_run[run] = states
+    if not states_by_run:
         return []
     from kairos.training.identity import compute_identity  # imports the registries, which most calls do not need
 

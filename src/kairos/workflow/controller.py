@@ -103,10 +103,13 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     if files:
         merged = apply_extends(dict(config), Path(files[-1]))
         return validate(merged, " + ".join(map(str, files)))
+    from snakemake.utils import update_config  # as Snakemake itself merges --config into a file
+
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
-    merged = apply_extends({**values, **config}, Path(_DEFAULT_EXPERIMENT))
+    update_config(values, config)
+    merged = apply_extends(values, Path(_DEFAULT_EXPERIMENT))
     return validate(merged, f"{_DEFAULT_EXPERIMENT} with --config")
 
 

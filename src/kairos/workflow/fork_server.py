@@ -233,7 +233,10 @@ def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
     source_times = _source_times()
     controller_pipe = 0  # standard input, which becomes readable when the controller ends
     while controller_pipe not in _wait_until_readable(controller_pipe, clients.fileno()):
-        with suppress(OSError, ValueError, KeyError), clients.accept()[0] as client:  # a faulty request is not accepted
+        with (
+            suppress(OSError, ValueError, KeyError, TypeError),
+            clients.accept()[0] as client,
+        ):  # a faulty request is not accepted
             _, streams, _, _ = socket.recv_fds(client, len(_REQUEST), maxfds=3)
             try:
                 request: Request = json.loads(client.makefile(encoding="utf-8").readline())
