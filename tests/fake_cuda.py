@@ -219,11 +219,17 @@ def fake_cuda() -> Iterator[Record]:
     record, pinned = Record(), set()
     storages = []  # keeps pinned memory alive, so that its address is not used again
 
-    def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
+    real_empty = torch.empty
+
+    def to_pinned_memory(tensor: Tensor, *_: Any) -> Tensor:
         copy = tensor.clone()
         storages.append(copy.untyped_storage())
         pinned.add(storages[-1]._cdata)
         return copy
+
+    def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        tensor = real_empty(*size, **options)
+        return to_pinned_memory(tensor) if pin_memory else tensor
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
         record.collectives.append(f"all_gather_object in {caller()}")
@@ -233,7 +239,8 @@ def fake_cuda() -> Iterator[Record]:
         "torch.distributed.all_gather_object": all_gather_object,  # pickles to tensors, which must not be fake
         "torch.nn.parallel.DistributedDataParallel": Replicated,
         "torch.cuda.is_current_stream_capturing": lambda: False,
-        "torch.Tensor.pin_memory": pin_memory,
+        "torch.Tensor.pin_memory": to_pinned_memory,
+        "torch.empty": empty,
         "torch.Tensor.backward": _backward,
         "torch.autograd.grad": _grad,
         "torch._subclasses.fake_tensor.FakeTensor.tolist": lambda tensor: tensor.cpu().tolist(),

@@ -150,13 +150,12 @@ def load_model(folder: Path | str) -> Any:
     class_name = read_json(Path(folder) / "config.json").get("_class_name")
     if class_name not in KINDS:
         raise ConfigError(f"autoencoder.path: {folder} holds {class_name!r}, allowed: {', '.join(KINDS)}")
-    with without_pipeline_packages():
-        import diffusers  # slow, and not needed to reject the folder
-
-        model_class = getattr(diffusers, class_name)  # imports its module
-
-    diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
     try:
+        with without_pipeline_packages():
+            import diffusers  # slow, and not needed to reject the folder
+
+            model_class = getattr(diffusers, class_name)  # imports its module
+        diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
         return model_class.from_pretrained(
             folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
         )

@@ -136,4 +136,4 @@ def _natural_order(path: Path) -> Any:
     The key of table10 is ``["table", 10, ""]``: text and numbers alternate, so that keys of two files can be compared.
     """
     pieces = re.split(r"(\d+)", path.stem)
-    return path.parent, [int(piece) if piece.isdigit() else piece for piece in pieces]
+    return path.parent, [int(piece) if piece.isdecimal() else piece for piece in pieces]

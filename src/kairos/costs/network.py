@@ -70,25 +70,21 @@ def count_network_cost(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
-    from torch.utils.flop_counter import flop_registry
+    from torch.utils.flop_counter import FlopCounterMode
 
     from kairos import models
 
-    # counters of operations and moved bytes, and of tensors kept for the backward pass
-    class OperationCounter(TorchDispatchMode):
-        """Sum floating-point operations, and the bytes that operations read and write; views move no bytes."""
+    # counters of moved bytes, of tensors kept for the backward pass, and of operations
+    class ByteCounter(TorchDispatchMode):
+        """Sum in `bytes` the bytes that each operation reads and writes; views of tensors move no bytes."""
 
-        bytes, flops = 0, 0
+        bytes = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            result = func(*args, **kwargs)
+            result = func(*args, **(kwargs or {}))
             if func.namespace == "aten" and not func.is_view:
                 leaves = tree_leaves((args, kwargs, result))
                 self.bytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-                count_flops = flop_registry.get(func.overloadpacket)
-                if count_flops is not None:
-                    self.flops += count_flops(*args, **kwargs, out_val=result)
             return result
 
     saved_storages: set[torch.UntypedStorage] = set()
@@ -98,7 +94,8 @@ def count_network_cost(
         return tensor
 
     saved_hooks = torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor)
-    counter = OperationCounter()  # type: ignore[no-untyped-call]  # its base, in torch, declares no types
+    byte_counter = ByteCounter()  # type: ignore[no-untyped-call]  # its base, in torch, declares no types
+    forward_counter, backward_counter = FlopCounterMode(display=False), FlopCounterMode(display=False)
 
     # the passes
     model.load()  # before FakeTensorMode: imported modules must see the usual torch
@@ -109,10 +106,9 @@ def count_network_cost(
             _normalise_in_float32(network)
         x, t = torch.empty(samples, *x0_shape), torch.zeros(samples, dtype=torch.int64)
         condition_values = _create_condition_values(conditions, samples)
-        with counter, saved_hooks, autocast:
+        with forward_counter, byte_counter, saved_hooks, autocast:
             output = network(x, t, condition_values)
-        forward_flops = counter.flops
-        with counter:
+        with backward_counter, byte_counter:
             output.float().square().mean().backward()
         parameters, weights = list(network.parameters()), network.weights().values()
         network_storages = {value.untyped_storage() for value in (*parameters, *network.buffers())}
@@ -128,9 +124,9 @@ def count_network_cost(
         saved_tensors=len(weights),
         bytes_per_value=4 * byte_factor,
         samples=samples,
-        forward_flops=forward_flops,
-        backward_flops=counter.flops - forward_flops,
-        bytes_moved=counter.bytes * byte_factor,
+        forward_flops=forward_counter.get_total_flops(),
+        backward_flops=backward_counter.get_total_flops(),
+        bytes_moved=byte_counter.bytes * byte_factor,
         activation_bytes=sum(storage.nbytes() for storage in activation_storages) * byte_factor,
     )
 

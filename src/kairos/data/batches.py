@@ -15,7 +15,7 @@ copied to the device asynchronously, and all random numbers that x0 depends on a
 import functools
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +91,17 @@ class Batches:
             return
         first_prefetched = range(first, min(first + _PREFETCHED_STEPS, end))
         with ThreadPoolExecutor(1) as reader:
-            pending = deque(reader.submit(self._read_packed, step) for step in first_prefetched)
+            # on the CPU the data need no copy
+            read = self._read if self.device.type == "cpu" else self._read_packed
+            pending: deque[Future[Any]] = deque(reader.submit(read, step) for step in first_prefetched)
             for step in range(first, end):
-                packed = pending.popleft().result()
+                data = pending.popleft().result()
                 if step + _PREFETCHED_STEPS < end:
-                    pending.append(reader.submit(self._read_packed, step + _PREFETCHED_STEPS))
-                yield self._to_device(step, *packed.to(self.device))
+                    pending.append(reader.submit(read, step + _PREFETCHED_STEPS))
+                yield self._to_device(step, *(data.to(self.device) if isinstance(data, PackedTensors) else data))
 
     def _read_packed(self, step: int) -> "PackedTensors":
-        """Read the data of a step into one buffer on the CPU, which is pinned if the device is a GPU."""
+        """Read the data of a step into one buffer on the CPU, which is pinned if the device is a GPU of CUDA."""
         return PackedTensors.pack(self._read(step), pin=self.device.type == "cuda")
 
     def _read(self, step: int) -> list[dict[str, Tensor]]:
@@ -190,8 +192,7 @@ class PackedTensors:
                 layout[-1][name] = size, values.dtype, values.shape
                 size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
         # copy them to views of the buffer
-        buffer = torch.empty(size, dtype=torch.uint8)
-        packed = PackedTensors(buffer.pin_memory() if pin else buffer, layout)
+        packed = PackedTensors(torch.empty(size, dtype=torch.uint8, pin_memory=pin), layout)
         for tensors, copies in zip(groups, packed.unpack(), strict=True):
             for name, values in tensors.items():
                 copies[name].numpy()[...] = values.numpy()  # torch's thread pool belongs to the main thread

@@ -28,6 +28,7 @@ from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.metrics import Comparison, RealStatistics
 from kairos.evaluation.settings import (
+    EXTRACTORS,
     MEASUREMENTS,
     METRICS,
     EvaluationConfig,
@@ -241,8 +242,7 @@ def _real_statistics(
     needs = needs_of_real_images(selected)
     if reference not in ("train", "all"):
         return load_external_statistics(Path(reference), extractor, needs)
-    all_indices = np.arange(len(dataset.images))
-    indices = dataset.train if reference == "train" else all_indices
+    indices = dataset.train if reference == "train" else np.arange(len(dataset.images))
     cache_key = {"dataset": dataset.manifest["content_sha256"], "split": reference}
     return _measure_cached(dataset.images, indices, extractor, needs, cache_key)
 
@@ -290,12 +290,13 @@ def _measure_cached(
         needs: measurements, see `settings.MEASUREMENTS`.
         cache_key: JSON values that identify the images.
     """
+    extractor_code = EXTRACTORS.find(extractor.manifest["kind"]).module()  # imported by name alone
     cache_key = {
         **cache_key,
         "extractor": extractor.hash,
         "precision": extractor.precision,
         "needs": sorted(needs),
-        "code": fingerprint([measure.__module__, extractor.__module__, metrics.__name__]),
+        "code": fingerprint([measure.__module__, extractor.__module__, extractor_code, metrics.__name__]),
     }
 
     def compute() -> RealStatistics:

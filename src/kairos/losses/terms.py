@@ -85,7 +85,8 @@ class Prediction:
 def mse(options: LossOptions, prediction: Prediction) -> PerSample:
     """Compute the simple loss, the mean squared error of the target (Ho et al. 2020, eq. 14), shape (batch,)."""
     target = prediction.process.target(prediction.x0, prediction.noise, prediction.t)
-    return per_sample(functional.mse_loss(prediction.mean, target, reduction="none"))
+    mean = prediction.mean.to(target.dtype)  # older versions of torch cannot differentiate mse_loss of two types
+    return per_sample(functional.mse_loss(mean, target, reduction="none"))
 
 
 def vlb(options: LossOptions, prediction: Prediction) -> PerSample:

@@ -67,8 +67,7 @@ def text_bar(value: float, largest: float) -> str:
     The largest value has `_BAR_LENGTH` characters. The bar is empty if the value or `largest` is not positive, and for
     an infinite value.
     """
-    both_are_positive = largest > 0 and value > 0  # False for NaN
-    if not both_are_positive or value == math.inf:
+    if not (largest > 0 and value > 0) or value == math.inf:  # also for NaN
         return ""
     return "#" * max(round(_BAR_LENGTH * value / largest), 1)
 

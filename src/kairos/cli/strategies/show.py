@@ -237,8 +237,7 @@ def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[di
     provided = {*context, "progress", "step"}  # progress and step follow from option --progress
     missing = sorted(sampler.required_context(sampler.options) - provided)
     if missing:
-        example_values = {"tokens": "4096"}
-        examples = [f"--context {key}={example_values.get(key, '1')}" for key in missing]
+        examples = [f"--context {key}={4096 if key == 'tokens' else 1}" for key in missing]
         raise ConfigError(f"{name} depends on {', '.join(missing)} of a sample; add {', '.join(examples)}")
     properties = {key: value for key, value in context.items() if key in sampler.context_names}
     return properties, [f"{key} = {value}" for key, value in properties.items()]
@@ -335,7 +334,7 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
         demand(equals, set_option, repr(setting), "OPTION=VALUE, such as sampler.k=5")
-        matches = [full_name for full_name in full_names if key in (full_name, _option_of(full_name))]
+        matches = [full_name for full_name in full_names if key in (full_name, full_name.partition(".")[2])]
         if len(matches) > 1:
             raise ConfigError(f"--{set_option} {key}: the option is ambiguous; allowed: {' or '.join(matches)}")
         if not matches:
@@ -345,12 +344,6 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
             raise ConfigError(f"--{set_option} {matches[0]}: set twice, allowed: once")
         values[part][option] = parse_scalar(text, set_option, setting)
     return values
-
-
-def _option_of(full_name: str) -> str:
-    """Return the option of a name with its part: ``k`` of ``sampler.k``."""
-    _, _, option = full_name.partition(".")
-    return option
 
 
 def parse_scalar(text: str, option: str, setting: str) -> Any:
