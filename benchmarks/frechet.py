@@ -2,7 +2,7 @@
 
     python benchmarks/frechet.py --out benchmarks/results/frechet.csv
 
-Both packages read the same weights of Inception-v3: random ones of He's initialisation, so that no download is needed.
+Both packages read the same random weights of Inception-v3, so that no download is needed.
 Each computes the features of both folders; nothing is cached. The second folder has images of CIFAR-10 from $DATA, see
 benchmarks/README.md. The first folder has other images of CIFAR-10, with noise. Without CIFAR-10, enlarged digits
 replace it. Processes, one thread each:
@@ -23,13 +23,15 @@ import argparse
 import io
 import json
 import os
+import resource
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from cpu_time import run_command
 from PIL import Image
 from result_file import write_rows
 
@@ -71,8 +73,11 @@ def write_folders(folder: Path, count: int) -> None:
             Image.fromarray(image).save(folder / name / f"{index:05d}.png")
 
 
-def write_weights(path: Path) -> None:
-    """Write random weights of torch-fidelity's Inception-v3, with features of the images' order of magnitude."""
+def write_weights(path: Path, layers: Sequence[str] = ("2048",)) -> Any:
+    """Write random weights of torch-fidelity's Inception-v3, whose features have order 1; return the network.
+
+    Convolutions have He's initialisation; weights and statistics of the normalisations are random too.
+    """
     import torch
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
@@ -81,10 +86,17 @@ def write_weights(path: Path) -> None:
             for layer in self.modules():
                 if isinstance(layer, torch.nn.Conv2d):
                     torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                elif isinstance(layer, torch.nn.BatchNorm2d):
+                    for values in (layer.running_var, layer.weight.data):
+                        values.uniform_(0.5, 1.5)
+                    for values in (layer.running_mean, layer.bias.data):
+                        values.uniform_(-0.5, 0.5)
 
     torch.manual_seed(0)
-    torch.save({}, path)
-    torch.save(RandomInception("random", ["2048"], feature_extractor_weights_path=str(path)).state_dict(), path)
+    torch.save({}, path)  # the network reads a file before `load_state_dict` replaces its content
+    network = RandomInception("random", list(layers), feature_extractor_weights_path=str(path))
+    torch.save(network.state_dict(), path)
+    return network
 
 
 def compute_distance(folder: Path, weights: Path) -> float:
@@ -106,6 +118,18 @@ def compute_distance(folder: Path, weights: Path) -> float:
         statistics[name] = measure(extractor, iterate_rows(images, range(len(images))), {"moments"})
     real = statistics_to_store(statistics[REAL])
     return frechet_distance(statistics[GENERATED].gaussians["features"], real, layer="features")
+
+
+def run_command(command: Sequence[str | Path], folder: Path) -> tuple[float, str]:
+    """Run a command in a folder; return the CPU seconds of its processes and its standard output.
+
+    Raises:
+        subprocess.CalledProcessError: the command fails.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    output = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, output
 
 
 def measure_torch_fidelity(folder: Path, weights: Path) -> tuple[float, float]:

@@ -37,7 +37,7 @@ from result_file import write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
-from common import Data, experiment, training_of
+from gpu_kit import Data, experiment, training_of
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _foreach_utils
 
@@ -168,8 +168,10 @@ def count_network(training: Any, record: Record, x0: torch.Tensor) -> Launches:
     forward = Counter(record.launches)
     record.clear()
     output.backward(output)  # the simulation replaces the gradient by ones
-    backward = {("loop._forward_backward_micro_batch", operation): n for (_, operation), n in record.launches.items()}
-    return forward + Counter(backward)
+    backward: Launches = Counter()
+    for (_, operation), kernels in record.launches.items():
+        backward["loop._forward_backward_micro_batch", operation] += kernels
+    return forward + backward
 
 
 def origins(launches: Launches) -> list[tuple[str, int, str]]:
@@ -187,13 +189,12 @@ def origins(launches: Launches) -> list[tuple[str, int, str]]:
 def main() -> None:
     """Count, print and write a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", type=int, default=len(VARIANTS), help="first variants of generator and CUDA")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows = []
     with Data() as data:
         for name in CASES:
-            for generator, cuda in VARIANTS[: arguments.variants]:
+            for generator, cuda in VARIANTS:
                 counted = count(name, data, generator, cuda)
                 row = {"model": name, "network": counted.network, "generator": generator, "cuda": cuda}
                 rows.append(row | counted.summary())

@@ -31,7 +31,7 @@ from checkpoints.
 import argparse
 import csv
 import dataclasses
-import io
+import itertools
 import json
 import os
 import signal
@@ -47,12 +47,12 @@ from typing import Any
 import numpy as np
 import psutil
 import yaml
+from frechet import iterate_images
 from PIL import Image
 from result_file import write_rows
 from trainer_process import BETAS, DECAY, RATE, TRAINERS, WARM_UP, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data")).resolve()
 PACKAGES = ("accelerate", "denoising-diffusion-pytorch", "einops", "ema-pytorch")
 INTERVAL = 0.1  # seconds between two measurements of memory
 KILLS = {"kairos": 50, "lucidrains": 100, "accelerate": 0}  # steps between checkpoints
@@ -93,19 +93,9 @@ def write_images(case: Case, folder: Path) -> None:
     from sklearn.datasets import load_digits
 
     folder.mkdir()
-    digits = [Image.fromarray((digit * 15.9).astype(np.uint8)) for digit in load_digits().images]
-    if case.side == 8:
-        images = iter(digits)
-    elif (DATA / "cifar10").is_dir():
-        import pyarrow.parquet as pq
-
-        table = pq.read_table(next((DATA / "cifar10").glob("train-*.parquet")), columns=["img"]).slice(0, case.images)
-        images = (Image.open(io.BytesIO(image["bytes"])) for image in table["img"].to_pylist())
-    else:
-        enlarged = [digit.resize((case.side, case.side)).convert("RGB") for digit in digits]
-        images = (enlarged[index % len(enlarged)] for index in range(case.images))
-    for index in range(case.images):
-        next(images).save(folder / f"{index:05d}.png")
+    images = iter((load_digits().images * 15.9).astype(np.uint8)) if case.side == 8 else iterate_images()
+    for index, image in enumerate(itertools.islice(images, case.images)):
+        Image.fromarray(image).save(folder / f"{index:05d}.png")
 
 
 def write_experiment(case: Case, settings: Settings, path: Path) -> None:

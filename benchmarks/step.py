@@ -37,7 +37,7 @@ from result_file import write_rows
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
-from common import Data, experiment, training_of
+from gpu_kit import Data, experiment, training_of
 
 from kairos import compute
 from kairos.progress import Progress

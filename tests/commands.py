@@ -2,11 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ports import free_port
 
 
 @dataclass
@@ -29,46 +30,38 @@ class Commands:
         log: Path,
         point: str = "never",
         passage: int = 0,
-        folder: Path | None = None,
         **environment: str,
     ) -> int:
-        """Start a command line of `training_case.command`; returns the process id.
+        """Start a command line of `training_case.command` in the present working directory; returns the process id.
 
         Args:
             line: the command line.
             log: file for what the command writes to standard output and standard error.
             point: where the process kills itself, at the `passage`-th time; see `kill_at.prepare`.
             passage: see `point`.
-            folder: working directory of the command; None: that of the first command of this object.
             environment: variables in addition to those of the tests.
         """
         assert line[1:3] == ["-m", "kairos"]
         order = {"arguments": line[3:], "log": str(log), "point": point, "passage": passage}
-        order["folder"] = str(folder or "")
+        order["folder"] = os.getcwd()
         return self._send(order | {"environment": environment})
 
     def wait(self, process: int) -> int:
         """Wait until a command ends; returns its exit status, minus the signal if a signal killed it."""
         return self._send({"wait": process})
 
-    def run(self, line: list[str], log: Path, folder: Path | None = None, **environment: str) -> int:
+    def run(self, line: list[str], log: Path, **environment: str) -> int:
         """Run a command to its end; returns its exit status."""
-        return self.wait(self.start(line, log, folder=folder, **environment))
+        return self.wait(self.start(line, log, **environment))
 
-    def run_ranks(self, line: list[str], logs: list[Path], folder: Path | None = None) -> list[int]:
+    def run_ranks(self, line: list[str], logs: list[Path]) -> list[int]:
         """Run a training command on one rank per log, without torchrun, whose imports are slow.
 
         Returns:
             The exit status of each rank.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        group = {"WORLD_SIZE": str(len(logs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks = [
-            self.start(line, log, folder=folder, RANK=str(rank), LOCAL_RANK=str(rank), **group)
-            for rank, log in enumerate(logs)
-        ]
+        group = {"WORLD_SIZE": str(len(logs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [self.start(line, log, RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank, log in enumerate(logs)]
         return [self.wait(rank) for rank in ranks]
 
     def _send(self, order: dict) -> int:
@@ -96,8 +89,7 @@ def run_command(order: dict) -> None:
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, sys.stderr.fileno())
     os.dup2(log, sys.stdout.fileno())
-    if order["folder"]:
-        os.chdir(order["folder"])
+    os.chdir(order["folder"])
     prepare(order["point"], order["passage"])
     try:
         status = main(order["arguments"])

@@ -385,7 +385,7 @@ def test_changing_the_milestones_of_an_analysis_reruns_no_measurement():
 
 ANALYSES_IN_YAML = """
 analyses:
-  - {name: gradient_variance, bins: 3, images: 2, methods: [adaptive], milestones: [40]}
+  - {name: gradient_variance, bins: 3, images: 2, methods: [adaptive], milestones: [20]}
   - {name: agreement, bins: 3, images: 2, methods: [adaptive], milestones: [40]}
   - density
 tracking: {enabled: false}

@@ -93,7 +93,7 @@ def test_rows_that_need_more_than_torch_run_and_a_part_ends_within_its_budget(tm
 def test_a_failing_row_does_not_stop_the_other_rows(tmp_path, monkeypatch):
     """The failed row is reported with its message, and the exit status is not 0."""
     monkeypatch.syspath_prepend(str(KIT))
-    from common import Part, Skipped, arguments
+    from gpu_kit import Part, Skipped, arguments
 
     monkeypatch.setattr(sys, "argv", ["part", "--short", "--device", "cpu", "--out", str(tmp_path)])
 
@@ -108,11 +108,11 @@ def test_a_failing_row_does_not_stop_the_other_rows(tmp_path, monkeypatch):
 
 def test_a_part_whose_time_runs_out_between_rows_ends_normally(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(KIT))
-    import common
+    import gpu_kit
 
     monkeypatch.setattr(sys, "argv", ["part", "--device", "cpu", "--out", str(tmp_path)])
-    monkeypatch.setattr(common, "free", lambda device: signal.raise_signal(signal.SIGALRM))
-    part = common.Part("part", "a test", common.arguments("A test."))
+    monkeypatch.setattr(gpu_kit, "free", lambda device: signal.raise_signal(signal.SIGALRM))
+    part = gpu_kit.Part("part", "a test", gpu_kit.arguments("A test."))
     assert part.run({"first": lambda: {"a": 1}, "second": lambda: {"a": 2}}) == 0
     content = json.loads((tmp_path / "part.json").read_text())
     assert [row["row"] for row in content["rows"]] == ["first"] and content["not_reached"] == ["second"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from frechet import write_weights
 
 from kairos.evaluation import extractors, inception_weights, metrics
 from kairos.evaluation.evaluate import EvaluationJob, cache_published_extractor, run
@@ -125,26 +126,8 @@ def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
 
 @pytest.mark.long
 def test_features_equal_those_of_torch_fidelity(tmp_path):
-    """The weights and the statistics of the normalisations are random, with features of order 1."""
-    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-
-    class Random(FeatureExtractorInceptionV3):
-        def load_state_dict(self, *arguments, **keywords):
-            for layer in self.modules():
-                if isinstance(layer, torch.nn.Conv2d):
-                    torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-                elif isinstance(layer, torch.nn.BatchNorm2d):
-                    for values in (layer.running_var, layer.weight.data):
-                        values.uniform_(0.5, 1.5)
-                    for values in (layer.running_mean, layer.bias.data):
-                        values.uniform_(-0.5, 0.5)
-
-    torch.manual_seed(0)
     weights = tmp_path / "weights.pth"
-    torch.save({}, weights)
-    layers = ["2048", "logits_unbiased"]
-    plain = Random("random", layers, feature_extractor_weights_path=str(weights))
-    torch.save(plain.state_dict(), weights)
+    plain = write_weights(weights, ["2048", "logits_unbiased"])
     extractors.build_extractor(InceptionOptions(path=str(weights)), None, tmp_path / "x")
     images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     computed = extractors.open_extractor(tmp_path / "x").compute_layers(images)

@@ -3,12 +3,8 @@
 The GPU is simulated. `benchmarks/launches.py` prints the table of all kernels by function.
 """
 
-import sys
-
 import pytest
 from launches import Data, count, origins
-
-sys.modules.pop("common")  # that of benchmarks/gpu: library/examples has another module of this name
 
 MOST = 0.05  # other kernels, as a share of the network's
 

@@ -342,7 +342,7 @@ def test_a_run_with_a_plugin_rejects_code_that_was_edited_since_its_start(folder
     log = folder / "log"
 
     def train(config, out):
-        status = commands.run(train_command(config, "power", out, latents), log, folder)
+        status = commands.run(train_command(config, "power", out, latents), log)
         return status, log.read_text()
 
     status, output = train(frozen, "first")
@@ -366,7 +366,7 @@ def test_all_processes_of_a_run_import_the_plugin(folder, commands):
     changes = {"training__milestones": [4], "training__checkpoint_every": 4, "training__processes": 2}
     file = write_experiment(Path("case.yaml"), make_case(**changes))
     logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    statuses = commands.run_ranks(train_command(freeze(load(file)), "power", "out", latents), logs, folder)
+    statuses = commands.run_ranks(train_command(freeze(load(file)), "power", "out", latents), logs)
     assert statuses == [0, 0], "\n".join(log.read_text() for log in logs)
     assert read_json("out/training.json")["provenance"]["processes"] == 2
 
@@ -448,7 +448,7 @@ def test_a_project_reruns_the_runs_whose_code_was_edited(project):
         project.edited("my_strategies.py", "p * p", "p * p * p"),
         project.edited("params.yaml", "my_strategies.py", "renamed.py"),
     ):
-        shutil.copy(project.folder / "my_strategies.py", project.folder / "renamed.py")
+        shutil.move(project.folder / "my_strategies.py", project.folder / "renamed.py")  # `edited` restores it
         assert to_do() == {}
     shutil.move(project.folder / "results/tiny", project.folder / "moved")
     shutil.move(project.folder / "my_strategies.py", project.folder / "absent.py")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Data, Part, Skipped, arguments, experiment, free, move, setup, training_of
+from gpu_kit import Data, Part, Skipped, arguments, experiment, free, move, setup, training_of
 from sample import SampledBatch
 
 from kairos.files import read_json, write_json

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import (
+from gpu_kit import (
     Part,
     Skipped,
     arguments,

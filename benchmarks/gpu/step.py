@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import (
+from gpu_kit import (
     Data,
     Part,
     Skipped,

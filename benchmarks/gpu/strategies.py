@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from common import (
+from gpu_kit import (
     Data,
     Part,
     arguments,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Data, Part, Skipped, arguments, experiment, free, setup, synchronize, training_of
+from gpu_kit import Data, Part, Skipped, arguments, experiment, free, setup, synchronize, training_of
 
 from kairos.training.loop import train_steps
 

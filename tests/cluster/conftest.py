@@ -1,4 +1,4 @@
-"""Fixtures of the tests on SLURM: one cluster and one undisturbed run of a small pipeline for all tests."""
+"""Fixtures of the tests on SLURM: for all tests one cluster, and one pipeline whose first controller was killed."""
 
 import os
 from collections.abc import Iterator

@@ -214,8 +214,8 @@ def node_states() -> dict[str, str]:
 def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
     """Wait until a condition is true.
 
-    The condition is evaluated ten times a second, or less often if the evaluation would take over a tenth of the time:
-    a query of SLURM costs CPU time.
+    The condition is evaluated ten times a second, or less often if the evaluation would take over a tenth of the time,
+    since a query of SLURM costs CPU time; but at least every two seconds, and once more at the end.
 
     Args:
         condition: the condition.
@@ -225,12 +225,13 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None
     Raises:
         RuntimeError: the condition was not true within the time limit.
     """
-    deadline = time.monotonic() + seconds
-    while (begin := time.monotonic()) < deadline:
+    deadline, begin = time.monotonic() + seconds, 0.0
+    while begin < deadline:
+        begin = time.monotonic()
         with suppress(RuntimeError):  # SLURM's commands fail without a controller
             if condition():
                 return
-        time.sleep(max(0.1, 9 * (time.monotonic() - begin)))
+        time.sleep(min(max(0.1, 9 * (time.monotonic() - begin)), 2))
     raise RuntimeError(f"{what}: not there after {seconds:.0f} s")
 
 

@@ -10,7 +10,7 @@ from slurm import wait_for
 
 from kairos.files import sha256_file
 
-TRAININGS = int(os.environ.get("KAIROS_SWEEP", "2"))  # make test-cluster KAIROS_SWEEP=200: hours on two CPUs
+TRAININGS = max(2, int(os.environ.get("KAIROS_SWEEP", "2")))  # make test-cluster KAIROS_SWEEP=200: hours on two CPUs
 KILLS = 1 if TRAININGS < 16 else 2
 
 

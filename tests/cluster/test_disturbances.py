@@ -60,7 +60,7 @@ def node_down(training: Training, job: Job) -> None:
 
 def out_of_memory(training: Training, job: Job) -> None:
     """The job's first attempt has too little memory."""
-    wait_for(lambda: training.jobs()[-1] != job and len(training.jobs()) > 1, 600, "the second attempt")
+    wait_for(lambda: len(training.jobs()) > 1, 600, "the second attempt")
 
 
 Disturbance = Callable[[Training, Job], None]
@@ -72,7 +72,7 @@ DISTURBANCES: dict[str, list[Disturbance]] = {
 RESOURCES = (
     "--set-resources",
     "train:constraint='failing|steady' if wildcards.method == 'losses' else 'steady'",
-    "train:mem_mb=300 if wildcards.method == 'limits' and attempt == 1 else 3000",
+    "train:mem_mb=100 if wildcards.method == 'limits' and attempt == 1 else 3000",
     "train:runtime=2 if wildcards.method == 'limits' and attempt == 2 else 60",
     "train:gpu=1",
 )
@@ -89,6 +89,8 @@ def apply_disturbances(training: Training, disturbances: list[Disturbance]) -> s
         if disturb is out_of_memory:
             wait_for(training.jobs, 1800, f"the job of {training.method}")
             disturb(training, training.jobs()[0])
+            if training.has_checkpoint():  # its memory was measured late
+                pid = training.pid()
             continue
         wait_for(lambda: training.is_resumed(after=pid), 1800, f"a checkpoint of {training.method}")  # noqa: B023
         pid = training.pid()
@@ -133,11 +135,12 @@ def test_disturbed_runs_equal_the_undisturbed_one(pipeline: Pipeline, table: lis
     assert all(is_equal.values()), table
     for name, training in trainings.items():
         # every disturbance ended a job, whose steps up to its checkpoint were not computed again
-        with_checkpoint = [disturb for disturb in DISTURBANCES[name] if disturb is not out_of_memory]
-        assert len(training.steps_of_jobs()) == len(with_checkpoint) + 1, name
+        disturbed = len(DISTURBANCES[name])
+        may_lack_checkpoint = out_of_memory in DISTURBANCES[name]
+        assert disturbed + 1 - may_lack_checkpoint <= len(training.steps_of_jobs()) <= disturbed + 1, name
         assert sum(training.steps_of_jobs()) == steps, name
     limited, lost = trainings["limits"].jobs(), trainings["losses"].jobs()
-    assert [job.state for job in limited[:2]] == ["FAILED", "FAILED"]
+    assert limited[0].state in ("FAILED", "OUT_OF_MEMORY") and limited[1].state == "FAILED"
     assert [len(limited), len(lost)] == [4, 4]  # three attempts of each failed
     assert [int(details(job)["Restarts"]) for job in lost] == [0, 0, 0, 2]  # requeue and node_down
     reasons = [(limited[1], r"\d+ s before the job's time is over"), (limited[2], "SIGTERM"), (lost[2], "SIGTERM")]

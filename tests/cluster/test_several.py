@@ -4,7 +4,7 @@ import re
 
 import pytest
 import yaml
-from pipeline import CONFIG, RESULTS, Pipeline, all_jobs, details
+from pipeline import CONFIG, RESULTS, Pipeline, Training, all_jobs, details
 from slurm import wait_for
 
 from kairos.cli import main
@@ -47,18 +47,24 @@ def test_a_training_run_on_two_machines_equals_one_on_one_machine(
 def test_training_runs_share_a_job_and_its_gpu(pipeline: Pipeline) -> None:
     """Two training runs use the GPU that SLURM has allocated to their job, another one that of its own job."""
     methods = {f"shares{number}": {"sampler": "uniform"} for number in range(3)}
-    pipeline.configure(methods, milestones=[20], trainings_per_gpu=2)
+    pipeline.configure(methods, milestones=[1500], trainings_per_gpu=2)  # some seconds, so that both jobs run at once
     trainings = [pipeline.training(name) for name in methods]
     before = len(all_jobs(pipeline.folder))
     allocated: dict[str, str] = {}
+    job_of_run: dict[Training, str] = {}
 
     def have_all_started() -> bool:
-        """Record the GPU of each job that runs; return True if both jobs have been recorded."""
+        """Record the GPU of each job and the job of each run; return True if all have been recorded."""
         for job in all_jobs(pipeline.folder)[before:]:
             match = re.search(r"IDX:(\d+)", details(job).get("GRES", ""))
             if match:
                 allocated[job.number] = match[1]
-        return len(allocated) == 2
+        for training in trainings:
+            lock = training.folder / ".state/lock"
+            match = re.search(r"SLURM job (\d+)", lock.read_text()) if lock.exists() else None
+            if match:
+                job_of_run[training] = match[1]
+        return len(allocated) == 2 and len(job_of_run) == 3
 
     resources = ("train:gres='gpu:1'", "train:constraint='steady'")
     targets = [training.target for training in trainings]
@@ -70,4 +76,6 @@ def test_training_runs_share_a_job_and_its_gpu(pipeline: Pipeline) -> None:
     assert all(training.complete() for training in trainings)
     gpus = [training.log.split("CUDA_VISIBLE_DEVICES ")[1].split()[0] for training in trainings]
     assert gpus[0] == gpus[1] != gpus[2]  # both jobs run on one node
-    assert set(gpus) == set(allocated.values())
+    numbers = [job_of_run[training] for training in trainings]
+    assert numbers[0] == numbers[1] != numbers[2]
+    assert gpus == [allocated[number] for number in numbers]

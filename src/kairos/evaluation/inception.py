@@ -46,8 +46,8 @@ class Inception(FeatureExtractorInceptionV3):
 
     ADM's evaluator computes sFID of this layer: the first 7 channels of the first convolution of mixed_6.
 
-    The weights of convolutions include the normalisations after them. Together with the layout of `to`, this saves 40 %
-    of the time on a CPU; features differ from torch-fidelity's by rounding (benchmarks/frechet.py).
+    The weights of convolutions include the normalisations after them. Together with the layout of `to`, this saves
+    time on a CPU. Features differ from those of torch-fidelity by rounding (benchmarks/frechet.py).
     """
 
     def __init__(self, *arguments: Any, **keywords: Any):
