@@ -214,8 +214,8 @@ def node_states() -> dict[str, str]:
 def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
     """Wait until a condition is true.
 
-    The condition is evaluated ten times a second, or less often if the evaluation would take over a tenth of the time,
-    since a query of SLURM costs CPU time; but at least every two seconds, and once more at the end.
+    The condition is evaluated ten times a second. A slow condition is evaluated less often, so that it takes a tenth of
+    the time: a query of SLURM costs CPU time. The pause is at most two seconds. The last evaluation is at the end.
 
     Args:
         condition: the condition.
