@@ -64,7 +64,7 @@ def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: P
 def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw variance of the gradient and loss over time, a line per snapshot and a row of panels per method.
 
-    The first two panels of a row show variance and loss of the training loss, the others those of the VLB loss. The
+    The first two panels of a row show variance and loss of the training loss, the others for the VLB loss. The
     background is the density of the drawn timesteps at the last snapshot of the method.
     """
     methods_with_rows = list(table.groupby("method", sort=False))
@@ -336,7 +336,7 @@ def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:
 def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, colors: dict[Any, Any]) -> None:
     """Draw column `y` against column `x`, a line per group of column `by`; make the y axis logarithmic and label it.
 
-    Rows of a group with equal `x`, such as those of several seeds, are averaged. `colors` has a colour for each group.
+    Rows of a group with equal `x`, such as rows of several seeds, are averaged. `colors` has a colour for each group.
     The label is the column's title in `_TITLES`, or else its name.
     """
     for key, rows in table.groupby(by, sort=False):

@@ -147,8 +147,8 @@ class MethodMeasurements:
     def values_of(self, method: str, column: str) -> pd.DataFrame:
         """Return a column of the table for one method, a row per compared seed and a column per step, ascending.
 
-        Missing values are NaN, and all values are NaN if the table lacks the column. The steps are those of the
-        method's rows; there are none if the table lacks the method.
+        Missing values are NaN, and all values are NaN if the table lacks the column. The steps are
+        the steps in the method's rows; there are none if the table lacks the method.
         """
         no_rows = self.table[:0]
         rows = self._rows_by_method.get(method, no_rows)
@@ -569,7 +569,7 @@ def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, refe
 
     Raises:
         KairosError: a file is missing or damaged, the evaluation belongs to another run, its extractor or reference
-            statistics differ from those of `reference`, or it lacks the metric of `reference`.
+            statistics differ from `reference`, or it lacks the metric of `reference`.
     """
     name = step_name(step)
     snapshot_folder = run_folder / "milestones" / name

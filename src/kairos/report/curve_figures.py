@@ -33,7 +33,7 @@ from kairos.report.shown_methods import MOST_SHOWN
 
 _POINTS = 1500  # points of a line; more are not visible
 _LABELLED_LINES = 5  # named lines in a panel with more than MOST_SHOWN lines
-_SWEEP_LOOK: Look = {"color": MUTED, "marker": "o", "linestyle": "-"}  # of a line without a method that has a look
+_SWEEP_LOOK: Look = {"color": MUTED, "marker": "o", "linestyle": "-"}  # look of a line that no method determines
 _STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
 _FLATTENING = 10  # a panel this many times higher than the median panel would flatten the others
 
