@@ -125,7 +125,7 @@ def compute_gradient_moments(
         mean_gradients.append(mean_gradient)
     stacked = torch.stack(mean_gradients)  # (levels, parameters)
     products = (stacked @ stacked.T).cpu().numpy()
-    # for each level: the mean of ||g||² minus ||mean of g||² is the biased variance, which n / (n - 1) corrects
+    # each level: the mean of ||g||² minus ||mean of g||² is the biased variance, which n / (n - 1) corrects
     variance = (squared_norms.mean(1) - np.diag(products)) * count / (count - 1)
     # the squared norm of a mean over n samples exceeds ||G||² by tr Sigma / n; other products have no bias
     return GradientMoments(losses, variance, products - np.diag(variance / count))

@@ -74,7 +74,7 @@ def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Findi
     results = Path("results") / (experiment.experiment if experiment else "")
     tracking_uri = experiment.tracking.uri if experiment else None
     with ThreadPoolExecutor() as pool:
-        # in separate threads, while this one checks the cluster and imports torch
+        # separate threads run these, while this one checks the cluster and imports torch
         mlflow = pool.submit(tool_checks.check_mlflow, tracking_uri)
         dvc = pool.submit(tool_checks.check_dvc)
         cluster_findings = [

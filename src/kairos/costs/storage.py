@@ -34,7 +34,7 @@ def estimate_memory(network: NetworkCost, processes: int) -> dict[str, int]:
 def checkpoint_bytes(network: NetworkCost) -> int:
     """Return the bytes of a checkpoint without the strategy's state: weights, EMA and two moments of Adam."""
     values = 2 * network.saved_values + 2 * network.parameters
-    # for each weight: the weight, its average, two moments, and the optimiser's step
+    # tensors of a weight: the weight, its average, two moments, and the optimiser's step
     tensors = 5 * network.saved_tensors
     return values * network.bytes_per_value + tensors * _BYTES_PER_TENSOR
 
@@ -58,7 +58,7 @@ def estimate_storage(
     snapshot_bytes = 2 * weight_bytes + _SMALL_FILES  # raw and averaged weights
     grid_images = round(_PNG_RATIO * experiment.sampling.grid)  # the PNG takes the bytes of this number of images
     images_per_snapshot = evaluation.num_samples * evaluation.sets + grid_images
-    device = "cuda" if training.device.startswith("cuda") else "cpu"  # with auto, the CPU, which writes more lines
+    device = "cuda" if training.device.startswith("cuda") else "cpu"  # auto: the CPU, which writes more lines
     lines_per_run = experiment.milestones[-1] // log_interval(training.log_every, device)
 
     storage = _estimate_data_storage(experiment, data)

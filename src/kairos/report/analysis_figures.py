@@ -38,7 +38,7 @@ _DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
 _AGREEMENT_STEPS = 4  # snapshots that the figure of agreement shows
 # colour and label by column of the table
 _INCREMENT_MOMENTS = {"variance": (_BLUE, "variance"), "mean": ("#B27C00", "‖mean‖ / ‖x0‖")}
-_TITLES: dict[Any, str] = {  # by name of a loss or of a column
+_TITLES: dict[Any, str] = {  # title by name of a loss or of a column
     "training": "training loss",
     "vlb": "VLB loss",
     "variance": "variance of the gradient",

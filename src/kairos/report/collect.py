@@ -447,7 +447,7 @@ def _read_run(
     if unfinished and snapshots:
         last_snapshot = snapshots[-1]
         snapshots = _select_run(snapshots, last_snapshot.record["identity"], errors)
-        record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # in the form of training.json
+        record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # has the form of training.json
     # files that a run writes at its end
     metrics_file = None
     with _collect_error(errors):  # after an error, `record` and `metrics_file` stay as they are

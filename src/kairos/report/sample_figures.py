@@ -71,7 +71,7 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
     """
     methods, steps = _select_methods(results, looks), results.experiment.milestones
     # the images of every cell
-    first_images: dict[tuple[str, int], np.ndarray] = {}  # by method and step, each (images, height, width, channels)
+    first_images: dict[tuple[str, int], np.ndarray] = {}  # (images, height, width, channels) by method, step
     for run in chain.from_iterable(results.runs_of(method) for method in methods):
         for snapshot in run.snapshots:
             if (run.method, snapshot.step) not in first_images:  # otherwise an earlier seed has the snapshot

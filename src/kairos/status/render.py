@@ -193,7 +193,7 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
     steps, losses = grouped.reshape(-1, lines_per_point, 2).mean(axis=1).T  # means of each group of lines
     heights = np.arcsinh(1000 * losses)  # close to a logarithm, but defined for losses up to 0 too
     value_range = heights.min(), heights.max() + 1e-9  # not empty for a constant loss
-    heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))  # SVG counts from the top
+    heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))  # y in an SVG increases downwards
     polyline = " ".join(f"{x:.6g},{y:.1f}" for x, y in zip(steps, heights))
     return polyline, float(steps[-1]), float(losses[-1])
 

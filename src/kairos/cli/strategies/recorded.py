@@ -121,7 +121,7 @@ def _read_checkpoint(file: Path) -> dict[str, Any]:
         return checkpoint.read(file)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-        state = content.get("strategy", content)  # by default the file contains the state alone
+        state = content.get("strategy", content)  # without this entry, the file contains the state alone
         return {"strategy": state, "step": state["step"]}
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError):
         missing = "no Strategy.state_dict(), neither alone nor as 'strategy'"

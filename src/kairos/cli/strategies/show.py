@@ -415,7 +415,7 @@ def _state_notes(sampler: Sampler, weighting: Any) -> list[str]:
 def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> tuple[dict[str, Any], list[str]]:
     """Return step and progress at which a curriculum is shown, and a note; both empty for samplers without one.
 
-    The step is that fraction of the curriculum's length, or 0 if the length is unknown.
+    The step is `progress` times the curriculum's length, or 0 if the length is unknown.
 
     Args:
         progress: fraction of the curriculum that has passed; None: 0, and the note mentions ``--progress``.
