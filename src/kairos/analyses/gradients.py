@@ -73,7 +73,7 @@ def compute_gradient_moments(
 ) -> GradientMoments:
     """Compute moments of per-sample gradients by noise level, with a forward and a backward pass per sample.
 
-    The network is in evaluation mode during the computation, and its modes are restored. Gradients are those of the
+    The network is in evaluation mode during the computation, and its modes are restored. Gradients are for the
     parameters with ``requires_grad``. Memory holds one gradient per level. Results are float64.
 
     Args:
@@ -85,7 +85,7 @@ def compute_gradient_moments(
         loss: function that computes the loss of each sample, (batch,); by default the mean squared error.
         conditions: conditions of the images by name, each (levels x n, ...).
         metric: positive diagonal metric D, a tensor per trained parameter, such as Adam's from `Meter.metric`. The
-            moments are then those of sqrt(D) g, whose inner products are g' D g. None: the moments are those of g.
+            moments are then moments of sqrt(D) g, whose inner products are g' D g. None: moments of g.
         seed: seed of noise and times.
 
     Raises:
@@ -101,7 +101,7 @@ def compute_gradient_moments(
         u = low + (high - low) * Stream(seed, "analysed times").uniform(level, range(count))
         noise = Stream(seed, "analysed noise").normal(level, range(count), tuple(x0.shape[1:]))
         mean_gradient = torch.zeros((), dtype=torch.float64, device=x0.device)
-        for i in range(count):  # one sample at a time: its gradient needs a backward pass of its own
+        for i in range(count):  # one sample at a time: its gradient needs a separate backward pass
             row_in_level = slice(i, i + 1)
             row_in_all = slice(level * count + i, level * count + i + 1)
             sample_conditions = None
@@ -125,7 +125,7 @@ def compute_gradient_moments(
         mean_gradients.append(mean_gradient)
     stacked = torch.stack(mean_gradients)  # (levels, parameters)
     products = (stacked @ stacked.T).cpu().numpy()
-    # for each level: the mean of ||g||² minus ||mean of g||² is the biased variance, which n / (n - 1) corrects
+    # each level: the mean of ||g||² minus ||mean of g||² is the biased variance, which n / (n - 1) corrects
     variance = (squared_norms.mean(1) - np.diag(products)) * count / (count - 1)
     # the squared norm of a mean over n samples exceeds ||G||² by tr Sigma / n; other products have no bias
     return GradientMoments(losses, variance, products - np.diag(variance / count))
@@ -138,11 +138,9 @@ def _flatten_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _flatten_metric(metric: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """Return the square root of a diagonal metric as one vector, (parameters,).
+    """Return the square root of a diagonal metric as one vector, (values of all parameters,).
 
-    Args:
-        metric: a tensor per parameter, which is expanded to the parameter's shape.
-        parameters: the trained parameters.
+    Each tensor is expanded to its parameter's shape.
 
     Raises:
         ValueError: the metric has another number of tensors.
@@ -162,26 +160,14 @@ def _predict(
     conditions: Mapping[str, Tensor] | None,
     samples: SampleCoordinates,
 ) -> Prediction:
-    """Add noise to images up to times t, and return the network's prediction with all that loss functions read.
+    """Add noise to images up to times t, and return the network's prediction with everything that loss functions read.
 
     The network is called once here, and again by each call of the result's `predict`.
-
-    Args:
-        model: the network.
-        process: forward process.
-        x0: images, (batch, ...).
-        noise: noise of the images' shape.
-        t: times, (batch,).
-        conditions: conditions by name, each (batch, ...), or None.
-        samples: random coordinates of the batch.
     """
     x_t = process.noised(x0, noise, t)
 
     def predict(x_t: Tensor, more_conditions: dict[str, Tensor]) -> Tensor:
-        """Return the network's output at the times t for another x_t, with further conditions.
-
-        Losses that need a second forward pass call this function. A further condition replaces one with its name.
-        """
+        """Return the network's output at the times t for another x_t; `more_conditions` replace equal names."""
         output: Tensor = process.predict(model, x_t, t, {**(conditions or {}), **more_conditions})
         return output
 

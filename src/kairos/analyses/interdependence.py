@@ -21,7 +21,7 @@ from kairos.training.settings import read_run_settings
 from kairos.training.state import TrainingState
 from kairos_timesteps.validation import spread_over
 
-# settings that replace those of the snapshot for a short training: its learning rate does not depend on the step
+# settings that replace the snapshot's for a short training: its learning rate does not depend on the step
 _TRAINING_SETTINGS: dict[str, Any] = {
     "start_from": None,
     "probes": [],
@@ -36,16 +36,13 @@ def measure_interdependence(
     """Train on each part of the process from a snapshot, and measure how the loss on every part changes.
 
     Every training begins with the snapshot's raw weights, and takes `options.steps` steps with its loss and weighting,
-    at a constant learning rate. Times are uniform in the trained part. The optimiser's state is that of the snapshot if
+    at a constant learning rate. Times are uniform in the trained part. The optimiser's state is the snapshot's if
     available (at the last one), or else new. Losses are squared errors of the raw network's prediction, with equal
     noise and times before and after the training (Kim et al. 2025, figure 4). They are measured on `options.images`
     held-out images, or on all if there are fewer.
 
-    Args:
-        options: options of the analysis.
-        folder: folder of the snapshot.
-        latents: data that the snapshot was trained on. The caller ensures that it has held-out images.
-        device: device of the computation.
+    `folder` is the folder of the snapshot, which was trained on `latents`. The caller ensures that they contain
+    held-out images.
 
     Returns:
         A row for each pair of a trained and a measured part, grouped by trained part. Column ``trained`` is the number
@@ -94,17 +91,11 @@ def _prepare_training(
     latents: Latents,
     device: torch.device,
 ) -> TrainingState:
-    """Prepare a training run that continues from a snapshot, with times uniform from cell `start` up to cell `end`.
+    """Prepare a training run that continues from a snapshot, with times uniform from cell `start` to before cell `end`.
 
     The run begins at the snapshot's step, with its raw weights. The sampler of its method is replaced, and so are the
-    settings of `_TRAINING_SETTINGS`.
-
-    Args:
-        snapshot: the snapshot; its network is not changed.
-        optimizer_state: state of the optimiser, on `device`; None: the optimiser is new.
-        start, end: first trained cell, and the cell after the last.
-        latents: data that the snapshot was trained on.
-        device: device of the computation.
+    settings of `_TRAINING_SETTINGS`. The snapshot's network is not changed. The optimiser is new if `optimizer_state`
+    is None.
     """
     record = snapshot.record
     sampler = {"name": "uniform", "start": start, "end": end}
@@ -125,14 +116,8 @@ def _compare_losses(
 ) -> Iterator[TableRow]:
     """Yield a row per measured part with its fractions of the process and its mean losses over images.
 
-    The columns are ``part``, ``u_low``, ``u_high``, ``before``, ``after``, ``change`` (after minus before) and
-    ``error``, the standard error of the mean change over images, NaN with one image.
-
-    Args:
-        losses_before: loss of each image on every part before training, (images,) each.
-        losses_after: the losses after training.
-        parts: first and end cell of each part.
-        cell_count: number of cells of the process.
+    Losses are (images,) for each part. Column ``error`` is the standard error of the mean change over images, NaN with
+    one image. `parts` are first and end cells.
     """
     for part, (before, after) in enumerate(zip(losses_before, losses_after)):
         start, end = parts[part]

@@ -40,15 +40,11 @@ def even_levels(bins: int) -> list[Level]:
 def area_levels(process: Process, r: float) -> list[Level]:
     """Return SpeeD's areas as levels, with their names in column ``area``.
 
-    The areas are those of the process scaled to unit variance and divided into cells.
-
-    Args:
-        process: forward process.
-        r: magnitude above which a time counts as converged.
+    The process is scaled to unit variance and divided into cells. A time has converged if its magnitude exceeds `r`.
     """
     increment_areas = increments("vp", process.schedule, r=r).area()
     # The increment from the paper's x_t, t = 1, 2, ..., belongs to cell t - 1; the one from t = 0 belongs to no cell.
-    # The last cell has no increment of its own, and gets the area of the cell before.
+    # The last cell has no increment, and receives the area of the cell before.
     cell_areas = [*increment_areas[1:].tolist(), str(increment_areas[-1])]
     cell_count = len(cell_areas)
     levels: list[Level] = []
@@ -63,14 +59,10 @@ def area_levels(process: Process, r: float) -> list[Level]:
 def log_snr_levels(process: Process, bins: int, least: float = -9.0, most: float = 9.0) -> list[Level]:
     """Return levels that are equal ranges of ln SNR, the cleanest first, with their centres in column ``log_snr``.
 
-    The schedule gives the ln SNR at the middles of the cells; between middles it is interpolated linearly.
-
-    Args:
-        process: forward process, which may limit the range further.
-        bins: number of levels.
-        least, most: range of ln SNR.
+    The process may limit the range further. The schedule contains the ln SNR at the middles of the cells; between
+    middles it is interpolated linearly.
     """
-    log_snr = np.log(process.schedule.snr)  # of every cell, descending
+    log_snr = np.log(process.schedule.snr)  # one value per cell, descending
     cell_middles = (np.arange(len(log_snr)) + 0.5) / len(log_snr)
     edges = np.linspace(min(most, log_snr[0]), max(least, log_snr[-1]), bins + 1)
     edge_fractions = np.interp(-edges, -log_snr, cell_middles).tolist()  # np.interp needs ascending values
@@ -91,13 +83,7 @@ def measure_gradient_variance(
 
     A level has the columns ``loss``, ``level``, ``u_low``, ``u_high``, ``t`` and ``density``. The moments are
     ``loss_mean``, ``loss_variance``, ``variance`` (tr Cov g), ``squared_mean`` (||E g||²), ``noise_scale``, and
-    ``cosine_K`` with each level K.
-
-    Args:
-        options: options of the analysis.
-        folder: folder of the snapshot.
-        latents: data that the snapshot was trained on.
-        device: device of the computation.
+    ``cosine_K`` with each level K. `folder` is the folder of the snapshot, which was trained on `latents`.
     """
     snapshot = open_milestone(folder, "raw", device)
     return _measure_levels(options, folder, snapshot, latents, even_levels(options.bins), _LOSSES)
@@ -107,12 +93,6 @@ def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device:
     """Compute the columns of `measure_gradient_variance` by SpeeD's areas, a row per loss and area.
 
     Column ``area`` is added. Source: Wang et al. 2025, figure 1.
-
-    Args:
-        options: options of the analysis.
-        folder: folder of the snapshot.
-        latents: data that the snapshot was trained on.
-        device: device of the computation.
     """
     snapshot = open_milestone(folder, "raw", device)
     return _measure_levels(options, folder, snapshot, latents, area_levels(snapshot.process, options.r), _LOSSES)
@@ -123,15 +103,9 @@ def measure_agreement(
 ) -> list[TableRow]:
     """Compute the columns of `measure_gradient_variance` by ln SNR; they include cosines between levels.
 
-    Column ``log_snr`` is added. The cosines are those of the E g of two levels. The loss is the training loss, of rows
+    Column ``log_snr`` is added. The cosines are between the E g of two levels. The loss is the training loss, of rows
     ``training``. If the optimiser's state is available (at the last snapshot), rows of loss ``preconditioned`` follow,
     measured in Adam's metric, g' D g with D = 1/(sqrt(v) + eps).
-
-    Args:
-        options: options of the analysis.
-        folder: folder of the snapshot.
-        latents: data that the snapshot was trained on.
-        device: device of the computation.
     """
     snapshot = open_milestone(folder, "raw", device)
     optimizer_state = load_optimizer_state(folder, snapshot, device)
@@ -149,12 +123,8 @@ def load_optimizer_state(folder: Path, snapshot: Snapshot, device: torch.device)
     """Load the optimiser's state at a snapshot, or return None if it is not available.
 
     It is in the run's ``checkpoint.pt``, which belongs to the last step. It is not available if this file is missing,
-    at other steps, if the checkpoint is of another identity, or if the optimiser has taken no step.
-
-    Args:
-        folder: folder of the snapshot.
-        snapshot: the snapshot.
-        device: device of the tensors.
+    at other steps, if the checkpoint is of another identity, or if the optimiser has taken no step. `folder` is the
+    folder of the snapshot.
 
     Raises:
         DamagedError: the checkpoint is damaged.
@@ -181,18 +151,9 @@ def _measure_levels(
 ) -> list[TableRow]:
     """Measure losses and gradients of a snapshot by level, and return a row per loss and level, in their order.
 
-    The columns are ``loss``, ``level`` (number from 0), those of `_describe_level` and those of `_moments_of_level`.
-    The densities and weights are read from ``strategy.csv`` in the folder of the snapshot. Levels have separate images,
-    `options.images` each; all losses have equal images, noise and times.
-
-    Args:
-        options: options of the analysis.
-        folder: folder of the snapshot.
-        snapshot: the snapshot.
-        latents: data that the snapshot was trained on.
-        levels: levels of the process.
-        metrics: diagonal metric that the gradients of each loss are measured in, or None, by the loss's name. Every
-            name but ``vlb`` means the training loss.
+    The columns are ``loss``, ``level`` (number from 0) and the columns of `_describe_level` and `_moments_of_level`.
+    Levels have separate images, `options.images` each; all losses have equal images, noise and times. `metrics`
+    contains the diagonal metric of each loss's gradients, or None; every name but ``vlb`` means the training loss.
     """
     strategy = parse_strategy_csv((folder / "strategy.csv").read_text(encoding="utf-8"))
     x0, conditions = _load_training_images(options, snapshot, latents, len(levels) * options.images)
@@ -222,19 +183,11 @@ def _load_training_images(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return random training images in model space, drawn with replacement, and the conditions of the network.
 
-    Args:
-        options: options of the analysis, with the seed.
-        snapshot: the snapshot.
-        latents: data that the snapshot was trained on.
-        count: number of images.
-
-    Returns:
-        Images (count, ...), and by name each condition that the network has, (count, ...). All are on the network's
-        device.
+    Both are (count, ...) and on the network's device. Conditions that the network lacks are left out.
     """
     sample_indices = range(count)
     positions = Stream(options.seed, "analysed images").integers(0, len(latents.train), sample_indices)
-    image_indices = latents.train[positions.numpy()]  # in the data set
+    image_indices = latents.train[positions.numpy()]  # indices in the data set
     latent_noise = Stream(options.seed, "analysed latents").normal(0, sample_indices, latents.shape)
     device = next(snapshot.model.parameters()).device
     all_conditions = latents.load_conditions(image_indices)
@@ -243,16 +196,11 @@ def _load_training_images(
 
 
 def _describe_level(level: Level, process: Process, probabilities: Array) -> TableRow:
-    """Return the columns that describe a level: its own columns, ``u_low``, ``u_high``, ``t`` and ``density``.
+    """Return the columns that describe a level: its columns, ``u_low``, ``u_high``, ``t`` and ``density``.
 
     ``u_low`` and ``u_high`` are its fractions of the process, and ``t`` is the time at its middle. The density is the
-    mean over the level's cells, relative to the uniform density. Its cells are those from the one that contains
-    ``u_low`` up to ``u_high``, rounded to whole cells, and at least one.
-
-    Args:
-        level: the level.
-        process: forward process.
-        probabilities: probability of each cell of the process, (T,).
+    mean over the level's cells, relative to the uniform density. The first cell contains ``u_low``. The cells end at
+    ``u_high``, rounded to a whole cell; there is at least one.
     """
     columns, (low, high) = level
     cell_count = len(probabilities)
@@ -267,9 +215,8 @@ def _describe_level(level: Level, process: Process, probabilities: Array) -> Tab
 def _moments_of_level(moments: GradientMoments, level: int) -> TableRow:
     """Return the columns that contain the moments of losses and gradients at a level.
 
-    They are ``loss_mean``, ``loss_variance``, ``variance`` (tr Cov g), ``squared_mean`` (||E g||²) and
-    ``noise_scale``. Column ``cosine_K`` is the cosine similarity of the E g of this level and of level K. A noise scale
-    or cosine is NaN if the estimate of a ||E g||² is not positive.
+    ``variance`` is tr Cov g, and ``squared_mean`` is ||E g||². ``cosine_K`` is the cosine similarity between the E g of
+    this level and of level K. A noise scale or cosine is NaN if the estimate of a ||E g||² is not positive.
     """
     row = {
         "loss_mean": moments.losses[level].mean(),
@@ -289,11 +236,8 @@ def _vlb_loss(prediction: Prediction) -> Tensor:
 def _build_training_loss(snapshot: Snapshot, weights: Array) -> Loss:
     """Return a function that computes each sample's contribution to the training objective, (batch,), differentiable.
 
-    The contribution is the sum of the loss terms times their scales. `weights` multiply only terms with ``weighted``.
-
-    Args:
-        snapshot: snapshot whose configuration contains the losses.
-        weights: loss weights, (T,), one for each of T equal intervals of the process's fractions in [0, 1].
+    The contribution is the sum of the loss terms times their scales. `weights` multiply only terms with ``weighted``;
+    they are (T,), one for each of T equal intervals of the process's fractions in [0, 1].
     """
     terms = [(options, options.load()) for options in snapshot.diffusion.losses]
 

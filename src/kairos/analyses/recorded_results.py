@@ -19,15 +19,10 @@ from kairos_timesteps.errors import KairosError
 def collect_densities(options: DensityOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Collect the density of timesteps and the trained density at every snapshot, relative to the uniform density.
 
-    The columns are ``method``, ``seed``, ``step``, ``t``, ``density`` and ``trained``. Column ``density`` is T p(t).
-    Column ``trained`` is p(t) w(t) over its mean: loss weights count as probabilities (Kim et al. 2025, figure 5). A
-    row contains means over a group of consecutive timesteps. There are `options.bins` groups, or one for each timestep
-    if there are fewer. The densities are read from the ``strategy.csv`` of the snapshots.
-
-    Args:
-        options: options of the analysis.
-        experiment: the experiment, whose methods, seeds and snapshots are analysed.
-        results: its results folder.
+    Column ``density`` is T p(t). Column ``trained`` is p(t) w(t) over its mean: loss weights are treated as
+    probabilities (Kim et al. 2025, figure 5). A row contains means over a group of consecutive timesteps. There are
+    `options.bins` groups, or one for each timestep if there are fewer. The densities are read from the ``strategy.csv``
+    of the snapshots.
 
     Raises:
         FileNotFoundError: a snapshot is missing.
@@ -55,15 +50,11 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
     """Collect distance and time of every snapshot; ``relative_time`` is 1 when the baseline is at its best.
 
     That unit is "1D" of Kim et al. 2025, figure 1: the mean time over seeds at which the baseline's mean distance over
-    seeds is lowest. Times are those of training steps, including the computations of the sampler; the untrained network
-    has time 0. The columns are ``method``, ``selected`` (|S| of an adaptive sampler, else None), ``seed``, ``step``,
-    ``seconds``, ``metric`` (name of the reference's Fréchet distance), ``distance`` (its value) and ``relative_time``.
+    seeds is lowest. Times are training times, including the computations of the sampler; the untrained network has time
+    0. Column ``selected`` is |S| of an adaptive sampler, else None. Column ``metric`` is the name of the reference's
+    Fréchet distance.
 
-    Args:
-        options: not used; the analysis has no options.
-        experiment: the experiment, whose methods, seeds and snapshots are analysed. The caller ensures that it has a
-            baseline.
-        results: its results folder.
+    The caller ensures that the experiment has a baseline.
 
     Raises:
         KairosError: a run has no recorded time of a snapshot, for example because its results were pulled.
@@ -98,13 +89,10 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
 
 
 def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
-    """Return the baseline's mean time over seeds at the step at which its mean distance over seeds is lowest.
+    """Return the baseline's mean seconds over seeds at the step at which its mean distance over seeds is lowest.
 
-    The time is in seconds. Step 0, the untrained network, does not count.
-
-    Args:
-        rows: rows of `collect_relative_times`, without ``relative_time``.
-        experiment: the experiment. The caller ensures that it has a baseline, and a snapshot after step 0.
+    Step 0, the untrained network, is ignored. The caller ensures that the experiment has a baseline, and a snapshot
+    after step 0.
     """
     distance_and_time = []  # means over seeds, by step
     for step in experiment.milestones[1:]:
@@ -119,13 +107,8 @@ def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
 def collect_subset_sizes(options: AnalysisOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Collect distance and time by subset size |S|: the rows of `collect_relative_times` that have one.
 
-    These are the rows of adaptive samplers, whose |S| is in column ``selected``, and the rows of the baseline for
-    comparison, whose ``selected`` is None. Source: Kim et al. 2025, figure 7.
-
-    Args:
-        options: not used; the analysis has no options.
-        experiment: the experiment. The caller ensures that it has a baseline.
-        results: its results folder.
+    Rows of adaptive samplers have |S| in column ``selected``. The rows of the baseline, with ``selected`` None, are
+    included for comparison. Source: Kim et al. 2025, figure 7. The caller ensures that the experiment has a baseline.
 
     Raises:
         KairosError: a run has no recorded time of a snapshot.
@@ -138,17 +121,12 @@ def collect_subset_sizes(options: AnalysisOptions, experiment: Any, results: Pat
 def compute_increments(options: IncrementsOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Compute moments and areas of x_{t+1} - x_t of eight processes in 1000 steps, a row per process and time.
 
-    The processes are linear, cosine, quadratic, scaled_linear, vp, flow, ve and edm. The columns are ``process``, those
-    of `Increments.columns`, and ``area``. Source: `kairos.increments`.
-
-    Args:
-        options: options of the analysis.
-        experiment: not used.
-        results: not used.
+    The columns are ``process``, the columns of `Increments.columns`, and ``area``. Source: `kairos.increments`.
+    Experiment and results are not used.
     """
     rows: list[TableRow] = []
     for name in ("linear", "cosine", "quadratic", "scaled_linear", "vp", "flow", "ve", "edm"):
-        has_levels = name in ("ve", "edm", "flow")  # given by noise levels; the others are schedules of process vp
+        has_levels = name in ("ve", "edm", "flow")  # defined by noise levels; the others are schedules of process vp
         process = name if has_levels else "vp"
         schedule = None if has_levels else as_process(name).schedule
         moments = process_increments.increments(process, schedule, r=options.r)

@@ -143,8 +143,8 @@ class IncrementsOptions(AnalysisOptions):
 def analysed_snapshots(analysis: AnalysisOptions, experiment: Any) -> list[tuple[str, int, int]]:
     """Return method, seed and step of every snapshot that an analysis reads; empty if it reads none.
 
-    Methods and steps are those of the analysis' options, or all of the experiment where an option is None. Seeds are
-    always those of the experiment. The snapshots of a run are neighbours, and so are the runs of a method.
+    An option that is None selects all methods or steps of the experiment. All seeds of the experiment are read. The
+    snapshots of a run are neighbours, and so are the runs of a method.
     """
     if not isinstance(analysis, SnapshotOptions):
         return []

@@ -19,12 +19,7 @@ def measure_snapshot(
 ) -> None:
     """Measure one snapshot, and write the rows of the analysis with method, seed and step as the first columns.
 
-    Args:
-        analysis: options of an analysis that reads snapshots.
-        snapshot: folder of the snapshot.
-        latents: folder of the data that the snapshot was trained on.
-        out: CSV file to write, see `write_table`.
-        device: device of the computation.
+    `latents` is the folder of the data that the snapshot was trained on.
 
     Raises:
         FileNotFoundError: the snapshot is missing.
@@ -40,11 +35,6 @@ def build_table(analysis: AnalysisOptions, experiment: Any, results: Path) -> pd
     """Build the table of an analysis for an experiment: join the tables of its snapshots, or compute it from results.
 
     The rows of snapshots are in the order of `analysed_snapshots`.
-
-    Args:
-        analysis: options of the analysis.
-        experiment: the experiment.
-        results: its results folder.
 
     Raises:
         KairosError: the table of a snapshot, or the training time of a run, is missing.

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     to a standard stream that is closed is discarded.
 
     Args:
-        argv: arguments without the name of the program; None: those of the process.
+        argv: arguments without the name of the program; None: the process's arguments.
     """
     from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -97,8 +97,8 @@ def _run_subcommand(argv: list[str]) -> int:
     """Parse a command line, run its subcommand, and return the exit status.
 
     If the experiment is portable, environment variables that limit CPU instructions are set first. Stages in
-    `FORKED_STAGES` then run in a fork of the controller's fork server, if there is one that accepts them; the exit
-    status is that of the fork. All other subcommands run in this process, and return 0. An unknown command prints a
+    `FORKED_STAGES` then run in a fork of the controller's fork server, if there is one that accepts them, and the exit
+    status of the fork is returned. All other subcommands run in this process, and return 0. An unknown command prints a
     message, with a similar command if there is one, and returns 2.
 
     Raises:
@@ -107,7 +107,7 @@ def _run_subcommand(argv: list[str]) -> int:
     from kairos import portable
     from kairos.workflow import fork_server
 
-    command = argv[0] if argv else None  # or an option such as --help
+    command = argv[0] if argv else None  # the first argument may be an option such as --help
     if command is not None and not command.startswith("-") and command not in COMMANDS:
         from kairos_timesteps.options import instead
 
@@ -128,8 +128,7 @@ def _run_subcommand(argv: list[str]) -> int:
 def _build_parser(command: str | None) -> argparse.ArgumentParser:
     """Return the parser of the command line: all subcommands, with arguments for `command` alone, as that is quick.
 
-    Args:
-        command: name of the subcommand that will run; None or another text: no subcommand has arguments.
+    If `command` is None or another text, no subcommand has arguments.
     """
     parser = argparse.ArgumentParser(prog="kairos", description="Train diffusion models on the timesteps that matter.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

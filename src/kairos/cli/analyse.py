@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos import resource_usage
     from kairos.analyses import tables
 
-    analysis.load()  # its imports count as start-up
+    analysis.load()  # its imports belong to start-up
     results = arguments.results or Path("results", experiment.experiment)
     if snapshot is None:
         from kairos.report.analysis_figures import write_analysis  # imports matplotlib, which measurements do not need

@@ -124,7 +124,6 @@ def _method_rows(experiment: "Experiment", all_options: bool) -> _Table:
     If a method has a coupling other than ``independent``, the last column contains the couplings.
 
     Args:
-        experiment: the checked experiment.
         all_options: True to include options that have their default value.
     """
     parts = ["sampler", "weighting"]
@@ -196,7 +195,6 @@ def _describe_component(component: Component | LibraryComponent, all_options: bo
     """Return a component as text, such as ``speed (k 5, tau 700)``.
 
     Args:
-        component: the component with its options, of the pipeline (such as a model) or of the library (a sampler).
         all_options: True to include options that have their default value.
     """
     if isinstance(component, LibraryComponent):
@@ -209,13 +207,8 @@ def _describe_component(component: Component | LibraryComponent, all_options: bo
 def _describe_value(value: Any, registry: Registry | None, all_options: bool) -> str:
     """Return the value of an option as text; the items of a list are joined by commas, and None is ``null``.
 
-    A component is described with its options. Options of a sampler, for example, may be samplers: the components of a
-    mixture.
-
-    Args:
-        value: the value; a mapping with a name is a component of the registry.
-        registry: registry of the component that has the option; None: its options are no components.
-        all_options: True to include options of components that have their default value.
+    A mapping with a name is a component of `registry`, and is described with its options; without a registry it is not
+    a component. Options of a sampler may be samplers: the components of a mixture.
     """
     if isinstance(value, list):
         return ", ".join(_describe_value(item, registry, all_options) for item in value)
@@ -234,13 +227,6 @@ def _describe_options(
 
     Options that have their default value are left out. With `all_options`, they are left out only if that value is None
     or an empty list.
-
-    Args:
-        name: name of the component.
-        options: values of its options.
-        defaults: default values of its options.
-        registry: registry of the component, see `_describe_value`.
-        all_options: True to include options that have their default value.
     """
     described = []
     for option, value in options.items():

@@ -37,26 +37,18 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
 
 
 def demand(condition: object, option: str, value: object, allowed: str) -> None:
-    """Reject the value of a command-line option unless a condition holds.
+    """Reject the value of a command-line option unless a condition is true.
 
-    Args:
-        condition: the condition; a value that counts as false, such as None or an empty list, does not hold.
-        option: name of the option without dashes.
-        value: the value as a user would write it.
-        allowed: allowed values, for the message.
+    `option` is the name of the option without dashes, and `allowed` describes the allowed values.
 
     Raises:
-        ConfigError: the condition does not hold.
+        ConfigError: the condition is false, None or empty.
     """
     errors.demand(condition, f"--{option}", value, allowed)
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address of this machine, IPv6 if the address contains a colon.
-
-    Args:
-        host: IPv4 or IPv6 address, or a name.
-        port: number of the port.
 
     Raises:
         ConfigError: the number is not from 1 to 65535.
@@ -79,11 +71,7 @@ def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
     """Return a function that parses a value as JSON or YAML, for argument `type` of `argparse`.
 
     JSON is tried first: the workflow writes it, and YAML reads 1e-05 as text. The function raises ConfigError for a
-    text that is neither.
-
-    Args:
-        option: name of the option without dashes.
-        allowed: allowed values, for the error message.
+    text that is neither. `option` has no dashes.
     """
 
     def parse(text: str) -> Any:
@@ -107,8 +95,7 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
     milestone: the last option may be omitted. If no option is set, the list is empty.
 
     Args:
-        arguments: arguments of the command; an option that is not set has None or an empty list.
-        options: names of the options, without dashes; at least two.
+        arguments: arguments of the command; None or an empty list for an option that is not set.
 
     Raises:
         ConfigError: the numbers of values differ.
@@ -131,7 +118,6 @@ def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
     The two options exclude each other. Without them, `shard` is None and `part` an empty list.
 
     Args:
-        parser: parser of the subcommand.
         metavar: placeholder of a shard's path in the help.
     """
     group = parser.add_mutually_exclusive_group()
@@ -165,7 +151,6 @@ def set_up_device(experiment: "Experiment", device: str | None = None) -> "torch
     Both are settings of the whole process.
 
     Args:
-        experiment: the checked experiment; its section `training` contains the settings.
         device: name of the device; None: the device of the experiment.
 
     Raises:
@@ -183,7 +168,6 @@ def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:
     The record also contains the name of the subcommand and the properties of the machine, see `portable.machine`.
 
     Args:
-        arguments: arguments of the command.
         facts: further entries of the record, such as the number of images.
     """
     if arguments.timing is not None:

@@ -59,7 +59,7 @@ def _write_index(arguments: argparse.Namespace) -> None:
         folders = sorted(filter(_is_experiment_folder, root.iterdir()))
     allowed = "one folder that contains folders of results, e.g. results"
     demand(folders, "index", " ".join(map(str, arguments.paths)), allowed)
-    entries = dict[Path, Any]()  # by folder: results with their ranking, or the error as text
+    entries = dict[Path, Any]()  # results with their ranking, or the error as text, by folder
     for folder in folders:
         try:
             experiment, _ = load_experiment_at(folder)
@@ -108,11 +108,11 @@ def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]
 
     Args:
         paths: folders of results, experiment files, or folders of methods. A path below an experiment's folder that
-            does not exist counts as the folder of a method.
+            does not exist is treated as the folder of a method.
 
     Raises:
-        ConfigError: the name of a method's folder is no method of its experiment.
-        KairosError: a path is no experiment, or none of its runs has a valid result.
+        ConfigError: the name of a method's folder is not a method of its experiment.
+        KairosError: a path is not an experiment, or none of its runs has a valid result.
     """
     from kairos.report.collect import collect
 

@@ -63,13 +63,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Finding]:
     """Return the findings about everything but an experiment's files, in the order in which they are printed.
 
-    They are about software, devices, the GPUs of this SLURM job, SLURM, the temporary folder, file locks in the
-    results, resource limits, git, MLflow, DVC and weights.
-
-    Args:
-        experiment: the experiment whose results folder and MLflow store are checked; None: folder ``results`` and the
-            default store.
-        profile: folder of the cluster's profile; need not exist.
+    Without an experiment, folder ``results`` and the default MLflow store are checked. The folder `profile` need not
+    exist.
 
     Raises:
         FileNotFoundError: git is not installed.
@@ -79,7 +74,7 @@ def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Findi
     results = Path("results") / (experiment.experiment if experiment else "")
     tracking_uri = experiment.tracking.uri if experiment else None
     with ThreadPoolExecutor() as pool:
-        # in threads of their own, while this one checks the cluster and imports torch
+        # separate threads run these, while this one checks the cluster and imports torch
         mlflow = pool.submit(tool_checks.check_mlflow, tracking_uri)
         dvc = pool.submit(tool_checks.check_dvc)
         cluster_findings = [
@@ -156,7 +151,7 @@ def _check_git() -> Finding:
 
 
 def _check_weights() -> Finding:
-    """Return a finding about the weights of Inception; their absence is no problem, as only some experiments need them.
+    """Return a finding about the weights of Inception; absence is not a problem, as only some experiments need them.
 
     The location of the file is part of the finding.
     """

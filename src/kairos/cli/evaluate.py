@@ -144,11 +144,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     """Compare each file of samples with the reference, and write its record.
 
     With ``--milestone``, the record contains the validation loss of the snapshot too. Without ``--metrics``, the
-    metrics are those of the reference, or for an npz reference the default metrics of the extractor.
+    metrics of the reference are measured, or for an npz reference the default metrics of the extractor.
 
     Raises:
         ConfigError: options that are repeated together have different numbers of values, ``--sets`` is below 1, or
-            ``--metrics`` is set although the reference is no npz file.
+            ``--metrics`` is set although the reference is not an npz file.
         KairosError: a file is missing or damaged, or files do not belong together.
     """
     outputs = pair_options(arguments, "samples", "out", "milestone")

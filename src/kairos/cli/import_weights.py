@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.progress import log
     from kairos.training.import_weights import import_weights
 
-    any_method = next(iter(experiment.methods))  # the model of the weights is that of all methods
+    any_method = next(iter(experiment.methods))  # all methods have the model of the weights
     record = import_weights(
         arguments.file,
         experiment.run_settings(any_method, seed=0),
@@ -99,7 +99,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _experiment_of_weights(arguments: argparse.Namespace) -> "Experiment":
-    """Return the experiment of the weights, from ``--config`` and ``--model``; the model is that of ``--model`` if set.
+    """Return the experiment of the weights, from ``--config`` and ``--model``; ``--model`` replaces the model.
 
     Without ``--config``, see `_experiment_of_model`.
 
@@ -122,11 +122,8 @@ def _experiment_of_weights(arguments: argparse.Namespace) -> "Experiment":
 def _experiment_of_model(model: Any) -> "Experiment":
     """Return an experiment with a model whose only method is ``imported``.
 
-    The process and the prediction target are those of the model's published weights, or the defaults if kairos does not
-    have them on record. A conditional model with a null class has a condition dropout of 0.1.
-
-    Args:
-        model: value of ``--model``, not checked yet.
+    The process and the prediction target are recorded for the model's published weights; else they are the defaults. A
+    conditional model with a null class has a condition dropout of 0.1.
 
     Raises:
         ConfigError: the model is not valid, or is conditioned on text or low-resolution images, which only an
@@ -135,7 +132,7 @@ def _experiment_of_model(model: Any) -> "Experiment":
     from kairos.config import validate
     from kairos.training.import_weights import published_diffusion
 
-    # as text, since `validate` checks the model later: until then, the conditions may be any YAML
+    # converted to text, since `validate` checks the model later: until then, the conditions may be any YAML
     conditions_text = str(model.get("conditions")) if isinstance(model, dict) else ""
     for condition in ("text", "low_resolution"):
         got = f"none with a model conditioned on {condition}"

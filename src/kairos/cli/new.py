@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> None:
 def _write_experiment_file(arguments: argparse.Namespace) -> None:
     """Write an experiment file for a folder of images, with a length that fits ``--minutes`` on this machine.
 
-    The name of the experiment is that of the file without suffix, with hyphens for characters that are not allowed and
-    without punctuation at its start. It is ``mine`` if nothing is left. A summary and the commands that check and run
-    the file are printed. The caller ensures that the file does not exist, as it would be replaced.
+    The name of the experiment is the file's without suffix, with hyphens for characters that are not allowed and
+    without punctuation at its start; ``mine`` if nothing is left. A summary and the commands that check and run the
+    file are printed. The caller ensures that the file does not exist, as it would be replaced.
 
     Raises:
         ConfigError: ``--minutes`` is not above 0 and below a million, or the folder cannot be used.
@@ -59,7 +59,7 @@ def _write_experiment_file(arguments: argparse.Namespace) -> None:
     from kairos.costs import new_experiment
     from kairos.files import write_text
 
-    # "my images.yaml" results in experiment my-images: the name is also that of a folder
+    # "my images.yaml" results in experiment my-images: the name is also a folder's
     name = re.sub(r"[^A-Za-z0-9_.+-]", "-", file.stem).lstrip("_.+-") or "mine"
     schema = os.path.relpath("experiments/schema.json", file.parent)
     text, summary = new_experiment.propose_experiment(arguments.data, name, minutes=minutes, schema=schema)

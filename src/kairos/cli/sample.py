@@ -69,15 +69,15 @@ def run(arguments: argparse.Namespace) -> None:
 
     With ``--shard``, each npz file contains one shard of the images. With ``--part``, the npz files in ``--part`` are
     shards, which are merged into ``--out`` in place of generating images. Their list is divided evenly: its beginning
-    belongs to the first ``--out``. With ``--grid``, the first images are written as PNG too. Files read:
-    snapshots, and the autoencoder and latents that they were trained on.
+    belongs to the first ``--out``. With ``--grid``, the first images are written as PNG too. Files read: snapshots, and
+    the autoencoder and latents that they were trained on.
 
     The record of ``--timing`` contains `milestones`, the number of snapshots, and `images`, ``--num`` for each snapshot
     even if only a shard is generated.
 
     Raises:
-        ConfigError: options that are repeated together have different numbers of values, or the number of ``--part``
-            is no multiple of the number of ``--out``.
+        ConfigError: options that are repeated together have different numbers of values, or the number of ``--part`` is
+            not a multiple of the number of ``--out``.
     """
     outputs = pair_options(arguments, "milestone", "out", "grid")
     shard_files = arguments.part

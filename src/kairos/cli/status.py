@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: ``--watch`` is not a number of seconds up to a day, ``--serve`` is combined with
             ``--remove-unclaimed``, or the experiment file is not valid.
-        KairosError: there is no such experiment, or the page cannot be served at this address or port.
+        KairosError: the experiment does not exist, or the page cannot be served at this address or port.
     """
     from kairos import resource_usage
     from kairos.status.render import render_lines

@@ -59,10 +59,6 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
     A launched process runs this command again, as one rank of the run; only rank 0 writes the file of ``--timing``.
 
-    Args:
-        arguments: arguments of the command.
-        stop_request: signal to stop after the current step.
-
     Raises:
         ConfigError: an argument is not allowed.
         StoppedEarly: training stopped after a signal.
@@ -91,7 +87,7 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
 
 def _select_milestones(arguments: argparse.Namespace, experiment: "Experiment") -> list[int]:
-    """Return the steps of the snapshots, ascending, each once: those of ``--milestones`` or else of the experiment.
+    """Return the steps of the snapshots, ascending, each once: ``--milestones`` or else the experiment's.
 
     Raises:
         ConfigError: a step is negative.
@@ -107,13 +103,7 @@ def _train_in_this_process(
     """Train as the only process or as one rank, and return the entries of the timing record, see `run.train`.
 
     Latents are read from a local disk if `staged` copies them. The run reports to the MLflow server of the experiment,
-    if it sets one.
-
-    Args:
-        arguments: arguments of the command.
-        experiment: the checked experiment.
-        milestones: steps of the snapshots.
-        stop_request: signal to stop after the current step.
+    if it sets one. `milestones` are the steps of the snapshots.
 
     Raises:
         KairosError: a plugin was edited since the run began, or training is not possible.

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     # SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that the server ends with this process
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryFile("w+") as log:
-        # a session of its own: MLflow starts workers, and `os.killpg` reaches all of them
+        # a separate session: MLflow starts workers, and `os.killpg` reaches all of them
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             _wait_until_ready(server, base, log)
@@ -66,12 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _print_addresses(comparisons: dict[str, str], base: str) -> None:
-    """Print the address of each experiment's comparison, or that there is none, and how to end the server.
-
-    Args:
-        comparisons: path of the comparison by experiment.
-        base: address of the server.
-    """
+    """Print the address of each comparison, by experiment, or that there is none; then print how to end the server."""
     for name, path in comparisons.items():
         print(f"{name}: {base}{path}")
     if not comparisons:
@@ -85,13 +80,9 @@ def _has_display() -> bool:
 
 
 def _check_store(uri: str, port: int) -> None:
-    """Check that the store is no server, that its file or folder exists, and that the port is free.
+    """Check that the store is not a server, that its file or folder exists, and that the port is free.
 
-    A database that is no file, such as PostgreSQL, passes.
-
-    Args:
-        uri: tracking URI of the store.
-        port: port of this machine.
+    A database that is not a file, such as PostgreSQL, passes.
 
     Raises:
         KairosError: the store is a server, the store does not exist, or the port is not available.
@@ -128,11 +119,6 @@ def _find_comparisons(uri: str) -> dict[str, str]:
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]) -> None:
     """Wait until the server answers, at most `_START_SECONDS`. The caller ends a server that does not answer.
-
-    Args:
-        server: process of the server.
-        base: address of the server.
-        log: output of the server.
 
     Raises:
         KairosError: the server ended or did not answer in time; the message contains its last error, or else the last

@@ -69,10 +69,7 @@ def _verify_training_run(folder: Path) -> None:
 def _compare_with_recording(lock: Path) -> None:
     """Print the results that differ from the hashes in a dvc.lock, and the numbers of results by state.
 
-    Results that are missing or were not compared are printed too; only the latter are no error.
-
-    Args:
-        lock: path of the dvc.lock.
+    Missing results are printed and are an error. Results that were not compared are printed, too.
 
     Raises:
         KairosError: a result differs or is missing; the message contains the numbers.
@@ -80,7 +77,7 @@ def _compare_with_recording(lock: Path) -> None:
     from kairos.workflow.dvc_records import compare
     from kairos_timesteps.errors import KairosError
 
-    counts: Counter[str] = Counter()  # by state: same, differs, missing, not compared
+    counts: Counter[str] = Counter()  # keys are states: same, differs, missing, not compared
     for path, state, reason in compare(lock):
         counts[state] += 1
         if state != "same":

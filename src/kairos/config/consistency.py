@@ -43,11 +43,11 @@ def check_consistency(experiment: "Experiment") -> None:
 def _check_job_counts(experiment: "Experiment") -> None:
     """Check that snapshots increase, and that `training.segments` and `sampling.shards` leave no job without work.
 
-    A training run has at most one segment per snapshot after step 0. Sampling has at most one shard per batch of the
-    images of a snapshot, which are those of all sample sets.
+    A training run has at most one segment per snapshot after step 0. Sampling has at most one shard per batch of a
+    snapshot's images in all sample sets.
     """
     training, sampling, steps = experiment.training, experiment.sampling, list(experiment.milestones)
-    increases = steps == sorted(set(steps))  # in steps, lengths in images and in epochs can be compared
+    increases = steps == sorted(set(steps))  # compared in steps, since lengths may be in images or epochs
     demand(increases, "training.milestones", training.milestones, "increasing lengths")
     trained_snapshots = len(steps) - 1  # without step 0, the untrained network, which needs no training job
     allowed = f"at most {trained_snapshots}, the number of training.milestones"

@@ -126,7 +126,7 @@ class Experiment(Section):
     @field_validator("methods", mode="before")
     @classmethod
     def _expand_grids(cls, methods: Any) -> Any:
-        """Replace methods with a grid by the methods of the grid; pydantic rejects a value that is no mapping."""
+        """Replace methods with a grid by the methods of the grid; pydantic rejects a value that is not a mapping."""
         return expand_grids(methods) if isinstance(methods, dict) else methods
 
     @model_serializer(mode="wrap")
@@ -159,7 +159,7 @@ class Experiment(Section):
 
         Training in pixel space reads prepared images, which therefore have to be copies. With ``auto``, data refer to
         the user's images only if a pretrained autoencoder encodes them, as it reads each image once; digits, which are
-        no files, are copied.
+        not files, are copied.
 
         Raises:
             ConfigError: `dataset.store` is ``refer`` in pixel space.
@@ -182,8 +182,8 @@ class Experiment(Section):
     def baseline(self) -> str | None:
         """Name of the first method with uniform timesteps, independent noise and no weights, to which factors refer.
 
-        None without such a method. The weighting with the name of the process counts as no weights: with EDM, it is the
-        lambda of its loss.
+        None without such a method. The weighting with the name of the process is treated as no weights: with EDM, it is
+        the lambda of its loss.
         """
         neutral_weightings = ("none", self.diffusion.process.name)
         for name, method in self.methods.items():
@@ -269,15 +269,13 @@ class Experiment(Section):
 
 
 def validate(values: Any, source: str = "experiment") -> Experiment:
-    """Check an experiment given as plain values and return it, with the defaults of fields that are missing.
+    """Check an experiment from plain values and return it, with the defaults of fields that are missing.
 
-    Args:
-        values: content of an experiment file.
-        source: origin of the values, for error messages.
+    `source` is the origin of the values, for error messages.
 
     Raises:
-        ConfigError: `values` is no mapping, or some values are not valid. The message has a line with field, value and
-            allowed values for each of these.
+        ConfigError: `values` is not a mapping, or some values are not valid. The message has a line with field, value
+            and allowed values for each of these.
     """
     if not isinstance(values, dict):
         fields = ", ".join(Experiment.model_fields)
@@ -300,14 +298,10 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     The file is ``<experiment>-<hash>.yaml``, with 16 digits of the hash of the configuration and of the plugins' code.
     If methods use plugins, a second file contains the fingerprint of each component of a plugin, see
     `plugins.check_unedited`. A file that exists is not written again.
-
-    Args:
-        experiment: the checked experiment.
-        folder: folder of frozen experiments.
     """
     plain = experiment.plain()
     codes = method_codes(experiment.methods)
-    content = [plain, codes] if codes else plain  # without plugins, the hash is that of earlier versions
+    content = [plain, codes] if codes else plain  # without plugins, the hash is unchanged from earlier versions
     path = Path(folder) / f"{experiment.experiment}-{sha256_json(content)[:16]}.yaml"
     # the codes first, so that a frozen experiment never lacks them
     if codes and not codes_file(path).exists():

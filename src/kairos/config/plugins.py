@@ -41,14 +41,14 @@ class _Plugin:
     text: str
 
 
-_plugins: dict[str, _Plugin] = {}  # by module name
+_plugins: dict[str, _Plugin] = {}  # imported plugins by module name
 
 
 def load_plugins(paths: Any) -> Any:
     """Import plugin files, each once per content; return `paths`, as pydantic expects of a validator.
 
     Raises:
-        ConfigError: `paths` is no list of paths, or a file is missing, cannot be imported, or registers a name that
+        ConfigError: `paths` is not a list of paths, or a file is missing, cannot be imported, or registers a name that
             another component has.
     """
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
@@ -64,9 +64,6 @@ def _load(file: str) -> None:
 
     The folder of the file is appended to `sys.path`. A file that was edited since its import replaces its module and
     components. A file that another plugin file has imported is recorded as a plugin, but not executed again.
-
-    Args:
-        file: path as the experiment file contains it, from the working directory.
 
     Raises:
         ConfigError: the file is missing, another module has its name, or its import fails.
@@ -95,12 +92,8 @@ def _load(file: str) -> None:
 def _execute(file: str, text: str, spec: ModuleSpec) -> None:
     """Execute the text of a plugin file as a module in `sys.modules`; the file is not read again.
 
-    Fingerprints refer to the text from now on. If an error is raised, the plugin is forgotten, see `forget`.
-
-    Args:
-        file: path as the experiment file contains it, for error messages.
-        text: content of the file.
-        spec: specification of the module.
+    Fingerprints refer to the text from now on. If an error is raised, the plugin is forgotten, see `forget`. `file` is
+    only for error messages.
 
     Raises:
         ConfigError: the text raises an error or exits; the message contains its line.
@@ -117,11 +110,7 @@ def _execute(file: str, text: str, spec: ModuleSpec) -> None:
 
 
 def _find_module(file: str, path: Path) -> ModuleSpec:
-    """Return the specification of the module that a plugin file is.
-
-    Args:
-        file: path as the experiment file contains it, for error messages.
-        path: absolute path; its folder is in `sys.path`.
+    """Return the specification of the module that a plugin file is; its folder must be in `sys.path`.
 
     Raises:
         ConfigError: an import of the file's name would import another module, such as an installed one.
@@ -135,11 +124,8 @@ def _find_module(file: str, path: Path) -> ModuleSpec:
 
 
 def _comes_from(spec: ModuleSpec, path: Path) -> bool:
-    """Return True if the module of a specification is a certain file.
-
-    Returns False for modules without a file: namespace packages, which have no loader, and modules built into Python.
-    """
-    if spec.loader is None or spec.origin is None:
+    """Return True if the module of a specification is a certain file; False for modules without a file."""
+    if spec.loader is None or spec.origin is None:  # a namespace package, or a module built into Python
         return False
     return os.path.exists(spec.origin) and path.samefile(spec.origin)  # the origin "built-in" does not exist
 
@@ -147,12 +133,8 @@ def _comes_from(spec: ModuleSpec, path: Path) -> bool:
 def _read(file: str, path: Path) -> str:
     """Return the text of a plugin file, after a check of its name.
 
-    Args:
-        file: path as the experiment file contains it, for error messages.
-        path: absolute path.
-
     Raises:
-        ConfigError: the name is not that of a module with suffix ``.py``, or the file is missing or not UTF-8.
+        ConfigError: the suffix is not ``.py``, the name is not a module's, or the file is missing or not UTF-8.
     """
     if path.suffix != ".py" or not path.stem.isidentifier():
         allowed = "a Python file whose name has letters, digits and _ only, such as my_strategies.py"
@@ -169,11 +151,7 @@ def _read(file: str, path: Path) -> str:
 def _line_of_error(error: BaseException, source: str) -> str:
     """Return ``, line N`` for the line of a plugin file at which an error arose; empty if it is unknown.
 
-    The line is that of a syntax error, or else of the innermost call in the file.
-
-    Args:
-        error: the error.
-        source: path with which the file was compiled.
+    It is the line of a syntax error, or else of the innermost call in the file. `source` is the file's path.
     """
     if isinstance(error, SyntaxError) and error.filename == source and error.lineno:
         return f", line {error.lineno}"
@@ -195,13 +173,7 @@ def _describe(error: BaseException) -> str:
 
 
 def forget(name: str) -> None:
-    """Remove a plugin's module and the components that it registered, so that it can be imported again.
-
-    Nothing happens if there is none.
-
-    Args:
-        name: name of the module.
-    """
+    """Remove a plugin's module and the components that it registered, if any, so that it can be imported again."""
     _plugins.pop(name, None)
     sys.modules.pop(name, None)
     for registry in _REGISTRIES.values():
@@ -213,7 +185,7 @@ def forget(name: str) -> None:
 def _plugin_roots(method: "MethodConfig") -> list[str]:
     """Return the code of plugins that a method uses, as roots of a fingerprint, such as ``my_strategies:Ramp``.
 
-    Only plugins that this process has imported count.
+    Plugins that this process has not imported are left out.
     """
     roots = [root for component in method.components for root in roots_of(component)]
     return [root for root in roots if _module_of(root) in _plugins]
@@ -227,10 +199,6 @@ def _module_of(root: str) -> str:
 
 def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None:
     """Check that an experiment lists the plugins that its methods use.
-
-    Args:
-        plugins: paths of the plugin files that the experiment lists.
-        methods: methods of the experiment by name.
 
     Raises:
         ConfigError: a component is from a plugin file that this process has imported for another experiment alone.
@@ -246,13 +214,11 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
 
 
 def source_files(paths: list[str]) -> list[str]:
-    """Return the files whose code counts for plugins: the plugin files and those that they import from their folder.
+    """Return the files that contain the code of plugins: plugin files, and files that they import from their folder.
 
-    The plugin files come first, with the paths as given and in their order. The imported files follow, sorted by module
-    name; their paths are relative to the working directory. Files of kairos and further plugin files are left out.
-
-    Args:
-        paths: paths of plugin files that this process has imported; repeated paths count once.
+    The plugin files come first, each once, with the paths and order of `paths`. The imported files follow, sorted by
+    module name; their paths are relative to the working directory. Files of kairos and further plugin files are left
+    out. The caller ensures that this process has imported the plugin files.
     """
     imported_files = []
     for name in modules(Path(path).stem for path in paths):
@@ -280,23 +246,14 @@ def method_codes(methods: "dict[str, MethodConfig]") -> dict[str, str]:
 
 
 def codes_file(config: Path) -> Path:
-    """Return the path of the JSON file with the `method_codes` of a frozen experiment, in the same folder.
-
-    Args:
-        config: path of the frozen experiment.
-    """
+    """Return the path of the JSON file with the `method_codes` of a frozen experiment, next to its file."""
     return config.with_suffix(".plugins.json")
 
 
 def check_unedited(config: Path, name: str, method: "MethodConfig") -> None:
     """Check that the plugin code of a method is the code with which a run began.
 
-    A component without a recorded code passes.
-
-    Args:
-        config: path of the frozen experiment. Other experiment files pass, since they have no recorded codes.
-        name: name of the method.
-        method: the method.
+    Components without a recorded code pass, and so do experiment files that are not frozen, since they have no codes.
 
     Raises:
         KairosError: the code was edited since.

@@ -72,9 +72,6 @@ class PublishedConfig(Section):
 
         The method of a row has the name in `self.methods`, or by default the name of the row.
 
-        Args:
-            methods: names of the methods of the experiment.
-
         Raises:
             ConfigError: a row has neither.
         """
@@ -108,9 +105,6 @@ class ClaimConfig(Section):
 
     def check_methods(self, methods: Collection[str]) -> None:
         """Check that `method` and `baseline` are methods of the experiment.
-
-        Args:
-            methods: names of the methods of the experiment.
 
         Raises:
             ConfigError: one of them is not.

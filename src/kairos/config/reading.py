@@ -39,7 +39,7 @@ class _Loader(_SafeLoader):
 def _describe(error: Exception) -> str:
     """Return the message of an error of YAML on one line, with line and column, from 1, where YAML noticed it.
 
-    An error without a position, such as one of the encoding, has its own message alone.
+    The message of an error without a position, such as an encoding error, has no line.
     """
     mark = getattr(error, "problem_mark", None)  # position in the file, from 0
     if mark is None:
@@ -52,12 +52,8 @@ def _describe(error: Exception) -> str:
 def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
     """Read an experiment file and the files that it extends, without checking fields.
 
-    Args:
-        path: path of the file.
-        extending: files that extend this one, to detect cycles.
-
-    Returns:
-        The merged values, a mapping without ``extends``; or any other value of YAML, if the file contains no mapping.
+    The result is a mapping without ``extends``; or any other value of YAML, if the file does not contain a mapping.
+    `extending` are files that extend this one, to detect cycles.
 
     Raises:
         ConfigError: a file is missing, is not YAML, or has an invalid ``extends``.
@@ -73,14 +69,10 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
 
 
 def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> Any:
-    """Merge the values of an experiment file into those of the file that it extends.
+    """Merge the values of an experiment file into the values of the file that it extends.
 
-    The result has no field ``extends``. Values that are no mapping, or have no such field, are returned unchanged.
-
-    Args:
-        values: content of the experiment file.
-        path: path of the experiment file.
-        extending: files that extend this one, to detect cycles.
+    The result has no field ``extends``. Values that are not a mapping, or have no such field, are returned unchanged.
+    `path` is the path of the file, and `extending` are files that extend it, to detect cycles.
 
     Raises:
         ConfigError: the file that is extended is missing or invalid, or extends this one.

@@ -15,8 +15,8 @@ from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import demand
 from kairos_timesteps.registry import split
 
-MOST_METHODS = 1000  # of an experiment
-# by part of a method: registry of its components, and name of the default component
+MOST_METHODS = 1000  # limit for an experiment
+# registry and name of the default component, by part of a method
 PARTS = {"sampler": (SAMPLERS, "uniform"), "weighting": (WEIGHTINGS, "none"), "coupling": (COUPLINGS, "independent")}
 _GRID_FORM = "lists of different numbers, texts, true, false or null: {sampler.k: [1, 2, 5], ...}"
 
@@ -25,16 +25,13 @@ def expand_grids(methods: dict[Any, Any]) -> dict[Any, Any]:
     """Return the methods of an experiment file with each method that has a grid replaced by the methods of its grid.
 
     The order is kept, and a method without a grid is not changed. Other errors in the methods, such as a method that is
-    no mapping, are left to the checks that follow.
-
-    Args:
-        methods: section `methods` as plain values, not checked yet.
+    not a mapping, are left to the checks that follow.
 
     Raises:
-        ConfigError: a grid is malformed, or contains an unknown option or a value twice; two methods get the same name;
+        ConfigError: a grid is malformed, or contains an unknown option or a value twice; two methods have equal names;
             or there are more than `MOST_METHODS` methods.
     """
-    grids = {}  # by name of the method
+    grids = {}  # grid by name of the method
     for name, method in methods.items():
         if isinstance(method, dict) and "grid" in method:
             grid = method["grid"]
@@ -89,10 +86,7 @@ def _are_different_scalars(values: Any) -> bool:
 def _grid_methods(name: str, method: dict[str, Any], grid: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
     """Yield name and values of each method of a grid; values of the last key change first.
 
-    Args:
-        name: name of the method with the grid, with which the names of its methods begin.
-        method: the method with the grid; further entries of it are kept.
-        grid: the values of each key, such as ``sampler.k``.
+    Further entries of the method are kept. `grid` contains the values of each key, such as ``sampler.k``.
 
     Raises:
         ConfigError: a key or a value is not allowed, see `_replace`.
@@ -129,14 +123,12 @@ def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[s
     The value of an option is checked, a component is not: the check of the experiment follows.
 
     Args:
-        method: the method as plain values.
         key: ``sampler``, ``weighting`` or ``coupling``, or one of these with an option, such as ``sampler.k``.
-        value: the component or the value of the option.
         where: field for the error message.
 
     Raises:
-        ConfigError: the key is none of those; or the method's component does not exist, does not have the option, or
-            does not allow the value.
+        ConfigError: the key is not allowed; or the method's component does not exist, does not have the option, or does
+            not allow the value.
     """
     part, _, option = key.partition(".")
     demand(part in PARTS, where, key, "sampler, weighting, coupling or one of their options, such as sampler.k")

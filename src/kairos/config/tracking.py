@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 from kairos.section import Section, field
 from kairos_timesteps.errors import ValueRejected
 
-# found in names of query parameters that contain a user name or a secret; others, such as sslmode, are allowed
+# matches names of query parameters that contain a user name or a secret; others, such as sslmode, are allowed
 _CREDENTIAL_NAME = re.compile("user|uid|pass|pwd|token|secret|odbc_connect", re.IGNORECASE)
 
 

@@ -68,8 +68,6 @@ def find_dataset_size(
     """Find shapes and numbers of an experiment's data, from prepared data if possible, else from the experiment file.
 
     Args:
-        experiment: the checked experiment.
-        results: folder of the experiment's results.
         x0_shape: channels, height and width of the network's input, which take precedence; None: find them.
         classes: number of classes, if prepared data do not give it; None: find it.
         text_shape: tokens and width of an encoded text, which take precedence; None: find them.
@@ -84,7 +82,7 @@ def find_dataset_size(
     image_shape, image_count, train_count, count_source = _find_image_counts(experiment, dataset_record)
     x0_shape, latent_arrays = _find_x0_shape(experiment, results, image_shape, x0_shape)
 
-    # descriptions of conditions: those of prepared data replace the shape of x0 and the number of classes
+    # descriptions of conditions: prepared data replace the shape of x0 and the number of classes
     descriptions: dict[str, dict[str, Any]] = {"low_resolution": {"kind": "image", "shape": list(x0_shape)}}
     descriptions |= dataset_record.get("conditions", {})
     encoder, bytes_per_text = experiment.text_encoder, 0
@@ -121,14 +119,8 @@ def _find_x0_shape(
 ) -> tuple[Shape, int]:
     """Find the shape of the network's input, and the number of latent arrays stored per image, 0 in pixel space.
 
-    The shape is the passed one, else that of encoded latents, of the experiment file, or of its section `known`. Images
-    of low resolution add an array, and flipped images double the number.
-
-    Args:
-        experiment: the checked experiment.
-        results: folder of the experiment's results.
-        image_shape: channels, height and width of an image, if known.
-        passed_shape: the shape that a user passes.
+    The shape is `passed_shape`, else it is read from encoded latents, the experiment file, or its section `known`.
+    Images of low resolution add an array, and flipped images double the number.
 
     Raises:
         ConfigError: the shape is not known.
@@ -163,11 +155,7 @@ def _find_image_counts(
     """Return the shape of an image, the numbers of all images and of training images, and the numbers' origin.
 
     A number or shape that is not known is None. The origin of prepared data is ``prepared``; for other data see
-    `_count_unprepared_images`.
-
-    Args:
-        experiment: the checked experiment.
-        dataset_record: manifest of the prepared data set; empty before stage prepare.
+    `_count_unprepared_images`. `dataset_record` is empty before stage prepare.
     """
     if dataset_record:
         shape = (dataset_record["channels"], dataset_record["height"], dataset_record["width"])
@@ -180,7 +168,7 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
     """Return the numbers of all images and of training images before stage prepare, and the numbers' origin.
 
     The numbers follow from `dataset.train_images`, else from `dataset.images`; else the images are counted. Held-out
-    images of another folder are not counted, so that the number of all images is then None. The origin is
+    images of another folder are not counted; the number of all images is then None. The origin is
     ``dataset.train_images``, ``dataset.images``, ``counted``, ``embedded`` (digits) or the advice to set one of them.
 
     Raises:
@@ -243,8 +231,7 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
 def _pretrained_config(path: str) -> dict[str, Any]:
     """Return the config.json of a pretrained model; empty if it is absent. Nothing is downloaded.
 
-    Args:
-        path: local folder, or name of a model in the cache of the hub, ``owner/model``.
+    `path` is a local folder, or the name of a model in the cache of the hub, ``owner/model``.
     """
     file: Any = Path(path) / "config.json"
     is_hub_name = not Path(path).is_dir() and path.count("/") == 1  # owner/model
@@ -260,13 +247,8 @@ def _describe_text(
 ) -> dict[str, Any] | None:
     """Return the description of condition ``text``, with the shape of an encoded text; None if the shape is not known.
 
-    The shape is `known_shape`, else that of encoded texts, else that in the encoder's config.json.
-
-    Args:
-        config: section `text_encoder`.
-        results: folder of results; its texts, if encoded, contain the condition.
-        known_shape: tokens and width that the user or the experiment file sets; None: not set. The shape of a pooled
-            text contains only the width.
+    The shape is `known_shape`, tokens and width, else it is read from encoded texts, else from the encoder's
+    config.json. The shape of a pooled text contains only the width.
     """
     if known_shape is not None:
         length, width = known_shape

@@ -67,7 +67,7 @@ class CostEstimate:
         stages: jobs by stage.
         data: shapes and numbers of the data.
         network: size of the backbone, and cost of a pass of a micro-batch. With a masked loss, `bytes_moved` and
-            `activation_bytes` are those of two passes.
+            `activation_bytes` are for two passes.
         microbatches: micro-batches per step and process.
         flops_per_step: floating-point operations of a step, without further passes of samplers.
         bytes_moved_per_step: bytes that a step reads and writes in the memory of a GPU.
@@ -121,14 +121,13 @@ def estimate_cost(
     data and the times of earlier training runs.
 
     Args:
-        experiment: the checked experiment.
-        x0_shape: channels, height and width of the network's input; None: those of the data or the experiment file.
+        x0_shape: channels, height and width of the network's input; None: read from the data or the experiment file.
         classes: number of classes, if data and file do not give it.
-        steps_per_second: speed of a training run of the cheapest method. With neither it nor `tflops`, earlier training
-            runs of the experiment give the speed, if there are any.
+        steps_per_second: speed of a training run of the cheapest method. Without it and `tflops`, the speed is measured
+            in earlier training runs of the experiment, if there are any.
         tflops: peak speed of a GPU, 10^12 floating-point operations per second; the alternative to `steps_per_second`.
         utilisation: fraction of `tflops` that training reaches.
-        text_shape: tokens and width of an encoded text; None: those of the data or the experiment file.
+        text_shape: tokens and width of an encoded text; None: read from the data or the experiment file.
         count_network: function that counts the cost of the backbone, with the arguments of `count_network_cost`.
 
     Raises:
@@ -149,8 +148,8 @@ def estimate_cost(
     network = count_network(
         experiment.model, data.x0_shape, data.conditions, microbatch, training.precision, process.channels(channels)
     )
-    forward_flops = network.forward_flops / microbatch  # of one image
-    training_flops = (network.forward_flops + network.backward_flops) / microbatch  # of one image
+    forward_flops = network.forward_flops / microbatch  # operations for one image
+    training_flops = (network.forward_flops + network.backward_flops) / microbatch  # per image
 
     # operations of a step
     passes = training.batch_size  # number of images that pass the network in a step, without the samplers' passes
@@ -158,8 +157,8 @@ def estimate_cost(
         # a second pass with masked tokens, which costs at most as much as the first
         passes *= 2
         network = replace(network, activation_bytes=2 * network.activation_bytes, bytes_moved=2 * network.bytes_moved)
-    sampler_costs: dict[str, Cost] = {}  # by method
-    flops: dict[str, float] = {}  # of a step, by method
+    sampler_costs: dict[str, Cost] = {}  # cost by method
+    flops: dict[str, float] = {}  # operations of a step, by method
     for name, method in experiment.methods.items():
         cost = method.sampler.build(process.schedule).cost(training.batch_size, channels)
         sampler_costs[name] = cost
@@ -206,14 +205,8 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
     """Return the times of training and sampling of a method, as keyword arguments of `MethodCost`.
 
     ``training_hours`` and ``sampling_hours`` are hours of a CPU or GPU, summed over seeds and devices.
-    ``longest_job_hours`` is the wall time of the longest training job. ``lost_seconds`` is the time between two
-    checkpoints, the training time that a kill costs at most.
-
-    Args:
-        experiment: the checked experiment.
-        rate: speed of training.
-        method: name of the method.
-        forward_flops: floating-point operations of a forward pass of one image.
+    ``longest_job_hours`` is wall time. ``lost_seconds`` is the time between two checkpoints, the training time that a
+    kill costs at most. `forward_flops` are the operations for one image.
     """
     training, sampling, evaluation = experiment.training, experiment.sampling, experiment.evaluation
     seconds_per_step, seed_count = rate.seconds_per_step[method], len(experiment.seeds)
@@ -225,7 +218,7 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
         sampling_devices = 1
     images_per_run = evaluation.num_samples * evaluation.sets * len(experiment.milestones)
     passes_per_nfe = 2 if sampling.guidance_scale != 1 else 1  # guidance needs a pass without conditions
-    forward_passes = seed_count * images_per_run * sampling.nfe * passes_per_nfe  # of one image
+    forward_passes = seed_count * images_per_run * sampling.nfe * passes_per_nfe  # passes of one image
     sampling_seconds = forward_passes * forward_flops / rate.flops_per_second
     job_ends = [0, *(segment[-1] for segment in experiment.segments)]
     steps_of_longest_job = max(end - start for start, end in pairwise(job_ends))

@@ -61,7 +61,7 @@ def count_network_cost(
         conditions: descriptions of the conditions that the network takes, by name, see `DatasetSize`.
         samples: images of the micro-batch.
         precision: precision of training, as in section `training`.
-        output_channels: channels of the output; None: those of the input.
+        output_channels: channels of the output; None: the input's.
 
     Raises:
         KairosError: the model does not fit `x0_shape`.

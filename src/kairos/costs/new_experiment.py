@@ -34,7 +34,7 @@ from kairos_timesteps.errors import KairosError, demand
 FEWEST_IMAGES = 40
 _FEWEST_STEPS, _MOST_STEPS = 500, 200_000
 _TOLERANCE = 1.1  # the user is warned if the experiment takes this many times the wanted minutes
-# of the run that is timed: steps of each method, images, steps of the autoencoder and of the extractor
+# lengths of the run that is timed: steps of each method, images, steps of the autoencoder and of the extractor
 _SHORT_RUN = {"steps": 120, "images": 2000, "autoencoder": 100, "extractor": 60}
 _STAGES_PER_RUN = ("sample", "evaluate")  # stages with a job for each training run
 
@@ -92,7 +92,6 @@ def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> 
 
     Args:
         folder: folder of images, flat or with a folder per class.
-        name: name of the experiment.
         minutes: time that the experiment may take on this machine.
         schema: path of the schema of experiment files, from the folder of the experiment file; editors use it.
 
@@ -101,7 +100,7 @@ def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> 
         KairosError: images cannot be read, or the short run fails; the message reports the images or the output.
     """
     facts = collect_facts(folder, name, minutes, schema)
-    any_steps = 1000  # the short run has its own number of steps
+    any_steps = 1000  # the short run has another number of steps
     draft = validate(yaml.safe_load(render_experiment(facts, steps=any_steps, seconds=0)))
     steps, seconds = _find_steps(draft, facts)
     summary = f"4 methods of {steps} steps on {facts.image_count} images; "
@@ -123,7 +122,6 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
 
     Args:
         folder: folder of images, flat or with a folder per class.
-        name: name of the experiment.
         minutes: time that the experiment may take on this machine.
         schema: path of the schema of experiment files, from the folder of the experiment file.
 
@@ -172,10 +170,7 @@ def _inspect_machine() -> Machine:
 def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
     """Return the text of an experiment file, from the template ``new_experiment.yaml.jinja``.
 
-    Args:
-        facts: properties of images and machine.
-        steps: number of training steps.
-        seconds: predicted duration of the experiment, which a comment in the file reports.
+    A comment in the file reports the predicted `seconds`.
     """
     file = Path(__file__).with_suffix(".yaml.jinja")
     values = {"facts": facts, "steps": steps, "seconds": seconds, "enough_images": ENOUGH_IMAGES}
@@ -188,10 +183,6 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
     The prediction is the time of the short run, plus the time of omitted images and steps in proportion. The number of
     steps is a multiple of 100 between 500 and 200,000, so that the predicted time may exceed the wanted minutes. The
     short run takes minutes and logs its progress; it leaves no files.
-
-    Args:
-        experiment: the proposed experiment, with any number of steps.
-        facts: properties of images and machine.
 
     Raises:
         ConfigError: the working directory has no Snakefile.
@@ -216,9 +207,9 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
         for stage, factor in factors.items():
             stage_rounds = rounds if stage in _STAGES_PER_RUN else 1
             seconds += (factor - 1) * _mean_job_seconds(results, stage) * stage_rounds
-        seconds_per_step = rounds * _mean_step_seconds(results)  # of all methods
+        seconds_per_step = rounds * _mean_step_seconds(results)  # seconds of a step of all methods
 
-    # spend the remaining time on training steps; `seconds` includes those of the short run
+    # spend the remaining time on training steps; `seconds` includes the steps of the short run
     short_steps = _SHORT_RUN["steps"]
     affordable_steps = short_steps + (60 * facts.minutes - seconds) / seconds_per_step
     steps = int(min(max(round(affordable_steps, -2), _FEWEST_STEPS), _MOST_STEPS))  # a multiple of 100
@@ -228,11 +219,12 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
 def _mean_step_seconds(results: Path) -> float:
     """Return the seconds of a step, as the mean over the training runs of the short run.
 
-    Only the second half of the steps counts, since start-up falls into the first half. Each half ends with a
-    checkpoint, and hence with a line of timing.jsonl. The caller ensures that the short run is complete.
+    Only the second half of the steps is measured, since start-up falls into the first half. The caller ensures that the
+    short run is complete.
     """
     half_run_seconds = []
     for file in results.glob("*/seed0/timing.jsonl"):
+        # each half ends with a checkpoint, and hence with a line
         *_, half_way, end = [json.loads(line) for line in read_lines(file)]  # `seconds` since the start of training
         half_run_seconds.append(end["seconds"] - half_way["seconds"])
     return float(statistics.mean(half_run_seconds)) / (_SHORT_RUN["steps"] / 2)
@@ -241,13 +233,8 @@ def _mean_step_seconds(results: Path) -> float:
 def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict[str, float]]:
     """Return a short form of an experiment as plain values, and the factor by which each stage is shortened.
 
-    Stages `autoencoder` and `extractor` have fewer steps, the other stages before training fewer images. Training has
-    120 steps and two snapshots, step 0 and its end; training itself is not among the factors. MLflow's database is in
-    the folder of the run.
-
-    Args:
-        experiment: the proposed experiment.
-        facts: properties of images and machine.
+    Training has two snapshots, step 0 and its end, and is not among the factors. MLflow's database is in the folder of
+    the run.
     """
     plain = experiment.plain()
     factors = {}  # length of a stage over its length in the short form
@@ -274,11 +261,7 @@ def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict
 def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores: int) -> None:
     """Run an experiment in a folder and log its progress; an interrupt ends Snakemake too.
 
-    Args:
-        values: the experiment as plain values.
-        snakefile: path of the Snakefile.
-        folder: working directory of the run.
-        cores: number of CPUs.
+    `values` are the experiment, and `folder` is the working directory.
 
     Raises:
         KairosError: the run fails; the message contains the end of its output.
@@ -327,14 +310,10 @@ def progress_lines(output: Iterable[str], now: Callable[[], float] = time.monoto
     """Yield a line for each stage whose first job begins in the output of Snakemake.
 
     The line contains the name of the stage and the numbers of finished and of all jobs. If jobs are finished, it also
-    contains jobs per second and the remaining time.
-
-    Args:
-        output: lines of Snakemake's output.
-        now: function that returns the time in seconds.
+    contains jobs per second and the remaining time. `now` returns the time in seconds.
     """
     begin, done, total = now(), 0, 0
-    started_stages = {"all"}  # rule all is no stage
+    started_stages = {"all"}  # rule all is not a stage
     for line in output:
         if match := re.match(r"total\s+(\d+)", line):  # last line of the table of jobs: "total     42"
             total = int(match[1])

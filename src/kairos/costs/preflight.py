@@ -30,7 +30,6 @@ def find_warnings(
     duration of jobs are then not checked.
 
     Args:
-        experiment: the checked experiment.
         profile: folder of a cluster's profile; None: time limits are not checked.
         gpu_memory: memory of a GPU, GiB; None: the memory of this machine's GPU, if there is one.
         steps_per_second: speed of a training run of the cheapest method; None: the measured speed, if there is one.
@@ -71,11 +70,7 @@ def _find_gpu_memory() -> float | None:
 
 
 def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
-    """Check that training fits the memory of a GPU.
-
-    Args:
-        estimate: cost of the experiment.
-        gpu_memory: memory of a GPU, GiB.
+    """Check that training fits the memory of a GPU, `gpu_memory` in GiB.
 
     Raises:
         ConfigError: training needs more; the message reports the micro-batch that fits, if there is one.
@@ -142,13 +137,9 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
 def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: float) -> None:
     """Check that a training job fits the time limit of the longest partition, and that all its attempts suffice.
 
-    The job requests the runtime that the profile sets for rule train, or else that of the experiment. The limit is
-    checked only if the profile has `kairos-partition-config`, the description of the partitions.
-
-    Args:
-        experiment: the checked experiment.
-        profile: folder of a cluster's profile.
-        needed_minutes: duration of the longest job; 0: not known, which any number of attempts allows.
+    The job requests the runtime of rule train in the profile, or else of the experiment. The limit is checked only if
+    the profile has `kairos-partition-config`, the description of the partitions. If `needed_minutes`, the duration of
+    the longest job, are 0, they are not known; any number of attempts is then enough.
 
     Raises:
         ConfigError: there is no profile, the partition allows less than the job requests, or all attempts of the job

@@ -10,17 +10,15 @@ from kairos.progress import duration, table
 from kairos.report.formatting import describe_sample_sets, load_template
 from kairos.workflow.rules import training_resources
 
-_ROW_NAMES = {"dataset": "prepared images"}  # of kinds of files; default: the kind
+_ROW_NAMES = {"dataset": "prepared images"}  # names of kinds of files; default: the kind
 
 
 def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
     """Return the main numbers of an estimate for scripts, as `kairos plan --format json` prints them.
 
-    The keys are `parameters`, `flops_per_step`, `jobs`, `memory_bytes`, `storage_bytes`, `gpu_hours` and `cpu_hours`.
-    `parameters` includes those that are not trained. `flops_per_step` does not include further passes of samplers.
-    `jobs` has a number per stage. `memory_bytes` is that of a training run on a GPU. `storage_bytes` has a number per
-    kind of file, None if not known. `gpu_hours` and `cpu_hours` map each method to its hours of training and sampling.
-    The one that matches the computing device is set; both are None without a rate.
+    `parameters` includes parameters that are not trained. `flops_per_step` does not include further passes of samplers.
+    `memory_bytes` is for a training run on a GPU. `storage_bytes` contains None for unknown kinds of file. Hours are
+    for training and sampling, by method. Only the key of the computing device is set; both are None without a rate.
     """
     return {
         "parameters": estimate.network.parameters + estimate.network.fixed_parameters,
@@ -112,8 +110,8 @@ def _storage_table(estimate: CostEstimate) -> str:
 def _method_table(estimate: CostEstimate) -> str:
     """Return the table of methods: forward passes, operations, relative cost and, with a rate, times.
 
-    The column of passes counts forward passes of a batch per step. A backward pass counts as two. The second pass of a
-    masked loss is not counted there, but in the operations. A question mark follows the passes of a sampler that does
+    The column of passes contains forward passes of a batch per step; a backward pass is equivalent to two. The second
+    pass of a masked loss is included in the operations only. A question mark follows the passes of a sampler that does
     not report its cost. The cost is relative to the cheapest method.
     """
     lowest_flops = min(method.flops_per_step for method in estimate.methods.values())
@@ -128,9 +126,9 @@ def _method_table(estimate: CostEstimate) -> str:
     rows = [("method", "passes", "TFLOP/step", "cost", *time_columns.values())]
     for name, method in estimate.methods.items():
         sampler_cost = method.sampler_cost
-        # a pass with gradients is a forward and a backward pass, and a backward pass counts as two
-        further_passes = sampler_cost.forward + 3 * sampler_cost.gradient  # of single images
-        passes = 3 + further_passes / estimate.experiment.training.batch_size  # of a batch; 3 without the sampler
+        # a pass with gradients is a forward and a backward pass, and a backward pass costs two
+        further_passes = sampler_cost.forward + 3 * sampler_cost.gradient  # passes of single images
+        passes = 3 + further_passes / estimate.experiment.training.batch_size  # batches; 3 without the sampler
         passes_text = f"{passes:.3f}" + ("" if sampler_cost.known else "?")
         times = (f"{getattr(method, attribute):.3g}" for attribute in time_columns)
         relative_cost = method.flops_per_step / lowest_flops

@@ -56,7 +56,6 @@ def rate_from_options(
 
     Args:
         flops: floating-point operations of a step, by method.
-        devices: devices of a training run.
         steps_per_second: steps per second of the cheapest method; None: not set.
         tflops: peak speed of a GPU, 10^12 floating-point operations per second; None: not set.
         utilisation: fraction of the peak speed that training reaches.
@@ -90,13 +89,11 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
     unit is CPU if all of them are CPUs, else GPU.
 
     Args:
-        results: folder of results of the experiment.
         flops: floating-point operations of a step, by method.
-        devices: devices of a training run.
         unit: ``GPU`` or ``CPU``, the kind of device if no training run recorded it.
     """
     # times and devices of the timed runs
-    step_seconds: dict[str, list[float]] = {}  # of each run, by method
+    step_seconds: dict[str, list[float]] = {}  # seconds of each run, by method
     devices_used: set[str] = set()  # names; "?" if a run has not recorded it
     for method in flops:
         for folder in sorted((results / method).glob("seed*")):
@@ -133,9 +130,9 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
 def _seconds_per_step(folder: Path) -> float | None:
     """Return the mean duration of a step of a training run from its timing files; None if they contain no step.
 
-    A run that is complete has timing.jsonl in its folder, a run that is not has it in the folder of its state. The last
-    line of a file contains the steps and the seconds of the run so far. The first file decides in which neither number
-    is 0.
+    A complete run has timing.jsonl in its folder, an incomplete run in the folder of its state. The last line of a file
+    contains the steps and the seconds of the run so far. The result is from the first file in which neither number is
+    0.
     """
     for file in [folder / "timing.jsonl", *sorted((folder / ".state").glob("*/timing.jsonl"))]:
         lines = read_lines(file)

@@ -7,7 +7,7 @@ from kairos.training.lengths import log_interval
 
 _CHECKPOINTS = 2  # kept per training run, see `training.run_folder`
 _BYTES_PER_TENSOR = 250  # metadata of a tensor in torch's file format, see tests/test_plan.py
-_BYTES_PER_LINE = 330  # of metrics.jsonl, which is stored twice
+_BYTES_PER_LINE = 330  # bytes of a line in metrics.jsonl, which is stored twice
 _SMALL_FILES = 40_000  # bytes of a snapshot's configuration, scheduler, records and density
 _PNG_RATIO = 0.6  # bytes of an image grid as PNG per byte of its pixels
 
@@ -15,30 +15,26 @@ _PNG_RATIO = 0.6  # bytes of an image grid as PNG per byte of its pixels
 def estimate_memory(network: NetworkCost, processes: int) -> dict[str, int]:
     """Return the bytes in the memory of one GPU at the peak of a training run with Adam, by use.
 
-    The uses are weights, gradients, optimiser, EMA and activations. The GPU's context and the libraries' workspace are
-    not included. Several processes exchange gradients, which takes a second copy of them. The optimiser's step briefly
-    takes another copy of the gradients. It replaces the activations of a micro-batch, which are freed by then.
-
-    Args:
-        network: size of the backbone and cost of a micro-batch.
-        processes: processes of the training run.
+    The GPU's context and the libraries' workspace are not included. `network` describes a micro-batch, and `processes`
+    is the number of processes of the run.
     """
     trained_bytes = network.parameters * network.bytes_per_value
     weight_bytes = network.saved_values * network.bytes_per_value
-    gradient_copies = 2 if processes > 1 else 1
+    gradient_copies = 2 if processes > 1 else 1  # several processes exchange gradients, which takes a second copy
     return {
         "weights": weight_bytes,
         "gradients": gradient_copies * trained_bytes,
         "optimiser": 2 * trained_bytes,  # the two moments
         "EMA": weight_bytes,
-        "activations": max(network.activation_bytes, trained_bytes),  # or the copy of the gradients
+        # the optimiser's step copies the gradients when the activations are freed
+        "activations": max(network.activation_bytes, trained_bytes),
     }
 
 
 def checkpoint_bytes(network: NetworkCost) -> int:
     """Return the bytes of a checkpoint without the strategy's state: weights, EMA and two moments of Adam."""
     values = 2 * network.saved_values + 2 * network.parameters
-    # for each weight: the weight, its average, two moments, and the optimiser's step
+    # tensors of a weight: the weight, its average, two moments, and the optimiser's step
     tensors = 5 * network.saved_tensors
     return values * network.bytes_per_value + tensors * _BYTES_PER_TENSOR
 
@@ -49,13 +45,8 @@ def estimate_storage(
     """Return the bytes that an experiment leaves on disk, by kind of file; None if not known yet.
 
     The kinds are dataset, latents, text, checkpoints, milestones, samples and metrics, in this order. Kind text is left
-    out if no captions are encoded. Images that are not copied, and latents in pixel space, have 0 bytes.
-
-    Args:
-        experiment: the checked experiment.
-        data: shapes and numbers of the experiment's data.
-        network: size of the experiment's backbone.
-        state_bytes: bytes of the strategy's state, one number per method.
+    out if no captions are encoded. Images that are not copied, and latents in pixel space, have 0 bytes. `state_bytes`
+    are the bytes of the strategy's state, one number per method.
     """
     evaluation, training = experiment.evaluation, experiment.training
     seed_count, method_count = len(experiment.seeds), len(state_bytes)
@@ -67,7 +58,7 @@ def estimate_storage(
     snapshot_bytes = 2 * weight_bytes + _SMALL_FILES  # raw and averaged weights
     grid_images = round(_PNG_RATIO * experiment.sampling.grid)  # the PNG takes the bytes of this number of images
     images_per_snapshot = evaluation.num_samples * evaluation.sets + grid_images
-    device = "cuda" if training.device.startswith("cuda") else "cpu"  # with auto: more lines, those of a CPU
+    device = "cuda" if training.device.startswith("cuda") else "cpu"  # auto: the CPU, which writes more lines
     lines_per_run = experiment.milestones[-1] // log_interval(training.log_every, device)
 
     storage = _estimate_data_storage(experiment, data)
@@ -82,10 +73,6 @@ def _estimate_data_storage(experiment: Experiment, data: DatasetSize) -> dict[st
     """Return the bytes of prepared images, latents and encoded texts by kind, a part of `estimate_storage`.
 
     The kinds are dataset, latents and, if captions are encoded, text. A kind has None if its bytes are not known yet.
-
-    Args:
-        experiment: the checked experiment.
-        data: shapes and numbers of the experiment's data.
     """
     storage: dict[str, int | None] = {"dataset": 0, "latents": 0}
     if experiment.dataset.store != "refer":  # else the images stay in the user's files

@@ -38,7 +38,7 @@ _DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
 _AGREEMENT_STEPS = 4  # snapshots that the figure of agreement shows
 # colour and label by column of the table
 _INCREMENT_MOMENTS = {"variance": (_BLUE, "variance"), "mean": ("#B27C00", "‖mean‖ / ‖x0‖")}
-_TITLES: dict[Any, str] = {  # by name of a loss or of a column
+_TITLES: dict[Any, str] = {  # title by name of a loss or of a column
     "training": "training loss",
     "vlb": "VLB loss",
     "variance": "variance of the gradient",
@@ -50,11 +50,6 @@ _TITLES: dict[Any, str] = {  # by name of a loss or of a column
 
 def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: Path) -> None:
     """Write table and figure of an analysis into the folder ``analyses`` of the results, each atomically.
-
-    Args:
-        analysis: the analysis with its options.
-        experiment: the experiment that is analysed.
-        results: its results folder.
 
     Raises:
         KairosError: the table of a snapshot, or the training time of a run, is missing.
@@ -69,7 +64,7 @@ def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: P
 def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw variance of the gradient and loss over time, a line per snapshot and a row of panels per method.
 
-    The first two panels of a row show variance and loss of the training loss, the others those of the VLB loss. The
+    The first two panels of a row show variance and loss of the training loss, the others for the VLB loss. The
     background is the density of the drawn timesteps at the last snapshot of the method.
     """
     methods_with_rows = list(table.groupby("method", sort=False))
@@ -103,8 +98,8 @@ def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
 def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area.
 
-    A row of panels shows one loss of one method: the loss at the left, the variance at the right. The shares are those
-    of the last snapshot, and are written next to the lines.
+    A row of panels shows one loss of one method: the loss at the left, the variance at the right. The shares are from
+    the last snapshot, and are written next to the lines.
     """
     groups = list(table.groupby(["method", "loss"], sort=False))
     height = grid_height(len(groups), panel_height=1.8, row_space=0.7)
@@ -130,9 +125,8 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
 def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw cosines between gradients at levels of ln SNR, at the last four snapshots; each method has two rows.
 
-    Panels in the lower row show size and noise of the gradient by level, at all snapshots; estimates that are not
-    positive are left out. The last panel is in Adam's metric, and is drawn if the table has rows of loss
-    ``preconditioned`` for the method.
+    The lower row shows size and noise of the gradient by level, at all snapshots. Estimates that are not positive are
+    left out. The last panel needs rows of loss ``preconditioned``, measured in Adam's metric.
     """
     plain, preconditioned = table[table["loss"] == "training"], table[table["loss"] == "preconditioned"]
     methods, colors = list(plain["method"].unique()), _snapshot_colors(plain)
@@ -167,12 +161,7 @@ def _draw_cosines(
 ) -> None:
     """Draw the matrix of cosines between the gradients of two levels, a panel per snapshot, with a colour bar.
 
-    Args:
-        figure: figure that contains the panels.
-        panels: axes of the snapshots, at least one per step.
-        rows: rows of the method.
-        steps: steps of the snapshots, at least one.
-        method: name of the method, for the titles.
+    `steps` has at least one step, and `panels` at least one axes per step.
     """
     for axes, step in zip(panels, steps):
         mean = rows[rows["step"] == step].groupby("level").mean(numeric_only=True)  # over seeds; a row per level
@@ -187,8 +176,7 @@ def _draw_cosines(
 def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw a matrix per snapshot: how training on one interval of the process changes the loss on every interval, in %.
 
-    A row is an interval that was trained on, a column an interval that the loss was measured on. The last row is
-    of training on the whole process. Every cell contains its number.
+    Rows are trained intervals, and the last row is the whole process. Columns are the intervals of the measured loss.
     """
     figure, panels = _create_panels(table, ["method", "step"], columns=3, width=3.6, height=3.6, row_space=0.95)
     for axes, (method, step), rows in panels:
@@ -288,14 +276,9 @@ def _draw_increment_moments(axes: Axes, rows: pd.DataFrame) -> None:
     """Draw variance and size of the mean of a process' increments over time, with their bounds as dashed lines.
 
     Values that are not positive are left out: the caller makes the y axis logarithmic. The caller also adds title,
-    labels and legend.
-
-    Args:
-        axes: axes to draw into.
-        rows: rows of one process, by ascending time. Columns ``t``, ``variance``, ``variance_bound``, ``mean`` and
-            ``mean_squared_bound`` are used.
+    labels and legend. `rows` are the rows of one process, by ascending time.
     """
-    # columns of the mean like those of the variance; the bound is that of the squared mean
+    # columns of the mean in the form of the variance's; the table has the bound of the squared mean
     rows = rows.assign(mean=rows["mean"].abs(), mean_bound=rows["mean_squared_bound"] ** 0.5)
     for column, (color, _) in _INCREMENT_MOMENTS.items():
         moment, bound = rows[column], rows[f"{column}_bound"]
@@ -321,16 +304,12 @@ def _create_panels(
 ) -> tuple[Figure, Iterator[tuple[Axes, Any, pd.DataFrame]]]:
     """Create a figure with a grid that has a panel for every group of a table.
 
-    Args:
-        table: table of the analysis.
-        by: columns that the table is grouped by.
-        columns: largest number of columns of the grid.
-        width, height: size of a panel in inches.
-        row_space: space between rows of panels in inches.
+    `columns` is the largest number of columns of the grid. `width` and `height` of a panel, and `row_space`, are in
+    inches.
 
     Returns:
-        The figure; and an iterator over axes, key (a tuple with a value per column) and rows of each group, in the
-            order of the table.
+        The figure; and an iterator over axes, key (a tuple with a value per column of `by`) and rows of each group, in
+            the order of the table.
     """
     groups = list(table.groupby(by, sort=False))
     columns = min(columns, len(groups))
@@ -357,7 +336,7 @@ def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:
 def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, colors: dict[Any, Any]) -> None:
     """Draw column `y` against column `x`, a line per group of column `by`; make the y axis logarithmic and label it.
 
-    Rows of a group with equal `x`, such as those of several seeds, are averaged. `colors` has a colour for each group.
+    Rows of a group with equal `x`, such as rows of several seeds, are averaged. `colors` has a colour for each group.
     The label is the column's title in `_TITLES`, or else its name.
     """
     for key, rows in table.groupby(by, sort=False):
@@ -371,11 +350,7 @@ def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, 
 def _draw_matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: list[str], **scale: Any) -> Any:
     """Draw a matrix as an image and return the image; orange is above 0, purple below, grey unknown.
 
-    Args:
-        axes: axes to draw into.
-        values: the matrix; it may have fewer rows than `rows` has labels.
-        columns, rows: labels of columns and rows.
-        scale: arguments of `imshow` that map values to colours.
+    `values` may have fewer rows than `rows` has labels. The arguments `scale` of `imshow` map values to colours.
     """
     image = axes.imshow(values, cmap="PuOr_r", interpolation="nearest", **scale)
     axes.set_facecolor(_SHADE)

@@ -23,7 +23,7 @@ def build_report(experiment: Experiment, folder: Path, unfinished: bool = False)
 
     Args:
         experiment: the experiment.
-        folder: its results folder, which the report is written into.
+        folder: its results folder, which receives the report.
         unfinished: True accepts missing results. If any are missing, only report_unfinished.html is written, and the
             files of an earlier complete report stay. If none are missing, the report is complete.
 

@@ -63,7 +63,7 @@ class SnapshotResults:
         sample sets. Names of validation losses begin with ``val_``; the evaluation may lack these losses.
         """
         validation = self.evaluation.get("validation") or {}  # absent if none was computed
-        # other entries are no losses: counts are integers, losses by time a list
+        # other entries are not losses: counts are integers, losses by time a list
         losses = {f"val_{name}": value for name, value in validation.items() if isinstance(value, float)}
         return {**self.evaluation["metrics"], **losses}
 
@@ -147,8 +147,8 @@ class MethodMeasurements:
     def values_of(self, method: str, column: str) -> pd.DataFrame:
         """Return a column of the table for one method, a row per compared seed and a column per step, ascending.
 
-        Missing values are NaN, and all values are NaN if the table lacks the column. The steps are those of the
-        method's rows; there are none if the table lacks the method.
+        Missing values are NaN, and all values are NaN if the table lacks the column. The steps are
+        the steps in the method's rows; there are none if the table lacks the method.
         """
         no_rows = self.table[:0]
         rows = self._rows_by_method.get(method, no_rows)
@@ -205,7 +205,7 @@ class Results:
         jobs: time records of the jobs.
         missing: a line per run that lacks results, such as ``uniform seed 1: evaluated up to step 200; <reason>``.
         outdated: a line per change of settings that makes results outdated; these results are left out.
-        notes: lines about results that count although their code or rounding differs.
+        notes: lines about results that are included although their code or rounding differs.
     """
 
     experiment: Experiment
@@ -302,7 +302,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
         experiment: the experiment.
         folder: its results folder.
         unfinished: True leaves out results that are missing, damaged or outdated instead of raising an error. A
-            snapshot counts if all its files exist and belong to one run and one reference. Runs without a snapshot
+            snapshot is included if all its files exist and belong to one run and one reference. Runs without a snapshot
             after step 0, and methods and seeds without runs, are left out.
 
     Raises:
@@ -329,7 +329,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
     for _, errors in runs_with_errors:
         if errors and not unfinished:
             raise errors[0]
-    # runs that count, and a description of what is left out
+    # included runs, and a description of what is left out
     runs = [run for run, _ in runs_with_errors if _last_step(run) > 0]
     missing = [_describe_missing(run, errors) for run, errors in runs_with_errors if errors]
     outdated = _describe_outdated(runs_with_errors)
@@ -354,12 +354,10 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
 
 
 def load_recorded_experiment(folder: Path) -> Experiment:
-    """Load the experiment from the record of the snapshot that was written last in a results folder.
-
-    The time is the modification time of the record's file.
+    """Load the experiment from the record that was written last in a results folder, by modification time.
 
     Raises:
-        KairosError: the folder contains no snapshot, or the record is damaged or no valid experiment.
+        KairosError: the folder contains no snapshot, or the record is damaged or not a valid experiment.
     """
     newest_record = max(folder.glob("*/seed*/milestones/*/milestone.json"), key=os.path.getmtime, default=None)
     if newest_record is None:
@@ -434,10 +432,9 @@ def _read_run(
 ) -> _RunWithErrors:
     """Read the valid snapshots of a run, and collect an error for each result that is missing, damaged or outdated.
 
-    Snapshots of an unfinished experiment may belong to several runs; only the run of the snapshot with the highest step
-    counts. Until this run has ended, training.json and metrics.jsonl are missing or belong to an earlier run. Then the
-    record of the result is that of the run's last snapshot, in the form of training.json; it is empty if there is no
-    snapshot either.
+    If `unfinished`, only snapshots of the run that wrote the one with the highest step are kept. Until this run has
+    ended, the result's record is the record of its last snapshot, in the form of training.json; it is empty without
+    snapshots.
 
     Raises:
         KairosError: timing.jsonl is damaged.
@@ -445,18 +442,18 @@ def _read_run(
     folder = expected.results / method / f"seed{seed}"
     errors: list[KairosError] = []
     snapshots = _read_snapshots(expected, method, seed, reference, errors, unfinished)
-    # the run of an unfinished experiment is that of the last snapshot, whose record serves until training.json exists
+    # an unfinished experiment: only the run of the last snapshot, whose record serves until training.json exists
     record: Record = {}
     if unfinished and snapshots:
         last_snapshot = snapshots[-1]
         snapshots = _select_run(snapshots, last_snapshot.record["identity"], errors)
-        record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # in the form of training.json
+        record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # has the form of training.json
     # files that a run writes at its end
     metrics_file = None
     with _collect_error(errors):  # after an error, `record` and `metrics_file` stay as they are
         record_at_end = _read(folder / "training.json", "train")
         metrics_file_at_end = _read(folder / "metrics.jsonl", "train", Path)
-        # an unfinished run may have the two files of an earlier run, which do not count
+        # an unfinished run may have the two files of an earlier run, which are ignored
         if not unfinished or record_at_end["identity"] == record.get("identity"):
             if unfinished:
                 _read(metrics_file_at_end, "train", _read_json_lines)  # raises an error if the file is damaged
@@ -540,7 +537,7 @@ def _without_other_protocols(
 
 
 def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) -> tuple[str, ...]:
-    """Describe what differs in runs that count: sampling, evaluation, code, or settings that change rounding.
+    """Describe what differs in included runs: sampling, evaluation, code, or settings that change rounding.
 
     The last snapshot of each run is compared. Each reason has one sentence ``Computed with REASON: RUNS.``, and a run
     may have several reasons.
@@ -572,7 +569,7 @@ def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, refe
 
     Raises:
         KairosError: a file is missing or damaged, the evaluation belongs to another run, its extractor or reference
-            statistics differ from those of `reference`, or it lacks the metric of `reference`.
+            statistics differ from `reference`, or it lacks the metric of `reference`.
     """
     name = step_name(step)
     snapshot_folder = run_folder / "milestones" / name
@@ -598,19 +595,18 @@ def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, refe
 def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
     """Read the time records of the jobs that the report depends on.
 
-    These are the jobs of the stages that all methods share, and the jobs of the experiment's methods and seeds. The
-    jobs of the report and of the tracking import are left out. Records of numbers of shards or segments that the
-    experiment no longer has do not count. Each of the three groups is sorted by path: shared stages, runs, shards of
-    stage encode. Examples of file names::
-
-        timing/prepare.json                            stage that all methods share
-        timing/.parts/encode.2of4.json                 shard of such a stage
-        timing/train/uniform_seed1/3.json              segment 3 of a run
-        timing/.parts/sample/uniform_seed1/3.2of4.json shard of that segment
+    These are the jobs of the stages that all methods share, and the jobs of the experiment's methods and seeds. Jobs of
+    the report and of the tracking import are left out, and so are numbers of shards or segments that the experiment no
+    longer has. The order is: shared stages, runs, shards of stage encode, each sorted by path.
 
     Raises:
         KairosError: a record is damaged.
     """
+    # examples of file names:
+    #   timing/prepare.json                            stage that all methods share
+    #   timing/.parts/encode.2of4.json                 shard of such a stage
+    #   timing/train/uniform_seed1/3.json              segment 3 of a run
+    #   timing/.parts/sample/uniform_seed1/3.2of4.json shard of that segment
     run_names = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
     shards_folder = "timing/.parts"
     shared_paths = sorted(folder.glob("timing/*.json"))
@@ -631,12 +627,9 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
 
 
 def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:
-    """Read a file of the results; an error reports the command of kairos that creates the file.
+    """Read a file of the results; an error reports the kairos command (without the word kairos) that creates the file.
 
-    Args:
-        path: the file.
-        command: command of kairos that creates the file, without the word kairos.
-        reader: function that reads the file; `Path` only checks that the file exists.
+    The `reader` `Path` only checks that the file exists.
 
     Raises:
         KairosError: the file is missing, or the reader rejects its content with a ValueError or KairosError.

@@ -95,13 +95,9 @@ def join_experiments(
 
 
 def _choose_baseline(names: list[str], requested: str | None, default: str | None) -> str:
-    """Return the first of the names that is the requested method; without a request the default one, else the first.
+    """Return the first name that matches the requested method; without a request the default one, else the first name.
 
-    Args:
-        names: names of the methods, such as ``experiment/method``.
-        requested: name that the user requests, with or without its experiment.
-        default: name of the default baseline, without its experiment; it may be absent from `names`. None: there is no
-            default.
+    A method matches with or without its experiment, as in ``experiment/method``. `default` may be absent from `names`.
 
     Raises:
         ConfigError: the requested method is not among the names.
@@ -136,7 +132,7 @@ def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
 def _columns_measured_everywhere(selection: Selection) -> list[str]:
     """Return the names of the numbers that every evaluated snapshot of the selected methods has.
 
-    Standard deviations over sample sets are left out. The order is that of the first snapshot. The list is empty if no
+    Standard deviations over sample sets are left out. The order is the first snapshot's. The list is empty if no
     snapshot is evaluated.
     """
     common_columns: dict[str, None] | None = None  # names in order
@@ -153,8 +149,8 @@ def _columns_measured_everywhere(selection: Selection) -> list[str]:
 def _loss_settings(results: Results, column: str) -> dict[str, str]:
     """Return the settings that must be equal to compare losses of held-out images, as texts by dotted name.
 
-    The dictionary is empty if `column` is no such loss. A hash that a manifest lacks is the text ``None``, which equals
-    only another missing hash.
+    The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the text ``None``, which
+    equals only another missing hash.
     """
     if column not in ("mlperf8", *VALIDATION_LOSSES):
         return {}
@@ -176,8 +172,8 @@ def build_comparison_table(
     """Build a table with `COLUMNS` and a row per method, the best value first; unknown values are NaN.
 
     The values are of the last common snapshot. If the measurements have no baseline, the first method is used. The
-    baseline's own difference is 0 without an interval. Differences are in units of the metric. Column ``spread`` is the
-    larger of the standard deviations over sample sets and over seeds.
+    baseline's difference to itself is 0, without an interval. Differences are in units of the metric. Column ``spread``
+    is the larger of the standard deviations over sample sets and over seeds.
 
     Args:
         measurements: measured values of the methods.
@@ -234,7 +230,7 @@ def _no_seeds_error(measurements: MethodMeasurements) -> KairosError:
 def _seeds_without_ratios(measurements: MethodMeasurements) -> list[int]:
     """Return the common seeds for which any method's metric at the last common snapshot is 0 or negative.
 
-    A missing value does not count.
+    A missing value is ignored.
     """
     common = measurements.common_measurements
     final_values = [common.values_of(method, common.metric).iloc[:, -1] for method in common.methods]
@@ -261,8 +257,8 @@ def format_table(table: pd.DataFrame, form: str) -> str:
 def _format_for_terminal(cells: pd.DataFrame) -> str:
     """Align columns of text for a terminal, below a line with those columns of `_SHARED` whose cells are all equal.
 
-    Columns ``experiment`` and ``method`` are aligned at the left, all others at the right. The first line is empty if
-    no column of `_SHARED` has equal cells. The caller ensures that the index is 0, 1, 2 ... and no cell is missing.
+    The first line is empty if no column of `_SHARED` has equal cells. The caller ensures that the index is 0, 1, 2 ...
+    and no cell is missing.
     """
     equal_columns = [name for name in _SHARED if cells[name].nunique() == 1]
     shared_line = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
@@ -279,7 +275,7 @@ def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | st
 
     Args:
         entries: results and comparisons of each folder, or the reason why there are none.
-        out: path of the page, which links are relative to.
+        out: path of the page; links are relative to its folder.
     """
     experiments = []
     for folder, entry in entries.items():
@@ -300,9 +296,7 @@ def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | st
 def find_ranking_warnings(selection: Selection, metric: str | None = None) -> Iterator[str]:
     """Yield a warning for every experiment whose distance ranks methods although it cannot, see `cannot_rank`.
 
-    Args:
-        selection: experiments, each with its selected methods.
-        metric: column that methods are compared by; None: the one that each experiment ranks its methods by.
+    With `metric` None, each experiment ranks its methods by its primary metric.
     """
     for (results, _), label in zip(selection, _experiment_labels(selection)):
         ranks_by_distance = (metric or results.primary_metric) == results.metric
@@ -311,15 +305,11 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
 
 
 def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> Iterator[str]:
-    """Yield the notes below a comparison table.
+    """Yield the notes below a comparison table, for the joined measurements of a selection (`join_experiments`).
 
     They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results,
-    and results that count although their code or rounding differs (`Results.notes`). They also report too few seeds for
-    a ranking, and seeds that are left out of all numbers or of the differences.
-
-    Args:
-        selection: the compared experiments, each with its selected methods.
-        measurements: the joined measurements of the selection, see `join_experiments`.
+    and results that are included although their code or rounding differs (`Results.notes`). They also report too few
+    seeds for a ranking, and seeds that are left out of all numbers or of the differences.
     """
     # missing and outdated results, and results that differ in code or rounding
     for (results, _), label in zip(selection, _experiment_labels(selection)):

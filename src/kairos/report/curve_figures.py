@@ -33,7 +33,7 @@ from kairos.report.shown_methods import MOST_SHOWN
 
 _POINTS = 1500  # points of a line; more are not visible
 _LABELLED_LINES = 5  # named lines in a panel with more than MOST_SHOWN lines
-_SWEEP_LOOK: Look = {"color": MUTED, "marker": "o", "linestyle": "-"}  # of a line without a method that has a look
+_SWEEP_LOOK: Look = {"color": MUTED, "marker": "o", "linestyle": "-"}  # look of a line that no method determines
 _STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
 _FLATTENING = 10  # a panel this many times higher than the median panel would flatten the others
 
@@ -51,7 +51,7 @@ def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw smoothed training losses, mean over seeds: the minimised loss, and the squared error without weights.
 
     Methods without a look are left out, and so is a panel's line of a method without a training log or without that
-    loss in it. There is no band for the others, because levels of training losses do not compare between methods.
+    loss in it. Methods without a look have no band, because levels of training losses do not compare between methods.
     """
     figure, grid = create_figure(7.8, 2.95, 1, 2, column_space=1.9)
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
@@ -117,11 +117,11 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
     curves = {method: build_curve(results.measurements, method) for method in results.methods}
-    # a time is NaN without a clock, and counts as 0
+    # a time is NaN without a clock, and is treated as 0
     longest_seconds = max(np.nan_to_num(curve.seconds).max() for curve in curves.values())
     unit, unit_seconds = _choose_time_unit(longest_seconds)
     labels = []
-    right_end = 0.0  # of the shown curves
+    right_end = 0.0  # right end of the shown curves
     for method, look in looks.items():
         curve = curves[method]
         x = curve.seconds / unit_seconds if over_time else curve.steps
@@ -175,12 +175,8 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, l
 def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> Label:
     """Draw the range and the median of the curves of methods without a look, and return the label of the range.
 
-    The caller writes the label.
-
-    Args:
-        axes: axes to draw into.
-        curves: curves of the methods.
-        unit_seconds: seconds per unit of the x axis, the training time averaged over methods; None: x is the step.
+    The caller writes the label. `unit_seconds` are the seconds per unit of the x axis, the training time averaged over
+    methods; None: x is the step.
     """
     means = pd.concat([pd.Series(curve.mean, curve.steps) for curve in curves], axis=1).sort_index()
     x = means.index.to_numpy(float)
@@ -208,11 +204,7 @@ def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:
 def _style_step_axis(axes: Axes, steps: np.ndarray) -> None:
     """Put ticks at the snapshots; the x axis is logarithmic if the steps after 0 differ by a factor of more than 20.
 
-    The part from 0 to the first trained snapshot is linear.
-
-    Args:
-        axes: axes to style.
-        steps: ascending steps of the snapshots, at least two; the first is 0.
+    A logarithmic axis is linear from 0 to the first trained snapshot. `steps` ascend from 0, and are at least two.
     """
     first_trained, last = steps[1], steps[-1]
     left = -0.015 * last  # room for the marker at step 0
@@ -241,7 +233,7 @@ def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str,
 def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the primary metric at each method's last snapshot against each option of a sweep, a panel per option.
 
-    A line connects the methods that differ in this option alone. Of more than 12 lines in a panel, five are labelled
+    A line connects the methods that differ in this option alone. If a panel has more than 12 lines, five are labelled
     and the others are grey. A baseline outside of the sweep is a dashed line. The x axis is numeric if all values of
     the option are numbers; otherwise the values are evenly spaced in order.
     """
@@ -280,9 +272,6 @@ def _draw_sweep_lines(
     and have one label in common. The caller makes the y axis logarithmic, and writes the labels.
 
     Args:
-        axes: axes to draw into.
-        results: results of the experiment.
-        looks: look of each shown method.
         lines: for each line, named without the option, its methods by value of the option.
         positions: position on the x axis of each value of the option.
     """
@@ -304,19 +293,14 @@ def _draw_sweep_lines(
         labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
     grey_line_count = len(lines) - len(labelled_names)
     if grey_line_count:
-        label_x, label_y = end_of_grey_line  # of the last grey line
+        label_x, label_y = end_of_grey_line  # end of the last grey line
         labels.append(Label(label_y, f"{grey_line_count} other lines", MUTED, x=label_x))
     return labels
 
 
 def _select_sweep_lines(results: Results, lines: dict[str, dict[str, str]]) -> set[str]:
-    """Return the names of the lines that a panel of a swept option labels: all, or of more than 12 the five lowest.
-
-    Lines are compared by their lowest final value.
-
-    Args:
-        results: results of the experiment.
-        lines: for each line, named without the option, its methods by value of the option.
+    """Return the names of the lines to label: all lines, or the five with the lowest final values if a panel has more
+    than 12.
     """
     if len(lines) <= MOST_SHOWN:
         return set(lines)
@@ -332,9 +316,6 @@ def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
     """Return the position on the x axis of each value of an option: the number itself if all values are numbers.
 
     Otherwise a position is the value's index in the order of the methods.
-
-    Args:
-        lines: for each line, named without the option, its methods by value of the option.
     """
     values = list(dict.fromkeys(value for method_by_value in lines.values() for value in method_by_value))
     numbers = pd.to_numeric(pd.Series(values), errors="coerce")  # NaN: not a number
@@ -351,7 +332,7 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
 
     Args:
         results: results of the experiment.
-        looks: look of each method that gets a panel.
+        looks: look of each method that has a panel.
         column: ``p`` for the density, ``effective`` for density times weight.
         label: label of the y axis.
         scale: scale of the y axis, ``linear`` or ``log``.
@@ -368,7 +349,7 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
         axes.remove()
     # a panel per method
     color_by_step = dict(zip(steps, matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))))
-    highest_values = []  # of each method
+    highest_values = []  # one per method
     for panel, (axes, method) in enumerate(zip(grid.flat, methods)):
         runs = results.runs_of(method)
         highest_values.append(_draw_strategy_lines(axes, runs, column, color_by_step))
@@ -400,14 +381,10 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
 
 
 def _set_common_linear_limit(panels: Sequence[Axes], highest_values: Sequence[float]) -> None:
-    """Give panels a common y axis from 0 to their highest value, or lower if one value would flatten other panels.
+    """Set a common y axis of the panels from 0 to the highest value, or lower if one value would flatten other panels.
 
     If the highest value exceeds ten times the median panel's, the axis ends at five times the median panel's. A panel
     whose lines leave the axis contains its highest value as a text.
-
-    Args:
-        panels: the panels.
-        highest_values: highest value of each panel.
     """
     limit, median = max(highest_values), float(np.median(highest_values))
     if limit > _FLATTENING * median:
@@ -423,14 +400,8 @@ def _draw_strategy_lines(
 ) -> float:
     """Draw a column of the strategy tables of a method, multiplied by T, and return the highest drawn value, or 0.
 
-    A strategy that changes has a line per seed and snapshot. Any other strategy has a single dark line, that of the
-    first seed.
-
-    Args:
-        axes: axes to draw into.
-        runs: training runs of the method.
-        column: ``p`` or ``effective``.
-        color_by_step: colour of the snapshots at each step.
+    A strategy that changes has a line per seed and snapshot. Any other strategy has a single dark line, from the first
+    seed.
     """
     if _is_fixed(runs, column):
         linewidth = 1.4

@@ -24,15 +24,15 @@ from kairos.report.ranking import (
     has_not_moved,
 )
 
-_MOST_WARNINGS = 12  # of one kind
+_MOST_WARNINGS = 12  # warnings of one kind
 
 
 def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> list[str]:
     """Summarise the outcome in a few sentences that claim no more than the tests find.
 
     If methods are ranked by the distance although it cannot rank them, the first sentence reports that. If results are
-    missing, the last common step follows. Then comes the ranking. If only more seeds are needed for a ranking, the next
-    sentence advises to add them. The last sentences compare with the baseline, or report that there is none.
+    missing, the last common step follows. The ranking follows, with the advice to add seeds if only seeds are missing
+    for it. The last sentences compare with the baseline, or report that there is none.
 
     Args:
         results: results of the experiment.
@@ -69,13 +69,9 @@ def _advise_more_seeds(seeds: list[int]) -> str:
 
 
 def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> list[str]:
-    """Summarise which methods may be the best ones.
+    """Summarise which methods may be the best ones; `comparisons` have the lowest final value first.
 
     With fewer than five seeds that all methods have, the sentences only report the range of final values.
-
-    Args:
-        comparisons: comparison of the methods, the lowest final value first.
-        measure: name of the primary metric in the sentences.
     """
     final_values = {}
     for comparison in comparisons:
@@ -144,7 +140,7 @@ def find_warnings(results: Results) -> Iterator[str]:
     - The primary metric rises during training, or ends no lower than a Gaussian's.
     - The distance cannot rank methods. If it is the primary metric, `summarise_outcome` reports that instead.
     - Methods are ranked by another metric, and distances end no lower than a Gaussian's.
-    - An evaluation has a warning, or a run is not bit-exact; a run whose record has no reason counts as bit-exact.
+    - An evaluation has a warning, or a run is not bit-exact; a run whose record has no reason is treated as bit-exact.
     - There is only one seed, or training times are missing.
     """
     unmoved_warnings = list(_find_unmoved_samplers(results))
@@ -182,12 +178,7 @@ def _find_unmoved_samplers(results: Results) -> Iterator[str]:
 
 
 def _shorten(warnings: list[str], subject: str) -> Iterator[str]:
-    """Yield warnings of one kind; of more than 12, the first five and the number of others.
-
-    Args:
-        warnings: the warnings.
-        subject: end of the sentence that begins with the number of omitted warnings.
-    """
+    """Yield all warnings of one kind; if they are more than 12, yield five and the number of others, with `subject`."""
     shown = warnings if len(warnings) <= _MOST_WARNINGS else warnings[:5]
     yield from shown
     if len(shown) < len(warnings):
@@ -206,7 +197,8 @@ def _find_evaluation_warnings(results: Results) -> Iterator[str]:
 
 
 def _find_distances_above_gaussian(results: Results) -> Iterator[str]:
-    """Yield one warning about all methods whose distance ends no lower than that of a Gaussian fitted to the data.
+    """Yield one warning about all methods whose distance does not end below the distance of a Gaussian fitted to the
+    data.
 
     Distances are means over seeds at the last common snapshot. Nothing is yielded if the Gaussian's row is missing.
     """
@@ -228,12 +220,7 @@ def _find_metric_warnings(method: str, curve: Curve, gaussian: float | None) -> 
     """Yield warnings about a method whose primary metric ends no lower than a Gaussian's or rises during training.
 
     A rise is reported if two neighbouring snapshots differ by more than the sum of their standard deviations. If one of
-    these is unknown, nothing is reported.
-
-    Args:
-        method: name of the method.
-        curve: its primary metric over training.
-        gaussian: value of a Gaussian that is fitted to the data; None: unknown.
+    these is unknown, nothing is reported. `gaussian` is None if its value is unknown.
     """
     final_value = curve.mean[-1]
     if gaussian is not None and final_value >= gaussian:

@@ -57,7 +57,7 @@ class _StageHash(NamedTuple):
     record_field: str
 
 
-_STAGE_HASHES = {  # by section of the experiment file
+_STAGE_HASHES = {  # hashes by section of the experiment file
     "dataset": _StageHash("dataset/manifest.json", "content_sha256", "dataset_sha256"),
     "autoencoder": _StageHash("autoencoder/manifest.json", "sha256", "autoencoder_sha256"),
 }
@@ -89,7 +89,7 @@ def format_changes(changes: Sequence[Change]) -> str:
 
 
 class ExpectedSettings:
-    """Settings that results must have to count as results of an experiment.
+    """Settings that results must have to be included in an experiment's results.
 
     Manifests and records of snapshots are read once, so that an object does not find later changes of these files.
 
@@ -119,14 +119,10 @@ class ExpectedSettings:
     def _find_changes(self, method: str, seed: int, path: Path) -> list[Change]:
         """Find the settings that have changed since a snapshot and that change results; a valid snapshot has none.
 
-        Settings that change no more than rounding do not count. Changed settings of the training and of earlier stages
-        do not count if the identity, or the hash of the stage's result, shows that the result is equal. A hash that
-        differs although no setting has changed is a change too, and so is another seed in the record.
-
-        Args:
-            method: method of the snapshot.
-            seed: seed of the snapshot.
-            path: file of the snapshot's record; a record that cannot be read has no changes.
+        Settings that only change rounding are ignored. Changed settings of the training and of earlier stages are
+        ignored if the identity, or the hash of the stage's result, shows that the result is equal. A hash that differs
+        although no setting has changed is a change too, and so is another seed in the record. A record that cannot be
+        read has no changes.
         """
         record = self.snapshot_record(path)
         if not record:
@@ -148,8 +144,8 @@ class ExpectedSettings:
     def find_sampling_changes(self, protocol: Record) -> list[Change]:
         """Find the settings of sampling that differ from the protocol in a file of samples.
 
-        The total number of samples, over all sets, is one of these settings. Settings that the protocol lacks do not
-        count.
+        The total number of samples, over all sets, is one of these settings. Settings that the protocol lacks are
+        ignored.
         """
         evaluation = self.experiment.evaluation
         now = {"sampling": self._sampling_settings, "number of samples": evaluation.num_samples * evaluation.sets}
@@ -159,7 +155,7 @@ class ExpectedSettings:
     def find_evaluation_changes(self, evaluation: Record) -> list[Change]:
         """Find the settings of sampling and evaluation that differ from the protocol in an evaluation record.
 
-        Settings that the record lacks do not count. The numbers of images and strata of validation losses are compared
+        Settings that the record lacks are ignored. The numbers of images and strata of validation losses are compared
         with the numbers that the data set and the process allow.
         """
         settings = self.experiment.evaluation
@@ -185,7 +181,7 @@ class ExpectedSettings:
     def _recorded_sampling_settings(self, protocol: Record) -> Record:
         """Return the sampling settings that an evaluation's protocol contains, in the form of `_sampling_settings`.
 
-        Of the solver's options, only those of the experiment's solver are selected.
+        Only the options of the experiment's solver are selected.
         """
         # each dictionary maps the name of a setting to its name in the protocol, which is equal for most
         solver_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
@@ -241,8 +237,8 @@ class ExpectedSettings:
     def _read_snapshot_record(self, path: Path) -> Record:
         """Read the record of a snapshot without the other methods of its experiment.
 
-        The record is empty if the file is missing or damaged. Only settings of the snapshot's own method decide whether
-        the snapshot is outdated. Section `methods` is empty if it lacks this method.
+        The record is empty if the file is missing or damaged. Section `methods` is empty if it lacks the snapshot's
+        method.
         """
         record = self.records.glance(path)
         if not record:
@@ -254,8 +250,8 @@ class ExpectedSettings:
     def _find_all_changes(self, method: str, record: Record) -> list[Change]:
         """Find all settings that decide the results of a method and differ from a snapshot's record.
 
-        Options that are newer than the record count as recorded with their defaults. The method that the record names
-        is compared with `method`, even if its name differs.
+        Options that are newer than the record are treated as recorded with their defaults. The method that the record
+        names is compared with `method`, even if its name differs.
         """
         recorded = dict(record["config"])  # copies: records share their settings
         recorded_method = dict(recorded["methods"].get(record["method"], {}))
@@ -271,15 +267,10 @@ class ExpectedSettings:
     def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
         """Correct a list of changed settings by comparing the recorded and the present hash of a stage's result.
 
-        If the hashes differ although no setting of the section has changed, the hash is added as a change. If the
-        hashes are equal and the stage ran again after the snapshot, the section's changes are removed, because they do
-        not change the result. Changes of fields that stage encode reads are kept.
-
-        Args:
-            section: section of the experiment file that contains the stage's settings.
-            changes: changed settings of all sections.
-            record: record of the snapshot.
-            path: file of this record, whose modification time is the time of the snapshot.
+        `section` contains the stage's settings, and `path` is the file of the snapshot's record. If the hashes differ
+        although no setting of the section has changed, the hash is added. If they are equal and the stage ran again
+        after the snapshot (by modification times), the section's changes are removed, except fields that stage encode
+        reads.
         """
         stage_hash = _STAGE_HASHES[section]
         before = record[stage_hash.record_field]
@@ -295,9 +286,9 @@ class ExpectedSettings:
         return [change for change in changes if _section(change) != section or change.field in _READ_BY_ENCODE]
 
     def _find_latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
-        """Find a change of the latents' hash since a run; the list is empty or has one change.
+        """Return the change of the latents' hash since a run, as a list; it is empty without a change.
 
-        The run's training.json contains the hash, so until the run has ended no change is found.
+        The run's training.json contains the hash, so the list is empty until the run has ended.
         """
         run_record = glance(self.results / method / f"seed{seed}" / "training.json")
         if run_record.get("identity") != record["identity"]:
@@ -333,14 +324,9 @@ def _select_used_fields(autoencoder: Record) -> Record:
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     """Compare nested settings and return the differences; empty if there are none.
 
-    A field that one side lacks belongs to another version of kairos and does not count. To compare options that a
-    record lacks, the caller adds them with `_add_defaults`. If components have different names, only the names are
-    compared, because their options differ.
-
-    Args:
-        now: settings of the experiment, or a single value.
-        before: settings in a record, or a single value.
-        field: dotted name of these settings in the experiment file; empty for all sections.
+    A field that one side lacks belongs to another version of kairos and is ignored; the caller adds options that a
+    record lacks with `_add_defaults`. If components have different names, only the names are compared, because their
+    options differ. `field` is the dotted name of these settings, empty for all sections.
     """
     if now == before:
         return []
@@ -358,9 +344,7 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
 def _add_defaults(recorded: Any, component: Component | LibraryComponent) -> Any:
     """Add options that are newer than a record to the recorded options of a component, with their defaults.
 
-    Args:
-        recorded: name and options of a component in a record; a value that is no dictionary is returned unchanged.
-        component: the component of the experiment. If it has another name, nothing is added.
+    A recorded value that is not a dictionary, or has another name than the component, is returned unchanged.
     """
     if not isinstance(recorded, dict) or recorded.get("name") != component.name:
         return recorded

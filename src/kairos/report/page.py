@@ -18,19 +18,15 @@ from kairos.report.ranking import build_curve, compare_methods, has_not_moved
 from kairos.report.shown_methods import select_shown_methods
 from kairos.sampling.settings import GUIDANCE, SOLVERS
 
-# in the order of the pipeline; the costs of report and tracking import are not read
+# stages in the order of the pipeline; the costs of report and tracking import are not read
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
-_ROWS_SHOWN = 30  # of a table that has more rows
+_ROWS_SHOWN = 30  # rows shown of a longer table
 
 
 def render_page(results: Results, figures: Path) -> str:
     """Render the report as one HTML document that contains its images.
 
-    Figures of analyses are read from the results folder.
-
-    Args:
-        results: results of the experiment.
-        figures: folder of the drawn figures.
+    The folder `figures` contains the drawn figures. Figures of analyses are read from the results folder.
 
     Raises:
         KairosError: no snapshot after step 0 is evaluated for all methods.
@@ -55,7 +51,7 @@ def render_page(results: Results, figures: Path) -> str:
         comparisons=comparisons,
         protocol=protocol,
         solver=_solver_settings(protocol),
-        # a setting of guidance that the protocol lacks counts with the value in the experiment
+        # a setting of guidance that the protocol lacks has the value in the experiment
         guidance={name: protocol.get(name, getattr(results.experiment.sampling, name)) for name in GUIDANCE},
         model=omit_overridden_size(last_snapshot.record["config"]["model"]),
         validation=_validation_size(results),
@@ -93,7 +89,7 @@ def _tabulate_curves(results: Results, looks: dict[str, Look]) -> dict[str, dict
     """Return mean and standard deviation of the primary metric by method and step, ``{method: {step: (mean, std)}}``.
 
     Methods with a look come first, and otherwise the order of the configuration is kept. Steps ascend. Both numbers are
-    those of `build_curve`, and NaN if unknown.
+    from `build_curve`, and NaN if unknown.
     """
     values_by_method = {}
     for method in sorted(results.methods, key=lambda method: method not in looks):  # False sorts before True
@@ -163,8 +159,8 @@ def _validation_size(results: Results) -> tuple[int, int] | None:
 def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
     """Return the names of the metrics that any of the records has, each once, except the metric `first`.
 
-    Standard deviations, values of single sample sets and ``n_samples`` are left out. The order is that of the first
-    record, and names that only later records have follow.
+    Standard deviations, values of single sample sets and ``n_samples`` are left out. Names have the order of the first
+    record; names that only later records have follow.
     """
     names = dict.fromkeys(chain.from_iterable(records))
     other_names = [name for name in names if name not in (first, "n_samples")]
@@ -172,11 +168,10 @@ def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
 
 
 def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
-    """Sum CPU and wall time of the jobs by stage, and over all stages in the last row.
+    """Sum CPU and wall time of the jobs by stage, and over all stages in a last row of stage ``all``.
 
-    A row has the keys ``stage`` (``all`` in the last row), ``jobs`` (their number), ``peak`` (largest peak memory in
-    bytes), and in seconds ``wall_seconds``, ``cpu_seconds``, ``startup_wall_seconds`` and ``startup_cpu_seconds``.
-    Stages are in the order of the pipeline; other stages follow, before the sum. The list is empty without jobs.
+    Key ``peak`` is the largest peak memory in bytes. Stages are in the order of the pipeline; other stages follow,
+    before the sum. The list is empty without jobs.
     """
     if not jobs:
         return []
@@ -210,9 +205,9 @@ def _load_analyses(results: Results) -> list[tuple[str, str, tuple[str, int | No
 def _load_figure(folder: Path, name: str, form: str = "svg") -> tuple[str, int | None]:
     """Return a figure as a data URL, and the width of a PNG in CSS pixels; None for an SVG, which has a width.
 
-    With form ``svg``, figures whose names end in ``samples`` are PNG files, too: an SVG file would contain their pixels
-    as well, and be larger.
+    With form ``svg``, figures whose names end in ``samples`` are PNG files, too.
     """
+    # an SVG file of samples would contain their pixels as well, and be larger
     if form == "svg" and not name.endswith("samples"):
         return _data_url(folder / f"{name}.svg", "svg+xml"), None
     path = folder / f"{name}.png"

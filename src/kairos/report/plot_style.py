@@ -22,7 +22,7 @@ from scipy.optimize import isotonic_regression
 
 from kairos_timesteps.diffusion.registries import PROCESSES
 
-DPI = 160  # of PNG files
+DPI = 160  # resolution of PNG files
 # colours of texts and lines, of secondary texts and lines, and of the band of methods without a look
 INK, MUTED, BAND = "#1f2328", "#667079", "#c3c9ce"
 # Okabe and Ito's palette, distinct in every common colour blindness; its yellow is too light, and the baseline is black
@@ -105,7 +105,7 @@ def grid_height(rows: int, panel_height: float, row_space: float) -> float:
 def tight_bounding_box(figure: Figure) -> Bbox:
     """Return the box in inches around everything drawn, with the style's padding, for ``savefig(bbox_inches=)``.
 
-    The padding is that of the present rcParams: the caller sets the style. The figure is drawn once for this.
+    The padding comes from the present rcParams: the caller sets the style. The figure is drawn once for this.
     """
     figure.draw_without_rendering()  # texts and ticks get their positions
     return figure.get_tightbbox().padded(rcParams["savefig.pad_inches"])
@@ -114,8 +114,8 @@ def tight_bounding_box(figure: Figure) -> Bbox:
 def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     """Write labels right of the axes at the heights of their lines; labels that would overlap are moved apart.
 
-    matplotlib has no function that moves labels apart. Scales and limits of the axes must be final. A dotted line
-    leads from the end of a line with `x` to the right edge, and a thin line from there to the label.
+    Scales and limits of the axes must be final. A dotted line leads from the end of a line with `x` to the right edge,
+    and a thin line from there to the label.
 
     Args:
         axes: axes that contain the lines.
@@ -126,6 +126,7 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
         return
     figure = axes.get_figure(root=True)
     assert figure is not None
+    # matplotlib has no function that moves labels apart
     text_pixels = size * 1.3 / 72 * figure.dpi  # 72 points an inch; 1.3: line spacing
     gap = text_pixels / axes.get_window_extent().height  # as a fraction of the axes' height
     ascending = sorted(labels, key=lambda label: label.y)
@@ -159,11 +160,9 @@ def _height_in_axes(axes: Axes, y: float) -> float:
 
 
 def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
-    """Move ascending heights apart to at least `gap` from each other, with the least sum of squared moves.
-
-    Two neighbours are at least `gap` apart if the heights ascend after `gap` times its index is subtracted from each.
-    The closest ascending sequence to these differences is their isotonic regression.
-    """
+    """Move ascending heights apart to at least `gap` from each other, with the least sum of squared moves."""
+    # Two neighbours are at least `gap` apart if the heights ascend after `gap` times its index is subtracted from
+    # each. The closest ascending sequence to these differences is their isotonic regression.
     gaps = gap * np.arange(len(heights))
     spaced: list[float] = (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
     return spaced
@@ -193,8 +192,8 @@ def draw_method_lines(
     Methods with a look but without a line are left out. Lines have no markers.
 
     Args:
-        axes: axes to draw into.
-        looks: look of each method that gets a line.
+        axes: axes that receive the lines.
+        looks: look of each method that has a line.
         lines: pandas Series of each method, not empty; its index is the x axis.
         settings: arguments of ``axes.set``, such as title and scales. The y axis is linear without a ``yscale``.
         labelled: False draws no names, neither of lines nor of the band.
@@ -222,12 +221,7 @@ def draw_band(axes: Axes, x: np.ndarray, values: np.ndarray) -> Label:
     """Draw the range of many methods as a grey band with the median as a line, and return the label of the band.
 
     Points without a known value are left out. The caller ensures that at least one point has a value, and writes the
-    label with `label_lines`.
-
-    Args:
-        axes: axes to draw into.
-        x: x coordinates, (points,).
-        values: values of the methods, (methods, points); NaN: unknown.
+    label with `label_lines`. `values` are (methods, points), and NaN if unknown.
     """
     is_known = np.isfinite(values).any(axis=0) & np.isfinite(x)
     x, known_values = x[is_known], values[:, is_known]

@@ -123,8 +123,8 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     """Describe the outcome of a claim by the interval of the measured cost factor over seeds.
 
     The outcome is ``confirmed`` if the interval begins at `claimed` or above, ``refuted`` if it ends below, else ``left
-    open``. Without an interval, the text is the reason: ``in 2 of 5 seeds`` the value is not reached, or there is one
-    seed. It is ``in no seed`` if there is no factor, or if the only seed does not reach the value.
+    open``. Without an interval, the text is the reason: the seeds that do not reach the value (``in no seed`` also
+    without a factor), or only one seed.
     """
     _, interval_or_missed_seeds = formatting.format_factor(factor)
     if factor is None or factor.missed_seed_count:
@@ -141,11 +141,11 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
 
 
 def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
-    """Compare a published number with the measured one at its step, or at the last step if that is no snapshot.
+    """Compare a published number with the measured one at its step, or at the last step if that step has no snapshot.
 
     Mean and standard deviation are over the seeds that have a value. If no seed has one, or no method reproduces the
-    row of the table, both are NaN and the obstacle is the reason. Step 0 counts as not measured. If the table contains
-    best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
+    row of the table, both are NaN and the obstacle is the reason. Step 0 is treated as not measured. If the table
+    contains best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
     """
     not_measured = NumberComparison(block, row, measured=np.nan, std=np.nan, obstacle="not measured yet")
     if row.method is None:
@@ -161,11 +161,11 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
     values = values.drop(columns=0, errors="ignore")  # papers have no untrained network
     if block.best_so_far:
         values = values.cummin(axis=1)
-    no_values = pd.Series(dtype=float)  # at step 0
+    no_values = pd.Series(dtype=float)  # the column of step 0 is dropped
     values_at_step = values.get(step, no_values) / block.scale
     if values_at_step.isna().all():
         return replace(not_measured, obstacle=f"{column} is not measured")
-    protocol = snapshots.iloc[0]  # that of the first seed, which stands for all
+    protocol = snapshots.iloc[0]  # the first seed's protocol, which stands for all
     settings = {  # measured and published
         "extractor": (protocol["extractor"], block.extractor),
         "samples": (protocol["n_samples"], block.samples),

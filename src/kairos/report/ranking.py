@@ -17,7 +17,7 @@ import pandas as pd
 
 from kairos.report.collect import MethodMeasurements, Results, RunResults
 
-NOT_MOVED = 0.01  # total variation distance from the start below which a learned sampler counts as not moved
+NOT_MOVED = 0.01  # total variation distance from the start below which a learned sampler has not moved
 MIN_SEEDS = 5  # common to all methods, to rank them: fewer show little of how much seeds matter
 SIGNIFICANCE_LEVEL = 0.05  # largest share of tables of equal methods that contain a difference; intervals cover 95 %
 VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
@@ -127,8 +127,8 @@ def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
 
     Means of an unfinished experiment are over the available seeds; lines in `missing` show that it is unfinished.
     Otherwise a mean is NaN where the value of a seed is missing. Mean times are treated in the same way. The deviation
-    over sample sets is the root of the mean of the seeds' variances. The larger deviation is the known one where only
-    one is known.
+    over sample sets is the root of the mean of the seeds' variances. `std` is the larger of the two deviations, or the
+    known one.
     """
     values = measurements.values_of(method, measurements.metric)
     seconds = measurements.values_of(method, "train_seconds")
@@ -164,7 +164,7 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     # test every pair of methods
     final_values = np.array([curve.values_by_seed[:, -1] for curve in curves])  # (methods, seeds)
     has_logarithm = np.isfinite(final_values) & (final_values > 0)
-    final_values = final_values[:, has_logarithm.all(axis=0)]  # of the seeds that all methods have
+    final_values = final_values[:, has_logarithm.all(axis=0)]  # only seeds that all methods have
     ratios = compare_pairs(np.log(final_values))
     is_better = ratios.values > 1 if common.higher_is_better else ratios.values < 1
     ends_better = (ratios.p_values < SIGNIFICANCE_LEVEL) & is_better  # [a, b]: a ends better than b
@@ -238,14 +238,14 @@ def correct_after_holm(p_values: np.ndarray, test_count: int | None = None) -> n
     """Correct p-values for multiple testing after Holm: (..., tests), corrected over the last axis.
 
     The smallest p-value is multiplied by the number of tests n, the next by n - 1, and so on. A product below an
-    earlier one is raised to it, and no product exceeds 1. The package statsmodels has this correction too, but takes
-    44 MB and corrects one table at a time.
+    earlier one is raised to it, and no product exceeds 1.
 
     Args:
         p_values: p-values; NaN, of a test that was not possible, stays NaN.
         test_count: n. None: the number of values that are not NaN. A larger number is for tests that are planned but
             not finished.
     """
+    # statsmodels has this correction too, but takes 44 MB and corrects one table at a time
     n = np.count_nonzero(~np.isnan(p_values), axis=-1, keepdims=True) if test_count is None else test_count
     order = p_values.argsort(axis=-1)  # NaN last
     # the k-th smallest p-value, k = 0, 1, ..., is multiplied by n - k
@@ -267,7 +267,7 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
     from scipy import optimize, stats
 
     freedom = seeds - 1  # degrees of freedom
-    critical_value = stats.t.ppf(1 - level / 2, freedom)  # of the t statistic
+    critical_value = stats.t.ppf(1 - level / 2, freedom)  # critical value of the t statistic
 
     def excess_power(shift: float) -> float:
         """Return the test's power minus `power`, for a t statistic with noncentrality `shift`."""
@@ -283,21 +283,15 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
 def crossing_cost(costs: np.ndarray, values: np.ndarray, target: float) -> float:
     """Return the cost at which a curve first is at or below `target`, or NaN if it never is.
 
-    Args:
-        costs: steps or seconds at the snapshots, (snapshots,).
-        values: values at the snapshots, (snapshots,), of which lower ones are better; linear in between.
-        target: value to reach.
+    `costs` are steps or seconds at the snapshots, (snapshots,). Lower `values` are better; they are linear in between.
     """
     return _interpolate_cost(costs, values, target, values <= target)
 
 
 def crossing_cost_just_below(costs: np.ndarray, values: np.ndarray, target: float) -> float:
-    """Return the limit of `crossing_cost` for values that rise to `target`; NaN if no value is below `target`.
+    """Return the limit of `crossing_cost` for targets that approach `target` from below; NaN if no value is below it.
 
     The limit exceeds `crossing_cost` where the curve only touches `target`, rises, and later falls below `target`.
-
-    Args:
-        costs, values, target: see `crossing_cost`.
     """
     return _interpolate_cost(costs, values, target, values < target)
 
@@ -305,13 +299,8 @@ def crossing_cost_just_below(costs: np.ndarray, values: np.ndarray, target: floa
 def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, is_reached: np.ndarray) -> float:
     """Interpolate the cost of `target` between the first snapshot that reaches it and the snapshot before.
 
-    The result is NaN if no snapshot reaches it, and the cost of the first snapshot if that one does.
-
-    Args:
-        costs: steps or seconds at the snapshots, (snapshots,).
-        values: values at the snapshots, (snapshots,), of which lower ones are better.
-        target: value to reach.
-        is_reached: True for the snapshots that reach the target, (snapshots,).
+    The result is NaN if no snapshot reaches it, and the cost of the first snapshot if that one does. Arrays are
+    (snapshots,).
     """
     if not is_reached.any():
         return math.nan
@@ -329,8 +318,8 @@ def highest_cost_ratio(
     """Return the supremum of the baseline's cost over the method's cost for one distance.
 
     Wang et al. (2025, section 3.3) define the acceleration by curves of the distance in this way. The curves are linear
-    between snapshots, so the ratio is monotone between neighbouring distances of snapshots. The supremum is the ratio
-    at such a distance or its limit from below: a cost jumps where a curve rises again from a minimum.
+    between snapshots, so the ratio is monotone between two consecutive snapshot distances in sorted order. The supremum
+    is the ratio at such a distance or its limit from below: a cost jumps where a curve rises again from a minimum.
 
     Args:
         baseline_costs, costs: steps or seconds at the snapshots, each (snapshots,); above 0.
@@ -349,10 +338,11 @@ def highest_cost_ratio(
 
 
 def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
-    """Compute the highest factor by which a method needs fewer steps than the baseline for one distance, over seeds.
+    """Compute how many times fewer steps a method needs than the baseline, at the distance with the largest factor.
 
-    The snapshot before training (step 0) is left out: all methods are equal there. The caller ensures that the two
-    curves have equal snapshots and seeds, without missing values. The ratio has no p-value.
+    The factor is the geometric mean over seeds, without a p-value. The snapshot before training (step 0) is left out:
+    all methods are equal there. The caller ensures that both curves have equal snapshots and seeds, without missing
+    values.
     """
     is_trained = curve.steps > 0
     steps = curve.steps[is_trained]
@@ -381,7 +371,7 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
     baseline_costs = _costs_of_targets(baseline, cost, targets)
     method_costs = _costs_of_targets(curve, cost, targets)
     has_clock = np.isfinite(getattr(curve, cost)).all()
-    # a cost of 0 is that of the snapshot before training
+    # only the snapshot before training has a cost of 0
     baseline_has_improved = (baseline_costs > 0).all()
     method_starts_there = (method_costs == 0).any()
     if not has_clock or not baseline_has_improved or method_starts_there:
@@ -408,7 +398,7 @@ def _costs_of_targets(curve: Curve, cost: str, targets: np.ndarray) -> np.ndarra
 def distance_from_start(run: RunResults) -> float | None:
     """Return the total variation distance of a learned sampler's last p(t) from its start; None if it does not learn.
 
-    The last p(t) is that of the last evaluated snapshot. The result is NaN if its record lacks the distance.
+    The last p(t) is from the last evaluated snapshot. The result is NaN if its record lacks the distance.
     """
     if not run.learns_sampler:
         return None
@@ -419,7 +409,7 @@ def distance_from_start(run: RunResults) -> float | None:
 def has_not_moved(run: RunResults) -> bool:
     """Return True if a sampler learns, but its p(t) is less than `NOT_MOVED` away from its start.
 
-    An unknown distance counts as not moved.
+    An unknown distance is treated as not moved.
     """
     distance = distance_from_start(run)
     if distance is None:
@@ -430,11 +420,8 @@ def has_not_moved(run: RunResults) -> bool:
 def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
     """Return the geometric mean of ratios over seeds, its 95 % interval, and the p-value of the mean being 1.
 
-    Arrays have the shape of `log_ratios` without its last axis. Interval and p-value are those of a t-test, not
-    corrected. They are NaN with one seed; all values are NaN without seeds or if a ratio is NaN.
-
-    Args:
-        log_ratios: logarithms of the ratios, (..., seeds).
+    The logarithms are (..., seeds), and the results (...). Interval and p-value are from a t-test, not corrected. They
+    are NaN with one seed; all values are NaN without seeds or if a ratio is NaN.
     """
     seed_count = log_ratios.shape[-1]
     unknown = np.full(log_ratios.shape[:-1], np.nan)
@@ -452,6 +439,6 @@ def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
 def _mean_and_std(values: "pd.Series[float]") -> tuple[float, float]:
     """Return the mean and the standard deviation of values over seeds; the mean is NaN if one is missing.
 
-    The standard deviation is that of the known values, and NaN with fewer than two.
+    The standard deviation is over the known values, and NaN with fewer than two.
     """
     return float(values.mean(skipna=False)), float(values.std())

@@ -66,12 +66,12 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
 def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the first four images one by one, each in a panel with a row per method and a column per snapshot.
 
-    Images are those of the first seed that has the snapshot; a snapshot that no seed has is white. The caller ensures
-    that the samples of all snapshots are saved. Methods without a look are left out.
+    Images are from the first seed that has the snapshot; a snapshot that no seed has is white. The caller ensures that
+    the samples of all snapshots are saved. Methods without a look are left out.
     """
     methods, steps = _select_methods(results, looks), results.experiment.milestones
     # the images of every cell
-    first_images: dict[tuple[str, int], np.ndarray] = {}  # by method and step, each (images, height, width, channels)
+    first_images: dict[tuple[str, int], np.ndarray] = {}  # (images, height, width, channels) by method, step
     for run in chain.from_iterable(results.runs_of(method) for method in methods):
         for snapshot in run.snapshots:
             if (run.method, snapshot.step) not in first_images:  # otherwise an earlier seed has the snapshot
@@ -102,9 +102,9 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
 def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the first conditions (captions or low-resolution images), their real images, and each method's last samples.
 
-    A row shows one condition, of at most eight. Samples are of the first seed. Captions are left of the row, and
-    low-resolution images in the first column. Methods without a look are left out. The caller ensures that the samples
-    of the last snapshots are saved, and that at least one method has a look.
+    Each row shows one condition; there are at most eight. Samples are of the first seed. Captions are left of the row,
+    and low-resolution images in the first column. Methods without a look are left out. The caller ensures that the
+    samples of the last snapshots are saved, and that at least one method has a look.
     """
     from kairos.sampling.conditions import select_condition_sources  # imports torch, which other figures do not need
 

@@ -138,7 +138,7 @@ def draw_strategy(
 
 
 def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compared: ComparedStrategy | None) -> None:
-    """Write name and description of a strategy above the panels, and those of the compared one on the right.
+    """Write name and description of a strategy above the panels, and of the compared one on the right.
 
     With a compared strategy, a short line before each name shows the look of its curves. Long lines of the descriptions
     are wrapped.
@@ -199,11 +199,8 @@ def _draw_filled_curve(
     the x axis show where `values` are negative or not finite.
 
     Args:
-        axes: axes to draw into.
         t: times of the values, (T,). If there are at most `_STAIRS`, each is drawn as a step, and the caller ensures
             that they are 0 ... T - 1.
-        values: values of the filled curve, (T,).
-        color: colour of the filled curve.
         logarithmic: make the y axis logarithmic if any value is positive.
         compared_values: values of the dashed curves, each (T,).
     """
@@ -229,7 +226,8 @@ def _draw_filled_curve(
 
 
 def _set_value_limits(axes: Axes, values: np.ndarray, logarithmic: bool) -> float:
-    """Set scale and limits of the y axis with room around the values, and return the height that areas are filled from.
+    """Set scale and limits of the y axis with room around the values, and return the height at which filled areas
+    begin.
 
     This height is the lower end of a log axis, else 0, which a linear axis always contains. The axis is linear if no
     value is positive. Values may be NaN.
@@ -321,15 +319,7 @@ def _draw_increment_panel(
     """Draw moments of the increments over time, with the areas as background.
 
     For a variance-exploding process, the x axis is logarithmic and the first time, t = 0, is left out. If all values
-    are 0, a note that the scale of x0 is constant replaces the legend.
-
-    Args:
-        axes: axes to draw into.
-        increments: increments of the process.
-        title: title of the panel.
-        logarithmic: True for a logarithmic y axis.
-        lines: lines to draw.
-        legend_position: position of the legend, for several lines.
+    are 0, a note that the scale of x0 is constant replaces the legend. The legend needs several lines.
     """
     is_exploding = increments.process in _EXPLODING
     visible = slice(1, None) if is_exploding else slice(None)  # a log axis has no t = 0
@@ -407,20 +397,14 @@ def _draw_variance_histogram(axes: Axes, increments: Increments, areas: np.ndarr
     """Draw the histogram of timesteps by variance, on a log axis for variance-exploding processes.
 
     Each bar is a percentage of all timesteps, stacked from the areas of SpeeD in their colours.
-
-    Args:
-        axes: axes to draw into.
-        increments: increments of the process.
-        areas: name of each timestep's area, (T,).
-        names: names of the areas to draw, keys of `SHADES`.
     """
     variance = increments.variance
-    edges = np.linspace(0, variance.max(), 21)  # of 20 bars
+    edges = np.linspace(0, variance.max(), 21)  # edges of 20 bars
     if increments.process in _EXPLODING:
         edges = np.geomspace(variance.min(), variance.max() * 1.0001, 21)  # rounding must not exclude the maximum
         axes.set_xscale("log")
     variances_by_area = [variance[areas == name] for name in names]
-    # each timestep counts as its percentage of all timesteps
+    # the weight of a timestep is its percentage of all timesteps
     weights = [np.full(len(variances), 100 / len(areas)) for variances in variances_by_area]
     shades = [SHADES[name] for name in names]
     look: dict[str, Any] = {"color": shades, "edgecolor": MUTED, "linewidth": 0.6}

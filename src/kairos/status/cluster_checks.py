@@ -36,7 +36,7 @@ def check_slurm(profile: Path = PROFILE) -> list[Finding]:
     partition is compared if the profile has none or SLURM lists none.
 
     There is a single finding in four cases. It is a success without SLURM's commands and without a configured cluster,
-    since such a machine is usable. It is a failure if the profile cannot be read, or if SLURM gives no answer.
+    since such a machine is usable. It is a failure if the profile cannot be read, or if SLURM does not answer.
 
     Args:
         profile: folder of the profile that jobs will be submitted with.
@@ -68,12 +68,8 @@ def check_slurm(profile: Path = PROFILE) -> list[Finding]:
 def _check_account(profile: Path, requested: str | None) -> Finding:
     """Check that this user may charge the account of the profile, if SLURM has accounts.
 
-    The check fails only if SLURM lists accounts of the user, and the account of the profile is none of them. Without
-    sacctmgr, or if it fails, nothing is compared and the check succeeds.
-
-    Args:
-        profile: folder of the profile, for the message.
-        requested: account of the profile; None: it has none.
+    The check fails only if SLURM lists accounts of the user without the profile's account. Without sacctmgr, or if it
+    fails, nothing is compared and the check succeeds. A profile without an account (None) succeeds, too.
     """
     command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
     succeeded, answer = False, "no sacctmgr here"
@@ -103,8 +99,7 @@ def profile_file(profile: Path) -> Path | None:
 def _default_resources(profile: Path) -> dict[str, str]:
     """Return the default resources of a profile as texts without quotes; empty if there is no profile.
 
-    Resources whose value is empty, 0 or false are left out. A profile has them as a mapping or as a list of
-    ``name=value``.
+    Resources whose value is empty, 0 or false are left out.
 
     Raises:
         KairosError: the profile is not the YAML that Snakemake reads.
@@ -125,12 +120,9 @@ def _default_resources(profile: Path) -> dict[str, str]:
 
 
 def check_job(visible: int) -> list[Finding]:
-    """Check that torch finds the number of GPUs that SLURM has given to this job; without a job the check succeeds.
+    """Check that torch finds the number of GPUs that SLURM has allocated to this job; without a job the check succeeds.
 
-    There is a single finding.
-
-    Args:
-        visible: number of GPUs that torch sees.
+    There is a single finding. `visible` is the number of GPUs that torch finds.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
@@ -148,10 +140,7 @@ def _count_assigned_gpus(variables: dict[str, str]) -> int:
     """Return the number of GPUs in a job's environment variables; a job without these variables has no GPU.
 
     CUDA_VISIBLE_DEVICES comes first, because CUDA obeys it, then the lists of devices of the step and of the job. Only
-    without these lists SLURM_GPUS_ON_NODE counts; a value that is no number counts as 0.
-
-    Args:
-        variables: variables of `_GPU_VARIABLES` that are set.
+    without these lists SLURM_GPUS_ON_NODE is used; a value that is not a number is treated as 0.
     """
     names = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
     devices = next((variables[name] for name in names if variables.get(name)), None)
@@ -190,9 +179,6 @@ def check_locks(results: Path) -> list[Finding]:
     Training runs and the controller use flock; databases (MLflow's, Snakemake's) use POSIX locks (`lockf`). There is a
     finding for each kind, which fails if the folder cannot be written. Flock also fails if options of the mount confine
     it to this machine. The check writes a temporary file into the results, or into their nearest existing parent.
-
-    Args:
-        results: folder of the results.
     """
     folder = nearest_existing(results)
     findings: list[Finding] = []
@@ -230,12 +216,8 @@ def _find_local_lock_options(folder: Path) -> str:
 def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> str:
     """Test a lock with another process, while it is held and after its release, and return what failed; empty: nothing.
 
-    The text is ``another process was not kept out``, or ``another process could not try`` for every other failure. The
-    lock is released at the end.
-
-    Args:
-        function: function of module fcntl, ``flock`` or ``lockf``.
-        file: the file to lock.
+    `function` is ``flock`` or ``lockf`` of module fcntl. The text is ``another process was not kept out``, or ``another
+    process could not try`` for every other failure. The lock is released at the end.
 
     Raises:
         OSError: this process cannot lock the file.

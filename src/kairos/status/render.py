@@ -30,7 +30,7 @@ from kairos.status.unclaimed_states import count_freed_bytes, delete_states, fin
 
 _quote_path = partial(quote, errors="surrogateescape")
 _CURVE_POINTS = 80  # largest number of points of a loss curve, apart from the last point
-_CURVE_TOP, _CURVE_BOTTOM = 2, 28  # of the SVG, which is 30 units high
+_CURVE_TOP, _CURVE_BOTTOM = 2, 28  # y in the SVG, which is 30 units high
 _BLOCK = 2048  # bytes read at one position of metrics.jsonl, about ten lines
 # matches {"step": 400, ... "loss": 0.0123, ...} and no line that is cut off before the end of the loss
 _STEP_AND_LOSS = re.compile(rb'"step": (\d+).*?"loss": (-?\d[-+.\de]*)[,}]')
@@ -51,7 +51,7 @@ def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
 
     Raises:
         KairosError: the folder contains no training run.
-        ConfigError: the file is missing or no valid experiment; or a run has states that are not active, and the
+        ConfigError: the file is missing or not a valid experiment; or a run has states that are not active, and the
             weights of its ``training.start_from`` are missing.
     """
     status = _collect_status(experiment)
@@ -75,7 +75,7 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
     Args:
         experiment: the experiment's file, or its folder of results.
         interval: seconds after which the document requests itself again.
-        moment: key of the cache; requests with one moment get one page.
+        moment: key of the cache; requests with one moment receive one page.
     """
     context: dict[str, Any] = {
         "title": experiment.stem,
@@ -97,18 +97,12 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
 def _collect_status(experiment: Path) -> dict[str, Any]:
     """Collect the values that both templates show.
 
-    The keys are:
-
-    * ``outline``: the experiment.
-    * ``runs`` and ``outputs``: a `RunProgress` and a `RunOutputs` of each run, in the order of ``outline.trainings``.
-    * ``queue``: the numbers of jobs in SLURM's queue as text; without jobs, SLURM's error or an empty text.
-    * ``stages``: lines of text, see `summarise_stages`.
-    * ``summary``: the number of runs in each state that occurs, as text.
-    * ``duration``: the function that formats seconds, which the templates call.
+    ``runs`` and ``outputs`` are in the order of ``outline.trainings``. Without jobs, ``queue`` is SLURM's error or an
+    empty text. ``duration`` is the function that formats seconds, which the templates call.
 
     Raises:
         KairosError: the folder contains no training run.
-        ConfigError: the file is missing or no valid experiment.
+        ConfigError: the file is missing or not a valid experiment.
     """
     outline = load_outline(experiment)
     jobs, queue_error = slurm.list_jobs(outline.results)
@@ -135,16 +129,10 @@ def _group_by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any
 
 
 def _build_row(run: RunProgress, outputs: RunOutputs, run_logs: RunLogs) -> dict[str, Any]:
-    """Return the values of a training run's row in the page.
+    """Return the values of a training run's row in the page; a missing value is None or empty.
 
-    The keys are ``run``, ``note``, ``logs``, ``evaluation`` and ``grid``, which are paths of the last valid ones, and
-    ``losses``, the result of `_read_loss_curve`. A missing value is None or empty. The note of a running run is the
-    last line of its log, unless it has another note. An outdated run has no loss curve.
-
-    Args:
-        run: state and progress of the run.
-        outputs: samples and evaluations of the run.
-        run_logs: log files of the experiment.
+    ``evaluation`` and ``grid`` are paths of the last valid files. The note of a running run is the last line of its
+    log, unless it has another note. An outdated run has no loss curve.
     """
     # without the job's number, the plugin's log of a job with several training runs is not found
     logs = run.logs or run_logs.find(run.method, run.seed, job=None)
@@ -179,19 +167,9 @@ def _find_newest_metrics(run_folder: Path) -> Path | None:
 
 
 def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
-    """Return a loss curve as points of an SVG polyline, 30 units high, with step and loss of the last point.
+    """Return (points, step, loss): an SVG polyline, 30 units high, and its last point; None if there is no loss.
 
-    A point is the mean over some lines, and so are the returned step and loss. Its x coordinate is the step. Its y
-    coordinate is close to the logarithm of the loss, with the lowest and highest points near the edges.
-
-    At most 81 blocks of a long file are read. Their distance doubles as the file grows, so that points keep their
-    position. The caller ensures that the file exists.
-
-    Args:
-        metrics_file: path of metrics.jsonl.
-
-    Returns:
-        ``(points, step, loss)``, or None if the file contains no loss.
+    Each point averages some lines. x is the step, and y nearly the logarithm of the loss. The file must exist.
     """
     stat = metrics_file.stat()
     return _compute_loss_curve(metrics_file, stat.st_size, stat.st_mtime_ns)
@@ -215,19 +193,15 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
     steps, losses = grouped.reshape(-1, lines_per_point, 2).mean(axis=1).T  # means of each group of lines
     heights = np.arcsinh(1000 * losses)  # close to a logarithm, but defined for losses up to 0 too
     value_range = heights.min(), heights.max() + 1e-9  # not empty for a constant loss
-    heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))  # SVG counts from the top
+    heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))  # y in an SVG increases downwards
     polyline = " ".join(f"{x:.6g},{y:.1f}" for x, y in zip(steps, heights))
     return polyline, float(steps[-1]), float(losses[-1])
 
 
 def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
-    """Return steps and losses of some lines of metrics.jsonl, float64 (lines, 2): those in blocks spread over the file.
+    """Return steps and losses of some lines of metrics.jsonl, float64 (lines, 2), from blocks spread over `size` bytes.
 
     Lines are in the order of the file, and no step is repeated. The array is empty if no line has a loss.
-
-    Args:
-        metrics_file: path of the file.
-        size: bytes of the file to consider.
     """
     distance = _double_until_few(_BLOCK, size)  # bytes
     last_position = max(size - _BLOCK, 0)

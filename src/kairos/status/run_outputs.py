@@ -11,8 +11,8 @@ from kairos.files import glance
 from kairos.report.outdated import read_samples_protocol
 from kairos.status.run_progress import Outline, find_first_snapshot, list_names, read_last_lines
 
-_SHARED_HASHES = ("extractor_hash", "reference_hash")  # in reference.json and in the protocol of an evaluation
-_STAGE_RECORDS = {  # by stage: file in the results whose existence shows that the stage is complete
+_SHARED_HASHES = ("extractor_hash", "reference_hash")  # hashes in reference.json and in an evaluation's protocol
+_STAGE_RECORDS = {  # file in the results, by stage; if it exists, the stage is complete
     "prepared": "dataset/manifest.json",
     "autoencoder": "autoencoder/manifest.json",
     "latents": "latents/manifest.json",
@@ -109,10 +109,9 @@ class RunOutputs:
         return self._identity != ""
 
     def _is_of_present_run(self, path: Path, protocol: dict[str, Any]) -> bool:
-        """Return True if a file is of one of the run's milestones, by the step in its name and by its protocol.
+        """Return True if the file's name is the step of a milestone, and its protocol contains the run's identity.
 
-        The identity in the protocol must be the run's; a file without an identity is of no run. The caller ensures
-        that the name of the file is a step.
+        A file without an identity does not match. The caller ensures that the name of the file is a step.
         """
         step, identity = int(path.stem), protocol.get("identity")
         return step in self._outline.milestones and identity is not None and identity == self._identity
@@ -129,7 +128,7 @@ class RunOutputs:
 def _list_files_by_step(folder: Path, suffix: str) -> list[Path]:
     """Return the files with a suffix whose name is a step, by ascending step; empty without a folder.
 
-    A name that begins with a digit counts as a step.
+    A name that begins with a digit is treated as a step.
     """
     names = [name for name in list_names(folder) if name[:1].isdigit() and name.endswith(suffix)]
     # steps have at least 7 digits: a longer name has the higher step
@@ -140,11 +139,7 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     """Return lines with the complete and missing stages, messages of missing stages, and the numbers of other files.
 
     The last line contains the numbers of samples and evaluations. A stage is complete if its record in
-    `_STAGE_RECORDS` exists.
-
-    Args:
-        outline: the experiment.
-        outputs: samples and evaluations of every training run.
+    `_STAGE_RECORDS` exists. `outputs` are from all training runs.
     """
     complete = [stage for stage, record in _STAGE_RECORDS.items() if (outline.results / record).is_file()]
     missing = [stage for stage in _STAGE_RECORDS if stage not in complete]
@@ -161,10 +156,6 @@ def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
 
     An error is the text ``failed: ...`` in lines of at most 120 columns. Progress is the line ``now: ...``, cut at 120
     columns. A stage with neither has no line.
-
-    Args:
-        logs: folder of the log files.
-        stages: names of the stages without results.
     """
     messages = []
     for stage in stages:
@@ -183,10 +174,7 @@ def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
 def _count_files(name: str, files_of_runs: list[dict[str, bool]], expected_count: int) -> str:
     """Return the number of valid files as text, such as ``samples 3 of 8 (1 outdated)``.
 
-    Args:
-        name: name of the files.
-        files_of_runs: validity by step, for each training run.
-        expected_count: number of files of the whole experiment; 0: unknown.
+    `expected_count` is for the whole experiment; 0: unknown.
     """
     validity = [is_valid for files in files_of_runs for is_valid in files.values()]
     of_expected = f" of {expected_count}" if expected_count else ""

@@ -28,8 +28,8 @@ from kairos_timesteps.errors import KairosError
 STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "outdated", "complete")
 _ACTIVE = ("running", "starting", "queued")
 _TROUBLE = ("failed", "dead", "stopped")  # states whose reason is in the progress file or the logs
-_FRESH_SECONDS = 30.0  # age below which a progress file from another machine counts without a lock
-_SILENT_SECONDS = 300.0  # silence from which a running job gets a note, and a job that only has a log counts as failed
+_FRESH_SECONDS = 30.0  # age below which a progress file from another machine needs no lock
+_SILENT_SECONDS = 300.0  # silence from which a running job gets a note, and a job that only has a log has failed
 _LOG_NAME = re.compile(r"train_(.+_seed\d+?)(?:_\d+)?\.log")  # train_uniform_seed0.log, or _2.log for segment 2
 _LOG_TAIL = 2000  # bytes at the end of a log that are searched for its last line
 
@@ -66,14 +66,11 @@ class Outline:
 
 
 def load_outline(path: Path) -> Outline:
-    """Return the outline of the experiment with a given file or folder of results.
+    """Return the outline of an experiment from its file or its folder of results.
 
     The results of an experiment file are in ``results/<experiment>`` of the working directory. The folder of a
     pipeline's results selects the newest experiment file that the pipeline has kept for it. Without such a file, the
     outline has the training runs that have a folder, and neither milestones nor an experiment.
-
-    Args:
-        path: file of an experiment, or folder of its results.
 
     Raises:
         KairosError: the folder has no kept experiment file and no training run.
@@ -95,7 +92,7 @@ def load_outline(path: Path) -> Outline:
 def _find_kept_experiment(results: Path) -> Path | None:
     """Return the newest experiment file that the pipeline in the working directory has kept for a folder of results.
 
-    Returns None if there is no file, or if the folder is none of this pipeline's results.
+    Returns None if there is no file, or if the folder does not contain results of this pipeline.
     """
     if results.resolve() != (Path("results") / results.name).resolve():
         return None
@@ -105,9 +102,7 @@ def _find_kept_experiment(results: Path) -> Path | None:
 
 
 def _list_training_folders(results: Path) -> list[tuple[str, int]]:
-    """Return method and seed of each folder of a training run, such as ``uniform/seed0``, in a folder of results.
-
-    They are sorted by method and seed.
+    """Return method and seed of each folder of a training run, such as ``uniform/seed0``, sorted by both.
 
     Raises:
         KairosError: there is no folder of a training run.
@@ -159,9 +154,7 @@ class RunProgress:
 def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
     """Return the progress of all training runs of an experiment, in the order of `outline.trainings`.
 
-    Args:
-        outline: the experiment.
-        jobs: the experiment's jobs in SLURM's queue.
+    `jobs` are the experiment's jobs in SLURM's queue.
     """
     job_of_run = {training: job for job in jobs for training in job.trainings}
     job_by_number = {job.number: job for job in jobs}
@@ -182,14 +175,8 @@ def _assess_run(
     """Derive the state of a training run from its record, its progress file, its job and its logs.
 
     The settings of a run that is not active are compared with the experiment's: ``outdated`` replaces any other state.
-    A run that only has a log is ``starting`` if the log is new and empty, else ``failed``.
-
-    Args:
-        outline: the experiment.
-        method, seed: the training run.
-        progress: content of the progress file; empty: there is none.
-        job: the run's job in the queue; None: there is none.
-        run_logs: log files of the experiment.
+    A run that only has a log is ``starting`` if the log is new and empty, else ``failed``. `progress` is empty without
+    a progress file, and `job` is None if the queue does not contain the run.
     """
     # the record of the run's end, and the step at which the run is complete
     folder = outline.run_folder(method, seed)
@@ -200,7 +187,7 @@ def _assess_run(
     last_milestone = outline.milestones[-1] if outline.milestones else None
     last_step = _find_last_step(last_milestone, record, progress)
 
-    # the state without the logs; any record counts as complete if no number of steps is known
+    # the state without the logs; any record is complete if no number of steps is known
     is_complete = bool(record) and (last_step is None or record.get("steps", -1) >= last_step)
     state = _find_state(folder, progress, job, is_complete)
     if state not in _ACTIVE:
@@ -242,12 +229,8 @@ def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress
     """Return the step at which a training run is complete; None: unknown.
 
     It is the last milestone, or the recorded steps if they are more. Without milestones it is the last step of the
-    present job or, without a progress file, the recorded steps.
-
-    Args:
-        last_milestone: last milestone of the experiment; None: only a folder of results is known.
-        record: content of training.json; empty: there is none.
-        progress: content of the progress file; empty: there is none.
+    present job or, without a progress file, the recorded steps. `record` and `progress` are empty if their file is
+    missing.
     """
     recorded_steps: int | None = record.get("steps")
     if last_milestone is None:
@@ -261,13 +244,8 @@ def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress
 def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progress) -> int:
     """Return the number of completed steps, as far as known: from record and progress file, else from snapshots.
 
-    The larger number of record and progress file counts; a number that one of them lacks counts as 0. Without record,
-    progress file and snapshots the result is 0.
-
-    Args:
-        folder: folder of the run.
-        record: content of training.json; empty: there is none.
-        progress: content of the progress file; empty: there is none.
+    It is the larger number of record and progress file, 0 for a missing one. Without record, progress file and
+    snapshots the result is 0.
     """
     if record or progress:
         return int(max(record.get("steps", 0), progress.get("step", 0)))
@@ -280,14 +258,8 @@ def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: 
 
     A run whose process is alive is ``running``. Otherwise a job in the queue makes it ``queued`` or ``starting``, and
     without a job the record may make it ``complete``. A run whose process was killed is ``dead``. A run without
-    progress, or after an earlier segment, is ``waiting``. Otherwise the state is that of the progress file, ``stopped``
-    or ``failed``.
-
-    Args:
-        folder: folder of the run.
-        progress: content of the progress file.
-        job: the run's job in the queue; None: there is none.
-        is_complete: the run's record covers the last milestone.
+    progress, or after an earlier segment, is ``waiting``. Otherwise the progress file contains the state, ``stopped``
+    or ``failed``. `is_complete` means that the run's record covers the last milestone.
     """
     reported = progress.get("state", "")
     if reported == "running" and _is_alive(folder / ".state" / "lock", progress, job):
@@ -305,12 +277,8 @@ def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: 
 def _find_changed_settings(outline: Outline, method: str, seed: int, begun_identity: str | None) -> str:
     """Return the settings that have changed since a run was computed, as text; empty: none, or they are unknown.
 
-    The settings are those of the run's first snapshot: unknown if there is none, or no experiment file.
-
-    Args:
-        outline: the experiment.
-        method, seed: the training run.
-        begun_identity: identity of the state that the run wrote last; None: there is no state.
+    They are read from the run's first snapshot, and unknown without a snapshot or an experiment file. `begun_identity`
+    is the identity of the state that the run wrote last; None: there is no state.
     """
     if outline.expected is None:
         return ""
@@ -318,7 +286,7 @@ def _find_changed_settings(outline: Outline, method: str, seed: int, begun_ident
     snapshot = find_first_snapshot(folder)
     published_identity = outline.expected.snapshot_record(snapshot).get("identity") if snapshot else None
     if begun_identity and begun_identity != published_identity:
-        # a newer run has begun and published nothing yet: its own snapshots, in its state folder, are compared
+        # a newer run has begun and published nothing yet: its snapshots, in its state folder, are compared
         snapshot = find_first_snapshot(folder / ".state" / begun_identity[:16])
     if snapshot is None:
         return ""
@@ -328,10 +296,8 @@ def _find_changed_settings(outline: Outline, method: str, seed: int, begun_ident
 def find_first_snapshot(folder: Path) -> Path | None:
     """Return the record of the snapshot with the lowest step; None: there is none.
 
-    A run with new settings replaces this snapshot before all others, so its record has the present settings.
-
-    Args:
-        folder: folder of a training run, or of a state.
+    A run with new settings replaces this snapshot before all others, so its record has the present settings. The folder
+    belongs to a training run or a state.
     """
     milestones = folder / "milestones"
     for name in list_names(milestones):
@@ -342,7 +308,7 @@ def find_first_snapshot(folder: Path) -> Path | None:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names of the files and folders in a folder, sorted; empty if there is no such folder."""
+    """Return the names of the files and folders in a folder, sorted; empty if the folder does not exist."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -352,15 +318,9 @@ def list_names(folder: Path) -> list[str]:
 def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str, ...]) -> str:
     """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add.
 
-    A running run gets a note only if its last update is older than five minutes or SLURM's state is not RUNNING. A run
+    A running run has a note only if its last update is older than five minutes or SLURM's state is not RUNNING. A run
     that failed or stopped has the message of its progress file or, without one, the last line of its log. A run that
-    waits has the last line of its log.
-
-    Args:
-        state: state of the run.
-        progress: content of the progress file; empty: there is none.
-        job: the run's job in the queue; None: there is none.
-        logs: log files of the run; the first one is read.
+    waits has the last line of its log. Only the first file of `logs` is read.
     """
     if state == "queued" and job is not None:
         return job.reason if job.reason != "None" else ""
@@ -377,15 +337,15 @@ def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str,
 
 
 def format_age(unix_time: float) -> str:
-    """Return the duration since a time as text, such as ``3:05 ago``; a time in the future counts as now."""
+    """Return the duration since a time as text, such as ``3:05 ago``; a time in the future is treated as now."""
     return f"{duration(max(time.time() - unix_time, 0))} ago"
 
 
 def _find_location(state: str, progress: Progress, job: Job | None) -> str:
     """Return host and job of a run as text, such as ``node1 job 17``, as far as known; empty: neither is known.
 
-    The job is the one in the queue or, without one, that of the progress file. A run that is queued, starting or
-    complete has no host, and then only a job in the queue counts.
+    The job is the one in the queue or, without one, in the progress file. A run that is queued, starting or complete
+    has no host, and then only a job in the queue is shown.
     """
     # a run that waits has no host yet, and the host of a complete run does not matter
     host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
@@ -403,13 +363,8 @@ def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
     """Return True if the process that wrote a progress file as running is still alive.
 
     While SLURM lists the job that wrote the file as pending or running, the queue alone decides: the file must be newer
-    than the start of the job. Otherwise a lock that is held decides. Locks may not reach other machines, so a progress
-    file of another machine, or without a host, also counts for 30 s.
-
-    Args:
-        lock: lock file of the run.
-        progress: content of the progress file.
-        job: the run's job in the queue; None: there is none.
+    than the start of the job. Otherwise a lock that is held decides. Locks may not reach other machines, so for 30 s a
+    progress file of another machine, or without a host, also shows that the process is alive.
     """
     has_written_file = job is not None and job.number == str(progress.get("job"))
     waits_or_runs = job is not None and (job.pending or job.state == "RUNNING")
@@ -438,7 +393,7 @@ def is_locked(lock: Path) -> bool:
 
 
 class RunLogs:
-    """Log files of training jobs: those of the workflow, and those of SLURM's plugin in the working directory.
+    """Log files of training jobs, written by the workflow, or by SLURM's plugin in the working directory.
 
     Logs of the workflow that are written after the creation of the object are not found.
 
@@ -457,16 +412,14 @@ class RunLogs:
     def find(self, method: str, seed: int, job: str | None) -> tuple[str, ...]:
         """Return the newest log of the workflow for a training run, then the newest of SLURM's plugin, if they exist.
 
-        Args:
-            method, seed: the training run.
-            job: number of its last SLURM job; None: unknown.
+        `job` is the number of the run's last SLURM job; None: unknown.
         """
         workflow_logs = self._workflow_logs.get(f"{method}_seed{seed}", [])
         slurm_logs: list[str] = []
         for folder in self._slurm_folders:
             slurm_logs += glob.glob(f"{folder}/{method}_{seed}/*.log")
             if job is not None:
-                slurm_logs += glob.glob(f"{folder}/{job}.log")  # of a job with several training runs
+                slurm_logs += glob.glob(f"{folder}/{job}.log")  # the log of a job with several training runs
         return tuple(max(logs, key=os.path.getmtime) for logs in (workflow_logs, slurm_logs) if logs)
 
 

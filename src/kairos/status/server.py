@@ -1,4 +1,4 @@
-"""The server of ``kairos status --serve``: serves the status page and the files in the experiment's results.
+"""HTTP server of ``kairos status --serve``: serves the status page and the files in the experiment's results.
 
 The server reads nothing else, writes nothing and has no password. By default only this machine can connect.
 """
@@ -18,7 +18,7 @@ from kairos.status.run_progress import load_outline
 
 # matches a name or address of this machine, with or without a port, as in a Host header
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d+){3}|\[?::1\]?)(:\d+)?", re.IGNORECASE)
-# by extension: types with which browsers show a file instead of saving it
+# types, by extension, with which browsers show a file instead of saving it
 _TYPES = dict.fromkeys((".log", ".json", ".jsonl", ".csv", ".yaml", ".txt"), "text/plain; charset=utf-8")
 
 
@@ -36,7 +36,7 @@ class Server(ThreadingTCPServer):
 
     Raises:
         KairosError: the folder contains no training run.
-        ConfigError: the file is missing or no valid experiment.
+        ConfigError: the file is missing or not a valid experiment.
     """
 
     daemon_threads = True
@@ -64,8 +64,8 @@ class _Handler(SimpleHTTPRequestHandler):
     def send_head(self) -> Any:
         """Send status and headers of a response, and return its content as a file to read; None for an error.
 
-        The path ``/`` is the status page, every other path a file in the results; a path without such a file gets
-        status 404. If only this machine can connect, requests for any other host name get status 403.
+        The path ``/`` is the status page, every other path a file in the results; a path without such a file results in
+        status 404. If only this machine can connect, requests for any other host name result in status 403.
         """
         server = self.server
         if server.loopback and not _THIS_MACHINE.fullmatch(self.headers.get("Host", "")):
@@ -82,12 +82,10 @@ class _Handler(SimpleHTTPRequestHandler):
         return BytesIO(body)
 
     def translate_path(self, path: str) -> str:
-        """Return the path of the file in the results that a URL names; empty if it is no such file.
+        """Return the path of the file in the results that a URL names; empty if it does not name such a file.
 
-        A folder, a file outside of the results and a hidden file, or a file in a hidden folder, have an empty path.
-
-        Args:
-            path: path of the URL, with or without a query.
+        The path is also empty for a folder, a file outside of the results, and a hidden file or a file in a hidden
+        folder.
         """
         parts = [unquote(part, errors="surrogateescape") for part in path.partition("?")[0].split("/")]
         try:

@@ -41,7 +41,7 @@ _QUIET = {  # environment variables: no telemetry, and no repeated requests to a
 def check_mlflow(configured: str | None) -> list[Finding]:
     """Check that MLflow's store can be written, with one finding; the check creates no database.
 
-    An SQLite database that does not exist is usable if a file can be created at its place. An existing one must be
+    An SQLite database that does not exist is usable if a file can be created at its path. An existing one must be
     writable and answer a request. Any other store must answer a request. The finding contains no credentials.
 
     Args:
@@ -67,7 +67,7 @@ def check_dvc() -> list[Finding]:
     """Check that the working directory is in a DVC repository whose cache can be written, and report its remote.
 
     A repository without a remote or without dvc.yaml is usable. The remote is not contacted, and its finding contains
-    no credentials. There are findings of repository, cache and remote; without a repository there is only the first.
+    no credentials. The findings are repository, cache and remote; without a repository there is only the first.
     """
     succeeded, answer = _run_python(_ASK_DVC)
     if not succeeded:
@@ -90,12 +90,9 @@ def check_dvc() -> list[Finding]:
 def _run_python(code: str, **environment: str) -> tuple[bool, str]:
     """Run code in a separate process; return True and its last line of output, or False and the error.
 
-    A process that runs for more than `_TIMEOUT` seconds is ended and counts as an error. A process without output gives
-    ``exit status`` and its number.
-
-    Args:
-        code: indented statements, the body of a try statement.
-        **environment: environment variables of the process. They replace those of this process, which replace `_QUIET`.
+    A process that runs for more than `_TIMEOUT` seconds is ended, which is an error. A process without output returns
+    ``exit status`` and its number. `code` contains indented statements, the body of a try statement. `environment`
+    replaces variables of this process, which replace `_QUIET`.
     """
     command = [sys.executable, "-c", f"try:{code}{_IN_ONE_LINE}"]
     variables = {**_QUIET, **os.environ, **environment}

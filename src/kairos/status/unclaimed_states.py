@@ -13,15 +13,10 @@ _DEVICE_TYPES = {"auto": ("cpu", "cuda")}  # device types that a setting may sel
 
 
 def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Path]:
-    """Return the folders of states whose settings or code differ from the experiment's.
+    """Return the folders of states whose settings or code differ from the experiment's; sorted for each run.
 
     States of runs that are active, or whose lock is held, are left out, because such a run may have earlier settings.
-    No state is found without latents, since identities depend on them, or if only a folder of results is known. The
-    states of each run are sorted.
-
-    Args:
-        outline: the experiment.
-        runs: progress of its training runs.
+    The list is empty without latents, since identities depend on them, or if only a folder of results is known.
 
     Raises:
         ConfigError: the weights of ``training.start_from`` are missing, and a run that is not active has states.
@@ -57,9 +52,9 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
 
 
 def _list_states(folder: Path) -> list[Path]:
-    """Return the folders of states in the folder of a run's states, sorted; their names have 16 characters.
+    """Return the folders of states in the folder of a run's states, sorted; empty without a folder.
 
-    The list is empty without a folder.
+    Names of states have 16 characters.
     """
     states = (folder / name for name in list_names(folder) if len(name) == 16)
     return [state for state in states if state.is_dir()]
@@ -72,7 +67,7 @@ def count_freed_bytes(states: list[Path]) -> int:
 
 
 def delete_states(states: list[Path]) -> None:
-    """Delete the folders of states, except those of a run that a process is training.
+    """Delete the folders of states, except states of a run that a process is training.
 
     The lock of the run is held meanwhile, so that no process begins to train it. Nothing reports the kept states.
     """

@@ -1,1 +1,1 @@
-"""Import of finished results into MLflow, in a step of its own that no training depends on."""
+"""Import of finished results into MLflow, in a separate step that no training run depends on."""

@@ -90,7 +90,7 @@ def write_hub_folder(snapshot: Path, out: Path) -> None:
     run_folder = snapshot.resolve().parents[1]  # <results>/<method>/seed<seed>/milestones/<step>
     results = run_folder.parents[1]
 
-    # records of the inputs; those of another training run or data set count as missing
+    # records of the inputs; records of another training run or data set are treated as missing
     evaluation = glance(run_folder / "evaluation" / f"{name}.json")
     if evaluation.get("protocol", {}).get("identity") != record["identity"]:
         evaluation = {}
@@ -142,7 +142,7 @@ FORMS: dict[str, Callable[..., None]] = {
 
 
 def export(write: Callable[..., None], content: Results | Path, out: Path) -> None:
-    """Create the folder `out` atomically from the files of a writer; after an error there is no folder.
+    """Create the folder `out` atomically with a writer of `FORMS`; after an error there is no folder.
 
     Args:
         write: one of `FORMS`.
@@ -161,14 +161,12 @@ def export(write: Callable[..., None], content: Results | Path, out: Path) -> No
 def _import_package(name: str, module: str) -> ModuleType:
     """Import a module of an optional package; sets WANDB_ERROR_REPORTING to false unless the user has set it.
 
-    Args:
-        name: name of the package, and of the extra of kairos that installs it.
-        module: name of the module.
+    `name` is the name of the package, and of the extra of kairos that installs it.
 
     Raises:
         KairosError: the package is not installed.
     """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb would send its own errors; it reads this at import
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb would send its errors; it reads this at import
     try:
         return import_module(module)
     except ImportError as error:

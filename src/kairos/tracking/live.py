@@ -28,11 +28,11 @@ from kairos.training.launch import is_reporting_process
 if TYPE_CHECKING:
     from kairos.config import Experiment
 
-_POLL_SECONDS = 5.0  # between two reports
-_LONGEST_POLL_SECONDS = 60.0  # to which the pause doubles while the server does not answer
+_POLL_SECONDS = 5.0  # pause between two reports
+_LONGEST_POLL_SECONDS = 60.0  # the pause doubles up to this limit while the server does not answer
 _REQUEST_SECONDS = 15  # time limit of a request: many runs may start at once, and nothing waits for the answer
 _SETTLING_SECONDS = 1.0  # pause before a second search, which finds runs that other processes created meanwhile
-_STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # by the state of a run that has ended
+_STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # MLflow's status by a run's last state
 _ACCESS_DENIED = (401, 403)
 
 
@@ -47,8 +47,6 @@ def reporting(experiment: "Experiment", method: str, seed: int, out: Path) -> It
 
     Args:
         experiment: the experiment; its section `tracking` contains the server and the time limit for the last report.
-        method: name of the method.
-        seed: seed of the training run.
         out: folder of the training run; the process that writes its ``.state/progress.json`` reports.
     """
     uri = mlflow_store.tracking_uri(experiment.tracking.uri)
@@ -66,15 +64,7 @@ def reporting(experiment: "Experiment", method: str, seed: int, out: Path) -> It
 
 
 class Reporter(threading.Thread):
-    """Thread that reports one training run to an MLflow server.
-
-    Args:
-        experiment: the experiment.
-        method: name of the method.
-        seed: seed of the training run.
-        out: folder of the training run.
-        uri: address of the server.
-    """
+    """Thread that reports one training run, whose folder is `out`, to the MLflow server at address `uri`."""
 
     def __init__(self, experiment: "Experiment", method: str, seed: int, out: Path, uri: str):
         super().__init__(name="kairos tracking", daemon=True)
@@ -83,8 +73,8 @@ class Reporter(threading.Thread):
         self._begun = time.time()  # Unix time
         self._stride = 0  # lines of metrics.jsonl per point; 0: unknown before the first line
         self._client: mlflow_store.Client | None = None
-        self._run_id: str | None = None  # of the MLflow run that receives the points
-        self._lines_read = self._bytes_read = 0  # of metrics.jsonl
+        self._run_id: str | None = None  # id of the MLflow run that receives the points
+        self._lines_read = self._bytes_read = 0  # lines and bytes of metrics.jsonl
         self._unsent: list[run_content.Point] = []
         self._has_warned = False
 
@@ -135,13 +125,10 @@ class Reporter(threading.Thread):
         log(f"tracking: {public_uri}: {reason}; {consequence}")
 
     def _report(self, is_last_report: bool) -> None:
-        """Send what the run has written since the previous report.
+        """Send what the run has written since the previous report; the last report also sets status and end.
 
         Nothing is sent before the run's first step, or while another process writes the progress file. A run that has
         stopped or failed is not reported if its MLflow run is unknown: at the first report, or after an error.
-
-        Args:
-            is_last_report: the training run has ended: also set the status and the end of the MLflow run.
         """
         if self._client is None:
             self._client = mlflow_store.connect(self._uri)
@@ -201,16 +188,11 @@ class Reporter(threading.Thread):
         return run_id
 
     def _read_metrics(self, state: Path) -> int | None:
-        """Add the new lines of metrics.jsonl up to the last checkpoint to the unsent points.
+        """Add the new lines of metrics.jsonl to the unsent points; return the time of the last checkpoint.
 
-        Of each stride of lines, the last one becomes points, as in `run_content.collect_points`. The next call reads
-        the lines that follow. The first line that is read sets the stride.
-
-        Args:
-            state: folder of the run's state.
-
-        Returns:
-            The time of the last checkpoint, in milliseconds since 1970; None: there is no checkpoint yet.
+        The last line of each stride becomes points, as in `run_content.collect_points`; lines after the last checkpoint
+        wait for a later call. The first line that is read sets the stride. The time is in milliseconds since 1970;
+        None: there is no checkpoint yet.
         """
         # recorded times up to the last checkpoint
         timing = [json.loads(line) for line in read_lines(state / "timing.jsonl")]
@@ -241,11 +223,8 @@ class Reporter(threading.Thread):
         return time_of_step(last_step)
 
     def _choose_stride(self, first_line: bytes) -> int:
-        """Return the number of lines of metrics.jsonl per point, given its first line.
-
-        It follows from the number of lines of the complete run, so that it never changes and the import finds equal
-        points.
-        """
+        """Return the lines of metrics.jsonl per point, from the first line and the length of the complete run."""
+        # the length of the complete run never changes the stride, so the import creates equal points
         steps_between_lines = json.loads(first_line)["step"]  # the first line is written after this number of steps
         line_count = self._experiment.milestones[-1] // steps_between_lines
         return run_content.choose_stride(line_count)

@@ -20,11 +20,11 @@ Run: TypeAlias = Any
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 ARTIFACTS = "mlartifacts"
-_DATABASE_SERVERS = ("postgresql", "mysql", "mssql")  # with SQLite, the databases that MLflow supports
+_DATABASE_SERVERS = ("postgresql", "mysql", "mssql")  # MLflow supports these databases and SQLite
 _LOCK_SECONDS = 120
 _RUNS_PER_PAGE = 500
 _DATASET_SIZES = ("count", "height", "width", "channels")
-DATASET_FIELDS = ("source", "content_sha256", *_DATASET_SIZES)  # of the manifest, used by `build_dataset_input`
+DATASET_FIELDS = ("source", "content_sha256", *_DATASET_SIZES)  # fields of the manifest, see `build_dataset_input`
 _EARLIEST_FIRST = "attributes.start_time ASC"  # MLflow orders equal times by run id, so all processes see one order
 
 
@@ -196,7 +196,7 @@ def find_or_create_run(client: Client, experiment: str, content: RunContent, sta
     Args:
         client: client of the store.
         experiment: id of the MLflow experiment.
-        content: content of the run; a new run gets only its name and its identifying tags.
+        content: content of the run; a new run receives only its name and its identifying tags.
         start: start of a new run, in milliseconds since 1970.
         settling: seconds to wait for runs that other processes create at the same time.
     """
@@ -219,17 +219,10 @@ def find_or_create_run(client: Client, experiment: str, content: RunContent, sta
 
 
 def find_runs(client: Client, experiment: str, tag: str, value: str) -> list[Run]:
-    """Return all MLflow runs of an experiment that have a tag with a value, the earliest first.
-
-    Args:
-        client: client of the store.
-        experiment: id of the MLflow experiment.
-        tag: name of the tag.
-        value: value of the tag.
-    """
+    """Return all runs of the MLflow experiment with id `experiment` whose `tag` has a value, the earliest first."""
     condition = f"tags.`{tag}` = '{value}'"
     runs: list[Run] = []
-    page_token = None  # of the first page
+    page_token = None  # None: the first page
     while True:
         page = client.search_runs(
             [experiment], condition, max_results=_RUNS_PER_PAGE, order_by=[_EARLIEST_FIRST], page_token=page_token
@@ -243,26 +236,18 @@ def find_runs(client: Client, experiment: str, tag: str, value: str) -> list[Run
 def create_run(client: Client, experiment: str, content: RunContent, start: int) -> Run:
     """Create an MLflow run with the tags of `content`, but without its parameters and metric values.
 
-    Args:
-        client: client of the store.
-        experiment: id of the MLflow experiment.
-        content: content of the run.
-        start: start of the run, in milliseconds since 1970.
+    `experiment` is the id of the MLflow experiment, and `start` is in milliseconds since 1970.
     """
     tags = {**content.tags, **content.identifying}
     return client.create_run(experiment, start_time=start, tags=tags, run_name=content.name)
 
 
 def log_missing(client: Client, run: Run, content: RunContent) -> None:
-    """Log the content that a run does not have; nothing if the run, found again, has all of it.
+    """Log the content that a run does not have.
 
     A value that differs from the recorded value of its step is logged with a later timestamp, so that MLflow shows it.
-    Tags are overwritten, except the commit. Parameters that the run has are kept, since MLflow cannot change them.
-
-    Args:
-        client: client of the store.
-        run: the run, as it was found.
-        content: content that the run should have.
+    Tags are overwritten, except the commit. Parameters that the run has are kept, since MLflow cannot change them. The
+    recorded content is the content of `run` when it was found or created.
     """
     from mlflow.entities import Param, RunTag
 
@@ -281,15 +266,9 @@ def log_missing(client: Client, run: Run, content: RunContent) -> None:
 
 
 def _find_missing_points(client: Client, run: Run, points: Sequence[Point]) -> list[Point]:
-    """Return the points whose value is not the latest value that a run has for their key and step.
+    """Return the points whose value is not the latest value that a run has for their key and step, in their order.
 
-    Args:
-        client: client of the store.
-        run: the run.
-        points: points that the run should have.
-
-    Returns:
-        The points in their order. A point that corrects a recorded value has a later timestamp than that value.
+    A point that corrects a recorded value has a later timestamp than that value.
     """
     # latest recorded values; `run.data.metrics` contains the keys that the run has
     latest: dict[tuple[str, int], tuple[int, float]] = {}  # timestamp and value by key and step
@@ -323,11 +302,7 @@ def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
 
     The name of the input is the kind of source, such as ``folder``. Path and size of the prepared data are one text,
     the ``uri`` of its source, which MLflow's page shows as text. The digest is the start of the hash of the data set's
-    content: MLflow accepts 36 characters.
-
-    Args:
-        manifest: manifest of the data set.
-        folder: folder of the experiment's results.
+    content: MLflow accepts 36 characters. `folder` is the folder of the experiment's results.
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 

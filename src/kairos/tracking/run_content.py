@@ -70,8 +70,9 @@ def build_experiment_run(results: "Results") -> RunContent:
     """Build the parent run of an experiment, which contains the reference rows.
 
     The reference rows are distances of images without a trained network, such as held-out images. Their metric keys are
-    ``reference/<row>/<metric>``, at step 0 and the earliest start of a training run; a run without a recorded start
-    counts as 2000-01-01. The tag of the commit is that of the first training run. The caller ensures that there is one.
+    ``reference/<row>/<metric>``, at step 0 and the earliest start of a training run; a run without a recorded start is
+    treated as started on 2000-01-01. The tag contains the commit of the first training run. The caller ensures that the
+    results contain a run.
     """
     name = results.experiment.experiment
     reference_values: dict[str, Any] = {}
@@ -99,12 +100,7 @@ def build_training_run(
 ) -> RunContent:
     """Build the content of a training run's MLflow run, which is named ``<method> seed <seed>``.
 
-    Args:
-        experiment: the experiment.
-        method, seed: the training run.
-        identity: hash of everything that decides its trajectory.
-        points: metric values.
-        tags: tags that do not identify the run.
+    `identity` is the hash of everything that decides the run's trajectory.
     """
     identifying = identify_training_run(experiment, method, seed, identity)
     params = flatten_parameters(experiment, method, seed)
@@ -112,7 +108,7 @@ def build_training_run(
 
 
 def identify_training_run(experiment: "Experiment", method: str, seed: int, identity: str) -> dict[str, str]:
-    """Return the tags that find the MLflow run of a training run; the arguments are those of `build_training_run`."""
+    """Return the tags that find the MLflow run of a training run; `build_training_run` describes the arguments."""
     return {
         "kairos.experiment": experiment.experiment,
         "kairos.role": "training",
@@ -127,10 +123,6 @@ def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict
 
     Settings that an extension of the run may change, and settings that are None, are left out. Values are texts, cut to
     6000 characters.
-
-    Args:
-        experiment: the experiment.
-        method, seed: the training run.
     """
     nested = {
         "method": method,
@@ -181,9 +173,9 @@ def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) ->
 def collect_points(run: "RunResults") -> list[Point]:
     """Return all curves of a training run: metrics.jsonl, thinned, and the evaluations of all snapshots.
 
-    Of metrics.jsonl each stride's last line counts, see `choose_stride`; lines after the last whole stride are left
-    out. If its training time is known and not 0, the last snapshot also has a point ``seconds_per_step``: the mean over
-    all its steps. A run without a recorded start counts from 2000-01-01.
+    The last line of each stride of metrics.jsonl is read, see `choose_stride`; lines after the last whole stride are
+    left out. If its training time is known and not 0, the last snapshot also has a point ``seconds_per_step``: the mean
+    over all its steps. A run without a recorded start is treated as started on 2000-01-01.
 
     Raises:
         KairosError: metrics.jsonl is damaged.
@@ -208,14 +200,9 @@ def collect_points(run: "RunResults") -> list[Point]:
 
 
 def convert_record(record: Mapping[Any, Any], step: int, time_of_step: Callable[[int], int]) -> Iterator[Point]:
-    """Yield the finite numbers of a record as metric values; its keys ``step`` and ``images`` are left out.
+    """Yield the finite numbers of a nested dictionary as metric values; keys ``step`` and ``images`` are left out.
 
-    Keys of nested dictionaries are joined by dots. Booleans are no numbers.
-
-    Args:
-        record: nested dictionary.
-        step: step of the values.
-        time_of_step: see `build_step_clock`.
+    Keys of nested dictionaries are joined by dots. Booleans are not treated as numbers.
     """
     for key, value in flatten(record):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -245,7 +232,7 @@ def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
 def build_source_tags(provenance: Mapping[str, Any]) -> dict[str, str]:
     """Return the tags by which MLflow shows the source code of a run.
 
-    The commit is that of the provenance, else that of the working folder; without either the tag is left out.
+    The commit is read from the provenance, else from the working folder; without either the tag is left out.
     """
     tags = {"mlflow.source.name": "kairos", "mlflow.source.type": "LOCAL"}
     commit = provenance.get("git_commit") or find_git_commit()
@@ -255,7 +242,7 @@ def build_source_tags(provenance: Mapping[str, Any]) -> dict[str, str]:
 
 
 def find_git_commit() -> str | None:
-    """Return the commit of the working folder; None if it is no git repository."""
+    """Return the commit of the working folder; None if it is not a git repository."""
     return _find_git_commit(Path.cwd())
 
 
@@ -263,7 +250,7 @@ def find_git_commit() -> str | None:
 def _find_git_commit(folder: Path) -> str | None:
     """Return the commit of a folder, as read at the first call of this process.
 
-    The result is None if the folder is in no git repository, or if git is missing, fails or takes more than 10 s.
+    The result is None if the folder is not in a git repository, or if git is missing, fails or takes more than 10 s.
     """
     command = ["git", "rev-parse", "HEAD"]
     try:
@@ -276,9 +263,7 @@ def _find_git_commit(folder: Path) -> str | None:
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield names and values of nested dictionaries: ``{"a": {"b": 1}}`` yields ``("a.b", 1)``; None is left out.
 
-    Args:
-        values: nested dictionaries; an empty one yields nothing, a list is a value.
-        prefix: start of all names.
+    An empty dictionary yields nothing, and a list is a value. All names begin with `prefix`.
     """
     for key, value in values.items():
         if isinstance(value, Mapping):

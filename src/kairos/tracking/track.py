@@ -27,13 +27,9 @@ def track(experiment: Experiment, folder: Path, out: Path) -> None:
     """Import the results of an experiment into MLflow, and write a record of the import.
 
     An error of the store is logged and recorded, but not raised. If `tracking.enabled` is false, only the record is
-    written. The record of an import is that of `_import_results`. Otherwise it contains ``imported`` (False), ``error``
-    and, if the store failed, its ``uri`` without credentials.
-
-    Args:
-        experiment: the experiment.
-        folder: folder of the experiment's results.
-        out: JSON file of the record.
+    written. `_import_results` returns the record of an import. Otherwise the record contains ``imported`` (False),
+    ``error`` and, if the store failed, its ``uri`` without credentials. `folder` is the folder of the experiment's
+    results, and `out` the JSON file of the record.
 
     Raises:
         KairosError: the results are incomplete.
@@ -113,7 +109,7 @@ class _Store:
     def find(self, identifying: dict[str, str]) -> mlflow_store.Run | None:
         """Return the earliest MLflow run with identifying tags; later ones are moved to MLflow's trash.
 
-        Only runs that existed at the start of the import count. The result is None if there is none.
+        Runs that were created after the start of the import are ignored. The result is None without a run.
         """
         from mlflow import MlflowException
 
@@ -142,12 +138,7 @@ class _Store:
     def finish(self, run: mlflow_store.Run, content: run_content.RunContent, digest: str) -> None:
         """Log the content that a run lacks, and mark the run as finished and complete.
 
-        A run that is not finished yet ends at the latest point of `content`.
-
-        Args:
-            run: the run, as it was found or created.
-            content: content that the run should have.
-            digest: hash for the tag `kairos.content`.
+        A run that is not finished yet ends at the latest point of `content`. `digest` becomes tag `kairos.content`.
         """
         mlflow_store.log_missing(self.client, run, content)
         if run.info.status != "FINISHED":
@@ -157,15 +148,8 @@ class _Store:
 
 
 def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _Store:
-    """Return the `_Store` of an MLflow experiment, with the runs of the kairos experiment in it.
-
-    One search for all runs takes a fraction of the time of a search for each run.
-
-    Args:
-        client: client of the store.
-        experiment_id: id of the MLflow experiment.
-        name: name of the experiment.
-    """
+    """Return the `_Store` of an MLflow experiment, with the runs of the kairos experiment `name` in it."""
+    # one search for all runs takes a fraction of the time of a search for each run
     present: dict[tuple[str | None, ...], list[mlflow_store.Run]] = {}
     for run in mlflow_store.find_runs(client, experiment_id, "kairos.experiment", name):
         key = tuple(run.data.tags.get(tag) for tag in run_content.IDENTIFYING_TAGS)
@@ -179,10 +163,8 @@ def _is_complete(run: mlflow_store.Run, digest: str) -> bool:
 
 
 def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str:
-    """Return the hash of everything that the MLflow run of a training run is built from, the importing code included.
-
-    Reading the files takes a fraction of the time of building the points of the curves.
-    """
+    """Return the hash of everything that a training run's MLflow run is built from, the importing code included."""
+    # reading the files takes a fraction of the time of building the points of the curves
     snapshots = [
         [snapshot.step, snapshot.measured_values, sha256_file(snapshot.grid_file)] for snapshot in run.snapshots
     ]
@@ -206,13 +188,6 @@ def _import_training_run(store: _Store, parent_id: str, results: Results, run: R
     """Import a training run with its data set and sample grids, and return the id of its MLflow run.
 
     If an earlier import has completed the MLflow run with this digest, nothing is logged.
-
-    Args:
-        store: MLflow experiment that receives the run.
-        parent_id: id of the experiment's parent run.
-        results: results of the experiment.
-        run: the training run.
-        digest: hash of everything that the MLflow run is built from.
     """
     identity = run.record["identity"]
     present = store.find(run_content.identify_training_run(results.experiment, run.method, run.seed, identity))
@@ -246,13 +221,7 @@ def _complete_parent_run(
     """Log the parent run with its report and figures, as far as they exist, and the view of the MLflow experiment.
 
     Nothing is logged if an earlier import has completed the run with the present content, files and training runs.
-
-    Args:
-        store: MLflow experiment that receives the run.
-        content: content of the parent run.
-        run: the parent run, as it was found or created.
-        results: results of the experiment.
-        digests: hashes of the training runs.
+    `digests` are the hashes of the training runs.
     """
     # skip a complete run
     figures = results.folder / "figures"

@@ -16,7 +16,7 @@ KEY = "kairos"
 TAG = f"mlflow.sharedViewState.{KEY}"  # the tag that MLflow's button `Share` writes
 NOTE = "mlflow.note.content"
 _RUNS_WORKSPACE = "workflowType=machine_learning"  # selects the one of MLflow's two workspaces that shows runs
-# columns of the note's table, of those that `build_comparison_table` returns
+# columns of the note's table, a selection from `build_comparison_table`
 _COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "steps_factor", "time_factor"]
 _HEADING_METHODS = 5  # largest number of methods in the heading of a note
 _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
@@ -25,14 +25,12 @@ _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
 def build_experiment_tags(results: Results, outcome: str, parent_id: str, experiment_id: str) -> dict[str, str]:
     """Return the tags of an MLflow experiment, which contain its note and the layout of the prepared comparison.
 
-    The tags are `TAG` with the layout, `NOTE`, and the kind of experiment that MLflow would ask for. The note is
+    The tags are `TAG` with the layout, `NOTE`, and the kind of experiment, which MLflow would request. The note is
     `outcome`, followed by links to the report and to the charts.
 
     Args:
-        results: imported results.
         outcome: comparison of methods from `build_note`, the start of the experiment's note.
         parent_id: id of the experiment's parent run, which contains the report.
-        experiment_id: id of the MLflow experiment.
     """
     layout = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
     comparison = json.loads(layout.substitute(metric=results.metric))

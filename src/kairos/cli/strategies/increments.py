@@ -82,7 +82,6 @@ def _describe_areas(result: Increments, title: str) -> dict[str, str]:
     The labels are ``process``, ``slows at``, ``converges``, and the areas that have increments.
 
     Args:
-        result: the increments.
         title: process, schedule and number of timesteps, for the first line.
     """
     areas = result.area()

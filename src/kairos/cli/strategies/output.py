@@ -20,11 +20,10 @@ def write_output(
 ) -> None:
     """Write the output in the requested format to a file or the terminal.
 
-    The format is ``--format``, or else the one of the suffix of ``--out``, .csv or .png. Otherwise it is a table. A
+    The format is ``--format``, or else follows from the suffix of ``--out``, .csv or .png. Otherwise it is a table. A
     figure without ``--out`` is written into the working directory, and its path is logged.
 
     Args:
-        arguments: arguments with `format` and `out`.
         name: name of a PNG file without suffix, if ``--out`` is not set.
         table: function that returns the table.
         csv: function that returns the CSV text.

@@ -48,14 +48,14 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
     path: Path = arguments.checkpoint
     if (path / "milestone.json").is_file():
         return _view_of_snapshot(path / "milestone.json", arguments)
-    if record_files := sorted(path.glob(_RECORD_PATTERN)):  # by step: names of snapshots have leading zeros
+    if record_files := sorted(path.glob(_RECORD_PATTERN)):  # sorted by step: names of snapshots have leading zeros
         return _view_of_snapshot(record_files[-1], arguments)
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
         allowed = "the folder of a training run or of a snapshot, or a checkpoint"
         raise KairosError(f"--checkpoint {path}: no checkpoint found; allowed: {allowed}")
     content = _read_checkpoint(file)
-    record_of_run = None  # of any snapshot of the run: all contain the run's settings
+    record_of_run = None  # record of any snapshot of the run: all contain the run's settings
     for record_file in _find_snapshots_of_run(file, content):
         record_of_run = read_json(record_file)
         if record_of_run["step"] == content["step"]:
@@ -66,12 +66,8 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
 def _find_snapshots_of_run(file: Path, content: dict[str, Any]) -> list[Path]:
     """Return the records of the snapshots from the training run that wrote a checkpoint.
 
-    Records in the checkpoint's folder come first, then those in the folder above, each sorted by path. A checkpoint of
-    another training loop has no identity, hence no snapshots.
-
-    Args:
-        file: the checkpoint, in the folder of its training run or in a folder inside that one.
-        content: content of the checkpoint.
+    Records in the checkpoint's folder come first, then records in the folder above, each sorted by path. A checkpoint
+    of another training loop has no identity, hence no snapshots.
     """
     if "identity" not in content:
         return []
@@ -83,10 +79,6 @@ def _find_snapshots_of_run(file: Path, content: dict[str, Any]) -> list[Path]:
 
 def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
     """Return the view of the strategy of a snapshot, with a note on its step and file.
-
-    Args:
-        record_file: path of the snapshot's milestone.json.
-        arguments: arguments of the command, which may repeat the recorded strategy.
 
     Raises:
         ConfigError: the arguments contradict the record.
@@ -129,7 +121,7 @@ def _read_checkpoint(file: Path) -> dict[str, Any]:
         return checkpoint.read(file)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-        state = content.get("strategy", content)  # by default the file contains the state alone
+        state = content.get("strategy", content)  # without this entry, the file contains the state alone
         return {"strategy": state, "step": state["step"]}
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError):
         missing = "no Strategy.state_dict(), neither alone nor as 'strategy'"
@@ -141,13 +133,7 @@ def _view_of_checkpoint(
 ) -> View:
     """Return the view of the strategy whose state is in a checkpoint.
 
-    The plugins that the record lists are imported first.
-
-    Args:
-        file: path of the checkpoint.
-        content: content of the checkpoint.
-        record: record of a snapshot of the training run; None: the arguments describe the strategy.
-        arguments: arguments of the command.
+    The plugins that the record lists are imported first. Without a record, the arguments describe the strategy.
 
     Raises:
         ConfigError: arguments contradict the record, or are missing without one.
@@ -206,5 +192,5 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
 
 
 def _is_per_image(sampler: str) -> bool:
-    """Return True if the density of a sampler, given by name, differs between images; False for an unknown name."""
+    """Return True if the density of the sampler with a name differs between images; False for an unknown name."""
     return sampler in SAMPLERS and SAMPLERS[sampler].load().per_image

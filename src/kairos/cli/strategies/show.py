@@ -75,11 +75,9 @@ def build_strategy_view(
     columns: dict[str, Array],
     notes: tuple[str, ...],
 ) -> View:
-    """Return the view of a strategy.
+    """Return the view of a strategy, from its sampler and weighting with their options.
 
     Args:
-        sampler: name and options of the sampler.
-        weighting: name and options of the weighting.
         diffusion: the process with its options, and the prediction target.
         columns: ``t``, ``p``, ``w``, ``effective``, each (T,).
         notes: sentences about the state, step or context of the table.
@@ -208,7 +206,7 @@ def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
 def _parse_context(settings: list[str]) -> dict[str, Any]:
     """Return the properties of a sample, such as its tokens, from settings ``name=value``, by name.
 
-    The last of several settings with one name counts.
+    The last of several settings with one name is used.
 
     Raises:
         ConfigError: a setting has no ``=``, or its value is not YAML.
@@ -224,12 +222,10 @@ def _parse_context(settings: list[str]) -> dict[str, Any]:
 def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the properties of a sample that a sampler depends on, and a note such as ``tokens = 4096`` on each.
 
-    Other properties are left out.
+    Other properties are left out. The sampler may belong to a preset.
 
     Args:
-        sampler: the sampler, or that of a preset.
         name: name of the sampler for the error message.
-        context: properties of a sample, such as its tokens.
 
     Raises:
         ConfigError: the sampler requires a property that `context` does not contain.
@@ -244,7 +240,7 @@ def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[di
 
 
 def _join_columns(views: list[View]) -> dict[str, Array]:
-    """Return the columns of the first view, and those of the second, if any, with the suffix ``_compared``.
+    """Return the columns of the first view, and of the second, if any, with the suffix ``_compared``.
 
     Column ``t`` occurs once: both views have equal times.
     """
@@ -319,7 +315,6 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
     not checked. The part may be omitted, as in ``k=5``, if only one of sampler, weighting and process has the option.
 
     Args:
-        settings: values of ``--set`` or ``--compare-set``.
         names: names of the components, by part: ``sampler``, ``weighting`` and ``process``.
         set_option: ``set`` or ``compare-set``, for error messages.
 
@@ -352,7 +347,6 @@ def parse_scalar(text: str, option: str, setting: str) -> Any:
     YAML reads these as texts. Those with an integer value below `_MOST_EXACT` are integers: 1e3 is 1000.
 
     Args:
-        text: the value.
         option: command-line option without dashes that contains the setting, for the error message.
         setting: the whole setting for the error message.
 
@@ -376,7 +370,6 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
     """Return the view of a strategy in its initial state; a curriculum is shown at ``--progress``.
 
     Args:
-        arguments: arguments of the command.
         context: properties of a sample, such as its tokens; None: none.
 
     Raises:
@@ -415,11 +408,9 @@ def _state_notes(sampler: Sampler, weighting: Any) -> list[str]:
 def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> tuple[dict[str, Any], list[str]]:
     """Return step and progress at which a curriculum is shown, and a note; both empty for samplers without one.
 
-    The step is that fraction of the curriculum's length, or 0 if the length is unknown.
+    The step is `progress` times the curriculum's length, or 0 if the length is unknown.
 
     Args:
-        sampler: the sampler.
-        name: name of the sampler.
         progress: fraction of the curriculum that has passed; None: 0, and the note mentions ``--progress``.
 
     Raises:
@@ -458,7 +449,7 @@ def _render_table(views: list[View]) -> str:
     """Return the descriptions of one or two views, a table with a row per range of times, and the sums of p and p w.
 
     A row contains the mass of p, the mean of w and the share of p w, each with a column per view. The bar in the last
-    column is the share of p w of the first view. The ranges are those of the first view; both views have equal times.
+    column is the share of p w of the first view. The ranges of the first view are used; both views have equal times.
     """
     # header
     first = views[0]

@@ -41,7 +41,6 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
     of the preset.
 
     Args:
-        arguments: arguments of the command.
         context: properties of a sample, such as its tokens.
 
     Raises:
@@ -51,7 +50,7 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
     arguments_of_views = [arguments]
     if arguments.compare is not None:
         arguments_of_views.append(compared_arguments(arguments))
-    # for each view its preset, or None for a strategy
+    # the preset of each view, or None for a strategy
     presets = [_build_preset(view) if is_preset(view.strategy) else None for view in arguments_of_views]
 
     # the process of the presets' time
@@ -77,11 +76,7 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
 
 
 def _time_unit(row: Row) -> str:
-    """Return the unit of a preset's times, a key of `PROCESS_BY_TIME_UNIT`.
-
-    Args:
-        row: row of the preset in the table of presets.
-    """
+    """Return the unit of a preset's times, a key of `PROCESS_BY_TIME_UNIT`, from its row in the table of presets."""
     return CONVENTIONS[row.convention].time
 
 
@@ -107,11 +102,9 @@ def build_preset_view(preset: Any, process: LibraryComponent, context: dict[str,
 
     Column ``p`` is the increment of the preset's cumulative distribution over a cell. Draws outside of the process's
     time belong to the outer cells; a note reports them if they are more than 0.01 %. Column ``w`` is the weight at the
-    time of a cell, and ``effective`` is p w.
+    time of a cell, and ``effective`` is p w. The caller ensures that the process has the preset's time.
 
     Args:
-        preset: the preset.
-        process: the process that has the preset's time.
         context: properties of a sample, such as its tokens.
 
     Raises:
@@ -124,7 +117,7 @@ def build_preset_view(preset: Any, process: LibraryComponent, context: dict[str,
     # density
     schedule, unit = built_process.schedule, _time_unit(row)
     unit_edges = np.arange(schedule.timesteps + 1) / schedule.timesteps  # edges of T equal cells of [0, 1], (T + 1,)
-    edges = built_process.times(unit_edges) if unit == "sigma" else unit_edges  # in the preset's unit
+    edges = built_process.times(unit_edges) if unit == "sigma" else unit_edges  # edges in the preset's unit
     cumulative = preset.cdf(edges, **properties)  # (T + 1,)
     # 0 and 1 in place of the outer values: the outer cells include the draws beyond them
     p = np.diff(np.concatenate([[0.0], cumulative[1:-1], [1.0]]))  # (T,)
