@@ -37,10 +37,10 @@ def checksum(pixels: np.ndarray) -> np.ndarray:
 
 
 def create_temporary_copy(folder: Path, shape: tuple[int, ...]) -> ArrayFile | None:
-    """Create the file of a temporary copy of decoded images; return None if it is large or its disk has little space.
+    """Create the file of a temporary copy of decoded images, open for writing, with zeros as pixels.
 
-    A copy is large above 32 GiB, and space is little if ten copies do not fit. None is also returned if the file cannot
-    be created. The file is open for writing, and all its pixels are 0.
+    Return None if the copy exceeds 32 GiB, if ten copies do not fit into the free space, or if the file cannot be
+    created.
 
     Args:
         folder: folder of the prepared data set.
@@ -90,10 +90,9 @@ class LinkedImages:
         return int(self.shape[0])
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Read some images, selected by an integer, a slice, a mask, or an array of indices (n,).
+        """Read uint8 images (n, height, width, channels), selected by an integer, a slice, a mask, or indices (n,).
 
-        The result is uint8 (n, height, width, channels); an integer selects one image without the first axis. The
-        threads of the job read the images.
+        An integer selects one image without the first axis.
 
         Raises:
             IndexError: an index is out of range.
@@ -117,7 +116,7 @@ class LinkedImages:
     def _read(self, row: int) -> np.ndarray:
         """Read and verify one image, uint8 (height, width, channels), from the temporary copy or else from the source.
 
-        If the pixels of the copy do not match their checksum, the image is decoded. The errors are those of `_decode`.
+        The image is decoded if the pixels of the copy do not match their checksum; for errors see `_decode`.
         """
         if self._copy is not None:
             with suppress(DamagedError, OSError):  # the copy has become shorter, or its disk fails
