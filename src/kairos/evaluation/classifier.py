@@ -58,11 +58,11 @@ class Classifier(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def forward(self, images: Pixels) -> tuple[Features, Logits]:
-        """Return features (batch, features) and logits (batch, classes) of uint8 (batch, channels, height, width).
+        """Return features (batch, features) and logits (batch, classes) of uint8 images (batch, channels, height, width).
 
-        The features are not negative: they are the output of a ReLU.
+        The features are not negative.
         """
-        features = self.body(images.float() / 127.5 - 1)
+        features = self.body(images.float() / 127.5 - 1)  # the output of a ReLU
         return features, self.head(features)
 
 
@@ -105,10 +105,7 @@ def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset,
 
 
 def rotate_images(images: Tensor, quarters: Tensor) -> Tensor:
-    """Return square images (n, channels, side, side), each rotated by its number of quarter turns, `quarters` (n,).
-
-    Images turn counterclockwise.
-    """
+    """Return square images (n, channels, side, side), each turned counterclockwise by its quarter turns, `quarters` (n,)."""
     rotated = [image.rot90(int(count), dims=(1, 2)) for image, count in zip(images, quarters)]
     return torch.stack(rotated)
 
@@ -131,15 +128,9 @@ def train_on_task(
         folder: folder for the weights.
 
     Returns:
-        ``name``: `kind` and the number of features, such as ``classifier64``.
-        ``metric``: column of the Fréchet distance.
-        ``features``: number of features.
-        ``accuracy``: share of held-out images that are classified correctly; None without held-out images.
-        ``classes``: number of classes.
-        ``shape``: height, width and channels of the images.
-        ``sha256``: hash of the weights' file.
-        ``dataset_sha256``: hash of the data set.
-        ``files``: hash of each file in the folder.
+        Manifest fields. ``name`` is `kind` with the number of features, such as ``classifier64``, ``metric`` the column
+            of the Fréchet distance, and ``shape`` height, width and channels of the images. ``accuracy`` is the share
+            of held-out images that are classified correctly, None without held-out images.
     """
     name = f"{kind}{options.features}"
     shape = tuple(dataset.images.shape[1:])
