@@ -58,10 +58,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def forward(self, images: Pixels) -> tuple[Features, Logits]:
-        """Return features (batch, features) and logits (batch, classes) of uint8 images (batch, channels, height, width).
-
-        The features are not negative.
-        """
+        """Return nonnegative features (batch, features) and logits (batch, classes) of uint8 (batch, channels, h, w)."""
         features = self.body(images.float() / 127.5 - 1)  # the output of a ReLU
         return features, self.head(features)
 
@@ -105,7 +102,7 @@ def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset,
 
 
 def rotate_images(images: Tensor, quarters: Tensor) -> Tensor:
-    """Return square images (n, channels, side, side), each turned counterclockwise by its quarter turns, `quarters` (n,)."""
+    """Return square images (n, channels, h, w), each turned counterclockwise by its number of quarter turns (n,)."""
     rotated = [image.rot90(int(count), dims=(1, 2)) for image, count in zip(images, quarters)]
     return torch.stack(rotated)
 

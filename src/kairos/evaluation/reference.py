@@ -419,7 +419,7 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
 
 
 def _noise_source(shape: tuple[int, ...], count: int, seed: int) -> ImageSource:
-    """Return a source of sets of `count` uniformly random images, in uint8 batches (n, *shape), by seed and set number."""
+    """Return a source of sets of `count` uniformly random uint8 images (n, *shape), by seed and number of the set."""
 
     def images_of_set(number: int) -> Iterator[np.ndarray]:
         random = np.random.default_rng(derived_seed(seed, "noise images", number))

@@ -47,7 +47,7 @@ def write_milestone(
     """Write the folder of a snapshot atomically, in place of an existing one.
 
     The files are the average weights in ``ema/``, the raw weights in ``raw/``, the strategy's table ``strategy.csv``,
-    and the record ``milestone.json`` with the hashes of all other files. ``scheduler/`` is for diffusers.
+    and the record ``milestone.json`` with the hashes of all other files. Folder ``scheduler/`` contains `scheduler`.
 
     Args:
         folder: folder of the snapshot.

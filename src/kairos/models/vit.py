@@ -1,6 +1,6 @@
 """The plain vision transformer of Min-SNR's experiments (Hang et al. 2023): BEiT's blocks, time and class as tokens.
 
-Parameter names are those of the published checkpoints.
+Parameter names equal the published checkpoints'.
 """
 
 import math
@@ -55,11 +55,10 @@ class ViT(Backbone):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Initialise positions and linear layers as the published code.
+        """Initialise positions and linear layers as the published code; other layers keep torch's initialisation.
 
-        Positions and weights are normal with standard deviation 0.02, biases 0. Then the weights that end the branches
-        of block n, counted from 1, are divided by (2n)^(1/2). Those of the network's last layer are multiplied by
-        0.001. The convolution of the patches and the tables of times and classes keep torch's initialisation.
+        Positions and weights are normal with standard deviation 0.02, biases 0. The last weights of both branches of
+        block n, counted from 1, are divided by (2n)^(1/2), and the network's last weights are multiplied by 0.001.
         """
         nn.init.normal_(self.pos_embed, std=0.02)
         initialise_normal(self)
