@@ -24,7 +24,7 @@ from kairos.data.sources import Source, open_source
 from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import DamagedError, KairosError
 
-TEMPORARY_COPY = ".tmp-pixels.npy"  # in the folder of the data set; the name is one that DVC ignores
+TEMPORARY_COPY = ".tmp-pixels.npy"  # file in the data set's folder, with a name that DVC ignores
 _COPIES_IN_FREE_SPACE = 10  # a temporary copy is created if this many copies fit in the free space
 _LARGEST_COPY = 32 * 2**30  # bytes of a temporary copy; file systems that many users share have quotas
 # ends error messages about a changed source
@@ -132,7 +132,7 @@ class LinkedImages:
             KairosError: the source cannot be opened on this machine, or the image no longer fits `dataset.crop`.
             DamagedError: the image is missing or differs from the one that stage prepare read.
         """
-        index = int(self._indices[row])  # of the image in the source
+        index = int(self._indices[row])  # index of the image in the source
         config = self._config
         image_description = f"{self._folder}: refers to {self._source.name(index)}, which"  # begins error messages
         try:

@@ -221,7 +221,7 @@ def _size_in_header(path: Path) -> tuple[int, int]:
     from PIL import Image
 
     with Image.open(path) as image:
-        if image.format == "PNG":  # to look for EXIF in a PNG, PIL would decode it
+        if image.format == "PNG":  # PIL would decode a PNG to look for EXIF
             return image.size
         width, height = image.size
         sides_are_swapped = image.getexif().get(_EXIF_ORIENTATION, 1) >= 5

@@ -24,7 +24,7 @@ from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 
-_READS_BEFORE_REOPENING = 512  # of a table, which is memory-mapped
+_READS_BEFORE_REOPENING = 512  # reads of a memory-mapped table
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _concatenate_conditions(train: Source, heldout: Source) -> dict[str, tuple[d
 
 def _open_digits(config: DatasetConfig) -> Source:
     """Open the 8×8 images of digits in scikit-learn, with values from 0 to 255 and the digits as classes."""
-    # from scikit-learn's file: the import of sklearn.datasets takes 2 s of CPU time
+    # scikit-learn's file is read directly: the import of sklearn.datasets takes 2 s of CPU time
     spec = importlib.util.find_spec("sklearn")
     assert spec is not None and spec.submodule_search_locations is not None
     path = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
@@ -303,7 +303,7 @@ def _open_parquet(config: DatasetConfig) -> Source:
 
     path = str(config.path)
     files = parquet_files(config)
-    first_rows = np.cumsum([0, *(_count_rows(file) for file in files)])  # of each file in the table of all files
+    first_rows = np.cumsum([0, *(_count_rows(file) for file in files)])  # first row of each file in the joined table
     try:
         table = _load_dataset("parquet", data_files=files, split="train")
     except (DatasetGenerationError, OSError, ValueError) as error:
@@ -412,7 +412,7 @@ class _ImageColumn:
                 self._cells = pickle.loads(self._pickled_cells)
             cells = self._cells
         cell = cells[index][self._column]
-        if isinstance(cell, dict):  # of Image(decode=False): the bytes of the image file, or its path
+        if isinstance(cell, dict):  # Image(decode=False) gives the bytes of the image file, or its path
             cell = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")
         if not cell:
             raise ValueError("the cell is empty")
