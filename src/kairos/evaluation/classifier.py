@@ -27,7 +27,7 @@ from kairos_timesteps.randomness import Stream, derived_seed
 
 WEIGHTS = "model.safetensors"
 BATCH = 256  # images classified at a time
-Task = Callable[[np.ndarray, int], tuple[Tensor, Tensor]]  # from dataset indices and step to images and classes
+Task = Callable[[np.ndarray, int], tuple[Tensor, Tensor]]  # images and classes by dataset indices and step
 SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
 
 
@@ -47,7 +47,7 @@ class Classifier(nn.Module):
         super().__init__()
         height, width, inputs = shape
         layers: list[nn.Module] = [nn.Conv2d(inputs, channels, 3, padding=1), nn.ReLU()]
-        level_channels = channels  # of the last layer so far; height and width are its sides
+        level_channels = channels  # channels of the last layer so far; height and width are its sides
         while max(height, width) > SMALLEST_SIDE:
             next_channels = min(2 * level_channels, 4 * channels)
             layers += [nn.Conv2d(level_channels, next_channels, 3, stride=2, padding=1), nn.ReLU()]
@@ -58,7 +58,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def forward(self, images: Pixels) -> tuple[Features, Logits]:
-        """Return nonnegative features (batch, features) and logits (batch, classes) of uint8 (batch, channels, h, w)."""
+        """Return features >= 0 (batch, features) and logits (batch, classes) of uint8 (batch, channels, h, w)."""
         features = self.body(images.float() / 127.5 - 1)  # the output of a ReLU
         return features, self.head(features)
 

@@ -22,7 +22,7 @@ from kairos.files import hash_folder, sha256_json
 from kairos_timesteps.errors import KairosError
 
 SIDE = 224
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's RGB values in [0, 1]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # statistics of ImageNet's RGB values in [0, 1]
 
 
 def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def evaluate(
     file = str(job.samples)
     image_sets, unused_warnings = split_into_sets(len(samples.images), reference.record["num_samples"], sets, file)
     few_images_warnings = metrics.check_image_count(len(image_sets[0]), extractor.width, file)
-    training_latents = None  # of the snapshot, if metrics need it
+    training_latents = None  # latents of the snapshot, if metrics need them
     if job.milestone is not None and needs & {"pairs", "milestone"}:
         snapshot_record = read_json(job.milestone / "milestone.json")
         training_latents = _open_training_latents(job, samples.protocol, snapshot_record, latents)

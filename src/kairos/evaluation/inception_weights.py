@@ -137,7 +137,7 @@ def download(url: str, path: Path) -> None:
             if not matches_hash_in_name(Path(file.name), name):
                 raise KairosError("its content does not match the hash in its name")
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", None)  # of a URLError, whose text adds "<urlopen error ...>"
+        reason = getattr(error, "reason", None)  # a URLError has one; its text adds "<urlopen error ...>"
         raise KairosError(f"{reason or error}") from None
 
 

@@ -309,7 +309,7 @@ def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
             # keep the smallest of the distances so far and those to the next block
             candidates = torch.cat([nearest, torch.cdist(vectors, others)], 1)
             nearest[:] = candidates.topk(neighbours + 1, largest=False).values
-    radii = nearest_distances.max(1).values  # of the vector itself and its `neighbours` nearest, the last neighbour's
+    radii = nearest_distances.max(1).values  # distance to the last of the `neighbours` nearest
     # points inside any ball
     inside_count = 0
     for block in _iterate_vectors(points):

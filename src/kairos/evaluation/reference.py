@@ -49,7 +49,7 @@ GAUSSIAN_IMAGES = 10_000  # most latents to which the Gaussian is fitted
 GAUSSIAN_VALUES = 2**27  # most numbers in these latents: 512 MB of float32
 _HELDOUT_DEVIATION = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
 _GENERATED_DEVIATION = "standard deviation over sets of fresh draws"
-ImageSource = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
+ImageSource = Callable[[int], Iterator[np.ndarray]]  # function of a set's number that yields batches of its images
 SPREADS = {  # meaning of columns ``<metric>_spread``, by row
     "floor": _HELDOUT_DEVIATION,
     "reconstruction": _HELDOUT_DEVIATION,
@@ -349,7 +349,7 @@ def _score_heldout(
         extractor: the feature extractor.
         comparison: statistics of the real images, and the metrics.
     """
-    needs = comparison.needs | {"features"}  # for the bootstrap
+    needs = comparison.needs | {"features"}  # the bootstrap needs features
     statistics = measure(extractor, images(), needs)
     if captions is not None:
         batches = zip(images(), iterate_rows(captions, range(len(captions))))

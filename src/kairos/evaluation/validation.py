@@ -31,8 +31,8 @@ def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
     """
     inner_cells = max(cells - 2, 0)  # without the first and the last
     inner_strata = min(strata, inner_cells)
-    inner_edges = np.unique(np.round(np.linspace(1, cells - 1, inner_strata + 1)))  # in cells
-    edges = np.concatenate([[0], inner_edges, [cells]]) / cells  # as fractions
+    inner_edges = np.unique(np.round(np.linspace(1, cells - 1, inner_strata + 1)))  # edges in cells
+    edges = np.concatenate([[0], inner_edges, [cells]]) / cells  # edges as fractions
     return list(itertools.pairwise(edges.tolist()))
 
 
@@ -63,7 +63,7 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
     fixed_loss = build_fixed_loss(milestone, latents, settings, device)
     count = len(fixed_loss.images)
     rows = []
-    lengths = []  # of the strata, in fractions
+    lengths = []  # lengths of the strata, in fractions
     for number, (start, end) in enumerate(build_strata(cell_count, settings.strata)):
         u = spread_over((start, end), count)  # fraction of each image, (images,)
         with compute.precision(settings.precision, torch.device(device)):
