@@ -54,7 +54,7 @@ class MDT(DiT):
         KairosError: patches do not divide the size.
     """
 
-    _offset_rows: Tensor  # of the bias tables, (tokens, tokens)
+    _offset_rows: Tensor  # rows of the bias tables, (tokens, tokens)
 
     def __init__(self, options: MDTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         _, height, width = shape

@@ -101,7 +101,7 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
 
     Args:
         model: weights of the model, by diffusers' names.
-        weights: weights of a published file. Those of latent diffusion may have the prefix ``model.diffusion_model.``;
+        weights: weights of a published file. Latent diffusion's weights may have the prefix ``model.diffusion_model.``;
             then weights without the prefix are dropped.
         options: options of the model. Its `qkv` is the order of the rows of attention's qkv: by head, then q, k, v
             (legacy), or by q, k, v, then head.

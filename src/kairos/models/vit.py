@@ -63,7 +63,7 @@ class ViT(Backbone):
         nn.init.normal_(self.pos_embed, std=0.02)
         initialise_normal(self)
         for depth, block in enumerate(self.blocks, start=1):  # keeps the variance of the residuals
-            for last_layer in ("attn.proj.weight", "mlp.fc2.weight"):  # of the two branches
+            for last_layer in ("attn.proj.weight", "mlp.fc2.weight"):  # last layers of the two branches
                 block.get_parameter(last_layer).div_(math.sqrt(2 * depth))
         self.linear_projection.weight *= 0.001
 
@@ -80,5 +80,5 @@ class ViT(Backbone):
         tokens = torch.cat([*condition_tokens, tokens], dim=1) + self.pos_embed
         for block in self.blocks:
             tokens = block(tokens)
-        pixels = self.linear_projection(tokens[:, -self.patches :])  # of the patches, without the conditions
+        pixels = self.linear_projection(tokens[:, -self.patches :])  # pixels of the patches, without the conditions
         return self.unpatchify(pixels, self.options.patch)
