@@ -36,15 +36,15 @@ class Codec:
     def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
         """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w) of the latents z.
 
-        The log-variance is None if the encoder is deterministic. Without an autoencoder, as here, the mean is `images`
-        itself and the log-variance is None.
+        The log-variance is None if the encoder is deterministic. Here, without an autoencoder, the mean is `images`
+        itself.
         """
         return images, None
 
     def decode(self, x0: EncodedImages) -> Images:
-        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly.
+        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W), here x0 itself.
 
-        Without an autoencoder, the images are `x0` itself.
+        The values of the images may exceed [-1, 1] slightly.
         """
         return x0
 
@@ -54,9 +54,9 @@ class Codec:
         return x0
 
     def reconstruct(self, images: Images) -> np.ndarray:
-        """Encode images (n, C, H, W) in [-1, 1] and decode the means of their latents.
+        """Return the clipped reconstructions of images (n, C, H, W) in [-1, 1] from their mean latents.
 
-        The result is uint8 (n, H, W, C), in main memory. Values outside [-1, 1] are clipped.
+        They are uint8 (n, H, W, C), in main memory.
         """
         mean, _ = self.encode(images)
         return to_uint8(self.decode(self.to_model_space(mean)))
@@ -92,9 +92,9 @@ class AutoencoderCodec(Codec):
 
     @torch.no_grad()
     def decode(self, x0: EncodedImages) -> Images:
-        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W); their values may exceed [-1, 1] slightly.
+        """Decode x0 in model space (n, c, h, w), on any device, to images (n, C, H, W) on the codec's device.
 
-        The images are on the codec's device, and x0 may be on another one.
+        The values of the images may exceed [-1, 1] slightly.
         """
         z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
         images: Images = self.model.decode(z).sample
@@ -102,9 +102,9 @@ class AutoencoderCodec(Codec):
 
 
 def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
-    """Load the codec in a folder that stage autoencoder wrote; a plain `Codec` with kind ``none``.
+    """Load the codec in a folder that stage autoencoder wrote, after checking its files.
 
-    The files are compared with the checksums in the manifest first; with kind ``none`` there are no files.
+    With kind ``none``, the result is a plain `Codec`, which has no files.
 
     Raises:
         KairosError: the folder is missing or not complete, or the autoencoder cannot be loaded.
@@ -119,15 +119,10 @@ def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
 
 
 def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str) -> AutoencoderCodec:
-    """Return a codec with an autoencoder in memory, which is moved to the device and frozen.
+    """Return a codec with an autoencoder of diffusers, which is moved to the device and frozen.
 
-    The argument itself changes: it is in evaluation mode afterwards, and its weights require no gradients. The codec is
-    grey if the images have one channel and the autoencoder takes three.
-
-    Args:
-        model: an autoencoder of diffusers.
-        manifest: record with scaling_factor, shift_factor and image_shape at least.
-        device: device of the computation.
+    `model` itself changes: it is in evaluation mode afterwards, and its weights require no gradients. `manifest`
+    contains scaling_factor, shift_factor and image_shape at least.
     """
     model = model.to(device).eval().requires_grad_(False)
     image_channels, _, _ = manifest["image_shape"]
@@ -164,13 +159,10 @@ def load_model(folder: Path | str) -> Any:
 
 
 def downsampling(model: Any) -> int:
-    """Return the factor by which an autoencoder of diffusers reduces the sides of an image, a power of two.
-
-    Every level except the last halves the sides.
-    """
+    """Return the factor by which an autoencoder of diffusers reduces the sides of an image, a power of two."""
     # AutoencoderTiny has no such option but one for the encoder and one for the decoder
     level_channels = model.config.get("block_out_channels") or model.config.encoder_block_out_channels
-    return int(2 ** (len(level_channels) - 1))
+    return int(2 ** (len(level_channels) - 1))  # every level except the last halves the sides
 
 
 def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str) -> None:

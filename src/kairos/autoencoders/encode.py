@@ -40,9 +40,9 @@ def encode(
 ) -> dict[str, Any]:
     """Encode a data set, write the folder and return its manifest.
 
-    With a shard, the folder and the manifest are those of a shard, which only a later call with `parts` reads. Without
-    an autoencoder no array is written, since training reads the pixels of the data set. A complete earlier result in
-    `out` is deleted first; that of a shard is replaced at the end. An interrupted call resumes, except that joining
+    With `shard`, the folder and the manifest describe a shard, which only a later call with `parts` reads. Without an
+    autoencoder no array is written, since training reads the pixels of the data set. A complete earlier result in
+    `out` is deleted first; an earlier shard is replaced at the end. An interrupted call resumes, except that joining
     starts over.
 
     Args:
@@ -60,7 +60,7 @@ def encode(
         dtype: data type of the latents on disk, ``float32`` or ``float16``.
 
     Raises:
-        ConfigError: the factor does not divide the sides of the images, or a shard is given without an autoencoder.
+        ConfigError: the factor does not divide the sides of the images, or a shard is requested without an autoencoder.
         KairosError: the autoencoder is for images of another shape, the folder of a shard or of stage text cannot be
             used, or a latent is too large for `dtype`.
     """
@@ -111,17 +111,9 @@ def _describe_content(
 ) -> dict[str, Any]:
     """Return the fields of the manifest that determine the training data, and their hash ``content_sha256``.
 
-    Paths are not among them: `encode` adds the paths of the data set and of stage text, so that the hash does not
-    depend on them.
-
-    Args:
-        dataset: the prepared data set.
-        codec: the autoencoder.
-        files: hash of each array file by name; empty for pixels.
-        flips: flipped images were encoded too.
-        factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
-        text_manifest: record of stage text; None: no captions.
-        dtype: data type of the latents on disk.
+    Paths are not included: `encode` adds the paths of the data set and of stage text, so that the hash does not depend
+    on them. `files` contains the hash of each array file, and is empty for pixels. `factor` and `text_manifest` are
+    None without the condition.
     """
     manifest: dict[str, Any] = {
         "kind": "moments" if files else "pixels",
@@ -157,12 +149,7 @@ def _relative_path(folder: Path, start: Path) -> str:
 
 
 def _check_shapes(dataset: PreparedDataset, codec: Codec, factor: int | None) -> None:
-    """Check that the autoencoder accepts the images, and that the factor divides their sides.
-
-    Args:
-        dataset: the prepared data set.
-        codec: the autoencoder.
-        factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
+    """Check that the autoencoder accepts the images, and that `factor`, if it is not None, divides their sides.
 
     Raises:
         ConfigError: the factor does not divide the height or the width of the images.
@@ -185,10 +172,9 @@ def _encode_shard(
 ) -> dict[str, Any]:
     """Encode one shard of the images, write its folder, and return its manifest.
 
-    The manifest contains the fields of `identity`, and ``shard`` and ``files``. The arrays are computed in the hidden
-    folder ``.<name of out>`` next to `out`, from which an interrupted job resumes. At the end an existing folder `out`
-    is deleted and the hidden folder is renamed. A killed job therefore leaves at `out` the old folder, nothing or the
-    complete new folder.
+    The arrays are computed in the hidden folder ``.<name of out>`` next to `out`, from which an interrupted job
+    resumes. Folder `out` is replaced at the end: a killed job leaves there the old folder, nothing or the complete new
+    folder.
 
     Raises:
         ConfigError: there is no autoencoder, so nothing is encoded.
@@ -210,12 +196,12 @@ def _encode_shard(
 
 
 def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows: range) -> dict[str, str]:
-    """Concatenate the arrays of all shards, and return the hash of each file.
+    """Concatenate the arrays of all shards into a private folder, and return the hash of each file.
 
     Args:
         parts: folders of the shards, at least one, in any order.
         identity: settings that the shards must have been encoded with.
-        partial: private folder to write.
+        partial: the private folder.
         rows: indices of all images.
 
     Raises:
@@ -225,8 +211,8 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
     records = [open_record(part, "encode --shard KofN") for part in parts]
     batch_size = identity["batch_size"]
 
-    # check the shards: `in_order` demands the device and the version of torch of the first shard from all of them.
-    # Those of this process do not count, because joining computes nothing.
+    # check the shards: device and version of torch must equal the first shard's. This process may have others, because
+    # joining computes nothing.
     shard_identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
     shard_identity["dtype"] = identity.get("dtype")  # None for float32, which is absent from the records of shards
     order = in_order(list(zip(parts, records)), shard_identity, len(rows), batch_size)
@@ -256,18 +242,10 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
 def _encode_moments(
     dataset: PreparedDataset, codec: Codec, partial: Path, identity: dict[str, Any], rows: range
 ) -> dict[str, str]:
-    """Encode the images with indices `rows` into arrays in a private folder, and return the hash of each file.
+    """Encode the images with indices `rows` into arrays in a private folder, and return the hash of each file by name.
 
-    The arrays are those of `_moments` by name, with suffix ``_flipped`` for flipped images. The keys of the result are
-    file names, such as ``mean_flipped.npy``. An interrupted computation resumes.
-
-    Args:
-        dataset: the prepared data set.
-        codec: the autoencoder.
-        partial: private folder to write.
-        identity: settings of the stage; ``low_resolution``, ``flips``, ``batch_size`` and ``dtype`` are used. A missing
-            ``dtype`` means float32.
-        rows: indices of the images.
+    `_moments` names the arrays. Arrays of flipped images have the suffix ``_flipped``, as in ``mean_flipped.npy``. An
+    interrupted computation resumes. A missing ``dtype`` in `identity` means float32.
 
     Raises:
         KairosError: a latent is too large for the data type on disk.

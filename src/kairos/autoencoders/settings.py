@@ -36,7 +36,7 @@ class AutoencoderConfig(Section):
     def model_post_init(self, context: Any) -> None:
         """Check that a pretrained autoencoder has a path, any other no scaling, and pixels data type float32.
 
-        An empty path counts as none. Other kinds may have a path, which is ignored.
+        An empty path is treated as none. Other kinds may have a path, which is ignored.
 
         Raises:
             ConfigError: a field does not fit the kind.

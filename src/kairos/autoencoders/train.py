@@ -26,7 +26,7 @@ with without_pipeline_packages():
 
 _CHECKPOINT_EVERY = 200  # steps
 _WARM_UP_STEPS = 20
-_BETAS = (0.9, 0.99)  # of Adam
+_BETAS = (0.9, 0.99)  # decay rates of Adam's averages
 _MAX_GRADIENT_NORM = 1.0
 
 
@@ -145,10 +145,7 @@ def _load_batch(config: AutoencoderConfig, dataset: PreparedDataset, step: int, 
 
 
 def _learning_rate(config: AutoencoderConfig, step: int) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up over 20 steps, times a cosine decay.
-
-    The decay would reach 0 at step `config.steps`, which is no longer computed.
-    """
+    """Return the learning rate of a step, from 0: linear warm-up times a cosine decay to 0 after the last step."""
     warm_up = min(1.0, (step + 1) / _WARM_UP_STEPS)
     decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
     return config.learning_rate * (warm_up * decay)
@@ -166,15 +163,8 @@ def _save_checkpoint(state: Path, identity: str, step: int, model: Any, optimize
 def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optimizer) -> int:
     """Load model and optimiser from the checkpoint if its identity is equal, and return the number of steps done.
 
-    Without such a checkpoint the result is 0, and model and optimiser are unchanged. A damaged checkpoint counts as
-    none, and is logged. A checkpoint with another identity counts as none without a message, and the next save replaces
-    it. A resumed training run is logged too.
-
-    Args:
-        state: file of the checkpoint.
-        identity: hash of the settings of the training run.
-        model: autoencoder to load into.
-        optimizer: optimiser to load into.
+    Without such a checkpoint, or if it is damaged, the result is 0, and model and optimiser are unchanged. A damaged
+    checkpoint and a resumed training run are logged. The next save replaces a checkpoint with another identity.
     """
     if not state.is_file():
         return 0
@@ -196,8 +186,8 @@ def latent_statistics(
 ) -> tuple[float, float]:
     """Return mean and standard deviation of samples of the latents, over the training images and all dimensions.
 
-    They are computed from mean and variance of each latent in float64, without drawing samples. The overall variance is
-    the mean of the expected squares minus the square of the overall mean. Flipped images do not count.
+    They are computed in float64 from mean and variance of each latent, without drawing samples. Flipped images are not
+    included.
 
     Args:
         model: autoencoder of diffusers with a distribution of latents (AutoencoderKL).
@@ -215,5 +205,6 @@ def latent_statistics(
             total += float(mean.sum())
             total_square += float(expected_square.sum())
             count += mean.numel()
+    # the overall variance is the mean of the expected squares minus the square of the overall mean
     overall_mean = total / count
     return overall_mean, math.sqrt(total_square / count - overall_mean**2)

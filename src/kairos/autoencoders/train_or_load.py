@@ -32,15 +32,12 @@ def make_autoencoder(
 ) -> dict[str, Any]:
     """Train or load the autoencoder, write its folder and return its manifest; kind ``none`` has only a manifest.
 
-    The manifest contains ``kind``, ``class``, ``scaling_factor``, ``shift_factor``, and ``image_shape`` and
-    ``latent_shape`` (channels, height, width). ``sha256`` is the hash of weights and configuration, and ``files`` has
-    the hash of each file, see `_measure_and_save`. ``psnr`` is in dB, and ``psnr_of`` is the kind of the measured
-    images. With kind ``none`` the class and the PSNR are None, the hash is ``pixels``, ``files`` is empty, and
-    ``psnr_of`` is missing.
+    Shapes in the manifest are channels, height and width. `_measure_and_save` describes further fields, of which
+    ``psnr`` is None and ``psnr_of`` is missing with kind ``none``. A shift factor that the autoencoder's configuration
+    lacks, or that is null there, is 0.
 
-    A shift factor that the autoencoder's configuration lacks, or that is null there, is 0. An existing manifest is
-    deleted first, so that it exists only in a complete folder. The checkpoint of the training run is deleted at the
-    end. The end of start-up is marked, see `resource_usage.end_startup`.
+    An existing manifest is deleted first, so that it exists only in a complete folder. The checkpoint of the training
+    run is deleted at the end. The end of start-up is marked, see `resource_usage.end_startup`.
 
     Args:
         config: section `autoencoder`.
@@ -85,8 +82,8 @@ def make_autoencoder(
 def _train(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool) -> Any:
     """Train an autoencoder on the data set, and set its shift and scaling factor by the statistics of its latents.
 
-    With them, x0 = (z - shift) · scale has mean 0 and standard deviation 1 over the training images. An interrupted
-    training run resumes from its checkpoint in `out`. Start-up ends after the imports.
+    x0 = (z - shift) · scale then has mean 0 and standard deviation 1 over the training images. An interrupted training
+    run resumes from its checkpoint in `out`. Start-up ends after the imports.
     """
     from kairos.autoencoders.train import latent_statistics, train
 
@@ -101,8 +98,7 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
     """Load a pretrained autoencoder from a folder or the hub, and set its configured scaling factor.
 
     Without a configured factor, a VQModel that has diffusers' default gets factor 1, and others keep theirs. An
-    autoencoder of three channels also accepts images with one. An autoencoder on the hub is downloaded if necessary.
-    Start-up ends after the loading; the download counts as start-up too.
+    autoencoder of three channels also accepts images with one. Start-up ends after the loading and includes a download.
 
     Raises:
         ConfigError: the path is neither a folder nor a hub id, files are missing, or the folder contains another kind
@@ -133,19 +129,9 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
 def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
     """Measure the reconstruction error, save the autoencoder and a picture, and return their fields of the manifest.
 
-    The first 512 images are measured, or all if there are fewer; the picture shows the first 16. The fields are:
-
-    * ``latent_shape``: channels, height and width;
-    * ``files``: hash of config.json, of the weights and of the picture;
-    * ``sha256``: hash of the first two of these hashes, which identifies the autoencoder;
-    * ``psnr``: in dB, rounded to three decimals;
-    * ``psnr_of``: ``held-out images`` or ``training images``.
-
-    Args:
-        codec: the autoencoder; the path in its configuration is emptied.
-        dataset: the prepared data set; held-out images are reconstructed, or training images if none are held out.
-        out: folder of the stage, where ``config.json``, weights and ``reconstructions.png`` are written.
-        batch_size: images per step.
+    At most 512 held-out images are measured, or training images if none are held out; the picture shows the first 16.
+    ``psnr`` is in dB. ``sha256`` identifies the autoencoder by its configuration and weights, and ``files`` contains
+    the hash of each written file. The path in the configuration of `codec` is emptied.
     """
     # reconstructions, and the shape of the latents of one image
     if len(dataset.heldout):
@@ -160,7 +146,7 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
 
     # files
     _write_picture(out / "reconstructions.png", images[:_PICTURE_IMAGES], reconstructions[:_PICTURE_IMAGES])
-    # in the format of diffusers' `save_pretrained`, which itself would hide the error of a full disk
+    # `save_pretrained` of diffusers writes this format too, but would hide the error of a full disk
     codec.model.register_to_config(_name_or_path="")  # the path differs between machines and must not change the hash
     write_text(out / FILES[0], codec.model.to_json_string())
     write_weights(out / FILES[1], codec.model.state_dict())
@@ -177,22 +163,17 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
 def psnr(images: np.ndarray, reconstructions: np.ndarray) -> float:
     """Return the peak signal-to-noise ratio in dB of uint8 images, from the mean squared error over all images.
 
-    Exact reconstructions have 168 dB, since the mean squared error counts as at least 1e-12.
+    An error below 1e-12 is treated as 1e-12, so that exact reconstructions have 168 dB.
     """
     mean_squared_error = np.mean((images.astype(np.float64) - reconstructions.astype(np.float64)) ** 2)
     return 10 * math.log10(255**2 / max(float(mean_squared_error), 1e-12))
 
 
 def _write_picture(path: Path, images: np.ndarray, reconstructions: np.ndarray) -> None:
-    """Write a picture of images and their reconstructions, with each row of originals above its reconstructions.
+    """Write a picture of uint8 images (n, h, w, channels), with each row of originals above its reconstructions.
 
     A row has 8 images, or all if there are fewer, and white images fill the last row. The caller ensures that there is
     at least one image.
-
-    Args:
-        path: the PNG file.
-        images: originals, uint8 (n, height, width, channels).
-        reconstructions: their reconstructions, of equal shape.
     """
     shape = images.shape[1:]
     columns = min(_PICTURE_COLUMNS, len(images))

@@ -56,14 +56,13 @@ class ZipArchive:
         return names, [label_by_name[name] for name in names]
 
     def _read_labels(self, image_names: list[str]) -> dict[str, int]:
-        """Return the class of each image by name, from dataset.json.
+        """Return the class of each image by name, from dataset.json; empty without the file or its ``labels``.
 
-        The result is empty if the file is missing, or if its ``labels`` are null, empty or missing. Of a name that
-        occurs several times, the last class counts.
+        ``labels`` that are null are treated as missing. A name that occurs several times gets its last class.
 
         Raises:
-            ConfigError: the file cannot be read or has another form, a class is not an integer from 0, or the file
-                does not contain exactly the names of the images.
+            ConfigError: the file cannot be read or has another form, a class is not an integer from 0, or the names are
+                not exactly those in the zip.
         """
         where = f"dataset.path: {_LABELS_FILE} in {self._path!r}"  # start of each error message
         try:
@@ -104,17 +103,15 @@ class ZipArchive:
 
 
 def select_listed_files(config: DatasetConfig, names: list[str], labels: list[Label]) -> tuple[list[str], list[Label]]:
-    """Return the names and labels of the files that `dataset.files` lists, in the order of the list.
+    """Return the names and labels of the files that `dataset.files` lists, in its order; all files without a list.
 
-    Without a list, all files are returned. A listed name selects the file with this name. Otherwise it selects one that
-    differs in its suffix alone, the last in `names` of several. Taming's lists of CelebA-HQ need that, since they
-    contain names of arrays (.npy). A file that the list selects several times is returned once, at its first position.
-    The list of labels is empty if `labels` is.
+    A listed name selects the file with this name. Otherwise it selects one that differs in its suffix alone, the last
+    in `names` of several. A file that is selected several times is returned once, at its first position.
 
     Args:
         config: section `dataset`.
         names: all files below `dataset.path`.
-        labels: the label of each file, or empty.
+        labels: the label of each file; empty without labels, as in the result.
 
     Raises:
         ConfigError: the list cannot be read, is empty, or contains a file that does not exist.
@@ -122,7 +119,7 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
     if config.files is None:
         return names, labels
     path, line_value = _split_list_option(config.files)
-    # names without suffix, and complete names, which take precedence
+    # names without suffix (Taming's lists of CelebA-HQ contain names of arrays, .npy); complete names take precedence
     index_by_name = {os.path.splitext(name)[0]: index for index, name in enumerate(names)}
     index_by_name |= {name: index for index, name in enumerate(names)}
     listed = list(dict.fromkeys(_read_list(path, line_value)))  # each name once
@@ -155,11 +152,10 @@ def _split_list_option(files: str) -> tuple[str, str]:
 
 
 def _read_list(path: str, line_value: str) -> list[str]:
-    """Return the names in a list of files, one per line, in the order of the file and with repetitions.
+    """Return the names in a list of files, stripped, in its order and with repetitions, without blank lines.
 
-    With `line_value`, the lines are ``name value``, and names of lines with other values are left out (CelebA's
-    partition). An empty `line_value` selects all lines, each of which is a name. Blank lines are skipped, and blanks
-    around lines are stripped.
+    Each line is a name. With `line_value` it is ``name value``, and only lines with this value are used (CelebA's
+    partition).
 
     Raises:
         ConfigError: the list cannot be read, or selects nothing.

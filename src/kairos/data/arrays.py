@@ -17,8 +17,8 @@ from kairos_timesteps.errors import DamagedError, KairosError
 class ArrayFile:
     """A .npy file whose rows are read by indexing, ``array_file[3:5]``, as numpy arrays.
 
-    The file is read, not memory-mapped. Mapped pages count as memory of this process, which would grow with the file,
-    and a file that ends early would kill the process.
+    The file is not memory-mapped: mapped pages would be included in this process's memory, and a file that ends early
+    would kill the process.
 
     Args:
         path: the file.
@@ -60,8 +60,7 @@ class ArrayFile:
     def __getitem__(self, index: Any) -> np.ndarray:
         """Read a copy of some rows, selected by an integer, a slice, a mask, or an array of indices (n,).
 
-        An integer selects one row, without the first axis. Several threads read if the disk is slow; the result does
-        not depend on that.
+        An integer selects one row, without the first axis.
 
         Raises:
             IndexError: an index is out of range.
@@ -83,8 +82,7 @@ class ArrayFile:
     def write(self, first: int, rows: np.ndarray) -> None:
         """Write rows (n, ...), converted to the file's data type, from row `first` on.
 
-        The caller ensures that the file was opened with `writable`, and that the array has these rows: rows beyond its
-        end would make the file longer.
+        The caller ensures that the file is writable and has these rows: rows beyond its end would make it longer.
         """
         content = np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8)
         self._transfer(os.pwritev, content, first_row=first)
@@ -94,12 +92,7 @@ class ArrayFile:
         os.fsync(self._file)
 
     def _transfer(self, operation: Callable[[int, list[Any], int], int], content: np.ndarray, first_row: int) -> None:
-        """Read rows of the file into `content`, or write `content` into the file.
-
-        Args:
-            operation: `os.preadv` to read, or `os.pwritev` to write.
-            content: bytes of the rows, uint8 (bytes,).
-            first_row: row of the file at which the transfer begins.
+        """Read rows into the bytes `content` by `os.preadv`, or write it by `os.pwritev`, from row `first_row` on.
 
         Raises:
             DamagedError: the file ends early.
@@ -149,10 +142,7 @@ def _find_runs(indices: np.ndarray) -> list[tuple[int, int]]:
 
 
 def iterate_blocks(arrays: Iterable[ArrayFile], size: int) -> Iterator[np.ndarray]:
-    """Yield the rows of several array files one after another, at most `size` rows at a time.
-
-    No block contains rows of two files.
-    """
+    """Yield the rows of several array files one after another, in blocks of one file and of at most `size` rows."""
     for array in arrays:
         for start in range(0, len(array), size):
             yield array[start : start + size]
@@ -192,10 +182,7 @@ def truncate_array(path: Path, count: int) -> None:
 
 
 def write_npy_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Write the header of a .npy file, for rows in C order, at the current position of an open file.
-
-    The position is afterwards that of the first row.
-    """
+    """Write the header of a .npy file, for rows in C order, at the position of an open file; the first row follows."""
     description = npy.dtype_to_descr(dtype)
     npy.write_array_header_1_0(file, {"descr": description, "fortran_order": False, "shape": shape})
 

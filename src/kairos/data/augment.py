@@ -99,9 +99,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     """Transform images affinely: position q of the result shows position ``linear (q - shift)`` of the image.
 
     Positions are in pixels from the centre. Each image is padded by its whole size, by reflection at its edges. EDM
-    pads by the largest amount that an image of the batch needs; here images of a batch do not depend on each other. EDM
-    treats the filter as centred on its middle, although the filter's centre of mass is 0.2 pixels away. Rotated images
-    therefore move by 0.2 pixels, also in kairos.
+    pads by the largest amount that an image of the batch needs; here images of a batch do not depend on each other.
 
     Args:
         images: (n, c, h, w).
@@ -109,6 +107,8 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
         shift: translations (x, y), (n, 2).
     """
     channels, height, width = images.shape[1:]
+    # EDM treats the filter as centred on its middle, although its centre of mass is 0.2 pixels away. Rotated images
+    # therefore move by 0.2 pixels, also in kairos.
     taps = len(_SYM6)
     kernel = _filter(images.device, images.dtype).expand(channels, 1, 1, taps)
     # `fine` holds the padded images, which are upsampled, transformed and downsampled
@@ -123,7 +123,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     x = _fine_positions(width, taps, images.device)
     y = _fine_positions(height, taps, images.device)
     positions = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
-    # positions that are shown there, (n, fine height, fine width) each
+    # positions of the image that appear there, (n, fine height, fine width) each
     source_x, source_y = ((positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
     # grid_sample expects -1 and 1 at the edges of `fine`. They are fine.shape / 2 fine pixels from the centre, which
     # are fine.shape / 4 pixels of the image.
@@ -136,11 +136,8 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
 
 
 def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
-    """Return positions along one side at twice the resolution, in pixels from the centre, (2 side + taps - 2,).
-
-    The final filter has stride 2 and no padding. From N positions it makes (N - taps) / 2 + 1 pixels, which are `side`
-    for N = 2 side + taps - 2.
-    """
+    """Return positions along one side at twice the resolution, in pixels from the centre, (2 side + taps - 2,)."""
+    # the final filter, with stride 2 and no padding, makes (count - taps) / 2 + 1 = side pixels
     count = 2 * side + taps - 2
     centre = (count - 1) / 2
     return (torch.arange(count, device=device, dtype=torch.float64) - centre) / 2
@@ -153,9 +150,7 @@ def _filter(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _separable_filters(kernel: Tensor, padding: int) -> tuple[tuple[Tensor, tuple[int, int], tuple[int, int]], ...]:
-    """Return weights, stride and padding of two convolutions, of which the first filters the width, then the height.
-
-    The stride is 2 along the filtered axis.
+    """Return weights, stride and padding of two convolutions, which filter the width and then the height with stride 2.
 
     Args:
         kernel: one-dimensional filter, (channels, 1, 1, taps).

@@ -30,7 +30,7 @@ from kairos.shapes import Images
 from kairos_timesteps.randomness import Stream
 
 _PREFETCHED_STEPS = 2
-_ALIGNMENT = 64  # bytes, as of torch's allocator on the CPU
+_ALIGNMENT = 64  # bytes; torch's CPU allocator uses the same alignment
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class Batches:
     def _read(self, step: int) -> list[dict[str, Tensor]]:
         """Read the data of a step on the CPU, and return three dictionaries: stored rows, conditions and visits.
 
-        Rows are those of `Latents.read_rows`, and visits those of `Batch.visit`. The conditions are those of
-        `conditions` that are stored in files; `_to_device` adds the others. Each image is flipped with probability 1/2
-        if the latents have flipped images.
+        Their forms are described at `Latents.read_rows` and `Batch.visit`. The conditions are the stored ones of
+        `conditions`; `_to_device` adds the others. Images are flipped with probability 1/2 if the latents have flipped
+        images.
 
-        This may run in the reader's thread. It calls no arithmetic of torch, whose thread pool belongs to the main
+        No arithmetic of torch runs here: its thread pool belongs to the main thread, and this may be the reader's
         thread.
         """
         visit_arrays = self._visit(step)
@@ -132,8 +132,8 @@ class Batches:
     def _visit(self, step: int) -> dict[str, np.ndarray]:
         """Return ``item``, ``epoch`` and ``items`` of each sample of a step, int64 (n,) by name; see `Batch.visit`.
 
-        All samples of a run form one sequence, of all epochs one after another. With 10 training images, the sample at
-        index 23 of the sequence is the image at index 3 in the order of epoch 2. All indices begin at 0.
+        All samples of a run form one sequence of epochs. With 10 training images, the sample at index 23 of the
+        sequence is the image at index 3 in the order of epoch 2. All indices begin at 0.
         """
         train_count = len(self.latents.train)
         positions = step * self.size + np.arange(self.sample_indices.start, self.sample_indices.stop)
@@ -182,7 +182,7 @@ class PackedTensors:
 
     @staticmethod
     def pack(groups: list[dict[str, Tensor]], pin: bool) -> "PackedTensors":
-        """Copy tensors of the CPU to a new buffer; only from pinned memory can a GPU copy it asynchronously."""
+        """Copy tensors of the CPU to a new buffer; a GPU can copy it asynchronously only if it is pinned."""
         # lay the tensors out, each from a multiple of `_ALIGNMENT` on
         layout: list[dict[str, tuple[int, torch.dtype, torch.Size]]] = []
         size = 0  # bytes so far

@@ -61,7 +61,7 @@ class Captions:
         return np.asarray(firsts + caption_numbers % counts)
 
     def texts(self, indices: Any) -> list[str]:
-        """Read the captions with the given indices, a sequence (n,), from the file, as text."""
+        """Read the captions with these indices, a sequence (n,), from the file, as text."""
         texts = []
         for index in indices:
             start = self.ends[index - 1] if index else 0
@@ -76,9 +76,9 @@ def open_captions(folder: Path, command: str) -> Captions:
 
 
 def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
-    """Convert the captions of each image to the three arrays that store them, by their names in `ARRAYS`.
+    """Convert the captions of each image to `content`, `ends` and `firsts` of `Captions`, by their names in `ARRAYS`.
 
-    In this order they are `content`, `ends` and `firsts` of `Captions`. A lone surrogate becomes a question mark.
+    A lone surrogate becomes a question mark.
     """
     # "replace": lone surrogates, which a JSON file may contain, have no UTF-8 bytes
     texts = [text.encode("utf-8", "replace") for image_captions in captions for text in image_captions]
@@ -92,8 +92,8 @@ def add_captions(source: "Source", config: "DatasetConfig") -> "Source":
     """Return a source with the captions that `dataset.captions` selects: a JSON file of COCO, or a text file per image.
 
     The source is returned unchanged if no captions are configured, or if it is a table, which has its captions already.
-    An image without captions gets an empty list. Captions of a JSON file that belong to no image are in
-    `Source.unmatched_captions`; a text file without an image is not looked for.
+    An image without captions gets an empty list. `Source.unmatched_captions` contains captions of a JSON file that
+    belong to no image; a text file without an image is not looked for.
 
     Raises:
         ConfigError: a file of captions cannot be read or has another format, or a name in it matches several images.
@@ -114,12 +114,7 @@ def clean_texts(texts: list[Any]) -> list[str]:
 
 
 def _read_sidecar(image: Path) -> list[str]:
-    """Return the captions of an image: the lines of the .txt file with the image's name, if there is one.
-
-    The list is empty without such a file. Blanks around the lines and blank lines are left out.
-
-    Args:
-        image: path of the image; the file of captions has the suffix .txt instead of the image's.
+    """Return the captions of an image: stripped lines, not blank, of the .txt file with its name; empty without a file.
 
     Raises:
         ConfigError: the file is not UTF-8.
@@ -134,8 +129,8 @@ def _read_sidecar(image: Path) -> list[str]:
 def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], UnmatchedCaptions]:
     """Read captions from a JSON file in COCO's format.
 
-    The captions of an image are in the order of the file. A blank text, or a caption that is not a text, is dropped; if
-    its image exists, it does not count as a caption without an image.
+    Captions keep the order of the file. A blank text, or a caption that is not a text, is dropped, and is not unmatched
+    if its image exists.
 
     Args:
         path: the JSON file.
@@ -143,7 +138,7 @@ def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], Un
 
     Returns:
         The captions of each image, an empty list for an image without any; and the captions that belong to no image, as
-        `path` and position among the annotations.
+            `path` and position among the annotations.
 
     Raises:
         ConfigError: the file is missing or has another format, or a name in it matches several images.
@@ -183,9 +178,7 @@ def _parse_coco(path: str) -> list[tuple[str, Any]]:
 
 
 def captions_from_column(name: str, cells: list[Any]) -> list[list[str]]:
-    """Return the captions of each row of a table.
-
-    A null cell has no captions; blank texts and nulls in lists are left out. Blanks around texts are stripped.
+    """Return the stripped captions of each row of a table, without blank texts and nulls; a row may have none.
 
     Args:
         name: name of the column, for the error message.

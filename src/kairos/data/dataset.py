@@ -51,7 +51,7 @@ class PreparedDataset:
         return channels, height, width
 
     def load_tensor(self, indices: Any) -> "torch.Tensor":
-        """Read the images with the given indices (n,), as CPU float32 (n, channels, height, width) in [-1, 1]."""
+        """Read the images with these indices (n,), as CPU float32 (n, channels, height, width) in [-1, 1]."""
         import torch
 
         return to_float(torch.from_numpy(self.images[np.asarray(indices)]))
@@ -75,8 +75,8 @@ def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
 
     Args:
         images: float images.
-        factor: side in pixels of the squares that are averaged. If it does not divide height or width, the last rows
-            or columns are left out, and the others are stretched over the image.
+        factor: side in pixels of the averaged squares. If it does not divide height or width, the last rows or columns
+            are left out, and the others are stretched over the image.
     """
     from torch.nn.functional import avg_pool2d, interpolate
 
@@ -84,9 +84,9 @@ def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
 
 
 def to_uint8(images: "torch.Tensor") -> np.ndarray:
-    """Convert float images (n, channels, height, width) in [-1, 1] to uint8 (n, height, width, channels) on the CPU.
+    """Convert images (n, channels, height, width) in [-1, 1] to uint8 (n, height, width, channels) on the CPU.
 
-    Values are rounded; values outside [-1, 1] are clipped.
+    Values are rounded, and clipped outside of [-1, 1].
     """
     pixels = ((images.float() + 1) * 127.5).round().clamp(0, 255).byte()
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()

@@ -90,8 +90,8 @@ class Latents:
     def with_small_arrays_in_memory(self) -> "Latents":
         """Return a copy that holds each array of at most 16 MiB in memory, so that rows are read faster.
 
-        Images of the data set are loaded only if x0 is pixels and if they are not linked. Encoded captions stay in
-        their file.
+        Images of the data set are loaded only if x0 is pixels and they are not linked. Encoded captions stay in their
+        file.
         """
         moments = {name: _read_if_small(array) for name, array in self.moments.items()}
         conditions = {name: _read_if_small(array) for name, array in self.dataset.conditions.items()}
@@ -149,13 +149,10 @@ class Latents:
         return self._in_model_space(z)
 
     def compute_low_resolution(self, rows: dict[str, Tensor]) -> Images:
-        """Compute the condition ``low_resolution``, float32 (n, c, h, w), in model space, on the device of the rows.
+        """Compute condition ``low_resolution`` in model space, float32 (n, c, h, w), from the result of `read_rows`.
 
         It is the latent of the images in low resolution if that was encoded. Otherwise pixels are reduced, see
         `reduce_resolution`.
-
-        Args:
-            rows: result of `read_rows`, on any device.
         """
         if "low_mean" in rows:
             return self._in_model_space(rows["low_mean"])
@@ -165,7 +162,7 @@ class Latents:
     def _in_model_space(self, z: Images) -> Images:
         """Return (z − shift) · scale, with shift and scale of the manifest; on a GPU the result may be `z` itself."""
         shift, scale = self.manifest["shift_factor"], self.manifest["scaling_factor"]
-        # a GPU skips a shift of 0 and a scale of 1, which are those of pixels, to save the launch of two kernels
+        # a GPU skips the shift 0 and the scale 1 of pixels, to save the launch of two kernels
         on_cpu = z.device.type == "cpu"
         x0: Images = z - shift if on_cpu or shift != 0 else z
         if on_cpu or scale != 1:
@@ -179,9 +176,9 @@ class Latents:
     def load_conditions(
         self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
     ) -> dict[str, Tensor]:
-        """Load all conditions of some images by name, each with a row per image.
+        """Load all conditions of some images by name, on the CPU, each with a row per image.
 
-        All tensors are on the CPU. Encoded captions are float32 (n, *shape) under ``text``.
+        Encoded captions are float32 (n, *shape) under ``text``.
 
         Args:
             indices: indices of the images, (n,).
@@ -196,10 +193,10 @@ class Latents:
     def load_stored_conditions(
         self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
     ) -> dict[str, Tensor]:
-        """Load the conditions that are stored in files, as opposed to those that are computed from the images.
+        """Load the conditions that are stored in files, as opposed to conditions that are computed from the images.
 
-        Conditions of kind image are flipped with the images. Captions are included if they were encoded. The arguments
-        and tensors are those of `load_conditions`.
+        Conditions of kind image are flipped with the images. Captions are included if they were encoded. See
+        `load_conditions` for the arguments and tensors.
         """
         indices = np.asarray(indices)
         conditions = {}

@@ -24,7 +24,7 @@ from kairos.data.sources import Source, open_source
 from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import DamagedError, KairosError
 
-TEMPORARY_COPY = ".tmp-pixels.npy"  # in the folder of the data set; the name is one that DVC ignores
+TEMPORARY_COPY = ".tmp-pixels.npy"  # file in the data set's folder, with a name that DVC ignores
 _COPIES_IN_FREE_SPACE = 10  # a temporary copy is created if this many copies fit in the free space
 _LARGEST_COPY = 32 * 2**30  # bytes of a temporary copy; file systems that many users share have quotas
 # ends error messages about a changed source
@@ -37,10 +37,10 @@ def checksum(pixels: np.ndarray) -> np.ndarray:
 
 
 def create_temporary_copy(folder: Path, shape: tuple[int, ...]) -> ArrayFile | None:
-    """Create the file of a temporary copy of decoded images; return None if it is large or its disk has little space.
+    """Create the file of a temporary copy of decoded images, open for writing, with zeros as pixels.
 
-    A copy is large above 32 GiB, and space is little if ten copies do not fit. None is also returned if the file cannot
-    be created. The file is open for writing, and all its pixels are 0.
+    Return None if the copy exceeds 32 GiB, if ten copies do not fit into the free space, or if the file cannot be
+    created.
 
     Args:
         folder: folder of the prepared data set.
@@ -90,10 +90,9 @@ class LinkedImages:
         return int(self.shape[0])
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Read some images, selected by an integer, a slice, a mask, or an array of indices (n,).
+        """Read uint8 images (n, height, width, channels), selected by an integer, a slice, a mask, or indices (n,).
 
-        The result is uint8 (n, height, width, channels); an integer selects one image without the first axis. The
-        threads of the job read the images.
+        An integer selects one image without the first axis.
 
         Raises:
             IndexError: an index is out of range.
@@ -117,7 +116,7 @@ class LinkedImages:
     def _read(self, row: int) -> np.ndarray:
         """Read and verify one image, uint8 (height, width, channels), from the temporary copy or else from the source.
 
-        If the pixels of the copy do not match their checksum, the image is decoded. The errors are those of `_decode`.
+        The image is decoded if the pixels of the copy do not match their checksum; for errors see `_decode`.
         """
         if self._copy is not None:
             with suppress(DamagedError, OSError):  # the copy has become shorter, or its disk fails
@@ -133,7 +132,7 @@ class LinkedImages:
             KairosError: the source cannot be opened on this machine, or the image no longer fits `dataset.crop`.
             DamagedError: the image is missing or differs from the one that stage prepare read.
         """
-        index = int(self._indices[row])  # of the image in the source
+        index = int(self._indices[row])  # index of the image in the source
         config = self._config
         image_description = f"{self._folder}: refers to {self._source.name(index)}, which"  # begins error messages
         try:

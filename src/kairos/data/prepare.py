@@ -36,7 +36,7 @@ from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.randomness import derived_seed
 
-# array files of a folder without their suffix, except those of conditions
+# array files of a folder without their suffix; array files of conditions are not included
 _ARRAY_NAMES = ("images", "train", "heldout", "numbers", "checksums", "names", *captioning.ARRAYS)
 _TEMPORARY_IMAGES = ".tmp-images.npy"  # becomes images.npy when all images are in it
 
@@ -187,13 +187,13 @@ def _delete_old_files(out: Path) -> None:
 
 
 def _write_arrays(out: Path, arrays: dict[str, np.ndarray], images_hash: str | None) -> dict[str, str]:
-    """Write arrays durably, give the temporary file of the images its name, and return the hash of each file.
+    """Write arrays durably, rename the temporary file of the images, and return the hash of each file by path.
 
-    The keys of the result are paths in the folder, such as ``conditions/class.npy``. The images are ``images.npy``.
+    Paths are relative to the folder, such as ``conditions/class.npy``. The caller has created folder ``conditions``.
 
     Args:
-        out: folder of the data set, in which `_delete_old_files` has created folder ``conditions``.
-        arrays: arrays by file name without suffix.
+        out: folder of the data set.
+        arrays: arrays by path without suffix.
         images_hash: hash of the temporary file of the images; None: there is none.
     """
     files: dict[str, str] = {}
@@ -212,9 +212,7 @@ def _write_arrays(out: Path, arrays: dict[str, np.ndarray], images_hash: str | N
 def _pixel_statistics(decoded: _DecodedImages, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and standard deviation of each channel over the training images, (channels,), on a scale of 0 to 1.
 
-    Args:
-        decoded: the decoded images.
-        train: positions of the training images in `decoded`, int64.
+    `train` contains the positions of the training images in `decoded`, int64.
     """
     height, width, _ = decoded.shape
     pixel_count = len(train) * height * width  # per channel
@@ -224,14 +222,13 @@ def _pixel_statistics(decoded: _DecodedImages, train: np.ndarray) -> tuple[np.nd
 
 
 def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], dict[str, int]]:
-    """Select the images to decode: those with captions, if there are captions, and at most `dataset.limit` of them.
+    """Select the images to decode: images with captions, if there are captions, and at most `dataset.limit` of them.
 
-    The limit selects a random subset by `dataset.split_seed`. It does not count held-out images of another path, which
-    are all selected.
+    The limit selects a random subset by `dataset.split_seed`. Held-out images of another path are all selected, in
+    addition to the limit.
 
     Returns:
-        Indices of the images in the source, increasing, and numbers of images and captions that do not match (empty
-        without captions), see `captions.select_captioned`.
+        Increasing indices of the images in the source, and the counts of `captions.select_captioned`.
 
     Raises:
         KairosError: no image, or no held-out image of another path, has a caption.
@@ -251,17 +248,10 @@ def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], di
 
 
 def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split the prepared images into training and held-out images.
+    """Return the positions in `indices` of training and of held-out images, increasing, int64.
 
-    If `dataset.heldout` is a share, a random subset by `dataset.split_seed` is held out.
-
-    Args:
-        config: section `dataset`.
-        source: the source; its last images may be held out.
-        indices: index of each prepared image in the source, (n,).
-
-    Returns:
-        Positions of the training images and of the held-out images in `indices`, increasing, int64.
+    If `dataset.heldout` is a share, a random subset by `dataset.split_seed` is held out. `indices` (n,) are the
+    prepared images' indices in the source.
 
     Raises:
         KairosError: fewer than two images are usable, or none is left for training.
@@ -284,19 +274,10 @@ def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[
 
 
 def _random_subset(indices: Sequence[int], count: int, seed: int, stream: str) -> list[int]:
-    """Return a random subset of `count` indices, increasing.
-
-    The indices with the lowest hashes are selected, so that further images change few of the selected ones. All indices
-    are returned if there are at most `count`.
-
-    Args:
-        indices: increasing indices.
-        count: number of indices to select.
-        seed: seed of the selection.
-        stream: name of the random stream.
-    """
+    """Return a random subset of `count` of the increasing indices, increasing; all of them if there are not more."""
     if count >= len(indices):
         return list(indices)
+    # the lowest hashes: further images change few of the selected ones
     by_hash = sorted(indices, key=lambda index: derived_seed(seed, stream, index))
     return sorted(by_hash[:count])
 
@@ -304,8 +285,8 @@ def _random_subset(indices: Sequence[int], count: int, seed: int, stream: str) -
 def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImages) -> dict[str, np.ndarray]:
     """Return the arrays of the images other than pixels and split, by file name without suffix.
 
-    Names are ``conditions/<name>``, and with captions those of `captions.ARRAYS`. With ``store: refer`` the images stay
-    in their source. Then ``numbers`` (indices in the source), ``checksums`` and ``names`` (as bytes) are added.
+    Names are ``conditions/<name>``, with captions also `captions.ARRAYS`. With ``store: refer`` there are also
+    ``numbers`` (indices in the source), ``checksums`` and ``names`` (as bytes).
     """
     indices = decoded.indices.tolist()
     arrays: dict[str, np.ndarray] = {}
@@ -320,9 +301,9 @@ def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImag
 
 
 def _decode_images(config: DatasetConfig, source: Source, selected: list[int], out: Path) -> _DecodedImages:
-    """Decode the selected images, and copy the usable ones into a temporary array file unless they are linked.
+    """Decode the selected images, and copy the usable ones into a temporary array file.
 
-    Linked images are copied into a temporary copy if there is space, see `create_temporary_copy`. Messages report
+    Linked images are copied only into a temporary copy, if there is space, see `create_temporary_copy`. Messages report
     skipped images and the progress.
 
     Raises:
@@ -388,13 +369,7 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
 
 
 def _skip_broken(config: DatasetConfig, name: str, damage: str) -> None:
-    """Log that a broken image is skipped; if `dataset.broken` is ``refuse``, raise KairosError instead.
-
-    Args:
-        config: section `dataset`.
-        name: name of the broken image.
-        damage: why the image is broken.
-    """
+    """Log that a broken image is skipped; if `dataset.broken` is ``refuse``, raise KairosError instead."""
     if config.broken == "refuse":
         raise KairosError(f"dataset: {name} is broken ({damage}); repair or remove it, or set dataset.broken: skip")
     log(f"prepare: skipped {name} ({damage})")
@@ -429,13 +404,8 @@ def _decode_image(config: DatasetConfig, source: Source, index: int) -> _Decoded
 
 
 def _sum_pixels(pixels: np.ndarray) -> np.ndarray:
-    """Return the sum of an image's pixels and of their squares, by channel, int64 (2, channels).
-
-    The sums are computed from histograms, which takes a twentieth of the time of 64-bit copies of the pixels.
-
-    Args:
-        pixels: uint8 (height, width, channels), grey or RGB.
-    """
+    """Return the sum of an image's uint8 pixels and of their squares, by channel, int64 (2, channels)."""
+    # histograms take a twentieth of the time of 64-bit copies of the pixels
     channels = pixels.shape[2]
     image = Image.fromarray(pixels if channels > 1 else pixels[:, :, 0])
     counts = np.array(image.histogram(), np.int64).reshape(channels, 256)  # pixels of each channel and value

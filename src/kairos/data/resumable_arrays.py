@@ -24,8 +24,8 @@ _SAVE_SECONDS = 2.0  # least time between two records of the progress
 def prepare_folder(out: Path, names: Iterable[str]) -> Path:
     """Create the folder of a stage if necessary, delete old results in it, and return the path of its private folder.
 
-    The private folder may not exist yet, and may contain arrays of a killed job. It is deleted too if a manifest shows
-    that the stage was complete.
+    The private folder may be missing, or contain arrays of a killed job. It is deleted too if a manifest shows that the
+    stage was complete.
 
     Args:
         out: folder of the stage.
@@ -90,7 +90,7 @@ def fill_arrays(
     if done:
         log(f"{label}: resumes after {unit} {rows.start + done}")
     else:
-        shutil.rmtree(partial, ignore_errors=True)  # also the old record, which would count new rows as done
+        shutil.rmtree(partial, ignore_errors=True)  # also the old record, by which new rows would be treated as done
         partial.mkdir()
         for name, (_, dtype) in arrays.items():
             create_array(paths[name], shapes[paths[name]], dtype)
@@ -106,7 +106,7 @@ def fill_arrays(
         progress.advance(end - start)
         if time.monotonic() - last_save > _SAVE_SECONDS or end == count:
             for file in files.values():
-                file.flush()  # rows must be durable before the record counts them
+                file.flush()  # rows must be durable before the record includes them
             write_json(partial / "progress.json", {"key": key, "done": end})
             last_save = time.monotonic()
     progress.close()
@@ -116,13 +116,8 @@ def fill_arrays(
 def _rows_done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
     """Return the number of rows that an interrupted computation has finished.
 
-    The result is 0 if no computation was interrupted, if its record or an array is damaged or missing, or if its key or
-    the shape of an array differs.
-
-    Args:
-        partial: the private folder.
-        key: hash of the settings and rows of the computation.
-        shapes: shape of the array in each file.
+    The result is 0 without such a computation, or if its record or an array is damaged or missing. It is also 0 if the
+    computation has another key, or an array has another shape.
     """
     try:
         record = read_json(partial / "progress.json")

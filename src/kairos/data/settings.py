@@ -68,10 +68,7 @@ class DatasetConfig(Section):
     def _check_source(self) -> None:
         """Check path, list of files, flips and held-out images against the kind of source.
 
-        * All sources except digits need `path`.
-        * Digits are not flipped, and their `heldout` is a share of the images.
-        * A share is at least 0 and below 1. A text in `heldout`, of sources other than digits, is not checked.
-        * Only a folder or a zip takes a list of `files`.
+        A text in `heldout` is not checked, except that digits need a share.
 
         Raises:
             ConfigError: a field does not fit the source.
@@ -110,12 +107,9 @@ class DatasetConfig(Section):
             demand(is_divisor, "dataset.low_resolution", self.low_resolution, allowed)
 
     def _check_captions(self) -> None:
-        """Check that the captions have the form that the source has: a column of a table, or files.
+        """Check that the captions have the form that the source has: a column of a table, or files; digits have none.
 
-        * Digits have no captions.
-        * Sources parquet and hub take the name of a column.
-        * A folder or a zip takes a path ``*.json``. Only a folder takes ``sidecar``: text files in a zip are not read.
-        * Captions of held-out images need `captions`, and `heldout` that is not a share.
+        Captions of held-out images need `captions`, and `heldout` that is not a share.
 
         Raises:
             ConfigError: captions have another form.
@@ -130,7 +124,7 @@ class DatasetConfig(Section):
             elif self.source in ("parquet", "hub"):
                 valid, allowed = is_column, "a column"
             elif self.source == "zip":
-                valid, allowed = value.endswith(".json"), "a path *.json"
+                valid, allowed = value.endswith(".json"), "a path *.json"  # text files in a zip are not read
             else:
                 valid, allowed = not is_column, "a path *.json, or sidecar"
             demand(valid, f"dataset.{name}", repr(value), f"{allowed} with source {self.source}")
@@ -171,28 +165,20 @@ class DatasetConfig(Section):
         return [str(section.captions) for section in self.sections if str(section.captions).endswith(".json")]
 
     def check_count(self, count: int) -> None:
-        """Compare the number of images of the source with `dataset.images`, if that is set.
-
-        Raises:
-            ConfigError: the numbers differ.
-        """
+        """Raise ConfigError if `dataset.images` is set and is not the source's number of images, `count`."""
         if self.images not in (None, count):
             raise ConfigError(f"dataset.images: got {self.images}, but {self.path or self.source} holds {count} images")
 
     def find_label_column(self, columns: Collection[str]) -> str | None:
-        """Return the column of the classes: `label_column`, or else ``label`` if it is in `columns`; else None.
-
-        A configured `label_column` is returned even if it is not in `columns`.
-        """
+        """Return `label_column`, even if it is not in `columns`; or else ``label`` if it is in `columns`; else None."""
         if self.label_column:
             return self.label_column
         return "label" if "label" in columns else None
 
     def heldout_count(self, count: int) -> int:
-        """Return the number of held-out images among `count` images if `heldout` is a share; a path raises ValueError.
+        """Return how many of one or more images are held out if `heldout` is a share; a path raises ValueError.
 
-        The number is the rounded product, but at least 1 and at most `count` - 1. It is 0 if the share is 0. The caller
-        ensures that there is at least one image.
+        The number is 0 for share 0. Otherwise it is the rounded product, at least 1 and at most `count` - 1.
         """
         share = float(self.heldout)
         if share == 0:

@@ -67,18 +67,16 @@ def count_images(config: DatasetConfig) -> ImageCounts:
 
 
 # Each of the following functions returns the number of images, and the number of images by class, a dictionary that is
-# empty without classes. Held-out images of another path and the limit do not count.
+# empty without classes. Held-out images of another path are not included, and the limit is not applied.
 
 
 def _count_digits(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Return the known counts of scikit-learn's digits: of all images, and for each class that of the rarest one."""
+    """Return the known counts of scikit-learn's digits; every class has the count of the rarest one."""
     return _DIGIT_COUNT, dict.fromkeys(range(10), _RAREST_DIGIT_COUNT)
 
 
 def _count_files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Count the images of a folder or a zip, and the images of each class.
-
-    Only names of files, `dataset.files` and the labels of a zip are read.
+    """Count the images of a folder or a zip, and the images of each class, without reading images.
 
     Raises:
         ConfigError: the folder, zip or list is missing or contains no image.
@@ -108,10 +106,9 @@ def _count_parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
 
 
 def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Count images and classes in the hub's cache, which contains each split as Arrow files of `datasets`.
+    """Count images and classes in the hub's cache, which contains each split as Arrow files; nothing is downloaded.
 
-    Nothing is downloaded. If the cache has several versions of the data set, the first folder counts, by its name. The
-    variables HF_DATASETS_CACHE and HF_HOME set the cache's folder, in this order.
+    The first folder by name is used if the cache has several versions of the data set.
 
     Raises:
         ConfigError: the split is not in the cache.
@@ -173,10 +170,10 @@ class ImageProperties:
 
 
 def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperties:
-    """Determine sizes and colours of a folder's images; of more than 20,000, evenly spaced ones are read.
+    """Determine sizes and colours of a folder's images, or of at most 20,000 evenly spaced ones if there are more.
 
-    Images that cannot be read are in the result, without an error. Sizes are those after the EXIF orientation, which is
-    ignored in the header of a PNG file.
+    Images that cannot be read are in the result, without an error. Sizes include the rotation by the EXIF orientation,
+    which is ignored in the header of a PNG file.
 
     Args:
         config: section `dataset`, of source ``folder``.
@@ -224,7 +221,7 @@ def _size_in_header(path: Path) -> tuple[int, int]:
     from PIL import Image
 
     with Image.open(path) as image:
-        if image.format == "PNG":  # to look for EXIF in a PNG, PIL would decode it
+        if image.format == "PNG":  # PIL would decode a PNG to look for EXIF
             return image.size
         width, height = image.size
         sides_are_swapped = image.getexif().get(_EXIF_ORIENTATION, 1) >= 5

@@ -24,7 +24,7 @@ from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 
-_READS_BEFORE_REOPENING = 512  # of a table, which is memory-mapped
+_READS_BEFORE_REOPENING = 512  # reads of a memory-mapped table
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ def open_source(config: DatasetConfig) -> Source:
 def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> None:
     """Raise ConfigError if a training image and a held-out image have the same name.
 
-    The caller ensures that two lists of files have selected both sources from one folder or zip: names alone are
-    compared.
+    Names alone are compared: the caller ensures that both sources are from one folder or zip.
     """
     train_names = {train.name(index) for index in range(train.count)}
     heldout_names = {heldout.name(index) for index in range(heldout.count)}
@@ -112,17 +111,17 @@ def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> No
 def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> Source:
     """Return a source with the training images followed by the held-out images.
 
-    Captions are dropped unless both sources have them. The names of the classes are those of the training images.
+    Captions are dropped unless both sources have them. The classes have the names of the training images' classes.
 
     Args:
         train: the training images.
         heldout: the held-out images.
-        one_caption_file: True if both have their captions from one file. A caption is then unmatched if neither source
-            has its image; otherwise, if its own source lacks it.
+        one_caption_file: both have their captions from one file. A caption is then unmatched if neither source has its
+            image; otherwise, if its source lacks it.
 
     Raises:
-        ConfigError: the held-out images have classes that the training images do not have, or only one of the sources
-            has classes. The two sources have different conditions.
+        ConfigError: the held-out images have classes that the training images do not have, only one of the sources has
+            classes, or their conditions differ.
     """
 
     def read(index: int) -> Image.Image:
@@ -154,8 +153,7 @@ def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> S
 def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
     """Return the classes of the training images and then of the held-out images, int64 (n,); None without classes.
 
-    Both sources number their classes from 0. The held-out images get the numbers of the training images' classes, by
-    name.
+    The held-out images' classes are renumbered by name.
 
     Raises:
         ConfigError: the held-out images have classes that the training images do not have, or only one of the sources
@@ -176,9 +174,7 @@ def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
 
 
 def _concatenate_conditions(train: Source, heldout: Source) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
-    """Return the conditions other than the class, each with its description and the values of all images.
-
-    The values of the training images come first, then those of the held-out images.
+    """Return the conditions other than the class, with the values of the training and then of the held-out images.
 
     Raises:
         ConfigError: the two sources have different conditions, or describe a condition differently.
@@ -198,10 +194,8 @@ def _concatenate_conditions(train: Source, heldout: Source) -> dict[str, tuple[d
 
 
 def _open_digits(config: DatasetConfig) -> Source:
-    """Open the 8×8 images of digits in scikit-learn, with values from 0 to 255 and the digits as classes.
-
-    They are read from its file, since the import of sklearn.datasets takes 2 s of CPU time.
-    """
+    """Open the 8×8 images of digits in scikit-learn, with values from 0 to 255 and the digits as classes."""
+    # scikit-learn's file is read directly: the import of sklearn.datasets takes 2 s of CPU time
     spec = importlib.util.find_spec("sklearn")
     assert spec is not None and spec.submodule_search_locations is not None
     path = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
@@ -219,11 +213,10 @@ def _open_digits(config: DatasetConfig) -> Source:
 
 
 def _open_folder(config: DatasetConfig) -> Source:
-    """Open all images below a folder; if all are in two or more subfolders, the subfolders are the classes.
+    """Open all images below a folder; if all are in two or more direct subfolders, the subfolders are the classes.
 
-    The subfolders are those directly below the folder. Otherwise there are no classes. Hidden files and hidden folders
-    are skipped. Images are named by their path relative to the folder, and sorted by it. With `dataset.files`, only the
-    listed images, in the order of the list, and their classes remain.
+    There are no classes otherwise. Hidden files and folders are skipped. Images are named by their relative paths and
+    sorted by name, or are the listed ones in the order of `dataset.files`.
 
     Raises:
         ConfigError: the folder does not exist or contains no image, or the list of files cannot be used.
@@ -252,10 +245,10 @@ def _open_folder(config: DatasetConfig) -> Source:
 
 
 def _open_zip(config: DatasetConfig) -> Source:
-    """Open the images in a zip, which is not unpacked; their classes are in its dataset.json.
+    """Open the images in a zip, which is not unpacked, with the classes in its dataset.json, if it has labels.
 
-    The classes are named 0 to the largest label. Without labels there are no classes. Images are sorted by name; with
-    `dataset.files`, only the listed images remain, in the order of the list.
+    The classes are named 0 to the largest label. Images are sorted by name, or are the listed ones in the order of
+    `dataset.files`.
 
     Raises:
         ConfigError: the zip is missing or contains no image, or its labels or the list of files cannot be used.
@@ -276,22 +269,13 @@ def _open_zip(config: DatasetConfig) -> Source:
 
 
 def _number_classes(names: list[str]) -> tuple[np.ndarray, list[str]]:
-    """Number classes by their sorted names.
-
-    Args:
-        names: name of each image's class.
-
-    Returns:
-        The number of each image's class, int64 (n,), and the sorted names of the classes.
-    """
+    """Return the class number of each image, int64 (n,), and the sorted class names, from each image's class name."""
     classes, labels = np.unique(names, return_inverse=True)
     return labels.astype(np.int64), classes.tolist()
 
 
 def parquet_files(config: DatasetConfig) -> list[str]:
-    """Return the parquet files of `dataset.path`, which is a file, a glob pattern or a folder.
-
-    A folder is searched with its subfolders. The files are sorted.
+    """Return the sorted parquet files of `dataset.path`: a file, a glob pattern or a folder with its subfolders.
 
     Raises:
         ConfigError: there are no such files.
@@ -319,7 +303,7 @@ def _open_parquet(config: DatasetConfig) -> Source:
 
     path = str(config.path)
     files = parquet_files(config)
-    first_rows = np.cumsum([0, *(_count_rows(file) for file in files)])  # of each file in the table of all files
+    first_rows = np.cumsum([0, *(_count_rows(file) for file in files)])  # first row of each file in the joined table
     try:
         table = _load_dataset("parquet", data_files=files, split="train")
     except (DatasetGenerationError, OSError, ValueError) as error:
@@ -344,9 +328,7 @@ def _count_rows(file: str) -> int:
 
 
 def _open_hub(config: DatasetConfig) -> Source:
-    """Open the images of a data set on the Hugging Face hub, or in its cache on this machine.
-
-    A data set that the cache lacks is downloaded.
+    """Open the images of a data set on the Hugging Face hub, after a download if the cache on this machine lacks it.
 
     Raises:
         ConfigError: the table cannot be used, see `_open_table`.
@@ -367,27 +349,18 @@ def _open_hub(config: DatasetConfig) -> Source:
 
 
 def _load_dataset(source: str, **options: Any) -> Any:
-    """Load a `datasets.Dataset` without progress bars: kairos shows its progress in images.
+    """Load a `datasets.Dataset` from a hub id, or in a format such as ``parquet``.
 
-    The bars of `datasets` stay off in this process.
-
-    Args:
-        source: hub id, or a format of `datasets` such as ``parquet``.
-        options: further arguments of `datasets.load_dataset`.
+    The progress bars of `datasets` stay off in this process.
     """
     from datasets import disable_progress_bars, load_dataset
 
-    disable_progress_bars()
+    disable_progress_bars()  # kairos shows its progress in images
     return load_dataset(source, **options)
 
 
 def _open_table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Source:
-    """Return a source for the rows of a `datasets.Dataset`, with their labels and captions.
-
-    Args:
-        table: the `datasets.Dataset`.
-        config: section `dataset`, which selects the columns.
-        name: function that returns the name of a row.
+    """Return a source for the rows of a `datasets.Dataset`, with their labels and captions; `name` names a row.
 
     Raises:
         ConfigError: the table is empty, or lacks a column of images, labels or captions; or values cannot be used.
@@ -416,8 +389,8 @@ def _open_table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -
 class _ImageColumn:
     """Column of images in a `datasets.Dataset`, which is memory-mapped.
 
-    Pages of the memory map that were read count as memory of this process. The column is therefore opened again after
-    some reads; unpickling a `datasets.Dataset` maps its files again.
+    Pages of the memory map that were read are included in this process's memory. The column is therefore opened again
+    after some reads; unpickling a `datasets.Dataset` maps its files again.
     """
 
     def __init__(self, table: Any, column: str):
@@ -439,7 +412,7 @@ class _ImageColumn:
                 self._cells = pickle.loads(self._pickled_cells)
             cells = self._cells
         cell = cells[index][self._column]
-        if isinstance(cell, dict):  # of Image(decode=False): the bytes of the image file, or its path
+        if isinstance(cell, dict):  # Image(decode=False) gives the bytes of the image file, or its path
             cell = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")
         if not cell:
             raise ValueError("the cell is empty")
@@ -447,9 +420,7 @@ class _ImageColumn:
 
 
 def _find_image_column(features: Any, config: DatasetConfig) -> str:
-    """Return the column of the images: `dataset.image_column`, or else the only column that contains images.
-
-    Columns of bytes count as images too. `features` are those of the `datasets.Dataset`.
+    """Return `dataset.image_column`, or else the only column that contains images or bytes.
 
     Raises:
         ConfigError: there is no such column, or there are several.
@@ -475,12 +446,7 @@ def _find_image_column(features: Any, config: DatasetConfig) -> str:
 
 
 def _read_column(table: Any, name: str, field: str) -> list[Any]:
-    """Return the values of a column as Python values.
-
-    Args:
-        table: a `datasets.Dataset`.
-        name: name of the column.
-        field: field of section `dataset` that selects the column, for the error message.
+    """Return a column of a `datasets.Dataset` as Python values; `field` is the field that selects it, for the message.
 
     Raises:
         ConfigError: the column does not exist.
@@ -494,11 +460,11 @@ def _read_column(table: Any, name: str, field: str) -> list[Any]:
 def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
     """Return the class of each row, int64 (rows,), and the names of the classes; None, None without a label column.
 
-    Classes given as texts are numbered in sorted order. Classes given as integers have the names that the table
-    declares, or else their numbers, from 0 to the largest one. A boolean counts as 0 or 1.
+    Classes that are texts are numbered in sorted order. Classes that are integers have the names that the table
+    declares, or else their numbers, from 0 to the largest one. A boolean is treated as 0 or 1.
 
     Raises:
-        ConfigError: the column does not exist, or contains a value that is no class, such as null, or a number for
+        ConfigError: the column does not exist, or contains a value that is not a class, such as null, or a number for
             which the table declares no name.
     """
     column = config.find_label_column(table.features)

@@ -27,7 +27,7 @@ from kairos_timesteps.randomness import Stream, derived_seed
 
 WEIGHTS = "model.safetensors"
 BATCH = 256  # images classified at a time
-Task = Callable[[np.ndarray, int], tuple[Tensor, Tensor]]  # from dataset indices and step to images and classes
+Task = Callable[[np.ndarray, int], tuple[Tensor, Tensor]]  # images and classes by dataset indices and step
 SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
 
 
@@ -47,7 +47,7 @@ class Classifier(nn.Module):
         super().__init__()
         height, width, inputs = shape
         layers: list[nn.Module] = [nn.Conv2d(inputs, channels, 3, padding=1), nn.ReLU()]
-        level_channels = channels  # of the last layer so far; height and width are its sides
+        level_channels = channels  # channels of the last layer so far; height and width are its sides
         while max(height, width) > SMALLEST_SIDE:
             next_channels = min(2 * level_channels, 4 * channels)
             layers += [nn.Conv2d(level_channels, next_channels, 3, stride=2, padding=1), nn.ReLU()]
@@ -58,11 +58,8 @@ class Classifier(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def forward(self, images: Pixels) -> tuple[Features, Logits]:
-        """Return features (batch, features) and logits (batch, classes) of uint8 (batch, channels, height, width).
-
-        The features are not negative: they are the output of a ReLU.
-        """
-        features = self.body(images.float() / 127.5 - 1)
+        """Return features >= 0 (batch, features) and logits (batch, classes) of uint8 (batch, channels, h, w)."""
+        features = self.body(images.float() / 127.5 - 1)  # the output of a ReLU
         return features, self.head(features)
 
 
@@ -105,10 +102,7 @@ def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset,
 
 
 def rotate_images(images: Tensor, quarters: Tensor) -> Tensor:
-    """Return square images (n, channels, side, side), each rotated by its number of quarter turns, `quarters` (n,).
-
-    Images turn counterclockwise.
-    """
+    """Return square images (n, channels, h, w), each turned counterclockwise by its number of quarter turns (n,)."""
     rotated = [image.rot90(int(count), dims=(1, 2)) for image, count in zip(images, quarters)]
     return torch.stack(rotated)
 
@@ -131,15 +125,9 @@ def train_on_task(
         folder: folder for the weights.
 
     Returns:
-        ``name``: `kind` and the number of features, such as ``classifier64``.
-        ``metric``: column of the Fréchet distance.
-        ``features``: number of features.
-        ``accuracy``: share of held-out images that are classified correctly; None without held-out images.
-        ``classes``: number of classes.
-        ``shape``: height, width and channels of the images.
-        ``sha256``: hash of the weights' file.
-        ``dataset_sha256``: hash of the data set.
-        ``files``: hash of each file in the folder.
+        Manifest fields. ``name`` is `kind` with the number of features, such as ``classifier64``, ``metric`` the column
+            of the Fréchet distance, and ``shape`` height, width and channels of the images. ``accuracy`` is the share
+            of held-out images that are classified correctly, None without held-out images.
     """
     name = f"{kind}{options.features}"
     shape = tuple(dataset.images.shape[1:])

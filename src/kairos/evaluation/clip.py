@@ -1,7 +1,7 @@
 """The CLIP score of images and their captions (Hessel et al. 2021): 100 times the mean cosine of their embeddings.
 
-The score is that of torchmetrics without its clamp at 0, which would hide how negative a mean is. Scores of different
-CLIP networks are not comparable. Published scores near 0.24 are the cosine itself.
+torchmetrics clamps this score at 0, which would hide how negative a mean is; here it is not clamped. Scores of
+different CLIP networks are not comparable. Published scores near 0.24 are the cosine itself.
 """
 
 import functools
@@ -37,9 +37,9 @@ def clip(options: ClipOptions, statistics: ImageStatistics, comparison: Any) -> 
 
 @torch.no_grad()
 def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> Tensor:
-    """Return the cosine of each image's embedding with that of its text, float32 (n,).
+    """Return the cosine between the embeddings of each image and its text, float32 (n,), on the CPU.
 
-    Texts that are too long are truncated. Grey images are converted to RGB. The result is on the CPU.
+    Texts that are too long are truncated. Grey images are converted to RGB.
 
     Args:
         network: CLIP, its tokenizer and its image processor.
@@ -58,9 +58,9 @@ def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> T
 
 @functools.lru_cache(maxsize=1)
 def _load_network(path: str, device: torch.device) -> Network:
-    """Load CLIP, its tokenizer and its image processor from a folder or hub id.
+    """Load CLIP, its tokenizer and its image processor from a folder or hub id, after a download if necessary.
 
-    A network on the hub is downloaded if necessary. The network that was loaded last stays in memory for further calls.
+    The last network stays in memory for further calls.
 
     Raises:
         ConfigError: the network is not a CLIP, or the preprocessor's file is missing.

@@ -22,15 +22,14 @@ from kairos.files import hash_folder, sha256_json
 from kairos_timesteps.errors import KairosError
 
 SIDE = 224
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's RGB values in [0, 1]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # statistics of ImageNet's RGB values in [0, 1]
 
 
 def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
-    """Put the network into `folder` and return the extractor's manifest fields.
+    """Put the network into subfolder ``model`` of `folder`, and return the extractor's manifest fields.
 
-    A network on the hub is downloaded if necessary. The network is written into subfolder ``model``, after an earlier
-    network there is deleted. The fields are ``name``, ``metric`` (column of the Fréchet distance), ``features`` (their
-    number), ``files`` (hash of each file) and ``sha256`` (hash of ``files``). `dataset` is not used.
+    A network on the hub is downloaded if necessary. An earlier network in the subfolder is deleted first. Field
+    ``metric`` is the column of the Fréchet distance, and ``sha256`` the hash of ``files``. `dataset` is not used.
 
     Raises:
         KairosError: the network is missing or is not a DINOv2; the message contains the expected files.

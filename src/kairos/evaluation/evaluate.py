@@ -51,7 +51,7 @@ def run(
 ) -> None:
     """Evaluate every job, write its record, and print the warnings about numbers of images once.
 
-    Threads, device and determinism of this process are those of the first snapshot's training run; without a snapshot
+    Threads, device and determinism of this process are set as in the first snapshot's training run. Without a snapshot
     one thread computes, deterministically, on a GPU if one is usable. The reference fixes the extractor's precision.
 
     Args:
@@ -64,7 +64,7 @@ def run(
         metric_names: with an npz reference: names of metrics; None or empty: the default metrics of the extractor.
 
     Raises:
-        ConfigError: `metric_names` are given with another reference, or the extractor is not decided, see
+        ConfigError: `metric_names` is not empty with another reference, or the extractor is not decided, see
             `_find_extractor`.
         KairosError: a file is missing or damaged, or files do not belong together. The records of earlier jobs remain.
     """
@@ -100,14 +100,9 @@ def run(
 
 
 def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[str]) -> Path:
-    """Return the folder of the extractor; a published extractor given by its name is built in the cache.
+    """Return the folder of the extractor; a published extractor, selected by its name, is built in the cache.
 
-    Other folders are returned without a check that they exist.
-
-    Args:
-        reference: folder or reference.json of stage reference, or an npz file.
-        extractor: folder, ``inception`` or ``dinov2``; None: see `run`.
-        metric_names: names of the metrics, which decide the extractor for an npz file.
+    Other folders are returned without a check that they exist. See `run` for the arguments.
 
     Raises:
         ConfigError: the metrics decide no extractor, or a folder here has the name of the published extractor.
@@ -129,7 +124,7 @@ def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[
 
 
 def _extractor_of_metrics(names: list[str]) -> str:
-    """Return the one extractor that metrics are defined for; metrics that are defined for any extractor do not count.
+    """Return the one extractor that metrics are defined for; metrics that are defined for any extractor are ignored.
 
     Raises:
         ConfigError: no metric is defined for one extractor, or two metrics are defined for different ones.
@@ -185,10 +180,10 @@ def evaluate(
 ) -> list[str]:
     """Evaluate one samples file, write its record, and return the warnings that its images are few.
 
-    The caller prints these warnings, since it joins equal ones of several files. Messages report the distance, and
-    images that fill no set. The record contains ``step`` (None if the samples file contains none), ``metrics``,
-    ``protocol`` and ``warnings``; with metrics of the snapshot's network also ``validation``. Its warnings are the
-    returned ones and that about images that fill no set. Without a snapshot, metrics that need one are left out.
+    The caller prints the returned warnings, since it joins equal ones of several files. Messages report the distance,
+    and images that fill no set. The record's ``step`` is None if the samples file contains none. Its ``warnings`` are
+    the returned ones and the warning about images that fill no set. It has ``validation`` only with metrics of the
+    snapshot's network. Metrics that need a snapshot are left out without one.
 
     Args:
         job: the samples and the record to write.
@@ -205,7 +200,7 @@ def evaluate(
     file = str(job.samples)
     image_sets, unused_warnings = split_into_sets(len(samples.images), reference.record["num_samples"], sets, file)
     few_images_warnings = metrics.check_image_count(len(image_sets[0]), extractor.width, file)
-    training_latents = None  # of the snapshot, if metrics need it
+    training_latents = None  # latents of the snapshot, if metrics need them
     if job.milestone is not None and needs & {"pairs", "milestone"}:
         snapshot_record = read_json(job.milestone / "milestone.json")
         training_latents = _open_training_latents(job, samples.protocol, snapshot_record, latents)
@@ -237,17 +232,11 @@ def evaluate(
 def _compute_losses(
     job: EvaluationJob, protocol: dict[str, Any], reference: Reference, latents: Latents, extractor: Extractor
 ) -> dict[str, Any]:
-    """Return the results of all metrics that evaluate the snapshot's network on held-out images.
+    """Return the fields of all metrics that evaluate the snapshot's network on held-out images, in one dictionary.
 
-    The dictionary is flat: it contains the fields of all these metrics, such as ``loss`` and ``mlperf8``. The network
-    has the weights that generated the samples, or the averaged ones if the protocol does not contain ``weights``.
-
-    Args:
-        job: the job, with a snapshot.
-        protocol: sampling protocol of the samples.
-        reference: its record fixes the settings of the losses.
-        latents: latents that the snapshot was trained on.
-        extractor: its device and precision are used.
+    The network has the weights that generated the samples, or the averaged ones if the sampling protocol does not
+    contain ``weights``. The caller ensures that the job has a snapshot, on whose `latents` it was trained. `extractor`
+    determines device and precision.
     """
     from kairos.milestones import open_milestone
 
@@ -294,7 +283,7 @@ def pair_with_real_images(
         conditions: descriptions of the model's conditions.
 
     Raises:
-        KairosError: the samples file has no field ``labels``, which decides the conditions of an image.
+        KairosError: the sampling protocol has no field ``labels``, which decides the conditions of an image.
     """
     protocol = samples.protocol
     if "labels" not in protocol:
@@ -309,11 +298,11 @@ def pair_with_real_images(
 def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) -> tuple[list[range], list[str]]:
     """Split images into consecutive sets of equal size; print and return a warning about images that are left over.
 
-    The result contains the indices of each set, and a list that is empty if no image is left over.
+    The result contains the indices of each set, and the list of warnings, empty if no image is left over.
 
     Args:
         images: number of images.
-        num_samples: images per set, fixed by the reference, so that `sets` does not count; None: `sets` sets.
+        num_samples: images per set, fixed by the reference, so that `sets` is ignored; None: `sets` sets.
         sets: number of sets if their size is not fixed.
         file: the samples file, for messages.
 
@@ -340,17 +329,10 @@ def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) 
 def _evaluation_protocol(
     sampling: dict[str, Any], reference: dict[str, Any], extractor: Extractor, image_sets: list[range]
 ) -> dict[str, Any]:
-    """Return all settings that decide the metrics; those that an external samples file lacks are None.
+    """Return all settings that decide the metrics, on one level; settings that an external samples file lacks are None.
 
-    The settings are flat: options of the solver are keys next to ``steps`` and ``weights``. Common options that the
-    solver does not have are None. ``n_samples`` is the number of images in a set. ``accuracy`` is no setting, but that
-    of the extractor as a classifier; None for a published extractor.
-
-    Args:
-        sampling: sampling protocol of the samples file.
-        reference: record of the reference.
-        extractor: the feature extractor.
-        image_sets: indices of each set of images.
+    Options of the solver are on that level too. ``n_samples`` is the number of images in a set. ``accuracy`` is not a
+    setting, but the extractor's accuracy as a classifier; None for a published extractor.
     """
     scheduler = sampling.get("scheduler") or {}
     return {
@@ -377,13 +359,7 @@ def _open_training_latents(
     """Open the latents that a snapshot was trained on, and check that samples, snapshot and latents belong together.
 
     Samples of other projects, which contain no identity and step, are accepted, and so are any latents for imported
-    weights, whose data are unknown.
-
-    Args:
-        job: samples, and a snapshot.
-        protocol: sampling protocol of the samples.
-        record: record of the snapshot.
-        latents: folder of the latents; None: ``../../../../latents``, relative to the snapshot.
+    weights, whose data are unknown. The caller ensures that the job has a snapshot.
 
     Raises:
         KairosError: the samples were generated from another snapshot, or the latents are not the snapshot's or lack a

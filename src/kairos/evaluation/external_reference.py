@@ -22,7 +22,7 @@ def read_moments(
 
     Args:
         path: the npz file.
-        width: number of features, with which the covariance of ``moments`` is compared, but not that of ``spatial``;
+        width: number of features, with which the covariance of ``moments`` is compared, but not the one of ``spatial``;
             None if it is unknown: nothing is compared.
         needs: measurements of real images that the metrics need, see `settings.MEASUREMENTS`.
         where: the experiment's field or the option that sets the file, for messages.

@@ -80,10 +80,9 @@ def choose_extractor(
 def _resolve_auto(evaluation: EvaluationConfig, counts: ImageCounts) -> tuple[str, str]:
     """Return the name of the extractor that ``auto`` selects, and the reason.
 
-    Inception is selected if its weights are at the default path, and a set of samples and the training images are more
-    than its features. If the number of training images is unknown, the set of samples alone decides. Otherwise a
-    classifier is trained if the images are known to have labels, `MIN_IMAGES_PER_CLASS` or more of each class. If not,
-    a self-supervised network is trained.
+    Inception needs weights at the default path, and more images than features in a set of samples and in the training
+    data. The set of samples alone decides if the number of training images is unknown. A classifier needs labels, and
+    `MIN_IMAGES_PER_CLASS` images or more of each class. The alternative is a self-supervised network.
     """
     path = inception_weights.default_path()
     smallest_set = evaluation.num_samples  # images of the smallest set that features are computed of
@@ -143,9 +142,9 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
 def _too_few_images(evaluation: EvaluationConfig, dataset: DatasetConfig, counts: ImageCounts) -> list[str]:
     """Return an error message for each number of images that is too small for a feature covariance of full rank.
 
-    The numbers are those of images per set, and of real images: with reference ``train`` the training images, with
-    ``all`` also the held-out ones. An npz file as reference is not checked here. A number that is unknown passes, and
-    all pass if the number of features is not known yet. The list is then empty.
+    The checked numbers are images per set and real images: training images with reference ``train``, all images with
+    ``all``. An npz file as reference is not checked here. Unknown numbers of images pass, and all numbers pass if the
+    number of features is unknown.
     """
     name = evaluation.extractor.name
     width = evaluation.extractor.feature_count or 0  # 0: unknown, so that no number is too small

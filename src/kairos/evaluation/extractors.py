@@ -83,7 +83,7 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
     """Run stage `extractor`: fill the extractor's folder, write the manifest last and return it.
 
     An earlier manifest is deleted first, so that a folder with a manifest is complete. The folder is created if
-    necessary. The manifest contains ``kind`` and ``options`` of the extractor, and the fields that its code returns.
+    necessary. The fields of the manifest are ``kind``, ``options`` and the fields that the extractor's code returns.
     ``accuracy``, ``shape`` and ``dataset_sha256`` are None if its code does not return them.
 
     Args:
@@ -103,9 +103,7 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
 
 
 def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: str = "fp32") -> Extractor:
-    """Open the folder of stage `extractor`, to compute features on `device` in `precision`.
-
-    The network is loaded, after its files are compared with their hashes.
+    """Open the folder of stage `extractor`, after a comparison of its files with their hashes, and load the network.
 
     Raises:
         KairosError: the folder contains no extractor.

@@ -21,9 +21,8 @@ WEIGHTS = inception_weights.NAME
 def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Put the weights into `folder`, after downloading them if they are missing, and return the manifest fields.
 
-    The file in `folder` is a hard link if possible, otherwise a copy. The fields are ``name``, ``metric`` (column of
-    the Fréchet distance), ``features`` (their number), ``files`` (hash of the file) and ``sha256`` (also that hash).
-    `dataset` is not used.
+    The file in `folder` is a hard link if possible, otherwise a copy. Field ``metric`` is the column of the Fréchet
+    distance, and ``sha256`` the hash of the file. `dataset` is not used.
 
     Raises:
         KairosError: the weights are missing and cannot be downloaded; the message contains their URL and path.

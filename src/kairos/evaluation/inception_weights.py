@@ -23,10 +23,7 @@ _TIMEOUT_S = 60.0  # without a byte until a download fails
 
 
 def default_path() -> Path:
-    """Return the path to which torch-fidelity downloads the weights: in `torch.hub`'s folder.
-
-    The variable TORCH_HOME sets the folder, or else XDG_CACHE_HOME. The file may be missing.
-    """
+    """Return the path to which torch-fidelity downloads the weights, in `torch.hub`'s folder; it may be missing."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("TORCH_HOME", f"{cache}/torch")).expanduser()
     return home / "hub" / "checkpoints" / NAME
@@ -54,8 +51,8 @@ def find_weights(configured: str | None) -> tuple[Path, bool]:
 def find_network(path: str) -> tuple[str, bool]:
     """Return the path or hub id of a network of transformers, and True if its files are in the folder or hub cache.
 
-    A folder counts if it contains config.json, a network of the cache if it has model.safetensors. Other files are not
-    checked. Nothing is downloaded.
+    A folder needs config.json, and a network of the cache model.safetensors. Other files are not checked. Nothing is
+    downloaded.
 
     Raises:
         KairosError: files are missing and cannot be downloaded; the message contains the expected files.
@@ -78,7 +75,12 @@ def _offline() -> bool:
 
 
 def missing_network_message(path: str, why: str) -> str:
-    """Return the error message for a user without the DINOv2 network; `why` completes the words "but ..."."""
+    """Return the error message for a user without the DINOv2 network.
+
+    Args:
+        path: folder or hub id of the network.
+        why: clause such as "the folder does not exist".
+    """
     return (
         f"evaluation.extractor: dinov2 needs the network {path} (config.json, model.safetensors), but {why}. Run "
         "`kairos fetch` on a machine with a network, or put the files of facebook/dinov2-large into a folder and set "
@@ -87,7 +89,12 @@ def missing_network_message(path: str, why: str) -> str:
 
 
 def missing_weights_message(path: Path, why: str) -> str:
-    """Return the error message for a user without the weights of Inception; `why` completes the words "but ..."."""
+    """Return the error message for a user without the weights of Inception.
+
+    Args:
+        path: path of the weights.
+        why: clause such as "the file does not exist".
+    """
     return (
         f"evaluation.extractor: inception needs the weights {path}, but {why}. Run `kairos fetch` on a machine with "
         f"a network; or put the file from {URL} there, or set evaluation.extractor.path to it; extractors classifier "
@@ -96,9 +103,9 @@ def missing_weights_message(path: Path, why: str) -> str:
 
 
 def matches_hash_in_name(path: Path, name: str = "") -> bool:
-    """Return True if the SHA-256 of a file begins with the hex digits in its name, or in `name`.
+    """Return True if the SHA-256 of a file begins with the hex digits in its name, or in `name`, or if there are none.
 
-    A name contains the digits, eight or more, in the form ``-6726825d.pth``. A name without them matches every file.
+    A name contains the digits, eight or more, in the form ``-6726825d.pth``.
     """
     digest = re.search(r"-([0-9a-f]{8,})\.", name or path.name)
     return digest is None or sha256_file(path).startswith(digest[1])
@@ -107,8 +114,8 @@ def matches_hash_in_name(path: Path, name: str = "") -> bool:
 def download(url: str, path: Path) -> None:
     """Download a file atomically and check it against the hash in its name, the URL's last part.
 
-    An error leaves `path` as it was. If the server does not send the size, a file that ends early is found by its hash
-    alone; a file whose name has no hash is then accepted. Messages report the progress.
+    An error leaves `path` as it was. If the server does not send the size, only the hash detects a file that ends
+    early; a file whose name has no hash is then accepted. Messages report the progress.
 
     Raises:
         KairosError: the server does not answer or has no such file, or the file is incomplete or has another hash.
@@ -130,7 +137,7 @@ def download(url: str, path: Path) -> None:
             if not matches_hash_in_name(Path(file.name), name):
                 raise KairosError("its content does not match the hash in its name")
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", None)  # of a URLError, whose text adds "<urlopen error ...>"
+        reason = getattr(error, "reason", None)  # a URLError has one; its text adds "<urlopen error ...>"
         raise KairosError(f"{reason or error}") from None
 
 

@@ -128,11 +128,11 @@ def measure(
         stored_indices: positions among the measured images whose features and logits are stored; None: all. Mean and
             covariance are always of all images.
     """
-    sums_by_layer = {}  # for mean and covariance
+    sums_by_layer = {}  # sums for mean and covariance
     for name, measurement in GAUSSIAN_MEASUREMENTS.items():
         if name in needs:
             sums_by_layer[measurement.layer] = MomentSums()
-    # by layer; the layers have the names of the measurements
+    # a spool per layer; the layers have the names of the measurements
     spools = {name: Spool() for name in ("features", "logits") if name in needs}
     count = 0  # images so far
     for batch in images:

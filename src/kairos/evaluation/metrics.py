@@ -3,8 +3,8 @@
 A metric returns columns: a dictionary from column name to number. Module `settings` lists the measurements that each
 metric needs.
 
-Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory. KID and
-Inception score are those of torch-fidelity.
+Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory.
+torch-fidelity computes KID and Inception score.
 """
 
 import functools
@@ -60,7 +60,7 @@ class RealStatistics:
 
     @functools.cached_property
     def hash(self) -> str:
-        """SHA-256 of the features' mean and covariance and of the number of images; other layers do not count."""
+        """SHA-256 of the features' mean and covariance and of the number of images; other layers are not included."""
         mean, covariance = self.gaussians["features"]
         return sha256_bytes(mean.tobytes() + covariance.tobytes() + str(self.count).encode())
 
@@ -121,7 +121,7 @@ class Comparison:
 
 
 def statistics_to_store(statistics: ImageStatistics) -> RealStatistics:
-    """Return the statistics to store, given the measurements of real images.
+    """Return the statistics to store from the measurements of real images.
 
     Features are read into memory. Features that were not measured become an array (0, 0).
     """
@@ -160,9 +160,7 @@ def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStat
 
 
 def check_image_count(count: int, width: int, what: str) -> list[str]:
-    """Check that a number of images is large enough for the covariance of the features, and return the warnings.
-
-    The list is empty from 10 images per feature on, and contains one warning below that. Nothing is printed.
+    """Return the warnings about a number of images: one below 10 images per feature, otherwise none; print nothing.
 
     Args:
         count: number of images.
@@ -170,7 +168,7 @@ def check_image_count(count: int, width: int, what: str) -> list[str]:
         what: the images, for the message.
 
     Raises:
-        KairosError: `count` is at most `width`: the covariance has no full rank, and the distance means little.
+        KairosError: `count` is at most `width`: the covariance does not have full rank, and the distance means little.
     """
     if count <= width:
         raise KairosError(
@@ -188,10 +186,7 @@ def warn(what: str, warning: str) -> None:
 
 
 def frechet(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
-    """Compute the Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017).
-
-    The column is `Comparison.distance_column`.
-    """
+    """Compute the Fréchet distance of the features (Heusel et al. 2017) as column `Comparison.distance_column`."""
     samples = statistics.gaussians["features"]
     return {comparison.distance_column: frechet_distance(samples, comparison.real, layer="features")}
 
@@ -205,9 +200,6 @@ def sfid(options: MetricOptions, statistics: ImageStatistics, comparison: Compar
 def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> float:
     """Return |m1 - m2|² + tr(C1 + C2 - 2 (C1 C2)^½), the Fréchet distance of two Gaussians.
 
-    The trace of the root is the trace of the symmetric (R C1 R)^½ with R = C2^½, which has no complex eigenvalues. It
-    is the sum of the square roots of the eigenvalues of R C1 R.
-
     Args:
         samples: mean and covariance of the samples' features, m1 and C1.
         real: statistics of the real images, with m2 and C2.
@@ -216,6 +208,7 @@ def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> flo
     mean, covariance = samples
     real_mean, real_covariance = real.gaussians[layer]
     root = real.roots[layer]
+    # the trace of the root is the trace of the symmetric (R C1 R)^½ with R = C2^½, which has no complex eigenvalues
     eigenvalues = np.linalg.eigvalsh(root @ covariance @ root)
     difference = mean - real_mean
     # rounding can make eigenvalues negative
@@ -224,7 +217,7 @@ def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> flo
 
 
 def _root(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the symmetric root of a covariance (d, d); negative eigenvalues count as 0."""
+    """Return the symmetric root of a covariance (d, d); negative eigenvalues are treated as 0."""
     values, vectors = np.linalg.eigh(covariance)
     return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
 
@@ -234,8 +227,8 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
 
     The kernel is (gamma x·y + 1)³. For Inception, gamma is the published 1/d. Features of an extractor that kairos
     trains have an arbitrary scale. For them gamma is 1 / mean |x|² of the real features, which makes the distance
-    independent of the scale. At most `MAX_STORED` evenly spread samples and real images count. torch-fidelity draws the
-    subsets by a fixed seed. There is no column if a subset would have fewer than two images.
+    independent of the scale. At most `MAX_STORED` evenly spread samples and real images are used. torch-fidelity draws
+    the subsets by a fixed seed. There is no column if a subset would have fewer than two images.
     """
     assert statistics.features is not None
     from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric  # its import takes a second
@@ -276,7 +269,7 @@ def isc(options: MetricOptions, statistics: ImageStatistics, comparison: Compari
 def psnr(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
     """Compute the mean peak signal-to-noise ratio in dB of image pairs; no column if the images have no pairs.
 
-    The ratio is computed for each pair and then averaged. Equal images count as a mean squared error of 1e-12.
+    The ratio is computed for each pair and then averaged. The mean squared error of a pair is at least 1e-12.
     """
     if statistics.pairs is None:
         return {}
@@ -316,7 +309,7 @@ def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
             # keep the smallest of the distances so far and those to the next block
             candidates = torch.cat([nearest, torch.cdist(vectors, others)], 1)
             nearest[:] = candidates.topk(neighbours + 1, largest=False).values
-    radii = nearest_distances.max(1).values  # of the vector itself and its `neighbours` nearest, the last neighbour's
+    radii = nearest_distances.max(1).values  # distance to the last of the `neighbours` nearest
     # points inside any ball
     inside_count = 0
     for block in _iterate_vectors(points):
@@ -373,9 +366,7 @@ def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
 def format_metric(columns: dict[str, Any], name: str) -> str:
     """Return name and value of a metric as text, with its standard deviation if there is one: ``fid 12.34 ± 0.5``.
 
-    Args:
-        columns: result of `summarise`, or a reference row.
-        name: column of the metric.
+    `columns` is a result of `summarise`, or a reference row.
     """
     text = f"{name} {columns[name]:.4g}"
     deviation = columns[f"{name}_spread"]

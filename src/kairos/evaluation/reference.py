@@ -50,7 +50,7 @@ GAUSSIAN_IMAGES = 10_000  # most latents to which the Gaussian is fitted
 GAUSSIAN_VALUES = 2**27  # most numbers in these latents: 512 MB of float32
 _HELDOUT_DEVIATION = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
 _GENERATED_DEVIATION = "standard deviation over sets of fresh draws"
-ImageSource = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
+ImageSource = Callable[[int], Iterator[np.ndarray]]  # function of a set's number that yields batches of its images
 SPREADS = {  # meaning of columns ``<metric>_spread``, by row
     "floor": _HELDOUT_DEVIATION,
     "reconstruction": _HELDOUT_DEVIATION,
@@ -144,14 +144,10 @@ def build_reference(
 
 
 def _check_image_counts(num_samples: int, real_images: int, width: int) -> list[str]:
-    """Check the sizes of the sets against the number of features; print and return the warnings.
+    """Check the sizes of the sets against the number of features `width`; print and return the warnings.
 
-    A returned warning begins with what is few: ``evaluation.num_samples: `` or ``real images: ``.
-
-    Args:
-        num_samples: images per set.
-        real_images: number of real images; 0 if it is unknown, as for published moments.
-        width: number of features.
+    A returned warning begins with ``evaluation.num_samples: `` or ``real images: ``. The number of real images is 0 if
+    it is unknown, as for published moments.
 
     Raises:
         KairosError: too few images.
@@ -167,7 +163,7 @@ def _check_image_counts(num_samples: int, real_images: int, width: int) -> list[
 
 
 def open_reference(path: Path, extractor: Extractor) -> Reference:
-    """Open the output of stage `reference`, given as its folder or its reference.json.
+    """Open the output of stage `reference` from its folder or its reference.json.
 
     Raises:
         KairosError: the reference is missing, or was computed with another extractor.
@@ -192,7 +188,7 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
 def open_external_reference(path: Path, extractor: Extractor, metric_names: list[str] | None) -> Reference:
     """Open an npz file of real images or published moments as reference; the statistics are cached by its content.
 
-    The record contains default settings, and None as number of images per set: the samples are split into a given
+    The record contains default settings, and None as number of images per set: evaluations split the samples into a
     number of sets.
 
     Args:
@@ -217,8 +213,8 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
 def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extractor) -> dict[str, Any]:
     """Return the fields of a reference's record that fix settings for all its evaluations, and its hash.
 
-    They are ``eval_seed``, ``precision``, ``validation`` (settings of the losses) and ``reference_hash``, the hash of
-    the statistics of the real images and of the extractor.
+    ``validation`` contains the settings of the losses. The hash includes the statistics of the real images and the
+    extractor.
     """
     return {
         "reference_hash": sha256_json({"statistics": real.hash, "extractor": extractor.hash}),
@@ -231,13 +227,9 @@ def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extracto
 def _real_statistics(
     reference: str, dataset: PreparedDataset, extractor: Extractor, selected: tuple[MetricOptions, ...]
 ) -> RealStatistics:
-    """Return the statistics of the real images, cached by content.
+    """Return the statistics of the real images, cached by content; the metrics `selected` decide the measurements.
 
-    Args:
-        reference: ``train``, ``all`` (with the held-out images) or the path of an npz file.
-        dataset: the prepared data set.
-        extractor: the feature extractor.
-        selected: the metrics, which decide the measurements.
+    `reference` is ``train``, ``all`` (with the held-out images) or the path of an npz file.
     """
     needs = needs_of_real_images(selected)
     if reference not in ("train", "all"):
@@ -279,16 +271,10 @@ def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) 
 def _measure_cached(
     images: Any, indices: Any, extractor: Extractor, needs: set[str], cache_key: dict[str, Any]
 ) -> RealStatistics:
-    """Return the statistics of the images `indices`, from the cache if the present code has computed them before.
+    """Return the statistics of uint8 images (N, height, width, channels) at `indices`, with the measurements `needs`.
 
-    Features are stored for at most `metrics.MAX_STORED` images. Only measurements in `needs` are taken.
-
-    Args:
-        images: uint8 (N, height, width, channels).
-        indices: indices of the images to measure, (n,).
-        extractor: the feature extractor.
-        needs: measurements, see `settings.MEASUREMENTS`.
-        cache_key: JSON values that identify the images.
+    They are from the cache if the present code has computed them before. `cache_key` identifies the images, by JSON
+    values. Features are stored for at most `metrics.MAX_STORED` images.
     """
     extractor_code = EXTRACTORS.find(extractor.manifest["kind"]).module()  # imported by name alone
     cache_key = {
@@ -317,17 +303,9 @@ def _compute_rows(
 ) -> dict[str, dict[str, Any]]:
     """Return the reference rows by name, each with its number of images per set and the columns of the metrics.
 
-    Rows ``floor`` and ``reconstruction`` are of the first ``num_samples`` held-out images, or of all if they are fewer.
-    They are missing if too few images are held out, see `_heldout_sources`. If metrics need captions, the first caption
-    of each held-out image is used.
-
-    Args:
-        evaluation: section `evaluation`.
-        dataset: data set with the held-out images.
-        codec: the autoencoder.
-        generated: sources of the rows that have ``evaluation.sets`` sets of images, by name.
-        extractor: the feature extractor.
-        comparison: statistics of the real images, and the metrics.
+    Rows ``floor`` and ``reconstruction`` have one set: the first ``num_samples`` held-out images, or all if they are
+    fewer. They are missing if too few images are held out, see `_heldout_sources`. The other rows are `generated`, with
+    ``evaluation.sets`` sets. If metrics need captions, the first caption of each held-out image is used.
     """
     heldout = dataset.heldout[: evaluation.num_samples]
     heldout_sources = _heldout_sources(
@@ -363,7 +341,7 @@ def _score_heldout(
 ) -> dict[str, Any]:
     """Return the columns of the metrics for one set of images, and the standard deviation of each column.
 
-    The standard deviation of the distance is a bootstrap's. Those of the other columns are None.
+    The standard deviation of the distance is a bootstrap's. The other columns have None.
 
     Args:
         images: function that yields the images in batches; with captions it is called twice.
@@ -372,7 +350,7 @@ def _score_heldout(
         extractor: the feature extractor.
         comparison: statistics of the real images, and the metrics.
     """
-    needs = comparison.needs | {"features"}  # for the bootstrap
+    needs = comparison.needs | {"features"}  # the bootstrap needs features
     statistics = measure(extractor, images(), needs)
     if captions is not None:
         batches = zip(images(), iterate_rows(captions, range(len(captions))))
@@ -389,15 +367,8 @@ def _heldout_sources(
 ) -> dict[str, Callable[[], Iterator[np.ndarray]]]:
     """Return functions by row, ``floor`` and ``reconstruction``, that yield the row's images in uint8 batches.
 
-    Without more held-out images than features there are no such rows; a message reports that. A message also reports
-    fewer held-out images than `num_samples`.
-
-    Args:
-        heldout: dataset indices of the held-out images, (n,).
-        dataset: the prepared data set.
-        codec: the autoencoder.
-        num_samples: images per set of the other rows.
-        width: number of features.
+    There are no such rows unless more images are held out than there are features (`width`). A message reports that,
+    and fewer held-out images than `num_samples`. `heldout` contains dataset indices, (n,).
     """
     if len(heldout) <= width:
         log(
@@ -421,17 +392,9 @@ def _heldout_sources(
 def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, ImageSource]:
     """Fit a Gaussian to the training latents; return the number of fitted latents and a source of decoded samples.
 
-    At most `GAUSSIAN_IMAGES` latents are fitted, and at most `GAUSSIAN_VALUES` numbers. Stochastic latents are sampled.
-    A sample is mean + z rows / sqrt(n - 1), with z ~ N(0, I_n) and the n centred latents as rows. The covariance of
-    such samples is the sample covariance of the latents, which is never formed. Its rank is n - 1, or the number of
-    dimensions if that is smaller. The latents stay in memory as long as the source. The caller ensures that there are
-    two training images or more.
-
-    Args:
-        latents: latents of the data set.
-        codec: decoder of the samples.
-        count: images per set.
-        seed: seed of the choice of latents and of the samples.
+    At most `GAUSSIAN_IMAGES` latents, and `GAUSSIAN_VALUES` values in total (but at least two latents), are fitted.
+    They stay in memory as long as the source. Stochastic latents are sampled. The caller ensures that there are two
+    training images or more, and `count` is the number of images per set.
     """
     dimension = int(np.prod(latents.shape))
     fitted_count = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
@@ -448,6 +411,8 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
     def images_of_set(number: int) -> Iterator[np.ndarray]:
         for image_indices in iterate_rows(range(count), range(count)):  # consecutive ranges
             z = Stream(seed, "gaussian draws").normal(number, image_indices, (fitted_count,))
+            # the covariance of x0 is the sample covariance of the latents, which is never formed; its rank is n - 1, or
+            # the number of dimensions if that is smaller
             x0 = mean + z @ rows / (fitted_count - 1) ** 0.5
             yield to_uint8(codec.decode(x0.view(-1, *latents.shape)))
 
@@ -455,10 +420,7 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
 
 
 def _noise_source(shape: tuple[int, ...], count: int, seed: int) -> ImageSource:
-    """Return a source of sets of `count` uniformly random images, in uint8 batches (n, *shape).
-
-    A set is a function of the seed and of its number.
-    """
+    """Return a source of sets of `count` uniformly random uint8 images (n, *shape), by seed and number of the set."""
 
     def images_of_set(number: int) -> Iterator[np.ndarray]:
         random = np.random.default_rng(derived_seed(seed, "noise images", number))

@@ -26,12 +26,12 @@ ADVICE = (
 def cannot_rank(reference: Mapping[str, Any]) -> str | None:
     """Return why the distance cannot rank methods, or None if it can or if a reference row is missing.
 
-    It can if real held-out images score more than `CLEAR` standard deviations below a fitted Gaussian. The deviation is
-    that of the difference between both scores:
+    It can if real held-out images score more than `CLEAR` standard deviations of the difference below a fitted
+    Gaussian:
 
-    * The deviation of the real images, a bootstrap's, is in every record of stage reference. In a record without it, it
-      counts as 0, so that any lower score can rank.
-    * The deviation of a Gaussian row with one set of samples is None; that of the real images replaces it.
+    * The deviation of the real images, a bootstrap's, is in every record of stage reference. A missing one is treated
+      as 0, so that any lower score can rank.
+    * The deviation of a Gaussian row with one set of samples is None; the real images' deviation replaces it.
 
     Args:
         reference: content of reference.json; rows ``floor`` and ``gaussian`` are used.
@@ -62,13 +62,13 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
 def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
     """Return a warning if the distance is unlikely to rank methods, else None.
 
-    Existing reference rows decide alone, see `cannot_rank`. If there are none, the warning is given for extractors that
-    are trained on fewer than `ENOUGH_IMAGES` images; a number of images that is unknown gives none. There is no warning
-    if methods are ranked by the validation loss.
+    Existing reference rows decide alone, see `cannot_rank`. If there are none, the warning is for extractors that are
+    trained on fewer than `ENOUGH_IMAGES` images, if the number is known. There is no warning if methods are ranked by
+    the validation loss.
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.
-        results: folder of the experiment's results. Rows there count if they were computed with equal settings.
+        results: folder of the experiment's results. Rows there are used if they were computed with equal settings.
     """
     if evaluation.primary_metric != "distance":
         return None

@@ -5,8 +5,8 @@ fields. The module also has ``load(folder, manifest)``, which opens the folder. 
 replaces ``auto`` before any job.
 
 A metric's code is called as ``code(options, statistics, comparison)``. `statistics` holds the measurements of a set of
-images, and `comparison.real` those of the real images. The code returns columns: a dictionary of numbers. A metric that
-needs a snapshot is called as ``code(milestone, latents, settings, device)``, see `validation`.
+images, and `comparison.real` measurements of the real images. The code returns columns: a dictionary of numbers. A
+metric that needs a snapshot is called as ``code(milestone, latents, settings, device)``, see `validation`.
 
 `MEASUREMENTS` lists what metrics can need of a set of images.
 """
@@ -179,7 +179,7 @@ class MetricOptions(Component):
         """Check the measurements that a metric needs, and the form of `higher_is_better`.
 
         Raises:
-            ConfigError: a measurement is not in `MEASUREMENTS`, or `higher_is_better` is no tuple.
+            ConfigError: a measurement is not in `MEASUREMENTS`, or `higher_is_better` is not a tuple.
         """
         for need in cls.needs:
             demand(need in MEASUREMENTS, f"metric {cls.__name__}: needs", need, ", ".join(MEASUREMENTS))
@@ -195,7 +195,7 @@ METRICS: Components[MetricOptions] = Components("metric")
 class FrechetOptions(MetricOptions):
     """Fréchet distance of the extractor's features (Heusel et al. 2017).
 
-    The formula is that of torch-fidelity. The extractor decides the name of the column, such as `frechet_classifier32`;
+    torch-fidelity has the same formula. The extractor decides the name of the column, such as `frechet_classifier32`;
     it is `fid` with Inception and `fd_dinov2` with DINOv2.
     """
 
@@ -210,7 +210,7 @@ class FrechetOptions(MetricOptions):
 class FidOptions(MetricOptions):
     """FID: Fréchet distance of Inception's features.
 
-    Heusel et al. 2017. The 2,048 features are those of ADM's evaluator.
+    Heusel et al. 2017. ADM's evaluator uses the same 2,048 features.
     """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:frechet"
@@ -240,7 +240,7 @@ class FdDinoOptions(MetricOptions):
 class SfidOptions(MetricOptions):
     """FID of Inception's spatial features (Nash et al. 2021).
 
-    The 2,023 spatial features are those of ADM's evaluator.
+    ADM's evaluator uses the same 2,023 spatial features.
     """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:sfid"
@@ -255,7 +255,7 @@ class SfidOptions(MetricOptions):
 class KidOptions(MetricOptions):
     """Kernel distance (Bińkowski et al. 2018).
 
-    The unbiased estimate of torch-fidelity, which can be negative; at most 10,000 images count. For Inception the
+    The unbiased estimate of torch-fidelity, which can be negative; at most 10,000 images are used. For Inception the
     kernel is the published one. For other extractors its scale follows the real features.
     """
 
@@ -304,7 +304,7 @@ class PrecisionOptions(MetricOptions):
 class RecallOptions(PrecisionOptions):
     """Share of real images in the samples' manifold.
 
-    Kynkäänniemi et al. 2019. At most 10,000 real images, evenly spread, count.
+    Kynkäänniemi et al. 2019. At most 10,000 real images, evenly spread, are used.
     """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:recall"
@@ -318,8 +318,8 @@ class RecallOptions(PrecisionOptions):
 class ClipOptions(MetricOptions):
     """100 x cosine of images and captions (Hessel et al. 2021).
 
-    The score is that of torchmetrics without its clamp at 0. Published scores near 0.24 are the cosine itself. Scores
-    of different networks are not comparable.
+    torchmetrics clamps this score at 0; here it is not clamped. Published scores near 0.24 are the cosine itself.
+    Scores of different networks are not comparable.
     """
 
     code: ClassVar[str] = "kairos.evaluation.clip:clip"
@@ -335,8 +335,8 @@ class ClipOptions(MetricOptions):
 class ValidationOptions(MetricOptions):
     """Loss by time on held-out images.
 
-    Images, noise and times are fixed and equal for all methods. The squared error is that of epsilon for every
-    prediction.
+    Images, noise and times are fixed and equal for all methods. The loss is the squared error of epsilon for every
+    prediction target.
     """
 
     code: ClassVar[str] = "kairos.evaluation.validation:validation_loss"
@@ -354,8 +354,8 @@ class ValidationOptions(MetricOptions):
 class Mlperf8Options(MetricOptions):
     """Loss at eight equidistant times (MLPerf Training, Flux.1).
 
-    Images and noise are fixed and equal for all methods. The squared error is that of the network's prediction, so
-    networks with different predictions are not comparable.
+    Images and noise are fixed and equal for all methods. The loss is the squared error of the network's prediction, so
+    networks with different prediction targets are not comparable.
     """
 
     code: ClassVar[str] = "kairos.evaluation.validation:mlperf8"
@@ -381,10 +381,7 @@ FRECHET_METRICS = ("frechet", "fid", "fd_dinov2")  # metrics that methods are ra
 
 
 def is_higher_better(column: str) -> bool:
-    """Return True if higher values of the column are better for samples, such as ``precision``.
-
-    False for columns of no metric, and for columns with a suffix such as ``_spread``.
-    """
+    """Return True if higher values of a metric's column are better; False with a suffix such as ``_spread``."""
     return any(column in options.higher_is_better for options in METRICS.values())
 
 
@@ -403,9 +400,6 @@ def needs_of_real_images(metrics: Iterable[MetricOptions]) -> set[str]:
 
 def default_metrics(extractor: str, heldout: bool) -> list[str]:
     """Return the names of the metrics of an experiment that lists none.
-
-    They are the Fréchet distance and KID, with Inception also the Inception score, and with held-out images also the
-    validation loss. The Fréchet distance is ``fid`` with Inception, ``fd_dinov2`` with DINOv2, and else ``frechet``.
 
     Args:
         extractor: name of the extractor.
@@ -450,10 +444,7 @@ class EvaluationConfig(Section):
 
     @model_serializer(mode="wrap")
     def _omit_default_primary_metric(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `primary_metric` out of the plain values if it has its default.
-
-        The field is newer than others. Experiments that do not set it keep their plain values, and so their hashes.
-        """
+        """Leave `primary_metric`, a newer field, out of the plain values if it has its default: it keeps old hashes."""
         values: dict[str, Any] = serialize(self)
         if self.primary_metric == "distance":
             values.pop("primary_metric", None)
@@ -493,7 +484,7 @@ class EvaluationConfig(Section):
 
 
 def metrics_with_options(names: list[str]) -> list[MetricOptions]:
-    """Return metrics given by name, each with the default values of its options."""
+    """Return metrics by their names, each with the default values of its options."""
     return [METRICS.select({"name": name}) for name in names]
 
 

@@ -1,7 +1,7 @@
 """Validation loss by time: fixed held-out images, noise and times, which are equal for all methods.
 
 A fraction u in [0, 1) is a position in the forward process. Cells divide [0, 1) into equal intervals, each with a
-coefficient c of the VLB; those of a discrete process are its timesteps. Strata consist of whole cells. The first and
+coefficient c of the VLB; a discrete process has a cell per timestep. Strata consist of whole cells. The first and
 the last cell are strata of one cell, because c is largest there. In a stratum, the fractions of the images are evenly
 spread, so that the mean over images is a mean over the stratum. The loss is the squared error of epsilon for every
 prediction target.
@@ -23,8 +23,7 @@ from kairos_timesteps.validation import ValidationLoss, spread_over
 def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
     """Return half-open intervals of fractions that cover [0, 1): the first cell, `strata` intervals, the last cell.
 
-    There are fewer than `strata` intervals if fewer cells are between the first and the last. Every interval begins and
-    ends at the edge of a cell. The intervals between have nearly equal lengths. Together the lengths are 1.
+    The intervals between are nearly equal, and fewer if there are fewer cells. Every interval consists of whole cells.
 
     Args:
         cells: number of cells, two or more: the timesteps of a discrete process.
@@ -32,8 +31,8 @@ def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
     """
     inner_cells = max(cells - 2, 0)  # without the first and the last
     inner_strata = min(strata, inner_cells)
-    inner_edges = np.unique(np.round(np.linspace(1, cells - 1, inner_strata + 1)))  # in cells
-    edges = np.concatenate([[0], inner_edges, [cells]]) / cells  # as fractions
+    inner_edges = np.unique(np.round(np.linspace(1, cells - 1, inner_strata + 1)))  # edges in cells
+    edges = np.concatenate([[0], inner_edges, [cells]]) / cells  # edges as fractions
     return list(itertools.pairwise(edges.tolist()))
 
 
@@ -64,7 +63,7 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
     fixed_loss = build_fixed_loss(milestone, latents, settings, device)
     count = len(fixed_loss.images)
     rows = []
-    lengths = []  # of the strata, in fractions
+    lengths = []  # lengths of the strata, in fractions
     for number, (start, end) in enumerate(build_strata(cell_count, settings.strata)):
         u = spread_over((start, end), count)  # fraction of each image, (images,)
         with compute.precision(settings.precision, torch.device(device)):
@@ -90,15 +89,8 @@ def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: An
     """Compute the loss at eight equidistant times, fractions 0/8 to 7/8, assigned to the images in turn.
 
     The loss is the plain squared error of the network's prediction, as in the validation of MLPerf Training's Flux.1.
-
-    Args:
-        milestone: ``model``, ``process`` and ``record`` of an opened snapshot.
-        latents: latents that the network was trained on; the held-out images are used.
-        settings: number of images, seed, precision; the number of strata is not used.
-        device: device that the caller has put the network on.
-
-    Returns:
-        ``mlperf8``, the mean over images.
+    The result ``mlperf8`` is the mean over images. See `validation_loss` for the arguments; the number of strata is not
+    used.
     """
     fixed_loss = build_fixed_loss(milestone, latents, settings, device, kind="mlperf8")
     result = fixed_loss(milestone.model, compute.precision(settings.precision, torch.device(device)))

@@ -92,8 +92,8 @@ def mse(options: LossOptions, prediction: Prediction) -> PerSample:
 def vlb(options: LossOptions, prediction: Prediction) -> PerSample:
     """Compute the VLB term, c_t times the squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,).
 
-    The squared error is that of the prediction, and c_t is converted to it. Cells of equal fractions, see
-    `_vlb_weights`, have one c_t each; a time outside the process counts to the first or the last cell.
+    The code uses the squared error of the prediction target, and converts c_t to that target. Cells of equal fractions,
+    see `_vlb_weights`, have one c_t each; a time outside the process belongs to the first or the last cell.
     """
     process = prediction.process
     weights = _vlb_weights(process, prediction.x0.device)
@@ -108,11 +108,11 @@ def vb(options: VbOptions, prediction: Prediction) -> PerSample:
 
     Nichol and Dhariwal 2021, section 3.1: KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)), at t = 0 the negative
     log-likelihood of x0 rounded to 256 levels of [-1, 1]. The mean is held fixed: the term trains the variance alone.
-    The caller ensures that the process is discrete with a learned variance, so that the output has channels of it.
+    The caller ensures that the process is discrete with a learned variance, for which the output has channels.
     """
     process, x0, t = prediction.process, prediction.x0, prediction.t
     mean = prediction.mean.detach()
-    v = prediction.output[:, x0.shape[1] :].to(x0.dtype)  # the channels after those of the mean
+    v = prediction.output[:, x0.shape[1] :].to(x0.dtype)  # the channels after the mean's channels
     log_beta, log_posterior_variance, x0_factor = (shaped(table[t], x0) for table in _posterior(process, x0.device))
     # v interpolates the logarithm, from the posterior's variance at v = -1 to beta at v = 1
     log_variance = log_posterior_variance + (v + 1) / 2 * (log_beta - log_posterior_variance)
@@ -161,7 +161,7 @@ def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tens
     """Return ln beta, ln of the posterior's variance, and the factor of x0 in its mean, float64 (T,) on the device.
 
     The posterior is q(x_{t-1} | x_t, x0) of a discrete process. Its variance at t = 0, which is 0, is replaced by the
-    one at t = 1. Results are cached.
+    variance at t = 1.
     """
     schedule = process.schedule
     alphas_cumprod = torch.from_numpy(schedule.alphas_cumprod)
@@ -173,12 +173,11 @@ def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tens
     return betas.log().to(device), log_posterior_variance.to(device), x0_factor.to(device)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)  # spares each step a copy to the device, which would synchronise
 def _vlb_weights(process: Any, device: torch.device) -> Tensor:
-    """Return the VLB weight of the network's prediction by cell, float32 (cells,), cached on the device.
+    """Return the VLB weight of the network's prediction by cell, float32 (cells,) on the device.
 
-    Cells have equal fractions of the process; those of a discrete process are its timesteps. The cache spares each step
-    a copy to the device, which would synchronise.
+    Cells have equal fractions of the process; a discrete process has a cell per timestep.
     """
     weights = process.schedule.in_prediction(process.schedule.vlb, process.prediction)
     return torch.from_numpy(weights).to(device, torch.float32)

@@ -46,9 +46,8 @@ def write_milestone(
 ) -> None:
     """Write the folder of a snapshot atomically, in place of an existing one.
 
-    The folder contains the average weights in ``ema/``, the raw weights in ``raw/``, the strategy's table
-    ``strategy.csv``, and the record ``milestone.json``, which has the hashes of all other files. If diffusers has a
-    scheduler for the forward process, ``scheduler/`` contains its configuration.
+    The files are the average weights in ``ema/``, the raw weights in ``raw/``, the strategy's table ``strategy.csv``,
+    and the record ``milestone.json`` with the hashes of all other files. Folder ``scheduler/`` contains `scheduler`.
 
     Args:
         folder: folder of the snapshot.
@@ -71,9 +70,7 @@ def write_milestone(
 
 
 def check_milestone(folder: Path) -> dict[str, Any]:
-    """Check the files of a snapshot against its record and return the record.
-
-    Files that the record does not list are not checked.
+    """Check the files that a snapshot's record lists against it, and return the record.
 
     Raises:
         KairosError: the folder contains no snapshot.
@@ -110,7 +107,7 @@ def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, 
 def hash_start_weights(folder: Path, model: "BackboneOptions") -> str:
     """Return a hash of the weights that `load_start_weights` loads, from the snapshot's record alone.
 
-    The weights are not read. An option that one of the two backbones lacks counts as None.
+    An option that one of the two backbones lacks is treated as None.
 
     Args:
         folder: folder of the snapshot.

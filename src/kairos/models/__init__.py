@@ -47,8 +47,7 @@ def build(
 def check_conditions_accepted(model: BackboneOptions) -> None:
     """Check that a backbone can be conditioned on the conditions of a `model` section, and that each is listed once.
 
-    A backbone that accepts any condition (`takes` is None) is not checked, not even for a condition that is listed
-    twice.
+    A backbone that accepts any condition (`takes` is None) is not checked, not even for duplicates.
 
     Raises:
         ConfigError: a condition is not allowed or listed twice; the message contains the allowed ones.
@@ -66,12 +65,8 @@ def check_conditions_accepted(model: BackboneOptions) -> None:
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:
     """Write a backbone in the layout of diffusers: config.json and diffusion_pytorch_model.safetensors.
 
-    The folder is created if it does not exist; existing files are replaced.
-
-    Args:
-        module: the backbone.
-        folder: folder of the two files.
-        weights: weights to save instead of the module's, such as an average; None: the module's.
+    The folder is created if it does not exist; existing files are replaced. `weights`, such as an average, are saved
+    instead of the module's weights.
     """
     write_weights(folder / WEIGHTS, weights or module.weights())
     write_json(folder / "config.json", module.config())

@@ -62,7 +62,7 @@ class Backbone(nn.Module):
         outputs: number of output channels.
 
     Attributes:
-        inputs: number of input channels: those of x0 and of all conditions that are images.
+        inputs: number of input channels: channels of x0 and of all conditions that are images.
     """
 
     def __init__(self, options: Any, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
@@ -76,11 +76,7 @@ class Backbone(nn.Module):
         self.inputs = shape[0] + condition_channels
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json, which describes the weights for use outside kairos.
-
-        Its keys are ``_class_name``, ``options``, ``shape``, ``conditions`` and ``outputs``. Descriptions of conditions
-        lack the state of the empty text, ``empty``.
-        """
+        """Return the content of config.json, which describes the weights for use outside kairos."""
         conditions = {}
         for name, description in self.conditions.items():
             # the state of the empty text is large, and the weights contain it
@@ -120,10 +116,10 @@ class Backbone(nn.Module):
         self.load_weights(loaded)
 
     def with_image_conditions(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return x with the image conditions as further channels, (batch, inputs, height, width), in the type of x.
+        """Return x with the image conditions, in the model's order, as further channels, in the type of x.
 
-        The image conditions are in the order of the model's conditions, and have the height and width of x. Without
-        image conditions the result is x itself.
+        The shape is (batch, inputs, height, width); image conditions have the height and width of x. Without image
+        conditions the result is x itself.
         """
         if not self._image_conditions:
             return x
@@ -131,7 +127,7 @@ class Backbone(nn.Module):
         return torch.cat([x, *images], dim=1)
 
     def patch_grid(self, patch: int) -> tuple[int, int]:
-        """Return the number of rows and of columns of patches with side `patch`.
+        """Return the number of rows and columns of patches with side `patch`.
 
         Raises:
             KairosError: `patch` does not divide height and width.
@@ -158,9 +154,7 @@ def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> 
 
     An example is ``missing: a.bias, a.weight; of another shape: b.weight (3, 2) for (3, 4)``.
 
-    Args:
-        expected: weights of the model.
-        given: weights to load.
+    `given` are the weights to load.
     """
     other_shapes = []
     for name in sorted(expected.keys() & given.keys()):
@@ -183,13 +177,8 @@ def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> 
 def apply_padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
     """Apply a network that needs sides divisible by `factor` to images of any size: pad by zeros, then crop the output.
 
-    The padding is even on all sides, up to one row or column more below and to the right. Without padding, the output
-    is not cropped.
-
-    Args:
-        network: function of images (batch, channels, height, width) that keeps height and width.
-        x: images of any size.
-        factor: divisor of both sides that the network needs.
+    The network keeps height and width of images (batch, channels, height, width). The padding is even on all sides, up
+    to one row or column more below and to the right.
     """
     height, width = x.shape[-2:]
     extra_rows, extra_columns = -height % factor, -width % factor  # up to the next multiple of `factor`

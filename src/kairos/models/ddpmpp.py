@@ -46,7 +46,7 @@ class ResidualBlock(nn.Module):
             self.qkv, self.proj = nn.Conv2d(outputs, 3 * outputs, 1), nn.Conv2d(outputs, outputs, 1)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """Return features (batch, outputs, h scale, w scale), given x (batch, inputs, h, w) and the time embedding."""
+        """Return features (batch, outputs, h scale, w scale) of x (batch, inputs, h, w) with the time embedding."""
         h = self.conv0(self._resample(nn.functional.silu(self.norm0(x))))
         h = nn.functional.silu(self.norm1(h + self.affine(embedding)[..., None, None]))
         shortcut = self._resample(x)
@@ -136,16 +136,11 @@ class DDPMpp(Backbone):
         return skip_channels
 
     def _build_decoder(self, level_names: list[str], level_attends: list[bool], skip_channels: list[int]) -> None:
-        """Add the decoder `dec`, from the lowest resolution to the highest, whose blocks consume `skip_channels`.
+        """Add the decoder `dec`, from the lowest resolution on; its blocks empty `skip_channels` from the end.
 
-        Each level has one block more than in the encoder, and only the last of them may have attention. Two blocks
-        without skips precede the lowest level; the first has attention at any resolution. A block that doubles the
-        sides precedes each other level. The last two entries are the final normalisation and convolution.
-
-        Args:
-            level_names: names of the levels, the highest resolution first.
-            level_attends: True for a level with attention.
-            skip_channels: channels of the encoder's outputs; the list is emptied from the end.
+        `level_names` and `level_attends` have the highest resolution first. A level has one block more than in the
+        encoder, and only its last one may have attention. Two blocks without skips precede the lowest level; the first
+        has attention at any resolution.
         """
         self.dec = nn.ModuleDict()
         channels = skip_channels[-1]
@@ -171,8 +166,8 @@ class DDPMpp(Backbone):
     def _initialise(self) -> None:
         """Initialise weights uniformly by fan average and biases by 0.
 
-        Weights of the last layers of branches and of the network are scaled by 1e-5, those of attention's first layers
-        by 0.2^(1/2).
+        Weights of the last layers of branches and of the network are scaled by 1e-5, and weights of attention's first
+        layers by 0.2^(1/2).
         """
         for name, module in self.named_modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
@@ -195,8 +190,8 @@ class DDPMpp(Backbone):
     def _embed(self, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return the embedding of times, classes and augmentation labels, (batch, 4 * channels).
 
-        Without augmentation labels the images count as not augmented. The number of classes is the index of no class; a
-        network with classes needs ``conditions["class"]``.
+        Images without augmentation labels are treated as not augmented. The number of classes is the index of no class;
+        a network with classes needs ``conditions["class"]``.
         """
         width = self.options.channels
         embedding = embed_time(t, width, shift=1).roll(width // 2, 1)  # sines first
@@ -215,7 +210,7 @@ class DDPMpp(Backbone):
         return embedding
 
     def _apply_unet(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """Return the prediction for x, whose sides the levels can halve, given the embedding of `_embed`."""
+        """Return the prediction for x, whose sides the levels can halve, with the embedding of `_embed`."""
         skips = []  # outputs of the encoder's layers; the decoder uses the last one first
         for layer in self.enc.values():
             x = layer(x, embedding) if isinstance(layer, ResidualBlock) else layer(x)

@@ -38,13 +38,7 @@ class AdaLNBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, *attention_arguments: Tensor) -> Tensor:
-        """Return tokens (batch, tokens, width).
-
-        Args:
-            x: tokens, (batch, tokens, width).
-            c: embedding of t and conditions, (batch, width).
-            attention_arguments: further arguments of the attention.
-        """
+        """Return tokens (batch, tokens, width) of tokens x, with the embedding c (batch, width) of t and conditions."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1), *attention_arguments)
         output: Tensor = x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
@@ -61,7 +55,7 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """Return the pixels of each token's patch, given tokens x and the embedding c (batch, width)."""
+        """Return the pixels of each token's patch from tokens x and the embedding c (batch, width)."""
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
         pixels: Tensor = self.linear(modulate(self.norm_final(x), shift, scale))
         return pixels
@@ -86,7 +80,7 @@ class DiT(Backbone):
 
     A text is one vector per image. An MLP embeds it, and the result is added to the time embedding (SpeeD's code).
 
-    `MDT` derives from this class, but its options are no `DiTOptions`. Only methods that `MDT` overrides, such as
+    `MDT` derives from this class, but its options are not `DiTOptions`. Only methods that `MDT` overrides, such as
     `build_block`, may read an option that `MDTOptions` lacks.
 
     Raises:
@@ -155,7 +149,7 @@ class DiT(Backbone):
         return tokens, c
 
     def to_image(self, tokens: Tensor, c: Tensor) -> Tensor:
-        """Return the image (batch, outputs, height, width) of the last block's tokens, given the embedding c."""
+        """Return the image (batch, outputs, height, width) of the last block's tokens, with the embedding c."""
         return self.unpatchify(self.final_layer(tokens, c), self.options.patch)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
@@ -167,16 +161,12 @@ class DiT(Backbone):
 
 
 def _positions(width: int, grid: tuple[int, int]) -> Tensor:
-    """Return the sin-cos embedding of the positions in a grid of patches, float32 (rows * columns, width).
+    """Return the sin-cos embedding of positions in a grid of (rows, columns) patches, float32 (rows * columns, width).
 
     The four quarters of the width are sine and cosine of the column, then sine and cosine of the row.
 
-    Args:
-        width: width of the embedding.
-        grid: number of rows and of columns.
-
     Raises:
-        KairosError: the width is no multiple of 4.
+        KairosError: the width is not a multiple of 4.
     """
     if width % 4:
         raise KairosError(f"model.width: got {width}, allowed: a multiple of 4")

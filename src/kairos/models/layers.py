@@ -29,11 +29,7 @@ def build_sequence(**layers: nn.Module) -> nn.Sequential:
 def build_mlp(input_width: int, hidden_width: int, output_width: int, approximate: str = "none") -> nn.Sequential:
     """Return two linear layers, ``fc1`` and ``fc2``, with a GELU between them.
 
-    Args:
-        input_width: width of the input.
-        hidden_width: width between the layers.
-        output_width: width of the output.
-        approximate: ``none`` for the exact GELU, ``tanh`` for its approximation.
+    `approximate` is ``none`` for the exact GELU, ``tanh`` for its approximation.
     """
     return build_sequence(
         fc1=nn.Linear(input_width, hidden_width),
@@ -99,12 +95,9 @@ class PlainBlock(nn.Module):
         self.skip_linear = nn.Linear(2 * width, width) if skip else None
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Return tokens, (batch, tokens, width).
+        """Return tokens of tokens x, both (batch, tokens, width).
 
-        Args:
-            x: tokens, (batch, tokens, width).
-            skip: tokens of an earlier block, in the shape of x. A block with a merging layer needs them, other blocks
-                ignore them.
+        A block with a merging layer needs `skip`, tokens of an earlier block in the shape of x; other blocks ignore it.
         """
         if self.skip_linear is not None:
             assert skip is not None

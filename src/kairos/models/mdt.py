@@ -1,6 +1,6 @@
 """The masked diffusion transformer, version 1 (Gao et al. 2023): a DiT that is also trained on a subset of the patches.
 
-Parameter names are those of the published checkpoints.
+Parameter names equal the published checkpoints'.
 """
 
 import math
@@ -46,15 +46,15 @@ class BiasedAttention(Attention):
 class MDT(DiT):
     """The masked diffusion transformer; see `Backbone` for the arguments.
 
-    With ``conditions["mask"]``, uniform numbers (batch, height, width), the network hides a share `ratio` of its L
-    patches. All blocks except the last `decoder_depth` process the int(L (1 - ratio)) patches with the lowest numbers
+    If ``conditions["mask"]`` contains uniform numbers (batch, height, width), the network hides a share `ratio` of its
+    L patches. All blocks except the last `decoder_depth` process the int(L (1 - ratio)) patches with the lowest numbers
     in their first pixels. Then a side block computes the tokens of the hidden patches.
 
     Raises:
         KairosError: patches do not divide the size.
     """
 
-    _offset_rows: Tensor  # of the bias tables, (tokens, tokens)
+    _offset_rows: Tensor  # rows of the bias tables, (tokens, tokens)
 
     def __init__(self, options: MDTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         _, height, width = shape
@@ -102,16 +102,10 @@ class MDT(DiT):
         return self.to_image(tokens, c)
 
     def _encode_visible(self, blocks: list[nn.Module], tokens: Tensor, c: Tensor, visible: Tensor) -> Tensor:
-        """Apply the encoder's blocks to the visible patches, and fill the other patches by the side block.
-
-        Args:
-            blocks: blocks of the encoder.
-            tokens: tokens of all patches, (batch, tokens, width).
-            c: embedding of t and conditions, (batch, width).
-            visible: indices of the visible patches, (batch, visible patches).
+        """Apply the encoder's blocks to the patches `visible` (batch, n), and fill the other patches by the side block.
 
         Returns:
-            Tokens of all patches, (batch, tokens, width), with the decoder's positions.
+            Tokens of all patches in the shape of `tokens`, with the decoder's positions.
         """
         # encoder, on the visible patches alone
         # indexing, not gather and scatter: their deterministic kernels on a GPU sort an index for every number
@@ -129,14 +123,10 @@ class MDT(DiT):
         return torch.where(is_hidden, side_tokens, tokens)
 
     def _visible_patches(self, scores: Tensor) -> Tensor:
-        """Select the visible patches: those with the smallest random scores.
+        """Return ascending indices of the visible patches with the smallest scores, int64 (batch, visible patches).
 
-        Args:
-            scores: uniform random numbers, (batch, height, width); a patch has the score of its first pixel.
-
-        Returns:
-            Ascending indices of the visible patches, int64 (batch, visible patches). Their number is
-            int(L (1 - ratio)) of L patches, and at least 1.
+        The scores are uniform random numbers, (batch, height, width); a patch has the score of its first pixel. The
+        number of visible patches is int(L (1 - ratio)) of L patches, and at least 1.
         """
         patch = self.options.patch
         patch_scores = scores[:, ::patch, ::patch].flatten(1)  # (batch, patches)

@@ -13,7 +13,7 @@ Weights = dict[str, Tensor]
 def read_published(path: Path) -> tuple[Weights, Weights]:
     """Return the averaged and the raw weights of a file by their published names; equal if the file has one of them.
 
-    The weights are on the CPU. Entries that are no tensors are left out.
+    The weights are on the CPU. Entries that are not tensors are left out.
 
     A file is a pickle of torch or safetensors, in one of these layouts: a state dict (DiT, U-ViT, MDT, ADM);
     ``{model, ema, ...}`` (DiT, SpeeD); ``{model, ema: {shadow}}`` (ddpm-torch); ``{state_dict}`` with ``model_ema``
@@ -34,7 +34,7 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
 def _find_state_dicts(content: dict[str, Any]) -> tuple[Any, Any]:
     """Return the state dicts of the averaged and of the raw weights in a file's content; empty or None if absent.
 
-    The layouts are listed in `read_published`. The state dicts may contain entries that are no tensors.
+    `read_published` lists the layouts. The state dicts may contain entries that are not tensors.
     """
     raw, average = content.get("model"), content.get("ema")
     if isinstance(content.get("state_dict"), dict):  # latent diffusion
@@ -99,7 +99,7 @@ def _split_latent_diffusion(state: Weights) -> tuple[Weights | None, Weights]:
     """Return the averages of LDM's weights, None if the file has no averages, and the raw ``model.diffusion_model``.
 
     Both have names without the prefix. LDM stores the average of a weight under ``model_ema`` and the weight's name
-    without dots. A weight without an average is its own average.
+    without dots. A weight without an average is used as its average.
     """
     prefix = "model.diffusion_model."
     raw = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

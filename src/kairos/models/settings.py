@@ -102,14 +102,7 @@ UNET_SIZES: dict[str, dict[str, Any]] = {
 
 
 def check_multipliers(widths: list[int]) -> None:
-    """Check that there are levels and that each has at least one channel.
-
-    Args:
-        widths: channels of each level, or their multiples of the first width.
-
-    Raises:
-        ConfigError: a level has no channels, or there is no level.
-    """
+    """Raise ConfigError if there is no level, or if one of `widths`, channels or multiples of them, is below 1."""
     demand(min(widths, default=0) >= 1, "multipliers", f"those of widths {widths}", "a number > 0 for each level")
 
 
@@ -209,11 +202,9 @@ class DdpmppOptions(SizedOptions):
 
 
 def _list_sizes(*rows: tuple[str, int, int, int, int], **shared: Any) -> dict[str, dict[str, Any]]:
-    """Return published sizes of transformers by name.
+    """Return published sizes of transformers by name, from rows of name, width, depth, heads and patch.
 
-    Args:
-        rows: name, width, depth, heads and patch of each size.
-        shared: further options, equal for all sizes.
+    All sizes have the options `shared`.
     """
     return {
         name: {"width": width, "depth": depth, "heads": heads, "patch": patch, **shared}
@@ -234,7 +225,7 @@ VIT_SIZES = _list_sizes(("b/2", 768, 12, 12, 2), ("xl/2", 1152, 28, 16, 2), ("pr
 
 
 class TransformerOptions(SizedOptions):
-    """Options that all transformers share; each transformer's own options are in its subclass."""
+    """Options that all transformers share; each transformer's subclass adds further options."""
 
     patch: int = field(None, "side of a patch", ge=1)
     width: int = field(None, "hidden width", ge=8)
@@ -320,12 +311,9 @@ class ViTOptions(TransformerOptions):
 
 
 def omit_overridden_size(model: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values of a backbone without `size` if an option differs from its value in the published size.
+    """Return plain values of a backbone without `size` if an option is missing or differs from the published size.
 
-    An option that `model` lacks differs too. If no option differs, or without a size, the result is `model` itself.
-
-    Args:
-        model: name and options of the backbone.
+    The result is `model` itself otherwise, or without a size.
     """
     if "size" not in model:
         return model

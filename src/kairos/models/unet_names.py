@@ -37,7 +37,7 @@ class _BlockWeight:
 
     Attributes:
         side: ``down``, ``mid`` or ``up``; in the example ``down``.
-        block: index of the block on its side, in the example 2. Blocks of ``up`` count from the lowest resolution.
+        block: index of the block on its side, in the example 2. Blocks of ``up`` begin at the lowest resolution.
         modules: ``resnets``, ``attentions``, ``downsamplers`` or ``upsamplers``; in the example
             ``attentions``.
         index: index among these modules of the block, in the example 1.
@@ -101,7 +101,7 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
 
     Args:
         model: weights of the model, by diffusers' names.
-        weights: weights of a published file. Those of latent diffusion may have the prefix ``model.diffusion_model.``;
+        weights: weights of a published file. Latent diffusion's weights may have the prefix ``model.diffusion_model.``;
             then weights without the prefix are dropped.
         options: options of the model. Its `qkv` is the order of the rows of attention's qkv: by head, then q, k, v
             (legacy), or by q, k, v, then head.
@@ -132,7 +132,7 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
 def _remove_latent_diffusion_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights with prefix ``model.diffusion_model.`` by their names without it; all weights if none has it.
 
-    Weights without the prefix are those of latent diffusion's other networks.
+    The other weights belong to latent diffusion's other networks.
     """
     without_prefix = {}
     for name, value in weights.items():
@@ -152,15 +152,9 @@ def _find_attention_levels(model: dict[str, Tensor]) -> frozenset[int]:
 
 
 def _select_projection(qkv: Tensor, current: Tensor, projection: int, options: Any) -> Tensor:
-    """Return the rows of one projection from attention's joint weights, (heads, rows per head, ...).
+    """Return the query (0), key (1) or value (2) rows of attention's joint weights `qkv`, (heads, rows per head, ...).
 
-    The caller reshapes them to the shape of `current`.
-
-    Args:
-        qkv: joint weights of query, key and value, 3 times the size of `current`.
-        current: weights of one projection of the model.
-        projection: 0 for the query, 1 for the key, 2 for the value.
-        options: options of the model, see `to_diffusers_names`.
+    The caller reshapes them to the shape of `current`, the model's weights of this projection.
     """
     width, *columns = current.shape  # columns: empty for a bias
     heads = width // (options.head_channels or width)  # 0: one head of the full width
@@ -170,11 +164,9 @@ def _select_projection(qkv: Tensor, current: Tensor, projection: int, options: A
 
 
 def _ddpm_torch_name(name: str, layout: _Layout) -> str:
-    """Return ddpm-torch's name of a weight, given diffusers' name.
+    """Return ddpm-torch's name of a weight from diffusers' name.
 
-    A block without attention is one module, and a block with attention is a pair of modules. A change of resolution
-    follows the blocks of a level. It is a pair of which the second module is the convolution. Examples with 4 levels,
-    2 blocks and attention on level 1:
+    Examples with 4 levels, 2 blocks and attention on level 1:
 
     * ``down_blocks.0.resnets.1.conv1.bias`` is ``downsamples.level_0.1.conv1.bias``;
     * ``down_blocks.1.resnets.0.conv1.bias`` is ``downsamples.level_1.0.0.conv1.bias``;
@@ -191,20 +183,20 @@ def _ddpm_torch_name(name: str, layout: _Layout) -> str:
         return f"middle.{_middle_index(weight)}.{parameter}"
     level = f"{weight.side}samples.level_{layout.level_of(weight)}"
     if weight.is_resampling:
+        # a change of resolution follows the blocks of a level, as a pair of which the second module is the convolution
         blocks_before = layout.blocks if weight.side == "down" else layout.blocks + 1
         return f"{level}.{blocks_before}.1.{weight.parameter.removeprefix('conv.')}"
     if not layout.has_attention(weight):
         return f"{level}.{weight.index}.{parameter}"
-    position_in_pair = 1 if weight.is_attention else 0
+    position_in_pair = 1 if weight.is_attention else 0  # a block with attention is a pair of modules
     return f"{level}.{weight.index}.{position_in_pair}.{parameter}"
 
 
 def _adm_name(name: str, layout: _Layout) -> str:
-    """Return ADM's name of a weight, given diffusers' name.
+    """Return ADM's name of a weight from diffusers' name.
 
-    ADM numbers the blocks through all levels of a side, and ``input_blocks.0`` is the first convolution. A change of
-    resolution is a block of its own on side ``down``, and the last module of a level's last block on side ``up``.
-    Examples with 4 levels, 2 blocks and attention on level 1:
+    ADM numbers the blocks through all levels of a side, and ``input_blocks.0`` is the first convolution. Examples with
+    4 levels, 2 blocks and attention on level 1:
 
     * ``down_blocks.1.resnets.0.conv1.bias`` is ``input_blocks.4.0.in_layers.2.bias``;
     * ``down_blocks.1.attentions.0.to_q.bias`` is ``input_blocks.4.1.qkv.bias``;
@@ -237,9 +229,6 @@ def _middle_index(weight: _BlockWeight) -> int:
 
 
 def _translate(name: str, module_names: dict[str, str]) -> str:
-    """Return the name of a weight with the module's name translated and ``weight`` or ``bias`` kept.
-
-    A module that `module_names` lacks keeps its name.
-    """
+    """Return a weight's name with its module's name translated, if it is in `module_names`, and the last part kept."""
     module, _, parameter = name.rpartition(".")
     return f"{module_names.get(module, module)}.{parameter}"

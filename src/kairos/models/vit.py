@@ -1,6 +1,6 @@
 """The plain vision transformer of Min-SNR's experiments (Hang et al. 2023): BEiT's blocks, time and class as tokens.
 
-Parameter names are those of the published checkpoints.
+Parameter names equal the published checkpoints'.
 """
 
 import math
@@ -55,16 +55,15 @@ class ViT(Backbone):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Initialise positions and linear layers as the published code.
+        """Initialise positions and linear layers as the published code; other layers keep torch's initialisation.
 
-        Positions and weights are normal with standard deviation 0.02, biases 0. Then the weights that end the branches
-        of block n, counted from 1, are divided by (2n)^(1/2). Those of the network's last layer are multiplied by
-        0.001. The convolution of the patches and the tables of times and classes keep torch's initialisation.
+        Positions and weights are normal with standard deviation 0.02, biases 0. The last weights of both branches of
+        block n, counted from 1, are divided by (2n)^(1/2), and the network's last weights are multiplied by 0.001.
         """
         nn.init.normal_(self.pos_embed, std=0.02)
         initialise_normal(self)
         for depth, block in enumerate(self.blocks, start=1):  # keeps the variance of the residuals
-            for last_layer in ("attn.proj.weight", "mlp.fc2.weight"):  # of the two branches
+            for last_layer in ("attn.proj.weight", "mlp.fc2.weight"):  # last layers of the two branches
                 block.get_parameter(last_layer).div_(math.sqrt(2 * depth))
         self.linear_projection.weight *= 0.001
 
@@ -81,5 +80,5 @@ class ViT(Backbone):
         tokens = torch.cat([*condition_tokens, tokens], dim=1) + self.pos_embed
         for block in self.blocks:
             tokens = block(tokens)
-        pixels = self.linear_projection(tokens[:, -self.patches :])  # of the patches, without the conditions
+        pixels = self.linear_projection(tokens[:, -self.patches :])  # pixels of the patches, without the conditions
         return self.unpatchify(pixels, self.options.patch)

@@ -13,7 +13,7 @@ from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream
 
 _PASS_LATENTS = "pass --latents DIR, the latents that the model was trained on"
-_CAPTION_NUMBERS = 2**32  # caption numbers are drawn below it; they count modulo the captions of an image
+_CAPTION_NUMBERS = 2**32  # caption numbers are drawn below it, and used modulo the captions of an image
 
 
 def select_condition_sources(
@@ -29,7 +29,7 @@ def select_condition_sources(
         descriptions: descriptions of the model's conditions.
         labels: ``balanced`` takes the images in order and begins again after the last one, so that generated image i
             has position i modulo their number. ``data`` draws them at random, with replacement.
-        seed: seed of the random choice for ``data``; every image index has its own random number.
+        seed: seed of the random choice for ``data``; each image's choice depends on the seed and its index alone.
     """
     has_other_than_class = any(item["kind"] != "class" for item in descriptions.values())
     if has_other_than_class and len(latents.heldout):
@@ -73,15 +73,10 @@ class ImageConditions:
         return {name: conditions[name] for name in self.descriptions}
 
     def values_to_store(self, name: str, indices: range) -> np.ndarray:
-        """Return the values of one condition to store with the images, (n, ...).
+        """Return the values of condition `name` to store with the images, (n, ...), as in the data set.
 
-        A text condition is stored as the captions themselves, in UTF-8 bytes of the length of the longest caption of
-        the data set. Other conditions are stored as in the data set.
-
-        Args:
-            name: name of the condition. The caller ensures that it is not computed from the images, as
-                ``low_resolution`` is.
-            indices: indices of the images.
+        A text is stored as the caption itself, in UTF-8 bytes of the length of the longest caption of the data set. The
+        caller ensures that the condition is not computed from the images, as ``low_resolution`` is.
         """
         if self.latents is None:  # classes that are assigned in turn
             return self(indices)[name].numpy()
@@ -96,7 +91,7 @@ class ImageConditions:
     def _select_sources(self, latents: Latents, indices: range) -> tuple[np.ndarray, np.ndarray]:
         """Return the dataset indices of the images whose conditions are used, and their caption numbers, both (n,).
 
-        A caption number counts modulo the number of captions of its image. It is drawn at random for labels ``data``.
+        A caption number is used modulo the number of captions of its image. It is drawn at random for labels ``data``.
         Otherwise it is 0 in the first round through the images, 1 in the second, and so on.
         """
         if self.labels == "data":

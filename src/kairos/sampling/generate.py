@@ -23,15 +23,15 @@ from kairos_timesteps.randomness import Stream
 
 SMALLEST_BATCH = 16
 
-Predictor = Callable[[Tensor, Tensor], Tensor]  # from x_t and t to the network's output
-NoiseSource = Callable[[int], Tensor]  # from the number of an interval to noise in the shape of the batch
+Predictor = Callable[[Tensor, Tensor], Tensor]  # function of x_t and t that returns the network's output
+NoiseSource = Callable[[int], Tensor]  # function of an interval's number that returns noise in the batch's shape
 
 
 def iterate_batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]:
     """Yield batches of image indices that cover `rows`, each with the number of its images that are kept.
 
-    A batch has at least `SMALLEST_BATCH` indices, or `batch_size` if that is smaller. The kept indices come first;
-    those after them are padding, and may exceed the end of `rows`.
+    A batch has at least `SMALLEST_BATCH` indices, or `batch_size` if that is smaller. The kept indices come first. The
+    other indices are padding, and may exceed the end of `rows`.
     """
     smallest_size = min(SMALLEST_BATCH, batch_size)
     for start in range(rows.start, rows.stop, batch_size):
@@ -95,7 +95,7 @@ def build_guided_predictor(
 ) -> Predictor:
     """Return the prediction function of a batch with classifier-free guidance (Ho and Salimans 2022).
 
-    Channels of a learned variance are not guided; they are those of the conditional network. A guided prediction is one
+    Channels of a learned variance are not guided: the conditional network predicts them. A guided prediction is one
     forward pass of twice the batch, and has the dtype of x_t. Without conditions, guidance has no effect.
 
     Args:
@@ -149,11 +149,11 @@ class DataPrediction:
     precision: str = "fp32"
 
     def __call__(self, x: Images, point: GridPoint) -> Images:
-        """Return x0 (batch, channels, height, width) predicted at `point`, given x in the coordinates of the grid."""
+        """Return x0 (batch, channels, height, width) predicted at `point` from x in the coordinates of the grid."""
         return self.with_variance_channels(x, point)[0]
 
     def with_variance_channels(self, x: Images, point: GridPoint) -> tuple[Images, Output]:
-        """Return x0 predicted at `point`, and the output's further channels, those of a learned variance.
+        """Return x0 predicted at `point`, and the output's channels of a learned variance.
 
         Without a learned variance the second tensor has 0 channels. Both are in the dtype of x, which is in the
         coordinates of the grid; the network gets x_t in float32. Only x0 is clipped. The caller ensures that the point

@@ -73,7 +73,7 @@ class SamplingRequest:
 def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
     """Generate or join, and write, the images of every job, one job after another.
 
-    After an error the files of earlier jobs remain.
+    If a job fails, the files of earlier jobs remain.
 
     Raises:
         KairosError: a snapshot or autoencoder is missing or damaged, or the two do not belong together.
@@ -103,18 +103,15 @@ def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingC
 
 
 def _condition_names(record: dict[str, Any]) -> list[str]:
-    """Return the names of the network's conditions from a snapshot's record; empty for an unconditional network.
-
-    A missing list, or null, counts as empty.
-    """
+    """Return the names of the network's conditions from a snapshot's record; empty if the list is missing or null."""
     names: list[str] = record["config"]["model"].get("conditions") or []
     return names
 
 
 def set_up_device(record: dict[str, Any]) -> torch.device:
-    """Set threads and determinism as in the training run of a snapshot's record, and return its configured device.
+    """Set threads and determinism of this process as in a snapshot's training run, and return its configured device.
 
-    The settings are those of the whole process. TF32 is forbidden, also if the training run used it.
+    TF32 is forbidden, also if the training run used it.
 
     Raises:
         KairosError: the configured device is not usable here.
@@ -220,8 +217,8 @@ def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
 def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_SnapshotSampler, dict[str, Any]]:
     """Resolve all settings of a job, and return its sampler and the sampling protocol to store.
 
-    The network and the autoencoder are not loaded yet; latents are opened if conditions are read from them. With a
-    shard, the sampler generates the images of the shard alone, and the protocol contains its record under ``shard``.
+    The network and the autoencoder are not loaded yet; latents are opened if conditions are read from them. A sampler
+    of a shard generates the images of the shard alone, and the protocol contains the shard's record.
 
     Raises:
         ConfigError: a setting does not fit the snapshot, or there are more shards than batches.
@@ -264,16 +261,11 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
 
 
 def _sampling_protocol(record: dict[str, Any], options: SamplingConfig, seed: int, num: int) -> dict[str, Any]:
-    """Return everything that decides the images, as JSON values to store with them.
+    """Return the settings that determine the images, as JSON values on one level, to store with the images.
 
-    The keys are, on one level:
-
-    * of the snapshot: ``identity``, ``method``, ``step``, ``autoencoder_sha256`` and ``training_seed``, the seed of the
-      training run;
-    * ``model_files``: the hashes of the sampled weights by file;
-    * of section `sampling`: ``scheduler`` with its options, ``weights``, ``steps``, ``nfe``, ``precision``, the fields
-      of `GUIDANCE`, and ``labels``, which is None without conditions;
-    * of the images: ``seed``, and their number ``num``, in a shard that of the whole job.
+    ``model_files`` contains the hashes of the sampled weights. ``labels`` is None without conditions. ``seed`` is the
+    seed of the images, and ``training_seed`` the seed of the training run. ``num`` is the number of images of the whole
+    job, also in a shard.
     """
     has_conditions = bool(_condition_names(record))
     snapshot_fields = {name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")}

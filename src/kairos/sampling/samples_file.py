@@ -99,7 +99,7 @@ def open_samples(path: Path) -> SamplesFile:
     try:
         with np.load(path, allow_pickle=False) as file:
             protocol = json.loads(str(file["protocol"])) if "protocol" in file else {}
-            # `_open_array` checks the checksum, and numpy that of the protocol
+            # `_open_array` compares checksums; numpy compares the protocol's
             images = _open_array(path, file.zip, "images" if "images" in file else "arr_0")
             conditions = {}
             for array_name in file.files:
@@ -144,12 +144,9 @@ def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_
 
 
 def _write_rows(file: Any, count: int, batches: Batches) -> None:
-    """Write an array of `count` rows in .npy form from batches (n, ...).
+    """Write an array of `count` rows in .npy form to a file, from batches (n, ...).
 
-    Args:
-        file: file to write.
-        count: number of rows of all batches.
-        batches: at least one batch, which may be empty. The first one sets data type and shape of a row.
+    The first batch, which may be empty, sets data type and shape of a row.
 
     Raises:
         ValueError: there is no batch, or the batches have another number of rows.
@@ -168,19 +165,14 @@ def _write_rows(file: Any, count: int, batches: Batches) -> None:
 
 
 def _open_array(path: Path, archive: zipfile.ZipFile, name: str) -> ArrayFile:
-    """Open an array of an npz file after checking its checksum; its rows are read from the file on access.
+    """Open an array of the npz file at `path`, opened as `archive`, after checking its checksum.
 
-    A compressed array is first unpacked into a temporary file.
-
-    Args:
-        path: the npz file.
-        archive: the same file, opened as zip.
-        name: name of the array.
+    Rows are read from the file on access. A compressed array is first unpacked into a temporary file.
 
     Raises:
         KeyError: the file has no such array.
         zipfile.BadZipFile: the content does not match its checksum.
-        ValueError, EOFError: the content is no array, or ends early.
+        ValueError, EOFError: the content is not an array, or ends early.
     """
     member_info = archive.getinfo(f"{name}.npy")
     if member_info.compress_type != zipfile.ZIP_STORED:
@@ -192,24 +184,17 @@ def _open_array(path: Path, archive: zipfile.ZipFile, name: str) -> ArrayFile:
 
 
 def _unpack_array(archive: zipfile.ZipFile, member_info: zipfile.ZipInfo) -> ArrayFile:
-    """Unpack a compressed array into a temporary file and open it; zipfile compares the checksum.
-
-    The file has no name any more when this function returns. `ArrayFile` has opened it before, and the kernel keeps an
-    open file until it is closed.
-    """
+    """Unpack a compressed array into a temporary file and open it; zipfile compares the checksum."""
     with archive.open(member_info) as member, tempfile.NamedTemporaryFile() as unpacked:
         shutil.copyfileobj(member, unpacked, _BLOCK)
         unpacked.flush()
-        return ArrayFile(Path(unpacked.name))
+        return ArrayFile(Path(unpacked.name))  # open before the file is deleted; the kernel keeps it until it is closed
 
 
 def _content_offset(path: Path, member_info: zipfile.ZipInfo) -> int:
-    """Return the byte of a zip file at which the content of a member begins.
-
-    The local file header is read, because its extra field may be longer than that of `member_info`, which comes from
-    the directory at the end of the file.
-    """
+    """Return the byte of a zip file at which the content of a member begins."""
     with open(path, "rb") as file:
+        # the extra field here may be longer than in `member_info`, which comes from the directory at the file's end
         file.seek(member_info.header_offset + _LENGTHS_OFFSET)
         name_length, extra_length = struct.unpack("<HH", file.read(4))  # bytes
     offset: int = member_info.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length

@@ -18,7 +18,7 @@ CONTINUOUS = ("karras", "uniform")  # spacings of continuous processes; the firs
 
 
 class SolverOptions(Component):
-    """Base class of the options of a solver: those of its time grid and of the predicted x0.
+    """Base class of the options of a solver: options of its time grid and of the predicted x0.
 
     Attributes:
         evaluations: network evaluations per interval; the last interval has one in any case.
@@ -35,11 +35,7 @@ class SolverOptions(Component):
     clip: bool = field(False, "clip the predicted x0 to [-1, 1]: for pixels, wrong for latents")
 
     def model_post_init(self, context: Any) -> None:
-        """Check that `sigma_min` is below `sigma_max` if both are set.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Raise ConfigError if `sigma_min` and `sigma_max` are set and `sigma_min` is not below `sigma_max`."""
         if self.sigma_min is not None and self.sigma_max is not None:
             allowed = f"less than sigma_max = {self.sigma_max}"
             demand(self.sigma_min < self.sigma_max, "sigma_min", self.sigma_min, allowed)
@@ -112,13 +108,7 @@ class HeunOptions(EulerOptions):
 
 
 def resolve_solver(scheduler: SolverOptions, process: LibraryComponent) -> SolverOptions:
-    """Check a solver against the forward process and replace spacing ``auto`` by the default of the process.
-
-    The argument is not modified: the result is a copy if the spacing is replaced.
-
-    Args:
-        scheduler: the solver.
-        process: the forward process.
+    """Check a solver against the forward process, and replace spacing ``auto``, in a copy, by the process's default.
 
     Raises:
         ConfigError: the process, or the spacing of the grid, does not allow an option's value.
@@ -146,15 +136,9 @@ def _allowed_spacings(process: LibraryComponent) -> tuple[str, ...]:
 def _restricted_options(
     scheduler: SolverOptions, process: LibraryComponent, spacings: tuple[str, ...]
 ) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return the options that the process or the spacing restricts: allowed values and the reason, by option.
+    """Return allowed values and the reason, by name of each option that the process or the spacing restricts.
 
-    The solver need not have these options. Options that are not restricted are absent. An example is
-    ``{"end": (("image",), "process flow")}``.
-
-    Args:
-        scheduler: the solver, see `resolve_solver`.
-        process: the forward process.
-        spacings: spacings that the process allows.
+    The solver need not have these options. An example is ``{"end": (("image",), "process flow")}``.
     """
     of_process = f"process {process.name}"
     restricted: dict[str, tuple[tuple[Any, ...], str]] = {"spacing": (("auto", *spacings), of_process)}
@@ -233,11 +217,9 @@ class SamplingConfig(Section):
     def _check_guidance(self, conditions: list[str], dropout: float) -> None:
         """Check the fields of guidance against each other and the model's conditions.
 
-        * A scale other than 1 needs conditions, and training that drops them (`dropout` above 0).
-        * With scale 1 the other fields are null.
-        * The interval ascends from 0 or more.
-
-        The number of guided channels is checked in `kairos.sampling.sample`, where the shape of x0 is known.
+        A scale other than 1 needs conditions, and training that drops them (`dropout` above 0). With scale 1 the other
+        fields are null. The interval ascends from 0 or more. `kairos.sampling.sample` checks the number of guided
+        channels, since it knows the shape of x0.
 
         Raises:
             ConfigError: a field does not fit.

@@ -51,10 +51,9 @@ def ddpm(
 def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_channels: Output) -> Any:
     """Return the variance of a reverse step of DDPM: a number, or for ``learned_range`` a tensor in the shape of x.
 
-    The variance is that of x in the coordinates of the grid.
-
-    ``fixed_small`` is the variance of q(x_s | x_t, x0). ``fixed_large`` is that of q(x_s | x_t) for x0 ~ N(0, I), which
-    is beta_t. ``learned_range`` interpolates both in the logarithm (Nichol and Dhariwal 2021, eq. 15).
+    It is the variance of x in the coordinates of the grid. ``fixed_small`` is the variance of q(x_s | x_t, x0).
+    ``fixed_large`` is the variance of q(x_s | x_t) for x0 ~ N(0, I), which is beta_t. ``learned_range`` interpolates
+    both in the logarithm (Nichol and Dhariwal 2021, eq. 15).
 
     Args:
         kind: option `variance` of the solver.
@@ -164,12 +163,8 @@ def dpm_solver(
 def orders(intervals: int, to_image: bool) -> list[int]:
     """Return the orders of the steps of DPM-Solver-fast (Lu et al. 2022, "DPM-Solver", section 3.4).
 
-    A step of order n takes n intervals, so the orders sum to `intervals`. They are 3 except at the end. A step that
-    ends at the image, where the noise is 0, can only be of order 1.
-
-    Args:
-        intervals: number of intervals of the time grid, at least 1.
-        to_image: True if the last interval ends at the image.
+    A step of order n takes n intervals, so the orders sum to `intervals`, which is at least 1. They are 3 except at the
+    end. A step that ends at the image, where the noise is 0, can only be of order 1.
     """
     threes, remainder = divmod(intervals, 3)
     if remainder == 0:
@@ -202,7 +197,7 @@ def _singlestep(x: Images, sigma: list[float], predict_at: Callable[[Images, int
     # order 2: x0 changes with the slope between the first two points. The paper's weight of a slope in order 2 is
     # (1 - exp(-h)) * h / 2, which agrees with `_slope_weight` up to order h^2.
     h = [math.log(start / level) for level in levels]  # steps in log-SNR/2 from the begin to each level
-    slope = (predict_at(straight[0], first + 1) - x0) / h[0]  # of x0 over log-SNR/2
+    slope = (predict_at(straight[0], first + 1) - x0) / h[0]  # change of x0 per log-SNR/2
     if order == 2:
         return straight[1] - math.expm1(-h[1]) * h[1] / 2 * slope
 
@@ -218,10 +213,7 @@ def _slope_weight(h: float) -> float:
 
 
 def _epsilon(x: Images, x0: Images, point: GridPoint) -> Images:
-    """Return the noise of x at a grid point, given x0; a clipped x0 changes the noise as well.
-
-    The caller ensures that the point is not the image, which has no noise.
-    """
+    """Return the noise of x at a grid point with noise, from x0; a clipped x0 changes the noise as well."""
     return (x - point.signal * x0) / point.noise
 
 

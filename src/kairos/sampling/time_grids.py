@@ -40,15 +40,10 @@ IMAGE_POINT = GridPoint(t=None, signal=1.0, noise=0.0, scale=1.0)
 
 
 def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> list[GridPoint]:
-    """Return the points at which the `steps` intervals from noise to the image begin, and the end of the last interval.
+    """Return the `steps` + 1 points that bound the intervals from noise to the image.
 
-    The list has `steps` + 1 points. The last one is the image, or the first timestep of the process if the solver has
-    an option `end` of ``first``.
-
-    Args:
-        process: the forward process.
-        steps: number of intervals.
-        scheduler: solver with a definite `spacing`, see `resolve_solver`.
+    The last point is the image, or the first timestep of the process if the solver has an option `end` of ``first``.
+    The caller has replaced spacing ``auto`` of the solver, see `resolve_solver`.
 
     Raises:
         ConfigError: two noise levels of spacing karras fall on one timestep of a discrete process.
@@ -66,8 +61,7 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
 def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
     """Return the times at which the intervals begin, (steps,), descending; timesteps for a discrete process.
 
-    Spacing ``uniform`` has the fractions 1, 1 - 1/steps, ..., 1/steps of a continuous process. A solver without option
-    `offset` has offset 0. The caller ensures that the process allows the spacing.
+    The caller ensures that the process allows the spacing.
 
     Raises:
         ConfigError: two noise levels of spacing karras fall on one timestep.
@@ -101,7 +95,7 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int
     """Return the distinct timesteps at which `steps` intervals begin, (steps,), descending (Lin et al. 2024, table 2).
 
     Spacing ``trailing`` includes t = T - 1, ``leading`` includes t = 0, ``linspace`` includes both, or T - 1 alone for
-    one step. Any other text counts as ``linspace``. The caller ensures that there are at most `timesteps` steps.
+    one step. Any other text is treated as ``linspace``. The caller ensures that there are at most `timesteps` steps.
     """
     ascending: Array
     if spacing == "leading":
@@ -118,9 +112,9 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int
 def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
     """Return EDM's noise levels (noise over signal), (steps,), descending (Karras et al. 2022, eq. 5).
 
-    The last level is the smallest one above 0; the image follows it. Options `sigma_min` and `sigma_max` can only
-    narrow the range of the process. One step has the largest level. The levels of a discrete process need not be those
-    of its timesteps.
+    The last level is `sigma_min` or the smallest of the process; the noise-free image is not included. With one step,
+    the only level is the largest. Options `sigma_min` and `sigma_max` can only narrow the range of the process. For a
+    discrete process, the levels may differ from the levels of its timesteps.
     """
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
     smallest, largest = noise / signal  # levels of the process at fractions 0 and 1
@@ -134,10 +128,10 @@ def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") ->
 
 
 def times_of_noise_levels(process: Any, sigma: Array) -> Array:
-    """Return the times of a process at noise levels (noise over signal), (n,); for discrete ones the nearest timestep.
+    """Return the times of a process at noise levels (noise over signal), (n,).
 
-    A continuous process is inverted by bisection over its fractions, up to fraction 2. The times are int64 timesteps of
-    a discrete process, and float64 for a continuous one.
+    For a discrete process they are the nearest timesteps, int64. For a continuous process they are float64, up to
+    fraction 2.
     """
     if isinstance(process, Discrete):
         timestep_levels = process.schedule.snr**-0.5  # (T,)

@@ -31,11 +31,10 @@ def encode_captions(
 
     The folder contains ``states.npy``, of `text_encoder.dtype`, ``empty.npy``, float32 (1, ...), and the manifest.
     Older results there are deleted before the captions are encoded. The end of start-up is marked when the encoder is
-    loaded. The manifest has the keys
+    loaded.
 
-    * ``count``, of captions; ``condition``, its description; ``dtype`` and ``output``, the settings;
-    * ``dataset_sha256``; ``files``, hashes by name; ``content_sha256``, the hash of all keys before it;
-    * ``length``, to which the encoder pads; ``longest``, the tokens of the longest caption; ``truncated``, a number.
+    In the manifest, ``content_sha256`` is the hash of all keys before it. ``length`` is the number of tokens to which
+    the encoder pads, ``longest`` the tokens of the longest caption, and ``truncated`` the number of truncated captions.
 
     Args:
         config: section `text_encoder`, without ``auto``.
@@ -53,7 +52,7 @@ def encode_captions(
     resource_usage.end_startup()
     captions = dataset.captions
     longest, truncated_count = _check_lengths(captions, encoder, config.too_long)
-    empty_states = encoder([""]).numpy()  # of the empty caption, (1, *shape)
+    empty_states = encoder([""]).numpy()  # states of the empty caption, (1, *shape)
     shape = empty_states.shape[1:]
     dtype = np.dtype(config.dtype)
 
@@ -96,7 +95,7 @@ def encode_captions(
         "dataset_sha256": dataset.manifest["content_sha256"],
         "files": files,
     }
-    manifest["content_sha256"] = sha256_json(manifest)  # of all fields above, which determine the training data
+    manifest["content_sha256"] = sha256_json(manifest)  # the fields above determine the training data
     manifest |= {"length": encoder.length, "longest": longest, "truncated": truncated_count}
     publish_arrays(out, manifest)
     return manifest
@@ -105,13 +104,8 @@ def encode_captions(
 def _check_lengths(captions: Captions, encoder: TextEncoder, too_long: str) -> tuple[int, int]:
     """Return the number of tokens of the longest caption, and the number of captions that the encoder truncates.
 
-    A message reports captions that will be truncated, and their number. The tokens are counted before truncation, with
-    start and end tokens.
-
-    Args:
-        captions: at least one caption.
-        encoder: the text encoder.
-        too_long: field `text_encoder.too_long`, ``truncate`` or ``refuse``.
+    Tokens are counted before truncation, with start and end tokens. A message reports the number of captions that will
+    be truncated. The caller ensures that there is a caption.
 
     Raises:
         KairosError: captions would be truncated, and `too_long` is ``refuse``.

@@ -2,7 +2,7 @@
 
 CLIP's text model is causal and was trained on texts padded with the end-of-text token. It gets no attention mask. The
 states of the padding are among its tokens, as U-ViT's models, which attend to all tokens, were trained. Its pooled
-state is that of the first end-of-text token, after the last norm and before the projection.
+state is the state of the first end-of-text token, after the last norm and before the projection.
 
 Other encoders, such as T5, get the mask. Their pooled state is the mean over the tokens that are not padding.
 """
@@ -66,8 +66,7 @@ def load_pretrained(path: Any, cls: Any, field: str, weights: bool = False) -> A
         path: the folder.
         cls: class of transformers with a method `from_pretrained`.
         field: field of the experiment file that contains the path, for the error message.
-        weights: the class is a model, which must have all weights. False: the class is a tokenizer, or another class
-            without weights.
+        weights: the class is a model, which must have all weights; False for a class without weights.
 
     Raises:
         KairosError: the folder cannot be read, or lacks weights, which transformers would initialise at random.
@@ -168,14 +167,8 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
 def _select_length(config: TextEncoderConfig, tokenizer: Any, network: Any) -> int:
     """Return the number of tokens to which texts are padded: the configured one, or the most that the encoder takes.
 
-    The most is the smaller one of the limits of tokenizer and network. A configured number may exceed the limit of the
-    tokenizer, but not that of the network. A network that declares no limit, such as T5, takes any number below a
-    million.
-
-    Args:
-        config: section `text_encoder`.
-        tokenizer: tokenizer of transformers.
-        network: configuration of the network, of transformers.
+    A configured number may exceed the limit of the tokenizer, but not the limit of the network. A network that declares
+    no limit, such as T5, takes any number below a million.
 
     Raises:
         ConfigError: the configured number is too large, or none is configured and the encoder has no limit.
@@ -191,15 +184,11 @@ def _select_length(config: TextEncoderConfig, tokenizer: Any, network: Any) -> i
 def _check_tokenizer(tokenizer: Any, network: Any, is_clip: bool, path: str) -> None:
     """Check that a tokenizer belongs to a network: its vocabulary, its padding, and the end token that CLIP pools by.
 
-    Args:
-        tokenizer: tokenizer of transformers.
-        network: configuration of the network, of transformers.
-        is_clip: the network is CLIP's text model.
-        path: field `text_encoder.path`, for the error message.
+    `network` is the network's configuration. The wrong end token in configurations of early CLIP networks is accepted.
 
     Raises:
         ConfigError: the tokenizer has more tokens than the network or no padding token, or CLIP's network has another
-            end token. The wrong end token in the configuration of early CLIP networks is accepted.
+            end token.
     """
     end = tokenizer.eos_token_id
     has_unknown_tokens = len(tokenizer) > network.vocab_size
