@@ -52,8 +52,7 @@ def local_rank() -> int | None:
 
 
 def is_reporting_process() -> bool:
-    """Return True in the process that reports for the training run: rank 0 of all machines, a launcher or a lone process.
-    """
+    """Return True if this process reports for a training run: rank 0 of all machines, a launcher or a lone process."""
     return _FOLDER not in os.environ or os.environ.get("RANK", "0") == "0"  # a launcher has no RANK
 
 

@@ -288,8 +288,7 @@ def predict_and_compute_losses(
 
 
 def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted: bool) -> list[PerSample]:
-    """Return the terms that the strategy weights, or the others, in the options' order, each times its option `scale`.
-    """
+    """Return the terms that the strategy weights, or the others, times their option `scale`, in the options' order."""
     scaled_terms = []
     for options, _ in training.losses:
         if options.weighted is weighted:
