@@ -37,7 +37,7 @@ _FOLDER, _ADDRESS = "KAIROS_RANKS", "KAIROS_RENDEZVOUS"
 _LOST_OTHERS = 76  # exit status of a rank that failed because another rank ended
 _ERROR_REPORTED = (1, 2)  # exit statuses of a rank that has reported its error
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl: signal that the kernel sends when the parent process ends
-# srun would take other SLURM_* variables, those of this process's job step, for options of the new step
+# srun would read the other SLURM_* variables, which describe this process's job step, as options of the new step
 _KEPT_SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_JOB_END_TIME", "SLURM_CLUSTER_NAME")
 # gloo's messages begin with a line of its transport, such as [.../gloo/gloo/transport/tcp/pair.cc:561]
 _GLOO_TEXT = re.compile(
@@ -71,7 +71,7 @@ def die_with_launcher() -> None:
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Make the kernel send a signal to this process when its parent ends; no effect and no error where it cannot."""
+    """Make the kernel send a signal to this process when its parent ends; if it cannot, nothing happens."""
     with suppress(OSError, AttributeError):  # the kernel rejects the request; not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
@@ -210,12 +210,9 @@ def _end_process() -> None:
 def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None:
     """End the launcher with the exception for the exit status of the rank that ended first, see `launch`.
 
-    A reported error has priority over a request to stop, which has priority over every other status.
-
-    Args:
-        rank: number of that rank.
-        status: its exit status; negative: number of the signal that killed it.
-        stop_requested: the launcher has forwarded a request to stop.
+    A reported error has priority over a request to stop, which has priority over every other status. A
+    negative status is minus the number of the signal that killed the rank. `stop_requested` is True if the launcher has
+    forwarded a request to stop.
 
     Raises:
         SystemExit, StoppedEarly, KairosError: always one of them.

@@ -113,10 +113,8 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
 def _update_methods(methods: list[str]) -> None:
     """Set the `method:` lines of dvc.yaml: the method names if params.yaml has a grid, else `${methods}`.
 
-    A file without such lines, or with these values already, is left as it is, without an error.
-
-    Args:
-        methods: names of the methods of params.yaml, grids expanded.
+    A file without such lines, or with these values already, is left as it is, without an error. The names in `methods`
+    have grids expanded.
 
     Raises:
         KairosError: this call has changed dvc.yaml, which DVC has read before. The message tells the user to commit the
@@ -138,10 +136,7 @@ def _update_plugin_files(plugins: list[str]) -> None:
     """Set the plugin files in the line ``deps:`` of workflow/dvc.yaml, after params.yaml and the two source folders.
 
     They include the files that plugin files import from their folders. A file whose line is up to date, or that has no
-    such line, is left as it is, without an error.
-
-    Args:
-        plugins: field `plugins` of the experiment, the paths of plugin files.
+    such line, is left as it is, without an error. `plugins` is the field of the experiment.
 
     Raises:
         KairosError: this call has changed workflow/dvc.yaml, which DVC has read before. The message tells the user to
@@ -165,11 +160,7 @@ def run_stage(config: Path, stage: str, method: str | None, seed: int | None) ->
 
     The function does not return, unless it raises an error. The process ends with Snakemake's exit status.
 
-    Args:
-        config: the experiment file.
-        stage: name of the stage.
-        method: name of the method, for a stage of training runs.
-        seed: seed of the training run, for a stage of training runs.
+    Only stages of training runs have a method and a seed.
 
     Raises:
         ConfigError: see `select_jobs`.
@@ -215,7 +206,7 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
         analysis_rules = [rule for rule in layout.count_jobs() if rule.startswith(("measure_", "analyse_"))]
         targets = ["report", "track"] if layout.experiment.tracking.enabled else ["report"]
         return [*analysis_rules, *targets], targets
-    # rule encode joins the shards of rule encode_parts, which has wildcards and is therefore no target
+    # rule encode joins the shards of rule encode_parts, which has wildcards and is therefore not a target
     return rules, [rule for rule in rules if not rule.endswith("_parts")]
 
 

@@ -314,7 +314,7 @@ def _import_modules(config: str, stages: list[str]) -> None:
         for method in experiment.methods:
             names.update(find_dependencies(stage, experiment, method).modules)
     for name in sorted(names):
-        # other imports, such as those of plugins, could compute something
+        # other imports, such as imports of plugins, could compute something
         if name.startswith(("torch.", "kairos.", "kairos_timesteps.")):
             module = name.partition(":")[0]  # without a definition, as in "kairos_timesteps.x:Name"
             importlib.import_module(module)

@@ -133,8 +133,7 @@ class Layout:
         return [f"{number}of{count}" for number in range(1, count + 1)] if count > 1 else []
 
     def stage_rules(self, stage: str) -> list[str]:
-        """Return the names of a stage's rules, without suffixes of segments: STAGE, with ``STAGE_parts`` if it is split.
-        """
+        """Return a stage's rule names without suffixes of segments: STAGE and, if it is split, ``STAGE_parts``."""
         # rule STAGE_parts computes the shards, and rule STAGE then joins them
         return [stage, f"{stage}_parts"] if self.shards(stage) else [stage]
 
@@ -268,7 +267,7 @@ class Layout:
         return "|".join(re.escape(str(value)) for value in values)
 
     def rule_params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
-        """Return the ``params:`` of a rule: `dependency_params`, the experiment file ``config``, and the ``timing`` file.
+        """Return the ``params:`` of a rule: `dependency_params`, the experiment file ``config``, and ``timing``.
 
         The timing file is not an output, because it differs in every run. Its path contains the wildcards of the rule,
         such as ``results/tiny/timing/train/{method}_seed{seed}/1.json``.
