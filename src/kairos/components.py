@@ -90,10 +90,7 @@ class Components(UserDict[str, type[C]], Generic[C]):
         self.kind = kind
 
     def register(self, cls: type[C]) -> type[C]:
-        """Add a component under the default of its field `name`, and return it; use as a decorator.
-
-        A component of the same name is replaced.
-        """
+        """Add a component under the default of its field `name`, in place of an earlier one; use as a decorator."""
         self.data[cls.model_fields["name"].default] = cls
         return cls
 
@@ -101,8 +98,7 @@ class Components(UserDict[str, type[C]], Generic[C]):
         """Return the component of a name.
 
         Raises:
-            ConfigError: there is no such component; the message lists those that exist, and the most similar one if
-                there is a similar one.
+            ConfigError: the name is unknown; the message lists the existing names, and the most similar one if any.
         """
         if name not in self.data:
             alternatives = options.instead(str(name), self.data) if self.data else "; there is none"
@@ -113,7 +109,7 @@ class Components(UserDict[str, type[C]], Generic[C]):
         """Return the component with checked options from ``{"name": ..., option: ...}``.
 
         Raises:
-            ConfigError: there is no such component, or an option is unknown or has a value that is not allowed.
+            ConfigError: the component or an option is unknown, or an option has a value that is not allowed.
             KeyError: the values have no name.
         """
         name = values["name"]
@@ -150,13 +146,10 @@ class Selection:
     default: str | None = None
 
     def class_of(self, value: Any) -> type[Component] | None:
-        """Return the class of the component of the pipeline that a value of the field selects.
+        """Return the class of the component of the pipeline that a field's unchecked value selects.
 
         None for a component of the library, for an unknown name, and for a value of another form. A dictionary without
-        a name selects the default, or nothing if there is no default: the result is None.
-
-        Args:
-            value: value of the field, unchecked: a name, or a dictionary of name and options.
+        a name selects the default; if there is no default, the result is None.
         """
         if isinstance(self.components, Registry):
             return None
@@ -176,8 +169,8 @@ class Selection:
                 returned as it is, and its kind is not checked.
 
         Raises:
-            ValueRejected: the value has another form, it has no name and there is no default, there is no such
-                component, or the library rejects an option.
+            ValueRejected: the value has another form, it has neither name nor default, the component is unknown, or the
+                library rejects an option.
             ValidationError: pydantic rejects an option.
         """
         if isinstance(value, Component | LibraryComponent):
@@ -201,7 +194,7 @@ class Selection:
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         """Return a JSON schema that accepts the name of each component, or its name with options.
 
-        Options alone select the default component. If there is no component, the schema accepts no value.
+        Options alone select the default component. Without any component, the schema accepts no value.
         """
         name_schemas, object_schemas = [], []
         for name in self.components:
@@ -241,14 +234,7 @@ _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", 
 
 
 def _library_schema(cls: type) -> dict[str, Any]:
-    """Return the JSON schemas of the options of a component of the library, by the names in an experiment file.
-
-    Each schema contains the choices if the option has some, or else the type; the bounds; the help as ``description``;
-    and the default, which every option has.
-
-    Args:
-        cls: class of the options.
-    """
+    """Return the JSON schemas of the options of a component of the library, by the names in an experiment file."""
     schemas = {}
     types = get_type_hints(cls)
     for option in dataclasses.fields(cls):
@@ -271,14 +257,10 @@ def _library_schema(cls: type) -> dict[str, Any]:
 
 
 def spellings(choices: Any, nullable: bool = False) -> list[Any]:
-    """Return the values in YAML that select one of the choices.
+    """Return the values in YAML that select one of the choices, which are texts; with `nullable`, None is the last one.
 
     YAML parses the name ``64`` as a number: for the choices "32" and "64" the values are "32", "64", 32 and 64, in this
     order.
-
-    Args:
-        choices: the choices, as texts.
-        nullable: None is a value too, the last one.
     """
     values = [*choices, *(int(choice) for choice in choices if str(choice).isdecimal())]
     if nullable:

@@ -16,19 +16,18 @@ def setup(
 ) -> torch.device:
     """Set the number of threads and deterministic algorithms, select the device, and return the device.
 
-    All settings are those of the whole process, and the caller must not have computed anything before. Determinism sets
+    All settings apply to the whole process, and the caller must not have computed anything before. Determinism sets
     ``CUBLAS_WORKSPACE_CONFIG`` unless it is set, and hides torch's warnings about determinism. An operation without a
-    deterministic algorithm then raises an error. Without determinism, cuDNN selects its algorithms on a GPU by
-    measurements. New memory is never filled, as torch would do with determinism.
+    deterministic algorithm then raises an error.
 
     Args:
         threads: number of CPU threads; results depend on it, so it is part of the identity of a training run.
         device: ``auto`` (a GPU if one is usable), ``cpu``, ``cuda`` or ``cuda:N``.
         deterministic: reject algorithms whose results vary between runs; ``portable``: or between CPU models.
-        local_rank: index of this process on this machine. On GPUs it is the index of the process's GPU, in place of
-            the one in `device`. On the CPU it has no effect. None: a single process.
-        precision: ``tf32`` allows TF32 in matrix products and convolutions on a GPU; any other value forbids it. For
-            ``bf16`` the caller also uses the context `precision`. On the CPU it has no effect here.
+        local_rank: index of this process on this machine; on GPUs it replaces the index in `device`, on the CPU it has
+            no effect. None: a single process.
+        precision: ``tf32`` allows TF32 in matrix products and convolutions on a GPU; any other value forbids it. The
+            caller also uses the context `precision` for ``bf16``.
 
     Raises:
         KairosError: a GPU is configured or was allocated to the SLURM job, and none is usable. It is also raised if the
@@ -42,13 +41,14 @@ def setup(
         selected = _select_gpu_of_rank(local_rank)
     if selected.type == "cuda":
         _allow_tf32(precision == "tf32")
-        torch.backends.cudnn.benchmark = not deterministic
+        torch.backends.cudnn.benchmark = not deterministic  # selects algorithms by measurements
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a fixed workspace makes cuBLAS deterministic
         warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
     # has the effect of use_deterministic_algorithms, which imports the compiler (4 s of CPU time)
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    # saves 5 % of a small model's step; torch defines the attribute in a class that replaces the module
+    # new memory is not filled, which saves 5 % of a small model's step; torch defines the attribute in a class that
+    # replaces the module
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return selected
 
@@ -56,7 +56,7 @@ def setup(
 def _select_device(device: str) -> torch.device:
     """Return the configured device; for ``auto`` a GPU if one is usable, otherwise the CPU.
 
-    Every value other than ``cpu`` and ``auto`` counts as a configured GPU.
+    Every value other than ``cpu`` and ``auto`` is treated as a configured GPU.
 
     Raises:
         KairosError: a GPU is configured, or `device` is ``auto`` and GPUs were allocated to the SLURM job; and none is
@@ -120,7 +120,7 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
 def _find_slurm_gpu_variable() -> str:
     """Return the first variable that shows that this SLURM job has GPUs, as ``NAME=value``.
 
-    The result is empty outside of SLURM jobs, and if the job has no GPUs. ``CUDA_VISIBLE_DEVICES`` counts last, after
+    The result is empty outside of SLURM jobs, and if the job has no GPUs. ``CUDA_VISIBLE_DEVICES`` is read last, after
     three variables that only SLURM sets.
     """
     if "SLURM_JOB_ID" not in os.environ:
@@ -135,10 +135,7 @@ def _find_slurm_gpu_variable() -> str:
 
 
 def describe(device: torch.device) -> str:
-    """Return the name of a device, and the GPUs that are visible to this process, for messages.
-
-    Example: ``the CPU, CUDA_VISIBLE_DEVICES not set``. An empty variable is reported as not set.
-    """
+    """Return the name of a device and this process's visible GPUs: ``the CPU, CUDA_VISIBLE_DEVICES not set``."""
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "the CPU"
-    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "not set"
+    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "not set"  # also if it is empty
     return f"{name}, CUDA_VISIBLE_DEVICES {visible_gpus}"

@@ -70,7 +70,7 @@ class MethodConfig(Section):
 
     @model_serializer(mode="wrap")
     def _omit_default_coupling(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize without the default coupling, so that methods from before there were couplings keep their hash."""
+        """Serialise without the default coupling, so that methods from before couplings existed keep their hash."""
         values: dict[str, Any] = serialize(self)
         if self.coupling.name == "independent":
             values.pop("coupling", None)

@@ -41,7 +41,7 @@ class Requirement:
         find: function that verifies the files and returns their location, or None if they are missing; raises
             KairosError if they cannot be used.
         download: function that downloads the files; None if the user must provide them.
-        advice: what to do if the files cannot be downloaded.
+        advice: advice to the user if the files cannot be downloaded.
         exists: function that returns True if the files exist, without reading them; None: `find` is fast.
     """
 
@@ -71,12 +71,9 @@ class Requirement:
         return location, ""
 
     def describe_absence(self, problem: str = "") -> str:
-        """Return the problem of `locate`; without a problem, return that the files are missing, and what to do.
+        """Return `problem`, the second result of `locate`; if it is empty, a text with the remedy for missing files.
 
         Example: ``not here; kairos fetch brings it``.
-
-        Args:
-            problem: second result of `locate`.
         """
         if problem:
             return problem
@@ -88,7 +85,7 @@ def list_requirements(experiment: Experiment) -> list[Requirement]:
     """Return the data sets, networks and captions that the jobs of an experiment read from outside the results folder.
 
     The order is: data sets, a pretrained autoencoder, files of captions, a text encoder, CLIP if the metrics list it,
-    and the weights of the extractor (Inception or DINOv2). Digits, and networks that kairos trains, are no
+    and the weights of the extractor (Inception or DINOv2). Digits, and networks that kairos trains, are not
     requirements. Further inputs are not included: lists of images, an ``.npz`` reference, plugins, and the weights of
     `training.start_from`.
     """
@@ -176,12 +173,8 @@ def _dataset(dataset: DatasetConfig) -> Requirement:
 def _hub_dataset(path: str, split: str) -> Requirement:
     """Return the requirement of a data set on the hub; its functions load the data set in another process.
 
-    Its `find` loads from the cache alone, and any error there counts as missing files. Its `download` raises
+    Its `find` loads from the cache alone, and treats any error there as missing files. Its `download` raises
     KairosError with the error of the load.
-
-    Args:
-        path: hub id of the data set.
-        split: its split, such as ``train``.
     """
 
     def find() -> str | None:  # with hub access off, like a job
@@ -213,16 +206,12 @@ except Exception as error:
 
 
 def _load_in_subprocess(path: str, split: str, offline: bool) -> tuple[bool, str]:
-    """Load a hub data set in another process; return True and the number of rows, or False and the error.
+    """Load a split of a hub data set in another process; return True and the number of rows, or False and the error.
 
-    Both are texts; the error has at most 300 characters, and is empty if the process was killed. Hub access can only be
-    switched before `datasets` is imported, hence the other process.
-
-    Args:
-        path: hub id of the data set.
-        split: its split, such as ``train``.
-        offline: use the cache alone and show nothing; False: download what is missing, with the progress on stderr.
+    Both are texts; the error has at most 300 characters, and is empty if the process was killed. If `offline` is set,
+    the cache alone is used and nothing is shown; otherwise the progress of downloads is on stderr.
     """
+    # another process, because hub access can only be switched before `datasets` is imported
     environment = {name: value for name, value in os.environ.items() if name != OFFLINE}
     if offline:
         environment[OFFLINE] = "1"
@@ -237,8 +226,8 @@ def _network(
 ) -> Requirement:
     """Return the requirement of a network in a folder or on the hub.
 
-    A network on the hub can be downloaded. The user must provide a folder. Nothing is read before the functions of the
-    requirement are called: `find` verifies the files, `exists` looks only for the configuration.
+    A network on the hub can be downloaded. The user must provide a folder. Nothing is read here: `find` verifies the
+    files, `exists` looks only for the configuration.
 
     Args:
         kind: kind of network, for messages.
@@ -246,7 +235,7 @@ def _network(
         field: field of the experiment file that contains the path.
         layout: file of the weights and field of config.json, `_DIFFUSERS` or `_TRANSFORMERS`. Existing weights in the
             older file `_FORMER_WEIGHTS` are accepted too.
-        further_files: files to download, as far as they exist, such as those of a tokenizer. Only with further files,
+        further_files: files to download, as far as they exist, such as files of a tokenizer. Only with further files,
             weights in the older file are downloaded if the hub has no others.
     """
     path = str(path)
@@ -280,13 +269,8 @@ def _network(
 def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
     """Return the folder of a network if its configuration and weights are complete; None if a file is missing.
 
-    Files in the hub's cache are named by their hashes. A file whose hash differs is deleted and counts as missing,
-    since the hub's client would consider it complete. A folder with weights in torch's older format alone is returned
-    without a check.
-
-    Args:
-        folder: the folder.
-        layout: file of the weights and field of config.json, `_DIFFUSERS` or `_TRANSFORMERS`.
+    A file in the hub's cache whose hash differs is deleted and treated as missing. A folder with weights in torch's
+    older format alone is returned without a check. The `layout` is `_DIFFUSERS` or `_TRANSFORMERS`.
 
     Raises:
         KairosError: a file is damaged or belongs to another kind of network.
@@ -302,7 +286,7 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
             return None
         has_hash_as_name = re.fullmatch(r"[0-9a-f]{64}", file.name) is not None
         if has_hash_as_name and sha256_file(file) != file.name:
-            file.unlink()
+            file.unlink()  # the hub's client would consider it complete
             return None
     try:
         with safe_open(folder / weights_file, framework="numpy") as tensors:  # compares the header with the file's size
@@ -318,10 +302,8 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
 def _inception(configured: str | None) -> Requirement:
     """Return the requirement of the Inception weights; only those at the default path are downloaded.
 
-    A file with another hash than the one in its name counts as missing; a name without a hash matches every file.
-
-    Args:
-        configured: path in the experiment file; None: the default path.
+    A file with another hash than the one in its name is treated as missing; a name without a hash matches every file.
+    The path in the experiment file, `configured`, is None for the default path.
     """
     path = Path(configured) if configured else inception_weights.default_path()
     advice = f"put the file from {inception_weights.URL} there: {path}"

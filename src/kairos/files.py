@@ -36,11 +36,7 @@ def sha256_file(path: Path | str) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Serialise a value as canonical JSON, with sorted keys and no blanks, for identity hashes.
-
-    Raises:
-        ValueError: the value contains a number that is not finite.
-    """
+    """Serialise a value as JSON with sorted keys and no blanks; raise ValueError for a number that is not finite."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -53,7 +49,7 @@ def sha256_json(value: Any) -> str:
 def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file for writing that appears at `path` only if the context ends without an error.
 
-    It replaces an existing file. After an error that file is unchanged. Folders above the path are created.
+    It replaces an existing file, which is unchanged after an error. Folders above the path are created.
 
     Args:
         path: path of the file.
@@ -129,8 +125,8 @@ def read_json(path: Path | str) -> dict[str, Any]:
 class RecordReader:
     """Reader of JSON files that share a large field: the field is parsed only if it differs from the previous file's.
 
-    The records of an experiment's snapshots, for example, all contain the settings of all of its methods. The records
-    then share the value of the field, which must not be changed.
+    The records of an experiment's snapshots, for example, all contain the settings of all methods. Records share the
+    value of the field, which must not be changed.
 
     Args:
         field: name of the field.
@@ -139,18 +135,18 @@ class RecordReader:
     def __init__(self, field: str):
         self._field = field
         self._key = f"{json.dumps(field)}: "
-        self._text, self._value = "", None  # of the field in the file that was parsed last
+        self._text, self._value = "", None  # the field in the file that was parsed last
 
     def read(self, path: Path | str) -> dict[str, Any]:
-        """Read a JSON file with an object; result and errors are those of `read_json`."""
+        """Read a JSON file with an object; `read_json` documents the result and the errors."""
         with _report_damage(path):
             text = Path(path).read_bytes().decode()
             key_start = text.find(self._key)
-            start = key_start + len(self._key)  # of the field's value
-            if key_start == -1 or not text.startswith("{", start):  # no such field, or its value is no object
+            start = key_start + len(self._key)  # start of the field's value
+            if key_start == -1 or not text.startswith("{", start):  # no such field, or its value is not an object
                 return _create_record(json.loads(text), path)
 
-            # parse the value unless it is that of the previous file
+            # parse the value unless it equals the value in the previous file
             # `_text` is a complete object, so that a value that begins with it is equal to it
             if not self._text or not text.startswith(self._text, start):
                 self._value, end = json.JSONDecoder().raw_decode(text, start)
@@ -218,15 +214,13 @@ def open_record(folder: Path | str, command: str, name: str = "manifest.json") -
 def check_files(folder: Path, files: dict[str, str], again: str) -> None:
     """Compare files with the hashes in the record of their folder; further files of the folder are not checked.
 
-    The first file that differs raises the error.
-
     Args:
         folder: the folder.
         files: SHA-256 hashes by path relative to the folder.
         again: how to compute the files again, for the error message.
 
     Raises:
-        DamagedError: a file is missing or has changed.
+        DamagedError: a file is missing or has changed; raised for the first one.
     """
     for name, digest in files.items():
         file = folder / name
@@ -249,8 +243,8 @@ def sync_to_disk(path: Path | str) -> None:
 def atomic_folder(path: Path | str) -> Iterator[Path]:
     """Create a temporary folder that replaces `path` if the context ends without an error.
 
-    The old folder at `path` is deleted. After an error of the context it is unchanged, and the temporary folder is
-    deleted. Folders above the path are created. The files are flushed to the disk before the folder appears.
+    The old folder at `path` is deleted. If the context raises an error, the old folder is unchanged and the temporary
+    folder is deleted. Folders above the path are created. The files are flushed to the disk before the folder appears.
 
     Raises:
         OSError: the folder cannot be written or replaced. If only the deletion of the old folder fails, the error is
@@ -277,24 +271,21 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders atomically; return True on success, and False after any failure.
-
-    A failure changes nothing and its cause is ignored: a system without renameat2 (Linux has it), a file system that
-    cannot exchange, a missing folder or a missing permission. No error is raised, since the caller then replaces the
-    folder in two steps, whose errors are raised.
-    """
+    """Exchange two folders atomically; return True on success, or False after any failure, which changes nothing."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # function of the C library; None if it has none
     if renameat2 is None:
         return False
     status: int = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    # causes of a failure: a file system that cannot exchange, a missing folder or permission. The caller then replaces
+    # the folder in two steps, whose errors are raised.
     return status == 0
 
 
 def _replace(path: Path, new: Path) -> Path:
     """Replace a folder by another one in two steps, and return the new path of the old folder.
 
-    Between the steps `path` does not exist. An error of the second step is raised after the old folder has been put
-    back. A process that is killed between the steps leaves the old folder under its ``.tmp-`` name.
+    `path` does not exist between the steps. If the second step fails, the old folder is put back and the error raised.
+    A process that is killed between the steps leaves the old folder under its ``.tmp-`` name.
     """
     old_folder = path.parent / f".tmp-{uuid.uuid4().hex}"
     os.rename(path, old_folder)
@@ -307,10 +298,9 @@ def _replace(path: Path, new: Path) -> Path:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Publish a folder atomically at `target`, in place of an existing folder.
+    """Publish a folder atomically at `target`, as links or copies of its files (`link_file`), without empty folders.
 
-    The new folder has links to the files below `source`, or copies, see `link_file`. Empty folders are left out. The
-    old folder at `target` is deleted.
+    An existing folder at `target` is deleted.
     """
     with atomic_folder(target) as folder:
         for file in sorted(source.rglob("*")):
@@ -339,8 +329,8 @@ def link_file(source: Path, target: Path) -> None:
 def hash_folder(path: Path) -> dict[str, str]:
     """Return the SHA-256 hash of each file below a folder, by its path relative to the folder, sorted by path.
 
-    Files whose own name starts with ``.tmp-`` are left out; files in a folder of such a name are included. Without a
-    folder the result is empty.
+    Files whose names start with ``.tmp-`` are left out; files in a folder of such a name are included. The result is
+    empty if the folder does not exist.
     """
     files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".tmp-"))
     return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(files)}
@@ -349,8 +339,7 @@ def hash_folder(path: Path) -> dict[str, str]:
 def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
     """Try to lock an open file for `timeout` seconds; return True on success, False if another process holds the lock.
 
-    Attempts are 0.1 s apart. The kernel releases the lock when the file is closed or the process ends. The package
-    filelock is not used, because it replaces the lock by a marker file on a file system without locks.
+    The kernel releases the lock when the file is closed or the process ends.
 
     Args:
         file: the open file.
@@ -360,8 +349,9 @@ def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
             once; put results on".
 
     Raises:
-        KairosError: the file system has no locks; any other error of the lock counts as this one.
+        KairosError: the file system has no locks; also raised for any other error of the lock.
     """
+    # not filelock, which replaces the lock by a marker file on a file system without locks
     end = time.monotonic() + timeout
     while True:
         try:
@@ -377,10 +367,7 @@ def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the complete lines of a text file, without their newlines.
-
-    A last line without a newline is left out, because it is being written. The list is empty without a file.
-    """
+    """Return the lines of a text file, except a last line without a newline; empty if the file does not exist."""
     if not path.exists():
         return []
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
+    return path.read_text(encoding="utf-8").split("\n")[:-1]  # without a newline, the line is being written

@@ -1,9 +1,9 @@
-"""Hash of the code that computes a result, taken from parsed modules; layout, comments and messages do not count.
+"""Hash of the code that computes a result, from parsed modules without layout, comments and messages.
 
-Modules of package `kairos` count as a whole. Modules of other packages count by definition: the root ``"module:Name"``
-reaches the top-level definition `Name` and the definitions that it uses. An edit of one sampler therefore leaves the
-hashes of other samplers unchanged. Imports are followed within `kairos` and `kairos_timesteps`, and between plugin
-files of one folder.
+Modules of package `kairos` are hashed as a whole. Modules of other packages are hashed by definition: the root
+``"module:Name"`` reaches the top-level definition `Name` and the definitions that it uses. An edit of one sampler
+therefore leaves the hashes of other samplers unchanged. Imports are followed within `kairos` and `kairos_timesteps`,
+and between plugin files of one folder.
 
 Configuration models and registries are left out: they select code and values. The values are hashed elsewhere, and the
 code of the selected components is passed in as further roots.
@@ -49,7 +49,7 @@ _LEFT_OUT = (
 _MESSAGES = ("log", "warn")  # functions that print a message
 _REGISTERING = ("sampler", "weighting", "coupling", "density", "process")  # decorators that register a component
 _imported: dict[Path, str] = {}  # texts of plugin files, see `set_source`
-_DATA_SUFFIXES = (".html.jinja", ".mplstyle")  # a template or style with a module's name counts as part of the module
+_DATA_SUFFIXES = (".html.jinja", ".mplstyle")  # a template or style with a module's name is part of the module
 # read at the import, with the code that runs: the file may be edited later
 _HASH_OF_THIS_MODULE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 _CACHE_FILE = "kairos/modules.json"  # below the user's cache folder
@@ -93,7 +93,7 @@ def _without_file_name(code: str) -> str:
 def roots_of(component: "Component | LibraryComponent") -> list[str]:
     """Return the code of a component and of the components that its options name, as roots of a fingerprint.
 
-    A component of the pipeline counts by the whole module of its code, a class of the library by its definition.
+    The root is the whole module of the code for a component of the pipeline, and the class for one of the library.
     """
     registry = getattr(component, "registry", None)  # only components of the library have one
     if registry is None:
@@ -104,12 +104,8 @@ def roots_of(component: "Component | LibraryComponent") -> list[str]:
 def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]:
     """Return the code of a component of the library and of the components that its options name.
 
-    A registered class counts by its definition, other code by its module. The components that options name are of the
-    same registry; an option that `component` lacks counts with its default.
-
-    Args:
-        registry: registry of the component.
-        component: name and options as plain values.
+    The root is the definition of a registered class, or else the module of the code. The components that options name
+    are in `registry` too. An option that `component`, name and plain options, lacks has its default.
     """
     from kairos_timesteps import options
 
@@ -166,7 +162,7 @@ def _resolve(target: str) -> str | None:
 
     An imported name stands for what is imported, any other name for the whole module. Examples:
 
-    * ``kairos.data.batches.Batches`` stands for ``kairos.data.batches``, which counts as a whole.
+    * ``kairos.data.batches.Batches`` stands for ``kairos.data.batches``, which is hashed as a whole.
     * ``kairos_timesteps.errors.demand`` is left out.
     * ``kairos_timesteps.randomness.Stream.uniform`` stands for ``kairos_timesteps.randomness:Stream``.
 
@@ -186,7 +182,7 @@ def _resolve(target: str) -> str | None:
     if name in summary.code:
         return f"{module}:{name}"
     sources = summary.imports.get(name, [])
-    if len(sources) == 1:  # if several imports bind the name, the whole module counts
+    if len(sources) == 1:  # if several imports bind the name, use the whole module
         return _resolve(".".join([*sources, *attributes]))
     if module == _LIBRARY:
         raise ImportError(f"{target}: {module} does not define {name!r}; import the name there under TYPE_CHECKING")
@@ -194,10 +190,10 @@ def _resolve(target: str) -> str | None:
 
 
 def _is_left_out(module: str) -> bool:
-    """Return True if a module is left out of fingerprints because it computes nothing.
+    """Return True if a module computes nothing and is therefore left out of fingerprints.
 
-    These are the modules of `_LEFT_OUT`, all modules in packages of these names, and the modules ``registries`` and
-    ``settings`` of kairos' packages.
+    Modules in packages with a name in `_LEFT_OUT` are left out too, and the modules ``registries`` and ``settings`` of
+    kairos' packages.
     """
     selects_code = _top(module) in _PACKAGES and module.endswith((".registries", ".settings"))
     is_in_left_out_package = module.startswith(tuple(f"{name}." for name in _LEFT_OUT))
@@ -232,9 +228,7 @@ def _path(module: str) -> Path | None:
 def _file_in_package(module: str, this_file: str) -> Path | None:
     """Return the source file of a module of kairos' packages; None if there is none.
 
-    Args:
-        module: dotted name of the module.
-        this_file: path of a file in the package `kairos`, an argument because tests replace ``__file__``.
+    `this_file` is a file in package `kairos`, and an argument because tests replace ``__file__``.
     """
     package, *names = module.split(".")
     folder = Path(this_file).parent
@@ -303,7 +297,7 @@ class _Summary:
         imports: dotted names that the module imports, by the name that each gets; imports under TYPE_CHECKING only
             for names that no other import binds.
         code: hash, and dotted names that the code uses, of the whole module under "" and of each definition by name. A
-            module that counts as a whole has no definitions here.
+            module that is hashed as a whole has no definitions here.
     """
 
     imports: dict[str, list[str]]
@@ -342,8 +336,8 @@ class _Summaries:
     def save(self) -> None:
         """Add the new summaries to the file, which keeps the newest 1,000.
 
-        Without new summaries the file is not written. A folder that cannot be written is no error: the new summaries
-        are then lost, and later processes compute them again.
+        Without new summaries the file is not written. If its folder cannot be written, the new summaries are lost
+        without an error.
         """
         if not self._new:
             return
@@ -380,11 +374,6 @@ def _summarise(module: str, path: Path, text: str) -> _Summary:
 
     A summary that the cache lacks is computed and kept for `_Summaries.save`. The cache has no summaries of plugins,
     which depend on the other files of the plugin's folder.
-
-    Args:
-        module: dotted name of the module.
-        path: its source file.
-        text: its source.
     """
     if _top(module) not in _PACKAGES:
         return _compute_summary(module, path, text)
@@ -404,7 +393,7 @@ def _data_of(path: Path) -> str:
 
 
 def _compute_summary(module: str, path: Path, text: str) -> _Summary:
-    """Parse a module and summarise it; arguments are those of `_summarise`."""
+    """Parse a module and summarise it, without the cache."""
     parsed = _parse(module, path, text)
     counts_as_whole = module.startswith(f"{_PIPELINE}.")
     names = [""] if counts_as_whole else ["", *parsed.definitions]
@@ -413,7 +402,7 @@ def _compute_summary(module: str, path: Path, text: str) -> _Summary:
         digest, used_names = _hash_and_used_names(parsed, name)
         code[name] = digest, sorted(used_names)
     executed_imports = {name: sources for name, sources in parsed.imports.items() if sources}
-    imports = parsed.typing_imports | executed_imports  # of two imports of a name, the executed one counts
+    imports = parsed.typing_imports | executed_imports  # an executed import replaces one under TYPE_CHECKING
     return _Summary(imports, code)
 
 
@@ -434,7 +423,7 @@ def _parse(module: str, path: Path, text: str) -> _Parsed:
             executed.append(node)
     parsed.tree.body = executed
 
-    # sort the executed statements; a star import binds unknown names, so it counts as a statement
+    # sort the executed statements; a star import binds unknown names, so it is treated as a statement
     for node in executed:
         names = _defined_names(node)
         for name in names:
@@ -497,11 +486,6 @@ def _imports(nodes: Iterable[ast.AST], module: str, path: Path) -> dict[str, lis
     * ``import kairos.data.arrays as arrays`` gives `arrays` the name ``kairos.data.arrays``.
     * ``from kairos.files import atomic`` gives `atomic` two names: ``kairos.files.atomic`` and ``kairos.files``.
     * ``from .schedules import linear`` in ``plugin.noise`` gives `linear` the name ``plugin.schedules.linear``.
-
-    Args:
-        nodes: nodes of the module's syntax tree.
-        module: dotted name of the module.
-        path: source file of the module.
     """
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
     pairs: list[tuple[str, str]] = []  # name that an import binds, and dotted name
@@ -530,10 +514,7 @@ def _top(dotted: str) -> str:
 def _is_followed(package: str, importer: str, path: Path) -> bool:
     """Return True for kairos' packages; in a plugin file also for its package and the files in its folder.
 
-    Args:
-        package: first part of the imported name.
-        importer: dotted name of the importing module.
-        path: source file of the importing module.
+    `package` is the first part of the imported name; `importer` and `path` are name and file of the importing module.
     """
     if package in _PACKAGES:
         return True
@@ -552,8 +533,8 @@ def _is_followed(package: str, importer: str, path: Path) -> bool:
 def _hash_and_used_names(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
     """Return the hash of a definition and the dotted names that it uses; without a name, of the whole module.
 
-    Statements that are neither definitions nor imports always run, so they count with every definition. The dotted
-    names are those to follow, with the definitions of the module itself as ``"module:Name"``.
+    Statements that are neither definitions nor imports always run, so every definition includes them. Only dotted names
+    to follow are returned, with the definitions of the module itself as ``"module:Name"``.
     """
     code = ast.Module([*parsed.definitions[name], *parsed.statements], []) if name else parsed.tree
     nodes = _nodes(code)
@@ -586,7 +567,7 @@ def _hash_and_used_names(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
 def _used_names(nodes: Iterable[ast.AST]) -> set[str]:
     """Return all names among the nodes of a syntax tree, each with the dotted attributes read from it."""
     nodes = [node for node in nodes if isinstance(node, (ast.Name, ast.Attribute))]
-    # `a.b.c` is an attribute of `a.b`, which is an attribute of `a`: only the outermost node counts
+    # `a.b.c` is an attribute of `a.b`, which is an attribute of `a`: use only the outermost node
     inner_ids = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     return {_dotted(node) for node in nodes if id(node) not in inner_ids}
 
@@ -594,7 +575,7 @@ def _used_names(nodes: Iterable[ast.AST]) -> set[str]:
 def _dotted(node: ast.AST) -> str:
     """Return the dotted name that a chain of attributes reads, such as ``np.linalg.norm``.
 
-    The start is missing if it is no name: ``.mean`` for ``load(path).mean``.
+    The start is missing if it is not a name: ``.mean`` for ``load(path).mean``.
     """
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
@@ -632,18 +613,17 @@ def _text(node: Any, in_message: bool = False) -> str:
 
 
 def _fields_without_help(node: ast.AST) -> dict[str, Any]:
-    """Return new values for the fields of a node that may contain help, a message or a docstring, without that text.
+    """Return the fields of a node to replace, by name: without docstring, help or message.
 
-    The values are by name of the field. All other fields of the node count as they are. For a class or a function the
-    result always contains the decorators, and for a call of ``option`` or ``demand`` the arguments.
+    Fields that are not in the result are kept.
     """
     fields: dict[str, Any] = {}
     if isinstance(node, ast.Call):
         called = _called(node)
-        if called == "option":  # option(default, help, ...): the default and the limits count, the help does not
+        if called == "option":  # option(default, help, ...): keep the default and the limits
             fields["args"] = node.args[:1] + node.args[2:]
             fields["keywords"] = [keyword for keyword in node.keywords if keyword.arg != "help"]
-        elif called == "demand":  # demand(condition, where, got, allowed): the condition counts, the message does not
+        elif called == "demand":  # demand(condition, where, got, allowed): keep the condition
             fields["args"] = node.args[:1]
     elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -655,7 +635,7 @@ def _fields_without_help(node: ast.AST) -> dict[str, Any]:
 
 
 def _without_help(decorator: ast.expr) -> ast.expr:
-    """Return a decorator; of one that registers a component, a copy with the component's name as only argument."""
+    """Return a registering decorator with its name argument alone; return any other decorator unchanged."""
     if isinstance(decorator, ast.Call) and _called(decorator) in _REGISTERING:
         return ast.Call(decorator.func, decorator.args[:1], [])
     return decorator

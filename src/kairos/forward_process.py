@@ -26,11 +26,7 @@ def select_prediction(process: LibraryComponent, prediction: str | None) -> str 
 def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> LibraryComponent:
     """Return a process with the measured `sigma_data`, if it has this option and the option is unset.
 
-    Otherwise the process is returned as it is.
-
-    Args:
-        process: name and options of a process.
-        sigma_data: standard deviation of the data; None: the process is returned as it is.
+    Otherwise, and if `sigma_data`, the standard deviation of the data, is None, the process is returned as it is.
     """
     options = process.plain_options()
     is_unset = "sigma_data" in options and options["sigma_data"] is None
@@ -60,8 +56,8 @@ def scheduler_config(process: Process, clip: bool) -> dict[str, Any] | None:
 
     The schedulers are DDPMScheduler for a discrete process, and FlowMatchEulerDiscreteScheduler for a flow. They pass
     timesteps from 0 to the network, and times of a flow multiplied by 1000. A process whose network takes other times
-    has no scheduler: discrete timesteps from 1, or a flow with another `time_scale`. The keys are those of the
-    scheduler's file ``scheduler_config.json``; diffusers' defaults apply to the options without a key.
+    has no scheduler: discrete timesteps from 1, or a flow with another `time_scale`. The result has the form of the
+    file ``scheduler_config.json``; diffusers' defaults apply to the options without a key.
 
     Args:
         process: forward process.

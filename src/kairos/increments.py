@@ -2,7 +2,7 @@
 
 The increment of a forward process x_t = s_t x0 + s_t sigma_t noise is delta_t = x_{t+1} - x_t. Its variance grows at an
 increasing rate (acceleration), then at a decreasing rate (deceleration), and finally hardly at all (convergence).
-Times are those of the paper: x_0 is the image and x_T pure noise; x_t is timestep t - 1 of kairos. This module needs
+Times are as in the paper: x_0 is the image and x_T pure noise; x_t is timestep t - 1 of kairos. This module needs
 numpy only.
 
 Differences from the paper, and points that the paper leaves open:
@@ -18,7 +18,7 @@ Differences from the paper, and points that the paper leaves open:
 - The magnitude r-hat is 1/alpha-bar = 1 + sigma² for VP. Here VE and EDM have 1 + sigma² too, the
   magnitude of the process scaled to unit variance. The variance of VE and EDM never converges, and its growth has no
   peak in time: the growth is constant for VE and increases for EDM.
-- The paper does not state the time steps of VE and EDM. Here they are those of Karras et al. 2022, table 1. For VE,
+- The paper does not state the time steps of VE and EDM. Here they follow Karras et al. 2022, table 1. For VE,
   sigma has equal ratios from 0.02 to 100; for EDM, sigma^(1/7) has equal steps between sigma = 0.002 and 80.
 - The paper has no rectified flow, x_t = (1 - t) x0 + t noise. Here it has s = 1 - t and sigma = t/(1 - t), in equal
   steps. The growth of its variance increases too. The magnitude reaches r at t = sqrt(r - 1)/(1 + sqrt(r - 1)).
@@ -94,7 +94,7 @@ class Increments:
         variance_bound: lower bound of `variance`: Psi-hat_t = 2 s² sigma².
         change: derivative of `variance_bound` by t.
         magnitude: r-hat_t.
-        r: magnitude above which a timestep counts as converged.
+        r: magnitude above which a timestep has converged.
         deceleration: time at which deceleration begins, the argmax of `change`; None if `change` is constant or is
             largest in its last row.
         convergence: time, not rounded to a row, at which the magnitude reaches r; None if that is not before the end.
@@ -139,14 +139,14 @@ def increments(
 ) -> Increments:
     """Compute the moments of x_{t+1} - x_t at each noise level of a process, and the times at which its areas begin.
 
-    The areas are those of the paper: acceleration, deceleration and convergence of the increment's variance. The first
-    increment starts at the image, t = 0.
+    The areas are defined in the paper: acceleration, deceleration and convergence of the increment's variance. The
+    first increment starts at the image, t = 0.
 
     Args:
         process: ``vp`` with a noise schedule, or ``ve``, ``edm`` or ``flow`` with `timesteps` noise levels.
         schedule: noise schedule, for vp; other processes ignore it.
         timesteps: number of noise levels of the other processes, 2 or more.
-        r: magnitude above which a timestep counts as converged.
+        r: magnitude above which a timestep has converged.
 
     Raises:
         ConfigError: the process is unknown, process vp has no schedule, or r is not above 1.
@@ -194,7 +194,7 @@ def increments(
 class _Levels(NamedTuple):
     """Values of a process at t = 0, the image, and at each noise level; arrays are (T + 1,).
 
-    The fields are those of `Increments`; `convergence` is the time at which the magnitude is r, in the process or
+    `Increments` describes the fields, except `convergence`: the time at which the magnitude is r, in the process or
     beyond its end.
     """
 
@@ -218,7 +218,7 @@ def _continuous_levels(process: str, timesteps: int, r: float) -> _Levels:
     """
     fraction = np.arange(timesteps) / (timesteps - 1)
     if process == "flow":
-        # at t = 1 the signal-to-noise ratio would be 0; the limit is that of `diffusion.processes.Flow`
+        # at t = 1 the signal-to-noise ratio would be 0; `diffusion.processes.Flow` has an equal limit
         t = np.minimum((np.arange(timesteps) + 1) / timesteps, 1 - 1e-5)
         convergence = 1 - 1 / (1 + (r - 1) ** 0.5)  # solves sqrt(r - 1) = sigma = t / (1 - t) = 1 / (1 - t) - 1
     elif process == "ve":
@@ -250,8 +250,8 @@ def _levels_of_schedule(schedule: NoiseSchedule, r: float) -> _Levels:
 
     The linear schedule has table 8's closed form, which gives the bounds, the change and the magnitude. For other
     schedules, and if the last beta is clipped, these use alpha-bar itself, and the change is a numerical derivative.
-    The time of convergence is then interpolated, or infinite if the magnitude stays below r. Scale and sigma are those
-    of alpha-bar in both cases.
+    The time of convergence is then interpolated, or infinite if the magnitude stays below r. Scale and sigma follow
+    from alpha-bar in both cases.
     """
     t = np.arange(schedule.timesteps + 1.0)  # 0 is the image
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])

@@ -32,14 +32,14 @@ class LibraryComponent:
         """Return the component with checked options from ``{"name": ..., option: ...}``.
 
         Raises:
-            ConfigError: there is no such component, or an option is unknown or has a value that is not allowed.
+            ConfigError: the component or an option is unknown, or an option has a value that is not allowed.
             KeyError: the values have no name.
         """
         name, given_options = split(values)
         return cls(registry, name, registry.parse(name, given_options, f"{registry.kind} {name}"))
 
     def get(self, option: str, default: Any = None) -> Any:
-        """Return the value of an option by its name in an experiment file, or `default` if there is no such option.
+        """Return the value of an option by its name in an experiment file, or `default` without this option.
 
         An option whose value is None returns None, not `default`.
         """

@@ -52,9 +52,8 @@ _COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE of mkl.h
 def machine() -> dict[str, str]:
     """Return CPU model, instruction set and versions of libraries, on which the bits of results depend.
 
-    Records whose hashes should agree between machines must not contain them. The keys are ``processor``,
-    ``instruction_set``, ``libc``, ``python``, ``torch`` and ``numpy``. The instruction set is ``AVX2 (portable)`` if
-    the environment has the values of `VARIABLES`. Otherwise it is that of torch, or ``any`` if torch is not imported.
+    Records whose hashes should agree between machines must not contain them. The instruction set is ``AVX2 (portable)``
+    if the environment has the values of `VARIABLES`. Otherwise torch reports it; ``any`` if torch is not imported.
     """
     cpu_info = Path("/proc/cpuinfo")
     text = cpu_info.read_text() if cpu_info.exists() else ""
@@ -78,8 +77,8 @@ def machine() -> dict[str, str]:
 def is_requested(arguments: "argparse.Namespace") -> bool:
     """Return True if the experiment file, or the first snapshot, of a command sets ``deterministic: portable``.
 
-    Returns False for a file that cannot be read, is damaged, or extends itself: the command reports what is wrong. Also
-    returns False for a command with neither argument, and for a file without the field.
+    Returns False for a file that cannot be read, is damaged, extends itself or lacks the field, and for a command with
+    neither argument.
 
     Args:
         arguments: arguments of the command; `config` is the path of the experiment file. If it is None or missing,
@@ -226,14 +225,11 @@ def _replace_kernel(library: Any, name: str, kernel: Callable[..., Any]) -> None
 
 
 def _elementwise_kernel(function: Any) -> "Callable[..., Tensor | None]":
-    """Return a kernel that applies a function of numpy to each element of a tensor.
+    """Return a kernel that applies a function of numpy, with an argument `out`, to each element of a tensor.
 
     The kernel ``kernel(x, out=None)`` returns a new tensor, or `out` with the result and resized to the shape of x. It
     returns None, so that torch's kernel is used, for tensors that are not float32 or float64, and for an `out` of
     another type than x.
-
-    Args:
-        function: function of numpy with an argument `out`.
     """
     import numpy as np
     import torch
@@ -274,8 +270,8 @@ def _matrix_product(a: "Tensor", b: "Tensor", bias: "Tensor | None" = None) -> "
 def _affine_product(bias: "Tensor", a: "Tensor", b: "Tensor", beta: Any = 1, alpha: Any = 1) -> "Tensor | None":
     """Return a @ b + bias by `_matrix_product` for a bias per column; None for other biases and for factors.
 
-    Arguments are those of `torch.addmm`, whose result is beta bias + alpha a @ b. The result is also None where that of
-    `_matrix_product` is.
+    It has the arguments of `torch.addmm`, which returns beta bias + alpha a @ b. None also if `_matrix_product` returns
+    None.
     """
     is_bias_per_column = bias.dim() == 1 and len(bias) == b.shape[1]
     if not is_bias_per_column or beta != 1 or alpha != 1:

@@ -20,7 +20,7 @@ def download_files(path: str, files: Iterable[str], cached: bool = False) -> Pat
 
     Args:
         path: hub id of the network.
-        files: names of the files; a file that does not exist on the hub is no error.
+        files: names of the files; files that do not exist on the hub are skipped.
         cached: download nothing, and return the folder in the cache, which may lack files.
 
     Raises:
@@ -67,12 +67,7 @@ def find_network_folder(path: str, field: str, files: Iterable[str], needed: str
 
 
 def is_available(path: str, file: str = "config.json") -> bool:
-    """Return True if the folder or the Hugging Face cache contains a file of a network; the file is not read.
-
-    Args:
-        path: a folder, or a hub id.
-        file: name of the file.
-    """
+    """Return True if a network's folder, or the Hugging Face cache for a hub id, contains a file; it is not read."""
     if not is_hub_id(path):
         return Path(path, file).is_file()
     from huggingface_hub import try_to_load_from_cache

@@ -21,7 +21,7 @@ class Progress:
         total: number of units.
         label: name of the work, such as ``train speed seed 0``.
         unit: name of a unit, such as ``step`` or ``image``.
-        start: units that an interrupted run has done, which do not count for the rate.
+        start: units that an interrupted run has done, which are left out of the rate.
     """
 
     def __init__(self, total: int, label: str, unit: str, start: int = 0):

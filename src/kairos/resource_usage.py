@@ -1,8 +1,8 @@
 """Wall-clock time, CPU time and peak memory of a job, with the start-up (interpreter and imports) listed separately.
 
-A job calls `end_startup` after its imports; the time before that call counts as start-up. If another process prepared
-the job and handed it over (`workflow.fork_server`), the time and CPU seconds of that process are in `inherited` and
-count as well.
+A job calls `end_startup` after its imports; the start-up is the time before that call. If another process prepared the
+job and handed it over (`workflow.fork_server`), the time and CPU seconds of that process are in `inherited` and are
+included.
 """
 
 import gc
@@ -20,9 +20,9 @@ inherited: dict[str, float] = {}  # `usage_so_far` of the process that handed th
 
 
 def cpu_seconds() -> float:
-    """Return user plus system time of this process and of its ended children, in seconds, plus that in `inherited`.
+    """Return user plus system time, in seconds, of this process, its ended children and the process in `inherited`.
 
-    Children count as soon as this process has waited for them.
+    Children are included as soon as this process has waited for them.
     """
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + inherited.get("cpu", 0.0)
@@ -65,9 +65,7 @@ def end_startup() -> None:
 def write_record(path: Path | str, stage: str, **facts: Any) -> None:
     """Write the resource usage of this process so far to a JSON file, in seconds and bytes.
 
-    The fields are ``stage``, ``wall_seconds``, ``cpu_seconds``, ``startup_wall_seconds``, ``startup_cpu_seconds``,
-    ``peak_rss_bytes`` and `facts`. All time counts as start-up if `end_startup` was not called. The peak memory is that
-    of this process alone, without children.
+    If `end_startup` was not called, the start-up is the whole time. The peak memory does not include children.
 
     Args:
         path: the file, which is replaced; folders above it are created.

@@ -52,7 +52,7 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
     """
     try:
         return model.model_validate(values)
-    except ConfigError as error:  # not a ValueError, so pydantic does not collect it; such as that of a backbone
+    except ConfigError as error:  # not a ValueError, so pydantic does not collect it; such as an error of a backbone
         lines = [str(error)]
     except ValidationError as error:
         lines = [_error_line(item, model, values) for item in error.errors()]
@@ -85,7 +85,7 @@ def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
 
     # messages of kairos' own checks are complete, except that some begin with a name within the section
     message: str = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    contains_field = message.startswith((f"{where}.", f"{where}: "))  # of checks in `model_post_init`
+    contains_field = message.startswith((f"{where}.", f"{where}: "))  # a message of `model_post_init`
     if not where or contains_field:
         return message
     if isinstance(item.get("ctx", {}).get("error"), ValueRejected):  # the message has the value and what is allowed
@@ -118,16 +118,15 @@ def _short(value: Any) -> str:
 
 
 def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) -> tuple[type[BaseModel] | None, str]:
-    """Return the section that a location of pydantic leads to, and the help text of the last field on the way.
+    """Return the class of the section that a location of pydantic leads to, and the help text of its last field.
+
+    The class is None for a plain value, and if the values select no component of the pipeline. The text is empty if
+    there is none.
 
     Args:
         model: class of the outermost section.
         location: names of fields and indices of lists.
         values: values of the outermost section, which decide the class of a selected component.
-
-    Returns:
-        The class of the section and the help text. The class is None for a plain value, and if the values select no
-        component of the pipeline. The text is empty if there is none.
     """
     section: type[BaseModel] | None = model
     meaning = ""
@@ -150,10 +149,7 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) 
 
 
 def _value_at(values: Any, key: Any) -> Any:
-    """Return the value of a key or index; None if there is none, for example for a field that has its default.
-
-    None is also the result if `values` is no container.
-    """
+    """Return the value of a key or index; None if there is none, or if `values` is not a container."""
     try:
         return values[key]
     except (KeyError, IndexError, TypeError):
@@ -161,11 +157,7 @@ def _value_at(values: Any, key: Any) -> Any:
 
 
 def _find_component_annotation(model_field: Any) -> Any:
-    """Return the annotation `kairos.components.component` of a field or of the elements of its list, or None.
-
-    Args:
-        model_field: pydantic's description of the field, a `FieldInfo`.
-    """
+    """Return the annotation `kairos.components.component` of a `FieldInfo` or of its list's elements, or None."""
     annotations = [*model_field.metadata]
     for argument in (model_field.annotation, *get_args(model_field.annotation)):  # list[...], or list[...] | None
         for element in (argument, *get_args(argument)):

@@ -72,7 +72,7 @@ def list_jobs(results: Path) -> tuple[list[Job], str]:
     """Return the jobs of an experiment, and SLURM's error message, which is usually empty.
 
     Without SLURM, or on a machine without a configured cluster, there are no jobs and no error. With an error message
-    the list is empty, although there may be jobs. The order is that of squeue.
+    the list is empty, although there may be jobs. The jobs are in squeue's order.
 
     Args:
         results: folder of the experiment's results.
@@ -94,7 +94,7 @@ def query_queue(results: str | Path, fields: str, timeout: float = 10) -> tuple[
         timeout: seconds to wait for an answer.
 
     Raises:
-        FileNotFoundError: there is no squeue.
+        FileNotFoundError: squeue does not exist.
     """
     user, name = f"--user={getpass.getuser()}", f"--name={job_name(str(results))}"
     return run_command("squeue", "--noheader", user, name, f"--format={fields}", timeout=timeout)
@@ -119,11 +119,11 @@ def plain_environment() -> dict[str, str]:
 def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
     """Run a SLURM command for at most `timeout` seconds; return True and its output, or False and the error.
 
-    The environment is that of `plain_environment`. The error is one line of at most 400 characters, from stderr; it may
+    The command runs in `plain_environment`. The error is one line of at most 400 characters, from stderr; it may
     be empty. After a timeout it is ``no answer within 10 s``.
 
     Raises:
-        FileNotFoundError: there is no such command.
+        FileNotFoundError: the command does not exist.
     """
     try:
         result = subprocess.run(
@@ -180,11 +180,6 @@ def _find_training_runs(results: Path, number: str, comment: str) -> set[Trainin
     They come from the record of the job's outputs. If the record is missing or damaged, they come from the comment,
     which has one training run. The record is missing for a moment after the submission, and for jobs that were
     submitted from another folder.
-
-    Args:
-        results: folder of the experiment's results.
-        number: SLURM's number of the job.
-        comment: comment of the job.
     """
     try:
         outputs = read_json(job_records_folder(results) / f"{number}.json")["outputs"]
@@ -198,8 +193,8 @@ def _find_training_runs(results: Path, number: str, comment: str) -> set[Trainin
 def summarize_jobs(jobs: list[Job]) -> str:
     """Return the numbers of running and waiting jobs of each stage, sorted by stage, as a text.
 
-    Example: ``in the queue: sample 2 wait, train 1 run``. Every job that does not wait counts as running. The caller
-    ensures that there is a job.
+    Example: ``in the queue: sample 2 wait, train 1 run``. Every job that does not wait is reported as running. The
+    caller ensures that there is a job.
     """
     counts = Counter((job.stage, "wait" if job.pending else "run") for job in jobs)
     facts = [f"{stage} {count} {verb}" for (stage, verb), count in sorted(counts.items())]

@@ -30,15 +30,10 @@ def staged(latents: Path) -> Iterator[Path]:
 
     Data are copied in SLURM jobs, and if KAIROS_LOCAL is set; else the original folder is used, without a message. The
     copy includes the data set of the latents, and their encoded captions. Images, which training on latents does not
-    read, are linked. A complete copy of another process is used at once.
+    read, are linked. At the end of the context the copy is deleted, unless another process reads it.
 
-    The original folder is used if less than twice the size is free, or if the local disk has an error. It is also used
-    if the folder for this user's copies belongs to another user. Without KAIROS_LOCAL it is also used if the local
-    folder is on the same file system or in main memory. A message reports the folder and the reason. At the end of the
-    context the copy is deleted, unless another process reads it.
-
-    Args:
-        latents: folder that stage encode wrote; the copy has another path.
+    The original folder is also used if the local disk has an error, or this user's folder belongs to another user.
+    Without a complete copy, a reason in `_reason_not_to_copy` has this effect too. A message reports folder and reason.
 
     Raises:
         KairosError: the latents or their data set are not complete.
@@ -90,12 +85,6 @@ def _files_to_copy(latents: Path, manifest: dict[str, Any], dataset: Path, datas
 
     The images of the data set are left out unless the model is trained on pixels. The encoded captions in ``text`` are
     only in the result if the latents have them.
-
-    Args:
-        latents: folder of the latents.
-        manifest: record of the latents.
-        dataset: folder of the data set.
-        dataset_manifest: record of the data set.
     """
     dataset_files = dict(dataset_manifest["files"])
     reads_images = not manifest["files"]  # training on pixels
@@ -124,12 +113,7 @@ def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
     """Return the reason not to copy data to a local folder; None if they should be copied.
 
     With KAIROS_LOCAL set, even to an empty text, the only reason is too little free space: less than twice the size.
-    Without it, a local folder on the same file system or in main memory is also a reason.
-
-    Args:
-        local: the local folder.
-        latents: folder of the original.
-        size: bytes to copy.
+    Without it, a local folder on the same file system or in main memory is also a reason. `size` is in bytes.
     """
     if "KAIROS_LOCAL" not in os.environ and local.stat().st_dev == latents.stat().st_dev:
         return "it is on the same file system"
@@ -144,8 +128,8 @@ def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
 def mount(path: Path) -> tuple[str, list[str]]:
     """Return the type of the file system of a folder, such as ext4, and its mount options.
 
-    Both are empty if the folder is in no mounted file system. Of several that are mounted at one folder, the last one
-    counts.
+    Both are empty if the folder is in no mounted file system. If several are mounted at one folder, the last one is
+    returned.
 
     Raises:
         OSError: the system has no /proc/mounts.
@@ -163,17 +147,13 @@ def mount(path: Path) -> tuple[str, list[str]]:
 
 
 def _remove_unused(user_folder: Path, current: Path) -> None:
-    """Delete the copies that no process reads: the current one of this job, and copies of killed jobs.
+    """Delete a user's copies that no process reads: the current one of this job, and copies of killed jobs.
 
-    Another process may hold the lock of the current copy for a moment, so this process waits for it. Files that cannot
-    be deleted are left, without an error. The folders stay, with their files ``lock`` and ``used``.
-
-    Args:
-        user_folder: folder of all copies of this user.
-        current: folder in it with the copy of this job.
+    Files that cannot be deleted are left, without an error. The folders stay, with their files ``lock`` and ``used``.
     """
     for home in user_folder.iterdir():
         with suppress(OSError), open(home / "lock", "w") as lock, open(home / "used", "w") as used:
+            # another process may hold the lock of the current copy for a moment, so this process waits for it
             lock_options = fcntl.LOCK_EX if home == current else fcntl.LOCK_EX | fcntl.LOCK_NB
             fcntl.flock(lock, lock_options)
             fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if another process reads
@@ -189,12 +169,8 @@ def _clear(home: Path) -> None:
 def _copy(home: Path, used: IO[str], copied: Copied) -> None:
     """Copy files to `home`/copy, or wait for the process that is copying them.
 
-    A complete copy is kept. An incomplete one is deleted before.
-
-    Args:
-        home: folder of the copy.
-        used: open file ``used`` in that folder; no process deletes the copy until it is closed.
-        copied: files to copy; the other files of their folders are linked.
+    A complete copy is kept. An incomplete one is deleted before. Files that are not in `copied` are linked. No process
+    deletes the copy until the open file `used`, in folder `home`, is closed.
 
     Raises:
         DamagedError: an original file does not match its record.
@@ -218,15 +194,11 @@ def _copy(home: Path, used: IO[str], copied: Copied) -> None:
 
 
 def _is_complete(home: Path, copied: Copied) -> bool:
-    """Return True if the local copy is complete: all copied files are there, each with the size of the original.
+    """Return True if all copied files have the size of the original and each folder has its record.
 
-    The record of each folder must be there too. Linked files are not checked, and contents are not compared. Many
-    machines delete old files of /tmp and leave the folders.
-
-    Args:
-        home: folder of the copy.
-        copied: the files that were copied.
+    Linked files are not checked, and contents are not compared.
     """
+    # a copy may lose files: many machines delete old files of /tmp and leave the folders
     copy = home / "copy"
     try:
         for name, (source, files) in copied.items():
@@ -239,18 +211,13 @@ def _is_complete(home: Path, copied: Copied) -> bool:
 
 
 def _copy_or_link(file: Path, target: Path, digest: str | None) -> None:
-    """Copy a file and check its hash, or link it.
-
-    Args:
-        file: the file.
-        target: path of the copy or link; folders above it are created.
-        digest: SHA-256 hash of the file; None: training does not read the file, so it is linked.
+    """Copy a file and check its SHA-256 hash, or link it if `digest` is None; folders above `target` are created.
 
     Raises:
         DamagedError: the copy differs from the hash.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    if digest is None:
+    if digest is None:  # training does not read the file
         target.symlink_to(file.resolve())
         return
     shutil.copyfile(file, target)

@@ -36,8 +36,8 @@ def count_job_threads() -> int:
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
     """Yield ``function(item)`` for all items, in their order; several threads compute ahead if the calls are slow.
 
-    The results and the first error of a call are those of a loop in one thread. A few items per thread are in flight,
-    so memory does not grow with the number of items. Threads start after two consecutive slow calls: fast calls, such
+    The results and the first error are as in a loop in one thread. A few items per thread are in flight, so memory does
+    not grow with the number of items. Threads start after two consecutive slow calls: fast calls, such
     as decoding images of 8×8 pixels, would only wait for Python's lock.
 
     Args:

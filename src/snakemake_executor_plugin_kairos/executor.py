@@ -6,9 +6,9 @@ same work and waits or runs, the controller waits for it. If its work differs, s
 the controller cancels it and submits the new job. Jobs that ended in the meantime are in Snakemake's metadata, because
 the Snakemake in a job writes them.
 
-A job without a record is cancelled. There is one if the controller was killed within milliseconds of the submission,
-or if SLURM accepted a job although sbatch failed. Unlike the SLURM plugin, this executor does not count a failed
-submission as an attempt if SLURM is away for a minute or limits the number of this user's jobs.
+A job without a record is cancelled. There is one if the controller was killed within milliseconds of the submission, or
+if SLURM accepted a job although sbatch failed. A submission that fails because SLURM is away for a minute, or limits
+the number of this user's jobs, is not an attempt of the job. The SLURM plugin counts such failures as attempts.
 """
 
 import getpass
@@ -64,9 +64,9 @@ class Executor(plugin.Executor):
     def __post_init__(self, test_mode: bool = False) -> None:
         """Set up the executor; Snakemake calls this method.
 
-        The controller's environment changes for the rest of its life, and jobs inherit it: it becomes offline, and
-        loses the variables by which users change the output of SLURM's commands. SIGINT raises KeyboardInterrupt, also
-        in a controller that a script has started in the background.
+        The controller's environment changes for the rest of its life, and jobs inherit it. Hub access is off, and the
+        variables by which users change the output of SLURM's commands are deleted. SIGINT raises KeyboardInterrupt,
+        also in a controller that a script has started in the background.
         """
         layout = load_frozen_layout()
         for name in os.environ.keys() - plain_environment().keys():
@@ -75,7 +75,7 @@ class Executor(plugin.Executor):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a script ignore SIGINT
         super().__post_init__(test_mode)
         self._results = layout.results
-        self.run_uuid = job_name(self._results)  # the plugin looks for jobs of this name: also those of earlier runs
+        self.run_uuid = job_name(self._results)  # the plugin looks for jobs of this name, also of earlier runs
         training = layout.experiment.training
         self._exact = training.deterministic and not training.compile  # a repeated training run has the same course
         self._sbatch_errors: dict[Any, str] = {}  # error of the last submission, by job
@@ -89,10 +89,8 @@ class Executor(plugin.Executor):
         return ExecMode.DEFAULT
 
     def additional_general_args(self) -> str:
-        """Return options for the Snakemake in a job that Snakemake itself does not pass on.
-
-        With ``--notemp`` temporary files stay: the controller deletes them.
-        """
+        """Return options for the Snakemake in a job that Snakemake itself does not pass on."""
+        # --notemp: the controller deletes temporary files
         size = self.workflow.dag_settings.max_checksum_file_size
         return f"--profile none --workflow-profile none --notemp --max-checksum-file-size {size}"
 
@@ -102,11 +100,9 @@ class Executor(plugin.Executor):
         return "all"
 
     def get_python_executable(self) -> str:
-        """Return the start of a job's command, to which Snakemake adds ``-m snakemake ...``.
-
-        The command is run by `batch_script`, which forwards SIGTERM and records success. The SLURM plugin would run a
-        Snakemake that starts another one with srun.
-        """
+        """Return the start of a job's command, to which Snakemake adds ``-m snakemake ...``."""
+        # the SLURM plugin would run a Snakemake that starts another one with srun; `batch_script` forwards SIGTERM and
+        # records success
         python = super().get_python_executable()
         return f"exec {python} -m {batch_script.__name__} {job_records_folder(self._results)} {python}"
 
@@ -140,10 +136,10 @@ class Executor(plugin.Executor):
             super().report_job_error(SubmittedJobInfo(job), msg=str(error))
 
     def _submit(self, job: Any) -> None:
-        """Submit a job, repeatedly while SLURM cannot accept it, with pauses of 10, 20, 40 and then 60 seconds.
+        """Submit a job, repeatedly and without a limit while SLURM cannot accept it; a message reports each repetition.
 
-        There is no limit to the repetitions; a message reports each. After a pause, jobs of the same rule that an
-        unsuccessful submission left in the queue without a record are cancelled.
+        A pause precedes each repetition. Jobs of the same rule that an unsuccessful submission left in the queue
+        without a record are cancelled after the pause.
 
         Raises:
             WorkflowError: sbatch failed with an error outside of `TEMPORARY_SBATCH_ERRORS`, or the run is cancelled.
@@ -163,10 +159,9 @@ class Executor(plugin.Executor):
     def _take_over(self, job: Any) -> bool:
         """Take over the SLURM job of an earlier run that does a job's work; return False if there is none.
 
-        If that SLURM job has succeeded already, its success is reported. The earlier jobs with an output of this job
-        are examined in the order of their record files, and the first that does the job's work ends the search. The
-        records of those before it are deleted. If they are in the queue, they are cancelled first, because they compute
-        the outputs from other parameters or inputs.
+        The success of a SLURM job that has succeeded already is reported. Earlier jobs with an output of this job are
+        examined in the order of their record files. The search ends at the first record with this work whose job is
+        queued or has succeeded. Other examined records are deleted, and their queued jobs are cancelled.
 
         Raises:
             WorkflowError: the run is cancelled.
@@ -186,7 +181,7 @@ class Executor(plugin.Executor):
             if does_same_work and self._is_complete(job_info):  # it ended after the Snakefile was read
                 self.report_job_success(job_info)
                 return True
-            if is_queued:
+            if is_queued:  # it computes the outputs from other parameters or inputs
                 log(f"SLURM job {job_id} of an earlier run computes {outputs[0]} from other settings: cancelling it")
                 self._cancel_job(job_id)
             self._forget(record_file)
@@ -197,9 +192,7 @@ class Executor(plugin.Executor):
     def report_job_submission(self, job_info: SubmittedJobInfo, register_job: bool = True) -> None:
         """Record a submitted job, and report it to Snakemake.
 
-        The record has the fields ``outputs``, ``work`` (`_describe_work` of each single job, by its first output) and
-        ``slurm_logfile``. It is written before Snakemake learns of the job: a controller that is killed in between
-        leaves a job with a record.
+        The record contains, under ``work``, the result of `_describe_work` for each single job by its first output.
 
         Args:
             job_info: the job with its SLURM number; ``aux`` contains the path of SLURM's log.
@@ -208,6 +201,7 @@ class Executor(plugin.Executor):
         outputs = _outputs_of(job_info.job)
         work = {single.output[0]: _describe_work(single, outputs) for single in _single_jobs(job_info.job)}
         slurm_log = str(job_info.aux["slurm_logfile"])
+        # before the report, so that a controller that is killed in between leaves a job with a record
         write_json(self._record_file(job_info), {"outputs": outputs, "work": work, "slurm_logfile": slurm_log})
         super().report_job_submission(job_info, register_job=register_job)
         self._last_event = time.monotonic()
@@ -236,11 +230,9 @@ class Executor(plugin.Executor):
         self._last_event = time.monotonic()
 
     def handle_job_error(self, job: Any) -> None:
-        """Delete a failed job's outputs, and also their metadata.
-
-        With metadata, the next controller would take the outputs for ones that the user has deleted, and would let
-        training runs start over.
-        """
+        """Delete a failed job's outputs, and also their metadata."""
+        # with metadata, the next controller would assume that the user has deleted the outputs, and would restart
+        # training runs
         super().handle_job_error(job)
         for single in _single_jobs(job):
             self.workflow.persistence.cleanup(single)
@@ -280,18 +272,19 @@ class Executor(plugin.Executor):
         self._limit_interval()
 
     def _limit_interval(self) -> None:
-        """Shorten the time until the next status check to a quarter of the time since the last event.
+        """Limit the time until the next status check to a quarter of the time since the last event.
 
-        An event is a submission or the end of a job. The plugin adds 10 s after each check without an event, so that it
-        would notice the end of a job of one minute up to a minute late.
+        The limit is at least `init_seconds_before_status_checks`. An event is a submission or the end of a job.
         """
+        # the plugin adds 10 s after each check without an event: it would notice the end of a job of one minute up to a
+        # minute late
         shortest = self.workflow.executor_settings.init_seconds_before_status_checks
         longest = max(shortest, _QUIET_SHARE * (time.monotonic() - self._last_event))
         planned: float = self.next_seconds_between_status_checks  # type: ignore[has-type]  # no types in the plugin
         self.next_seconds_between_status_checks = min(planned, longest)
 
     def cancel(self) -> None:
-        """Cancel all jobs of the experiment, also those that are being submitted.
+        """Cancel all jobs of the experiment, also jobs in submission.
 
         Methods of this class that pause raise WorkflowError from now on.
         """
@@ -307,10 +300,9 @@ class Executor(plugin.Executor):
 
         The first access also cancels the experiment's jobs in the queue that have no record. It raises DamagedError for
         a damaged record, and WorkflowError if the run is cancelled.
-
-        The plugin submits jobs in two threads. Without the lock both would read the records (`cached_property` has no
-        lock from Python 3.12 on), and the slower thread would miss a record that the faster one has removed.
         """
+        # the plugin submits jobs in two threads: without the lock (`cached_property` has none from Python 3.12 on) both
+        # would read the records, and the slower thread would miss a record that the faster one has removed
         with self._earlier_lock:
             if self._loaded_records is None:
                 self._cancel_unrecorded()
@@ -338,10 +330,8 @@ class Executor(plugin.Executor):
     def _cancel_unrecorded(self, comment: str = "") -> None:
         """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`.
 
-        The method returns when the jobs have left the queue, and at once if there is none or the queue does not answer.
-
-        Args:
-            comment: start of the comment, such as ``rule_train``; empty: all jobs.
+        The method returns when the jobs have left the queue, or at once if there are none or the queue does not answer.
+        An empty `comment` selects all jobs.
 
         Raises:
             WorkflowError: the run is cancelled.
@@ -357,9 +347,9 @@ class Executor(plugin.Executor):
     def _find_unrecorded(self, comment: str) -> dict[str, str]:
         """Return the comments, by job id, of jobs in the queue that have no record and a comment with this start.
 
-        The dictionary is also empty if the queue does not answer, so that no job is cancelled then.
+        The dictionary is empty if the queue does not answer.
         """
-        comments = self._query_queue("%i %k") or {}
+        comments = self._query_queue("%i %k") or {}  # no job is cancelled without an answer
         recorded = {path.stem for path in job_records_folder(self._results).glob("*.json")}
         return {
             job_id: job_comment
@@ -378,11 +368,10 @@ class Executor(plugin.Executor):
             self._pause(_QUERY_INTERVAL)
 
     def _in_queue(self, job_id: str) -> bool:
-        """Return True if a SLURM job waits or runs; wait for a job that is ending, and while the queue does not answer.
+        """Return True if a SLURM job waits or runs; wait while it is ending, or while the queue does not answer.
 
-        A job that is still ending five minutes after the first such answer counts as ended, because a job on a broken
-        machine may not end for hours. Without an answer there is no limit: whether a job runs is unknown then, and a
-        second job with its outputs could run at the same time.
+        A job that is still ending five minutes after the first such answer is treated as ended. The wait for an answer
+        has no limit.
 
         Raises:
             WorkflowError: the run is cancelled.
@@ -390,6 +379,7 @@ class Executor(plugin.Executor):
         deadline: float | None = None  # unknown until the job is ending
         while True:
             states = self._query_queue("%i %T")
+            # without an answer the job may be running, and a second job with its outputs could run at the same time
             if states is not None:
                 state = states.get(job_id)
                 is_ending = state == "COMPLETING"
@@ -397,19 +387,15 @@ class Executor(plugin.Executor):
                     return state is not None
                 if deadline is None:
                     deadline = time.monotonic() + _COMPLETING_LIMIT
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline:  # a job on a broken machine may not end for hours
                     return False
             self._pause(_QUERY_INTERVAL)
 
     def _query_queue(self, fields: str) -> dict[str, str] | None:
-        """Query SLURM's queue for the experiment's jobs.
+        """Return a field of the experiment's jobs in SLURM's queue by job id; None if the queue does not answer.
 
         Args:
-            fields: format of squeue for the job id and another field: ``%i %T`` for the state, ``%i %k`` for the
-                comment.
-
-        Returns:
-            The other field by job id, empty if no job waits or runs; None if the queue does not answer.
+            fields: format of squeue for the job id and the field: ``%i %T`` for the state, ``%i %k`` for the comment.
         """
         has_answered, answer = query_queue(self._results, fields, timeout=_COMMAND_TIMEOUT)
         if not has_answered:
@@ -421,11 +407,7 @@ class Executor(plugin.Executor):
         return values
 
     def _pause(self, seconds: float) -> None:
-        """Wait for a number of seconds.
-
-        Raises:
-            WorkflowError: the run is cancelled, before or while this method waits.
-        """
+        """Wait for a number of seconds; raise WorkflowError if the run is cancelled before or meanwhile."""
         if self._cancelled.wait(seconds):
             raise WorkflowError("the run is cancelled")
 
@@ -444,10 +426,6 @@ def _does_work_of(record: dict[str, Any], job: Any) -> bool:
     """Return True if a recorded SLURM job computes the outputs of a job or group from equal parameters and inputs.
 
     The recorded job may compute further outputs. A single job that the recorded one does not contain gives False.
-
-    Args:
-        record: content of the record, see `Executor.report_job_submission`.
-        job: the job or group of jobs that Snakemake wants to run.
     """
     for single in _single_jobs(job):
         recorded_work = record["work"].get(single.output[0])  # None: the recorded job does not have this output
@@ -459,13 +437,10 @@ def _does_work_of(record: dict[str, Any], job: Any) -> bool:
 def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
     """Return everything that decides a job's outputs: parameters as Snakemake compares them, and content of inputs.
 
-    The keys are ``params``, a list of texts, and ``inputs``, texts by path, see `_describe_file`, which raises
-    FileNotFoundError for a missing input.
+    Outputs of the job's group are left out of the inputs: they may or may not exist at the time of a comparison.
 
-    Args:
-        job: a single job.
-        group_outputs: outputs of the job's group, which are left out of the inputs: at the time of a comparison they
-            may or may not exist.
+    Raises:
+        FileNotFoundError: an input does not exist.
     """
     inputs = {str(path): _describe_file(Path(path)) for path in job.input if path not in group_outputs}
     return {"params": [repr(value) for value in job.non_derived_params], "inputs": inputs}
@@ -475,7 +450,7 @@ def _describe_file(path: Path) -> str:
     """Return a text that changes with a file's content: its SHA-256, or size and modification time if it is large.
 
     Raises:
-        FileNotFoundError: there is no file.
+        FileNotFoundError: the file does not exist.
     """
     stat = path.stat()
     if stat.st_size <= _LARGEST_HASHED:
@@ -486,9 +461,8 @@ def _describe_file(path: Path) -> str:
 def _would_diverge_again(job_info: SubmittedJobInfo) -> bool:
     """Return True if training runs diverged in a failed job and all its other training runs are complete.
 
-    Another attempt of such a job can achieve nothing. The progress file of a training run that has diverged contains
-    ``"again": false``; without that field another attempt may succeed. A divergence counts only if this SLURM job wrote
-    the file. Jobs of other stages in the group do not matter.
+    Another attempt of such a job can achieve nothing. A divergence is considered only if this SLURM job wrote
+    the progress file, with ``"again": false``. Jobs of other stages in the group do not matter.
     """
     has_diverged = False
     for single in _single_jobs(job_info.job):

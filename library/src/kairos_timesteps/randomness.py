@@ -240,10 +240,7 @@ def _numbers(
 
 @functools.lru_cache(maxsize=64)
 def _ahead(stream: Stream, kind: Kind, block: int, index: range, count: int, device: str, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of a prefetch block of steps, (steps, n, numbers).
-
-    The cost of a small draw is that of its calls, which all steps of a block share.
-    """
+    """Return the numbers of a prefetch block of steps, (steps, n, numbers); the steps share the cost of the calls."""
     return _convert(stream, kind, range(block * _AHEAD, (block + 1) * _AHEAD), index, count, device, dtype)
 
 
@@ -269,10 +266,7 @@ def _uniform(words: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _normal(words: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Convert each word to a standard normal number, by default float64, by the inverse distribution function.
-
-    No number is 0. The distribution function is inverted in float64.
-    """
+    """Convert each word to a standard normal number that is not 0, by default float64; the inversion is in float64."""
     return _normal_of_centred(_centred(words), dtype or torch.float64)
 
 
@@ -293,10 +287,11 @@ def _normal_of_centred(centred: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fuses_conversions(values: Tensor) -> bool:
-    """Return True if operations with mixed types, of equal results, are faster than conversions: on a GPU.
+    """Return True on a GPU outside torch.compile.
 
-    A GPU converts within a kernel. The CPU takes four times as long, and torch.compile fuses all operations.
+    There, mixed-type operations save a conversion kernel and give equal bits.
     """
+    # the CPU takes four times as long, and torch.compile fuses all operations
     return values.device.type != "cpu" and not torch.compiler.is_compiling()
 
 

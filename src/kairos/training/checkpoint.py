@@ -17,7 +17,7 @@ from kairos.files import atomic
 from kairos_timesteps.errors import DamagedError
 
 _MAGIC = "kairos-checkpoint 1"  # begins every file: name and version of the format
-_LONGEST_HEADER = 200  # bytes; a file that is no checkpoint may contain no newline
+_LONGEST_HEADER = 200  # bytes; a file that is not a checkpoint may lack a newline
 # keys of a checkpoint's content whose values decide the next steps; other keys hold metadata
 COMPONENTS = ("model", "ema", "optimizer", "strategy")
 
@@ -59,7 +59,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         device: device of the tensors.
 
     Raises:
-        DamagedError: the file is no checkpoint, ends early, or its content does not match its checksum.
+        DamagedError: the file is not a checkpoint, ends early, or its content does not match its checksum.
         OSError: the file is missing or cannot be read.
     """
     with open(path, "rb") as file:
@@ -88,7 +88,7 @@ def component_hashes(content: dict[str, Any]) -> dict[str, str]:
 
 
 def _hash_value(value: Any) -> str:
-    """Return the SHA-256 of a nested value, independent of the order of keys."""
+    """Return the SHA-256 of a nested value, in hex digits; it does not depend on the order of keys."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()
@@ -97,8 +97,8 @@ def _hash_value(value: Any) -> str:
 def _feed(digest: Any, value: Any) -> None:
     """Add a nested value to a digest: tensors by type, shape and bytes, dictionaries in the sorted order of their keys.
 
-    A list and a tuple of equal items count as equal, and a key counts as its text. Other values, such as numbers and
-    texts, count by their `repr`.
+    A list and a tuple of equal items add equal bytes. Keys are added as text, and other values, such as numbers, by
+    their `repr`.
     """
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())

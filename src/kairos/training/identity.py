@@ -26,14 +26,10 @@ _JOB_SETTINGS = ("milestones", "segments", "checkpoint_every", "log_every")
 
 
 def trajectory_settings(training: "TrainingConfig", method: "MethodConfig") -> dict[str, Any]:
-    """Return the part of section `training` that decides the trajectory of a method, as plain values.
+    """Return the settings of section `training` that decide the trajectory of a method, as plain values.
 
-    The number of processes counts only for couplings that each rank applies to its slice of the batch, which declare
-    the fact `by_rank`. The path `start_from` is included; `compute_identity` replaces it.
-
-    Args:
-        training: section `training` of the experiment.
-        method: the timestep strategy.
+    The number of processes is included only if the method's coupling declares the fact `by_rank`: each rank then
+    couples its slice of the batch. The path `start_from` is included; `compute_identity` replaces it.
     """
     ignored = {*_HARDWARE_SETTINGS, *_JOB_SETTINGS}
     if method.coupling.facts.get("by_rank"):
@@ -44,11 +40,7 @@ def trajectory_settings(training: "TrainingConfig", method: "MethodConfig") -> d
 def code_roots(run: "RunSettings") -> list[str]:
     """Return the code that a training run starts from: the loop and the components that the experiment selects.
 
-    Args:
-        run: settings of the training run.
-
-    Returns:
-        Names of modules, and of functions and classes as ``module:name``; a name may occur twice.
+    The names are modules, or functions and classes as ``module:name``; a name may occur twice.
     """
     training = run.training
     components: list[Component | LibraryComponent] = [
@@ -70,17 +62,17 @@ def code_roots(run: "RunSettings") -> list[str]:
 def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -> dict[str, Any]:
     """Return everything that decides the trajectory of a run, as plain values with their hash under ``identity``.
 
-    The other keys are data, autoencoder, model, diffusion, method, seed, training, device and code; the first two are
-    hashes. In ``training``, a hash of the weights replaces the path `start_from`. Of a snapshot there only the record
-    is read.
+    The data and the autoencoder are hashes. Section ``training`` contains a hash of the initial weights instead of the
+    path `start_from`; only the record of the snapshot is read for it. The name of the method does not change the
+    identity.
 
     Args:
-        run: settings of the training run; the content of the method counts, not its name.
+        run: settings of the training run.
         latents: manifest of the training data.
         device: type of the computing device.
 
     Raises:
-        ConfigError: `training.start_from` is no snapshot of this backbone.
+        ConfigError: `training.start_from` is not a snapshot of this backbone.
         DamagedError: the record of that snapshot is damaged.
     """
     parts = {

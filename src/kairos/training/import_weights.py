@@ -46,12 +46,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def published_diffusion(model: Any) -> dict[str, Any]:
     """Return section `diffusion` that published weights of a `model` section were trained with.
 
-    The result is empty if `PUBLISHED` has no entry for the model, or if the section is no mapping, such as a bare name.
-    The section's defaults then apply. An entry for a
-    text-conditional backbone wins over an entry for the backbone's size, and both win over that of the backbone alone.
-
-    Args:
-        model: section `model` of an experiment, which may be invalid; the caller checks it.
+    The section `model` may be invalid. The result is empty if `PUBLISHED` has no entry for it or if it is not a
+    mapping, such as a bare name; the defaults of section `diffusion` then apply. An entry for a text-conditional
+    backbone has priority over an entry for the backbone's size, and both over the entry of the backbone alone.
     """
     if not isinstance(model, dict):
         return {}
@@ -78,8 +75,8 @@ def import_weights(
 
     The shape of x0 comes from `latents`, else from `autoencoder`, else from `shape`. A snapshot in `out` is replaced.
 
-    The record has method ``imported``, seed 0 and 0 images seen, and the table of the strategy is that of uniform
-    timesteps. Hashes of autoencoder and data set, and `sigma_data`, are None in the record where they are unknown.
+    The record has method ``imported``, seed 0 and 0 images seen. The table of the strategy contains uniform timesteps.
+    Hashes of autoencoder and data set, and `sigma_data`, are None in the record where they are unknown.
 
     Args:
         file: weights, see `models.published_weights.read_published`.
@@ -145,7 +142,7 @@ def import_weights(
 
     # snapshot
     columns = Strategy("uniform", process).table()  # the density of the published training is unknown
-    # without a recorded autoencoder, x0 of 1 or 3 channels counts as pixels, which diffusers' scheduler clips
+    # without a recorded autoencoder, x0 of 1 or 3 channels is treated as pixels, which diffusers' scheduler clips
     has_pixels = sources["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)
     scheduler = scheduler_config(process, clip=has_pixels)
     write_milestone(out, model, averaged_weights, record, columns=columns, scheduler=scheduler)
@@ -173,11 +170,7 @@ def _load_published(model: Any, file: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_conditions(names: list[str], descriptions: dict[str, Any]) -> None:
-    """Check that every condition of a model has a description.
-
-    Args:
-        names: conditions of the model.
-        descriptions: descriptions of conditions by name.
+    """Check that every condition in `names` has a description.
 
     Raises:
         ConfigError: a description is missing; the message contains the command-line option that provides it.

@@ -28,7 +28,7 @@ _EXCHANGE_INTERVAL = 1.0  # seconds between two exchanges of stop requests among
 class StoppedEarly(SystemExit):
     """Training stops before its last step because a stop was requested.
 
-    It is no `Exception`, so that no library catches it.
+    It is not an `Exception`, so that no library catches it.
 
     Args:
         reason: the signal or time limit that requested the stop; empty if another process reports it.
@@ -45,9 +45,9 @@ class StoppedEarly(SystemExit):
 class StopRequest:
     """Requests that this process stop early, with their reason.
 
-    As a context manager it handles SIGTERM, SIGUSR1 and SIGINT, and restores the previous handlers afterwards. Before
-    `begin` there is nothing to save, and a signal raises `StoppedEarly` where it arrives. After `begin`,
-    `reason_to_stop` returns the reason, which is the first signal. A second SIGINT ends the process at once.
+    The context handles SIGTERM, SIGUSR1 and SIGINT, and restores the previous handlers at its end. Before `begin` there
+    is nothing to save, and a signal raises `StoppedEarly` where it arrives. After `begin`, `reason_to_stop` returns the
+    reason, which is the first signal. A second SIGINT ends the process at once.
 
     Attributes:
         reason: why the process should stop; empty: no request.
@@ -102,8 +102,8 @@ class StopRequest:
     def reason_to_stop(self, longest_save: float) -> str:
         """Return why the run should stop now; empty if it need not.
 
-        The end of a SLURM job counts as a request if less time remains than three times the longest save so far plus 30
-        s. It then becomes `reason`, so that later calls return it too. A job whose end is unknown has no such request.
+        The end of a SLURM job is treated as a request if less time remains than three times `longest_save` plus 30 s,
+        and becomes `reason`. A job whose end is unknown has no such request.
 
         Args:
             longest_save: seconds that the longest save of checkpoint and snapshot took.
@@ -133,13 +133,10 @@ class CollectiveStop:
         self._last_exchange = time.monotonic()
 
     def after_step(self, longest_save: float) -> bool:
-        """Return True if any rank was asked to stop; every rank must call this after each of its steps.
+        """Return True if any rank was requested to stop; every rank must call this after each of its steps.
 
         The result is equal on all ranks, and False between two exchanges. A request is therefore noticed up to about a
         second later, or after one step if steps take longer.
-
-        Args:
-            longest_save: seconds that the longest save of checkpoint and snapshot took.
         """
         is_requested_here = bool(self._stop_request.reason_to_stop(longest_save))
         rank_count = distributed.ranks()
@@ -162,11 +159,11 @@ class CollectiveStop:
 def end_of_slurm_job() -> float:
     """Return the end of this SLURM job's time limit, Unix time; 0 outside of SLURM, or if no limit is known.
 
-    Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called, for at most 20 s. If squeue is missing
-    or fails, or if a text is no time, the limit counts as unknown.
+    Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called, for at most 20 s. The result is also 0
+    if squeue is missing or fails, or if a text is not a time.
     """
     end, job = os.environ.get("SLURM_JOB_END_TIME"), os.environ.get("SLURM_JOB_ID")
-    with suppress(ValueError, OSError):  # a text that is no time; squeue is missing
+    with suppress(ValueError, OSError):  # a text that is not a time; squeue is missing
         if end:
             return float(end)
         if job:
@@ -240,14 +237,10 @@ class ProgressFile:
         self._last_write: tuple[float, int] | None = None  # monotonic time and step
 
     def update(self, step: int, seconds: float) -> None:
-        """Record the completed steps and the training time, and write the file.
+        """Record the number of completed steps and the training time in seconds, and write the file.
 
         The file is not written if the last write is less than 5 s old, or if this process does not report. The rate is
-        that since the last write; at the first write it is None.
-
-        Args:
-            step: number of completed steps.
-            seconds: training time of the run.
+        the mean since the last write; at the first write it is None.
         """
         self._content |= {"step": step, "seconds": round(seconds, 3)}
         if not self._reports:
@@ -270,7 +263,7 @@ class ProgressFile:
 
         Args:
             state: ``complete``, ``stopped`` or ``failed``.
-            message: reason, of which the first line is written.
+            message: reason; only its first line is written.
             again: another attempt may succeed; irrelevant for state ``complete``.
         """
         self._content |= {"state": state, "message": message.strip().split("\n")[0], "again": again}

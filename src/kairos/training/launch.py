@@ -37,7 +37,7 @@ _FOLDER, _ADDRESS = "KAIROS_RANKS", "KAIROS_RENDEZVOUS"
 _LOST_OTHERS = 76  # exit status of a rank that failed because another rank ended
 _ERROR_REPORTED = (1, 2)  # exit statuses of a rank that has reported its error
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl: signal that the kernel sends when the parent process ends
-# srun would take other SLURM_* variables, those of this process's job step, for options of the new step
+# srun would read the other SLURM_* variables, which describe this process's job step, as options of the new step
 _KEPT_SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_JOB_END_TIME", "SLURM_CLUSTER_NAME")
 # gloo's messages begin with a line of its transport, such as [.../gloo/gloo/transport/tcp/pair.cc:561]
 _GLOO_TEXT = re.compile(
@@ -52,11 +52,8 @@ def local_rank() -> int | None:
 
 
 def is_reporting_process() -> bool:
-    """Return True if this process reports for the training run: rank 0, a launcher, or the only process.
-
-    Rank 0 is one process over all machines. A launcher has no variable RANK, which counts as 0.
-    """
-    return _FOLDER not in os.environ or os.environ.get("RANK", "0") == "0"
+    """Return True if this process reports for a training run: rank 0 of all machines, a launcher or a lone process."""
+    return _FOLDER not in os.environ or os.environ.get("RANK", "0") == "0"  # a launcher has no RANK
 
 
 def die_with_launcher() -> None:
@@ -74,11 +71,8 @@ def die_with_launcher() -> None:
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Make the kernel send a signal to this process when its parent process ends.
-
-    Outside of Linux, and if the kernel rejects the request, nothing happens and no error is raised.
-    """
-    with suppress(OSError, AttributeError):
+    """Make the kernel send a signal to this process when its parent ends; if it cannot, nothing happens."""
+    with suppress(OSError, AttributeError):  # the kernel rejects the request; not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
@@ -86,9 +80,8 @@ def is_first_failure(error: BaseException) -> bool:
     """Return True if this process is the one to report why the training run failed.
 
     A process without a launcher always reports. An error of communication is never reported, since another rank has
-    caused it. Of the ranks of a machine with other errors, the first to call this function reports. It writes its
-    number to the launcher's folder, so that a second call by that rank returns True too. If the folder is gone, no rank
-    reports.
+    caused it. The first rank of a machine that calls this function with another error reports; its second call returns
+    True too. If the launcher's folder is gone, no rank reports.
     """
     folder = os.environ.get(_FOLDER)
     if local_rank() is None or folder is None:
@@ -106,15 +99,12 @@ def is_first_failure(error: BaseException) -> bool:
 
 
 def _is_communication_error(error: BaseException) -> bool:
-    """Return True if torch.distributed or gloo raised the error, which then has its cause in another rank.
-
-    Subclasses of `torch.distributed.DistError` count, and a RuntimeError that begins with one of gloo's messages.
-    """
-    # compares names, so that this module need not import torch
+    """Return True if torch.distributed or gloo raised the error, so that another rank has caused it."""
+    # subclasses too; compares names, so that this module need not import torch
     class_names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
     if "torch.distributed.DistError" in class_names:
         return True
-    # gloo has no error class: torch raises a plain RuntimeError with gloo's text
+    # gloo has no error class: torch raises a plain RuntimeError that begins with gloo's text
     return type(error) is RuntimeError and _GLOO_TEXT.match(str(error)) is not None
 
 
@@ -143,8 +133,7 @@ def report_first_failure() -> Iterator[None]:
 def launch(training: "TrainingConfig") -> None:
     """Run this command once in every process of the training run, and wait for the processes.
 
-    With several machines, srun runs this command again on each machine, with the variable `_ADDRESS` set. Those
-    commands call this function too, and start the ranks of their machine.
+    With several machines, srun runs this command again on each machine; there this function starts the machine's ranks.
 
     Args:
         training: section `training` of the experiment.
@@ -162,21 +151,18 @@ def launch(training: "TrainingConfig") -> None:
 
 
 def _launch_ranks(training: "TrainingConfig") -> None:
-    """Run this command in the ranks of this machine by torchrun, and wait for them.
+    """Run this command in the ranks of this machine by torchrun, and wait for them; errors as in `launch`.
 
-    Sets environment variables for the ranks and switches Python's logging off. Both stay so, because this process ends
-    after its ranks. Returns if all ranks end with status 0. A temporary folder holds the file of `is_first_failure` and
-    torchrun's logs, and is deleted at the end.
-
-    Raises:
-        StoppedEarly, SystemExit, KairosError: a rank has stopped, failed or was killed, as in `launch`.
+    Environment variables for the ranks stay set and Python's logging stays off afterwards.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # neither change is undone, because this process ends after its ranks
     _set_rank_variables(training.threads)
     logging.disable(logging.CRITICAL)  # torchrun logs every failure at length
-    # `die_with_launcher` reads the process id at the end of the folder's name
+    # folder for the file of `is_first_failure` and for torchrun's logs; `die_with_launcher` reads the process id at
+    # the end of its name
     with tempfile.TemporaryDirectory(prefix="kairos-", suffix=f"-{os.getpid()}") as folder:
         os.environ[_FOLDER] = folder
         options = [*_torchrun_options(training), "--log-dir", folder]
@@ -191,14 +177,13 @@ def _launch_ranks(training: "TrainingConfig") -> None:
 def _torchrun_options(training: "TrainingConfig") -> list[str]:
     """Return torchrun's options for the numbers of machines and ranks, their rendezvous and the handled signals.
 
-    Without the variable `_ADDRESS` the rendezvous is on this machine. The caller ensures that the number of processes
-    is a multiple of the number of machines.
+    The caller ensures that the number of processes is a multiple of the number of machines.
     """
     address = os.environ.get(_ADDRESS)
     if address:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", address]
         rendezvous += ["--local-addr", socket.gethostname()]
-    else:
+    else:  # a single machine
         rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
     ranks_per_node = training.processes // training.nodes
     ranks = ["--nnodes", str(training.nodes), "--nproc-per-node", str(ranks_per_node)]
@@ -207,11 +192,7 @@ def _torchrun_options(training: "TrainingConfig") -> list[str]:
 
 
 def _set_rank_variables(threads: int) -> None:
-    """Set environment variables for the ranks, except those that the user has set.
-
-    Args:
-        threads: computing threads of a rank.
-    """
+    """Set environment variables for ranks of `threads` threads each, except those that the user has set."""
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -227,17 +208,14 @@ def _end_process() -> None:
 
 
 def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None:
-    """End the launcher like the rank that ended first.
+    """End the launcher with the exception for the exit status of the rank that ended first, see `launch`.
 
-    A reported error wins over a request to stop, which wins over every other status.
-
-    Args:
-        rank: number of that rank.
-        status: its exit status; negative: number of the signal that killed it.
-        stop_requested: the launcher has forwarded a request to stop.
+    A reported error has priority over a request to stop, which has priority over every other status. A
+    negative status is minus the number of the signal that killed the rank. `stop_requested` is True if the launcher has
+    forwarded a request to stop.
 
     Raises:
-        SystemExit, StoppedEarly, KairosError: always one of them, as in `launch`.
+        SystemExit, StoppedEarly, KairosError: always one of them.
     """
     if status in _ERROR_REPORTED:
         raise SystemExit(1)
@@ -261,9 +239,8 @@ def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Ite
     The previous handlers are restored after the block.
 
     Args:
-        forward: function that requests the ranks to stop; called after every signal.
-        end: function that ends the ranks at once; called before `forward` if SIGINT is repeated. If it returns, the
-            block continues.
+        forward: requests the ranks to stop; called after every signal.
+        end: ends the ranks at once; called before `forward` if SIGINT is repeated. If it returns, the block continues.
 
     Yields:
         Names of the signals received so far, in a list that grows.
@@ -287,13 +264,11 @@ def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Ite
 
 
 def _signal_ranks() -> None:
-    """Send SIGUSR1, a request to stop, to every child process of this process's main thread.
-
-    A child that has ended already is skipped. The list of children is Linux's, in /proc.
-    """
+    """Send SIGUSR1, a request to stop, to every child process of this process's main thread."""
+    # Linux lists the children in /proc
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for child in children:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # it has ended already
             os.kill(int(child), signal.SIGUSR1)
 
 
@@ -329,14 +304,13 @@ def _launch_machines(nodes: int) -> None:
 def _srun_command(nodes: int) -> list[str]:
     """Return srun with its options for one process on each of `nodes` machines of this SLURM job.
 
-    A process gets all CPUs that the job has on its first machine, or 1 if SLURM does not set their number. A job whose
-    number of machines SLURM does not set counts as having one.
+    A process gets all CPUs that the job has on its first machine, or 1 if SLURM does not set their number.
 
     Raises:
         KairosError: there is no SLURM job, or it has fewer machines.
     """
     job = os.environ.get("SLURM_JOB_ID")
-    job_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    job_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))  # SLURM may not set it
     if job is None or job_nodes < nodes:
         location = f"a SLURM job of {job_nodes} machines" if job else "no SLURM job"
         raise KairosError(

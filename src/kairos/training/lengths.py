@@ -10,7 +10,7 @@ _FIELD = "training.milestones"  # with which all error messages begin
 
 
 def length_in_steps(length: int | str, batch_size: int, train_images: int | None) -> int:
-    """Return the number of steps of a length given in steps, images or epochs, rounded up; it is at least 1.
+    """Return the number of steps of a length in steps, images or epochs, rounded up; it is at least 1.
 
     Args:
         length: number of steps, or a text such as ``500 steps``, ``64k images`` or ``10 epochs``.
@@ -41,8 +41,6 @@ def length_in_steps(length: int | str, batch_size: int, train_images: int | None
 def _parse_length(text: str) -> tuple[Fraction, str]:
     """Return amount and unit of a length: ``64k images`` gives 64,000 and ``images``.
 
-    The unit is ``steps``, ``images`` or ``epochs``; factors are k and M.
-
     Raises:
         ValueError: the text is not a length.
     """
@@ -55,14 +53,10 @@ def _parse_length(text: str) -> tuple[Fraction, str]:
 
 
 def log_interval(log_every: int | None, device: str) -> int:
-    """Return the number of steps between two lines of metrics.jsonl.
+    """Return the number of steps between two lines of metrics.jsonl: `log_every`, or by default 1 (CPU) or 10 (GPU).
 
-    Logging a step synchronises with the device. By default a CPU therefore logs every step, and a GPU every 10th.
-
-    Args:
-        log_every: setting `training.log_every`; None: the default of the device.
-        device: type of the computing device; any type other than ``cpu`` counts as a GPU.
+    Every `device` type other than ``cpu`` is treated as a GPU.
     """
     if log_every is not None:
         return log_every
-    return 1 if device == "cpu" else 10
+    return 1 if device == "cpu" else 10  # a step that logs synchronises with the device

@@ -31,8 +31,8 @@ from kairos_timesteps.strategy import Draw
 def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | None]:
     """Train up to step `end`, and yield after each step its line of metrics.jsonl, or None if the step logs nothing.
 
-    Metrics are those of the global batch. Steps that do not log leave the largest gradient norm on the device, so that
-    the caller can check it later by `training.is_finite`.
+    Metrics are computed over the global batch. Steps that do not log leave the largest gradient norm on the device, so
+    that the caller can check it later by `training.is_finite`.
 
     Args:
         training: state of the run, which the steps update.
@@ -121,8 +121,8 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
 def _forward_backward(training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, Tensor]) -> StepResult:
     """Run the forward and backward passes of this rank's micro-batches; gradients add up over passes and ranks.
 
-    The caller has cleared the gradients. After the call, the gradients of the parameters are those of the global batch
-    on every rank. The result is detached and contains all samples of this rank.
+    The caller has cleared the gradients. Afterwards the parameters have the gradients of the global batch, on every
+    rank. The result is detached and contains all samples of this rank.
 
     Args:
         training: model, losses and strategy.
@@ -155,22 +155,16 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Images, condit
 
 
 def _join_results(training: TrainingState, draw: Draw, noise: Images, results: list[StepResult]) -> StepResult:
-    """Join the results of micro-batches to the result of this rank's slice of the batch.
+    """Join the results of this rank's micro-batches, which are in the order of their samples.
 
-    Per-sample tensors are concatenated. Objectives are summed, since each one contains its fraction of the batch. The
-    prediction of the result cannot evaluate the network again.
-
-    Args:
-        training: provides the forward process.
-        draw: timesteps of all samples of this rank.
-        noise: noise of these samples.
-        results: results of the micro-batches, in the order of their samples.
+    Per-sample tensors are concatenated, and objectives are summed. The joined prediction cannot evaluate the network
+    again.
     """
     terms = {name: torch.cat([result.terms[name] for result in results]) for name in results[0].terms}
     x_t = torch.cat([result.prediction.x_t for result in results])
     output = torch.cat([result.prediction.output for result in results])
     prediction = Prediction(training.process, draw.x0, noise, draw.t, x_t, output)
-    objective = torch.stack([result.objective for result in results]).sum()
+    objective = torch.stack([result.objective for result in results]).sum()  # each contains its fraction of the batch
     return StepResult(prediction, terms, objective)
 
 
@@ -179,9 +173,8 @@ def _forward_backward_micro_batch(
 ) -> StepResult:
     """Run forward and backward pass of one micro-batch, and return detached results.
 
-    The backward pass adds to the gradients of the parameters. The forward pass reseeds torch's global generators,
-    from which dropout masks are drawn; the seed depends on run, step and micro-batch. A strategy that learns keeps the
-    losses until its `observe`.
+    The backward pass adds to the gradients. Torch's global generators are reseeded by run, step and micro-batch. A
+    strategy that learns keeps the losses until its `observe`.
 
     Args:
         training: model, losses and strategy.
@@ -192,7 +185,8 @@ def _forward_backward_micro_batch(
     """
     step = draw.step
 
-    # forward pass; its first micro-batch uses the stream without a number, which is also that of a step in one pass
+    # forward pass, with dropout masks from the generators. Micro-batch 0 uses stream `dropout`, as a step without
+    # micro-batches does.
     dropout_stream = f"dropout {micro_batch.number}" if micro_batch.number else "dropout"
     seed_generators(derived_seed(training.seed, dropout_stream, step), training.device)
     samples = SampleCoordinates(training.seed, step, range(micro_batch.samples.start, micro_batch.samples.stop))
@@ -207,7 +201,7 @@ def _forward_backward_micro_batch(
     weighted_mean = training.strategy.loss(draw, _add(weighted_terms))
     objective = _add([weighted_mean, *(term.mean() for term in unweighted_terms)])
 
-    # backward pass. The mean over the global batch is the sum of the means over micro-batches of all ranks, each times
+    # backward pass. The mean over the global batch is a sum over the micro-batches of all ranks: each mean times
     # len(draw.t) / batch_size. DistributedDataParallel divides the sum over ranks by their number, hence the factor.
     factor = len(draw.t) / training.settings.batch_size * distributed.ranks()
     if factor != 1:
@@ -233,8 +227,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Tensor:
     """Scale gradients down to a largest norm, as `torch.nn.utils.clip_grad_norm_`, and return their norm before that.
 
-    The returned norm, over all parameters that have a gradient, is a scalar on the device. A factor of 1 is not applied
-    if that is known without synchronisation: on the CPU, or without a largest norm.
+    The returned norm, over all parameters that have a gradient, is a scalar on the device.
 
     Args:
         parameters: parameters whose gradients change in place.
@@ -295,13 +288,7 @@ def predict_and_compute_losses(
 
 
 def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted: bool) -> list[PerSample]:
-    """Return the weighted or the other loss terms, each times its option `scale`, in the order of the options.
-
-    Args:
-        training: provides the options of the terms.
-        terms: loss terms by name, each (batch,).
-        weighted: True: return the terms that the strategy weights; False: return the other terms.
-    """
+    """Return the terms that the strategy weights, or the others, times their option `scale`, in the options' order."""
     scaled_terms = []
     for options, _ in training.losses:
         if options.weighted is weighted:
@@ -311,28 +298,19 @@ def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted:
 
 
 def _add(values: list[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor; a single tensor is returned as it is.
-
-    Even the addition of 0 would slow a small model.
-    """
-    total = values[0]
+    """Return the sum of at least one tensor; a single tensor is returned as it is."""
+    total = values[0]  # not 0: even the addition of 0 would slow a small model
     for value in values[1:]:
         total = total + value
     return total
 
 
 def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
-    """Return the line of metrics.jsonl for a step, averaged over the global batch; calls probes on every rank.
+    """Return the line of metrics.jsonl for a step, without ``lr`` and ``sampler``; calls the probes on every rank.
 
-    A loss that is not finite sets `training.losses_are_finite` to False. The keys are, on one level:
-
-    * ``step`` and ``images``: those that are completed after this step;
-    * ``loss``: the objective, with the strategy's weights and the scales of the terms;
-    * each loss term by its name: its mean without weights and scale;
-    * ``grad_norm``;
-    * each probe by its name: the value on this rank, not averaged over ranks.
-
-    `train_steps` adds ``lr`` and ``sampler``.
+    Means are over the global batch: ``loss`` with the strategy's weights and the scales of the terms, each loss term
+    without both. ``step`` counts completed steps. The value of a probe is the value on this rank. A loss that is not
+    finite sets `training.losses_are_finite` to False.
 
     Args:
         training: probes, and numbers of samples.
@@ -362,9 +340,7 @@ def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gr
 def divergence_error(step: int, metrics: dict[str, Any] | None = None) -> DivergedError:
     """Return the error for a step, counted from 0, whose loss or gradient is not finite.
 
-    Args:
-        step: number of the step; the message counts from 1.
-        metrics: metrics of the step; None if it does not log. The message then contains no values.
+    The message counts steps from 1, and contains no values if `metrics` is None because the step does not log.
     """
     values = "loss or gradient"
     if metrics is not None:

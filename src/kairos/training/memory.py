@@ -14,15 +14,15 @@ from kairos_timesteps.errors import KairosError
 
 
 def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iterator[Any]:
-    """Yield the items of `steps`, and replace an out-of-memory error by one that states which micro-batch fits.
+    """Yield the items of `steps`, and replace an out-of-memory error by one that reports which micro-batch fits.
 
     Args:
         training: state that the steps train.
         steps: results of the steps, from `kairos.training.loop.train_steps`.
 
     Raises:
-        KairosError: a step does not fit into the device's memory; a search for a size that fits comes first. The
-            message contains the size, or that not even one image fits.
+        KairosError: a step does not fit into the device's memory. The message contains a size that fits, from a search,
+            or that not even one image fits.
     """
     # After an error, the code below the block runs. An except clause would keep the traceback, and with it the tensors
     # of the failed step, alive.
@@ -56,13 +56,9 @@ def _describe_device(device: torch.device) -> str:
 def find_fitting_batch(training: TrainingState, largest: int) -> int:
     """Return the number of images of a forward and backward pass that fits into memory, by trying.
 
-    Tries `largest` and then the powers of two below it, and returns the first size that fits. Returns 0 if a single
-    image does not fit. Before the optimiser's first step, memory for the two moments of Adam is reserved meanwhile. The
-    passes replace the gradients of the parameters; weights and optimiser are unchanged.
-
-    Args:
-        training: state of the run.
-        largest: number of images to try first, at most those of this rank's slice of the batch.
+    Tries `largest`, at most this rank's slice of the batch, and then the powers of two below it. Returns the first size
+    that fits, or 0 if a single image does not fit. The passes replace the gradients of the parameters; weights and
+    optimiser are unchanged.
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()
@@ -88,10 +84,6 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
 def _try_passes(training: TrainingState, size: int) -> None:
     """Run two forward and backward passes of `size` images; the second one adds to existing gradients.
 
-    The images are the first ones of the present step, noised at fraction 1/2 of the process. They also serve as noise,
-    because only the memory of the passes counts. The losses are added without weights. The passes use the model without
-    `ddp_network`, whose backward pass would wait for other ranks.
-
     Raises:
         OutOfMemoryError: the passes do not fit into the device's memory.
     """
@@ -100,6 +92,8 @@ def _try_passes(training: TrainingState, size: int) -> None:
     conditions = {name: values[:size] for name, values in batch.conditions.items()}
     t = training.process.times(torch.full((size,), 0.5, dtype=torch.float64)).to(training.device)
     samples = SampleCoordinates(training.seed, training.step, range(size))
+    # images also serve as noise, and losses have no weights, because only the memory of the passes counts;
+    # the backward pass of `ddp_network` would wait for other ranks
     for _ in range(2):
         _, terms = predict_and_compute_losses(
             training, training.model, samples, x0=x0, noise=x0, t=t, conditions=conditions

@@ -68,7 +68,8 @@ def decays(options: DecaysOptions, step: int, length: int) -> float:
 
     The decay before step `end` takes the last ``share * end`` steps (Hägele et al. 2024, section 3). Its last step,
     ``end - 1``, has factor ``1 / (share * end)``, at most 1. Step `end` itself has factor 1, unless the next decay has
-    begun. The factor does not depend on later ends: up to each end, one run is close to a run of that length.
+    begun. The factor does not depend on later ends. The weights at each `end` therefore approximate the weights of a
+    run with only that length.
     """
     later_ends = [end for end in options.at if step < end]  # increasing
     if not later_ends:
@@ -93,13 +94,13 @@ def decay(options: DecayOptions, step: int, batch_size: int) -> float:
 def half_life(options: HalfLifeOptions, step: int, batch_size: int) -> float:
     """Return 0.5^(batch_size/half-life), with the half-life in images.
 
-    With ramp-up, the half-life is at most `rampup` times the images seen before the step. At step 0 the result is then
-    0: the average becomes a copy of the weights.
+    Ramp-up limits the half-life to `rampup` times the images seen before the step. The result at step 0 is then 0: the
+    average becomes a copy of the weights.
     """
     half_life_images = options.images
     if options.rampup is not None:
         half_life_images = min(options.images, step * batch_size * options.rampup)
-    # a half-life of 0 counts as 1e-8, and 0.5 ** (batch_size / 1e-8) is 0
+    # a half-life of 0 is replaced by 1e-8, and 0.5 ** (batch_size / 1e-8) is 0
     return float(0.5 ** (batch_size / max(half_life_images, 1e-8)))
 
 
@@ -156,7 +157,7 @@ class Average:
         """Replace the average by saved weights, in place; names that are not among them keep their average.
 
         Raises:
-            KeyError: a name is not one of the average.
+            KeyError: the average has no weight of a name.
         """
         for name, value in weights.items():
             self.weights[name].copy_(value)

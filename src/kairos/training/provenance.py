@@ -12,10 +12,7 @@ from kairos_timesteps import distributed
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return the versions of torch and diffusers, which decide the last digits of a trajectory.
-
-    The version of diffusers is None if it is not installed.
-    """
+    """Return the versions of torch and diffusers, which decide the last digits; None if diffusers is not installed."""
     return {"torch": str(torch.__version__), "diffusers": package_version("diffusers")}
 
 
@@ -36,12 +33,9 @@ def build_provenance(
 ) -> dict[str, Any]:
     """Return the provenance of a result: versions, device and processes, and whether the result is exact, with reasons.
 
-    ``inexact_because`` is a list of reasons as texts, and ``exact`` is True if it is empty. Other keys are ``kairos``,
-    ``numpy``, the names of `libraries`, ``resumed_under`` (`earlier`), ``machine`` (such as x86_64), ``device`` (name
-    of the GPU, or ``cpu``), ``threads`` and ``processes``, those that run now. Unknown versions are None.
-
-    The provenance contains nothing that differs between machines with equal packages: the CPU is recorded with the
-    times.
+    ``inexact_because`` is a list of reasons as texts, and ``exact`` is True if it is empty. ``device`` is the name of
+    the GPU, or ``cpu``; ``threads`` and ``processes`` are the present numbers. Unknown versions are None. The
+    provenance contains nothing that differs between machines with equal packages: the CPU is recorded with the times.
 
     Args:
         model: the backbone.

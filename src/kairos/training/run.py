@@ -37,7 +37,7 @@ from kairos_timesteps.errors import DivergedError
 
 
 def import_components(run: RunSettings) -> None:
-    """Import the modules that a training run uses, so that this time counts as start-up; the caller marks its end."""
+    """Import the modules that a training run uses, so that their time is part of start-up; the caller marks its end."""
     for root in code_roots(run):
         module = root.partition(":")[0]
         importlib.import_module(module)
@@ -136,16 +136,14 @@ def _build_record(
 ) -> dict[str, Any]:
     """Return the content of training.json.
 
-    Its keys are ``identity``, ``parts`` (of the identity), ``method``, ``seed``, ``steps``, ``milestones``,
-    ``components`` and ``provenance``. ``components`` contains the hash of each component of the checkpoint, and under
-    ``metrics`` that of metrics.jsonl up to the checkpoint.
+    ``components`` contains the hash of each component of the checkpoint, and the hash of metrics.jsonl up to it.
 
     Args:
         run: settings of the training run.
         identity: hash of `identity_parts`.
         identity_parts: everything that decides the trajectory.
         milestones: steps whose snapshots were requested.
-        checkpoint: content of the last checkpoint; provides the number of steps, the hashes and the versions.
+        checkpoint: content of the last checkpoint.
         device: computing device.
     """
     return {
@@ -168,10 +166,9 @@ def _set_up_process(
 ) -> Iterator[tuple[torch.device, ProgressFile]]:
     """Hold the run's lock, set up the device, join the other ranks, and record how the block ended.
 
-    The record is in the progress file. Rank 0 writes it, or after an error the rank that failed first. After a
-    DivergedError it states that another attempt does not help. Rank 0 alone holds the lock. If it cannot be taken,
-    nothing is recorded, since the file belongs to the job that holds it. The ranks leave the process group only after a
-    block without an error.
+    Rank 0 writes the record to the progress file, or after an error the rank that failed first; a DivergedError is
+    recorded as one that another attempt does not help. Nothing is recorded if rank 0 cannot take the lock. The ranks
+    leave the process group only after a block without an error.
 
     Args:
         settings: section `training` of the experiment.
@@ -184,6 +181,7 @@ def _set_up_process(
     """
     has_ranks = settings.processes > 1
     is_first = not has_ranks or os.environ.get("RANK", "0") == "0"  # torchrun sets RANK; the ranks join further below
+    # outside of `try`: the progress file belongs to the job that holds the lock
     with lock_run_folder(state_folder, wait) if is_first else nullcontext():
         progress = ProgressFile(state_folder, last_milestone, reports=is_first)
         try:
@@ -248,7 +246,7 @@ class TrainingJob:
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
 
     def train_until(self, milestones: list[int], missing: list[int]) -> int:
-        """Resume from the newest usable checkpoint, train to the last milestone, and return the steps computed.
+        """Resume from the newest usable checkpoint, train to the last milestone, and return how many steps it took.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
@@ -286,12 +284,7 @@ class TrainingJob:
         """Compute the steps up to the last milestone; write metrics and progress, save, and stop if requested.
 
         A checkpoint is saved every `training.checkpoint_every` steps, at milestones with their snapshots, and before a
-        stop. Only rank 0 writes metrics and shows a progress bar.
-
-        Raises:
-            StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
-            DivergedError: a loss or gradient is not finite.
-            KairosError: a step does not fit into the device's memory.
+        stop. Errors are listed in `train_until`.
         """
         training = self.training
         last_milestone = milestones[-1]
@@ -327,10 +320,10 @@ class TrainingJob:
             progress_bar.close(latest_loss)
 
     def _resume(self, latest_step: int) -> None:
-        """Load the newest usable checkpoint up to `latest_step`; all ranks load the one that rank 0 selects.
+        """Load the newest usable checkpoint up to `latest_step`; all ranks load the checkpoint that rank 0 selects.
 
-        Without a checkpoint the run starts from step 0. Rank 0 cuts the files in the run's folder back to the
-        checkpoint, see `RunFolder.resume`. Attribute `seconds` is the largest time in timing.jsonl, 0 without entries.
+        Rank 0 cuts the files in the run's folder back to the checkpoint, see `RunFolder.resume`. The run starts from
+        step 0 if there is no checkpoint. Attribute `seconds` is the largest time in timing.jsonl, 0 without entries.
 
         Raises:
             KairosError: other library versions computed the checkpoint, and `accept_versions` is False; or the
@@ -374,14 +367,7 @@ class TrainingJob:
         self.longest_save = max(self.longest_save, time.monotonic() - begun)
 
     def _stop(self, last_milestone: int) -> None:
-        """Leave the process group after a save, and end the job early.
-
-        Args:
-            last_milestone: step at which the job would have ended, for the message.
-
-        Raises:
-            StoppedEarly: always.
-        """
+        """Leave the process group after a save, and raise StoppedEarly; `last_milestone` is for its message."""
         ranks.leave()  # waits for rank 0, which writes
         reason = self.stop_request.reason or "another process of the training run was asked to stop"
         raise StoppedEarly(f"{reason}: stopped after step {self.training.step} of {last_milestone}, which is saved")
@@ -389,9 +375,9 @@ class TrainingJob:
     def _write_snapshot(self) -> None:
         """Write a snapshot of this step: weights, the strategy's density, and a record; every rank must call this.
 
-        Rank 0 writes the folder of the snapshot in the private state of the run. ``tv_from_start`` in the record is the
-        total variation distance of the density from that of the untrained sampler. Statistics ``updates``, ``a`` and
-        ``b`` are None for samplers that lack them.
+        Rank 0 writes it into the private state of the run. ``tv_from_start`` in the record is the total variation
+        distance between the densities of the sampler and of the untrained sampler. ``updates``, ``a`` and ``b`` are
+        None for samplers that lack them.
         """
         training = self.training
         sampler = training.strategy.sampler

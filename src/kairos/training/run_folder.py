@@ -9,7 +9,7 @@
 ``D/.state`` also contains ``lock``, held by the process that trains, and ``progress.json``, with step, rate and state
 of the run for `kairos status`.
 
-The run's outputs in ``D`` are links to the state. The state is no declared output of a workflow, so it survives when
+The run's outputs in ``D`` are links to the state. The state is not a declared output of a workflow, so it survives when
 a workflow deletes the outputs of failed jobs.
 """
 
@@ -56,17 +56,16 @@ TIMING_FIELDS = {
 
 _KEPT_CHECKPOINTS = 2  # if the last one is damaged, the one before it is used
 _WATCH_SECONDS = 12  # for which a progress file is watched; a running job writes it every 5 s
-_STALE_SECONDS = 60  # age from which a progress file counts as abandoned
+_STALE_SECONDS = 60  # age from which a progress file is treated as abandoned
 
 
 @contextmanager
 def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a training run, so that one process at a time trains it; `state_folder` is created.
 
-    The kernel releases the lock when its holder dies. flock works between processes of a machine, and between machines
-    on NFS (Linux 2.6.12 and later) and other shared file systems that are mounted with locks. If locks end at the
-    machine, the progress file shows whether a job on another machine is training. The file ``lock`` contains process
-    id, host and SLURM job of its holder, for the messages of other processes.
+    The kernel releases the lock when its holder dies. If the file system's locks end at the machine, the progress file
+    shows whether a job on another machine is training. The file ``lock`` describes its holder, for the messages of
+    other processes.
 
     Args:
         state_folder: ``.state`` of the run's folder.
@@ -77,6 +76,7 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
     """
     state_folder.mkdir(parents=True, exist_ok=True)
     with open(state_folder / "lock", "a+", encoding="utf-8") as file:
+        # flock also works between machines on NFS (Linux 2.6.12 and later) and other file systems mounted with locks;
         # try for 1 s, because `kairos status` takes the lock for moments
         if not try_lock(file, timeout=1.0, users="jobs from training here at once; put results on"):
             file.seek(0)
@@ -153,11 +153,10 @@ class RunFolder:
     def prepare(self, milestones: list[int], milestones_only: bool = False) -> list[int]:
         """Prepare the state for a request, and return the milestones up to which steps have to be computed.
 
-        A request that was completed and is marked ``start_over`` begins at step 0 again: the state is deleted. The
-        state's folder is created, and temporary files of killed jobs are deleted. The returned milestones are those
-        without an intact snapshot. If every snapshot exists but the last checkpoint does not, the last milestone is
-        returned, unless `milestones_only` is set. Messages report a start from step 0 and damaged files. The caller
-        holds the lock of the run.
+        These are the milestones without an intact snapshot. The last milestone is returned if only the last checkpoint
+        is missing, unless `milestones_only` is set. A completed request that is marked ``start_over`` begins at step 0
+        again: the state is deleted. Temporary files of killed jobs are deleted. Messages report a start from step 0 and
+        damaged files. The caller holds the lock of the run.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
@@ -179,17 +178,14 @@ class RunFolder:
         return [] if has_last_checkpoint else [last_milestone]
 
     def _report_other_states(self) -> None:
-        """Log that a new run starts if the folder contains checkpoints, but only of other settings, data or code."""
+        """Log that a new run starts if the folder contains checkpoints, but none of these settings, data and code."""
         other_states = [path for path in self.state.parent.glob("*/checkpoints") if any(path.iterdir())]
         if other_states and not self.state.exists():
             reason = "settings, data or code differ from those of the existing state, which is kept"
             log(f"{self.out}: starts a new run from step 0: {reason}")
 
     def _delete_temporary_files(self) -> None:
-        """Delete the temporary files and folders that killed jobs left.
-
-        The caller holds the lock, so that none of them belongs to a running job.
-        """
+        """Delete the temporary files and folders that killed jobs left; the caller holds the lock."""
         for leftover in self.state.rglob(".tmp-*"):
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -222,22 +218,20 @@ class RunFolder:
     def _check_belongs_here(self, content: dict[str, Any], path: Path) -> None:
         """Check that a checkpoint is of this run and that metrics.jsonl begins with the bytes that it covers.
 
-        A missing metrics.jsonl counts as empty.
-
         Raises:
             DamagedError: the checkpoint is of another run, or lines are missing or changed.
         """
         if content["identity"] != self.identity:
             raise DamagedError(f"{path}: of another training run ({content['identity'][:16]})")
-        metrics = self.metrics.read_bytes() if self.metrics.exists() else b""
+        metrics = self.metrics.read_bytes() if self.metrics.exists() else b""  # a missing file covers 0 bytes
         size, digest = content["metrics"]["bytes"], content["metrics"]["sha256"]
         if len(metrics) < size or sha256_bytes(metrics[:size]) != digest:
             raise DamagedError(f"{self.metrics}: does not contain the lines that belong to {path.name}")
 
     def clear(self) -> None:
-        """Delete the state of this run, with its marks of completed requests, and create its empty folder.
+        """Delete the state of this run with its marks of completed requests, and create its empty folder.
 
-        The outputs that were published in the run's folder stay.
+        The published outputs stay.
         """
         shutil.rmtree(self.state, ignore_errors=True)
         self.state.mkdir(parents=True)
@@ -255,10 +249,7 @@ class RunFolder:
         return self.state / "milestones" / step_name(step)
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint after `step` steps, with the hash of metrics.jsonl up to here.
-
-        It also contains step, identity, library versions and `resumed_under`. All but the last two checkpoints are
-        deleted.
+        """Write a checkpoint after `step` steps, with the hash of metrics.jsonl so far; delete all but the last two.
 
         Args:
             step: number of completed steps.
@@ -287,13 +278,7 @@ class RunFolder:
                 self._metrics_size = file.tell()
 
     def read_checkpoint(self, step: int, device: Any) -> dict[str, Any]:
-        """Return the checkpoint after `step` steps.
-
-        It is not compared with metrics.jsonl: the caller ensures that rank 0 has done so in `resume`.
-
-        Args:
-            step: number of completed steps.
-            device: device of its tensors.
+        """Return the checkpoint after `step` steps, which rank 0 has compared with metrics.jsonl in `resume`.
 
         Raises:
             DamagedError: the file is damaged.
@@ -304,8 +289,8 @@ class RunFolder:
     def resume(self, latest_step: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
         """Return the newest intact checkpoint, and cut metrics and timing back to it; None: start from step 0.
 
-        Checkpoints of later steps are deleted, also damaged ones. A start from step 0 also deletes the snapshots. After
-        a KairosError all files are unchanged.
+        Checkpoints of later steps are deleted, also damaged ones. A start from step 0 also deletes the snapshots. All
+        files are unchanged if a KairosError is raised.
 
         Args:
             latest_step: ignore later checkpoints.
@@ -339,9 +324,7 @@ class RunFolder:
         )
 
     def _cut_back(self, metrics_size: int, step: int) -> None:
-        """Delete everything written after the checkpoint at `step`: metrics, times and later checkpoints.
-
-        With step 0 the run starts again, so all snapshots are deleted too. At other steps the snapshots stay.
+        """Delete metrics, times and checkpoints after the checkpoint at `step`; at step 0, also all snapshots.
 
         Args:
             metrics_size: bytes of metrics.jsonl that the checkpoint covers.
@@ -360,8 +343,8 @@ class RunFolder:
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
         """Mark a request as completed, and link its outputs into the run's folder; the record is written last.
 
-        An intact published snapshot with an equal record is left as it is. With a record, the outputs include the
-        checkpoint as ``checkpoint.pt``, and copies of metrics and times up to its step. The caller ensures that the
+        An intact published snapshot with an equal record is left as it is. If there is a record, the outputs include
+        the checkpoint as ``checkpoint.pt``, and copies of metrics and times up to its step. The caller ensures that the
         snapshots and the checkpoint exist.
 
         Args:
@@ -388,20 +371,17 @@ def _list_versions(versions: dict[str, str | None]) -> str:
 
 
 def _is_published(snapshot: Path, target: Path) -> bool:
-    """Return True if `target` is an intact copy of a snapshot, with an equal record; log any damage.
-
-    The files of `target` are compared with the hashes in its own record, which equals that of the snapshot.
-    """
+    """Return True if `target` is an intact copy of a snapshot, with an equal record; log any damage."""
     record = target / "milestone.json"
     if not record.exists() or record.read_bytes() != (snapshot / "milestone.json").read_bytes():
         return False
-    return _is_intact(target)
+    return _is_intact(target)  # by the hashes in the record of `target`, which equals the record of the snapshot
 
 
 def _is_intact(snapshot: Path) -> bool:
-    """Return True if a snapshot exists and is undamaged, by the hashes of its files; log any damage.
+    """Return True if a snapshot exists and is undamaged, by the hashes of its files.
 
-    A folder without a record counts as missing, and is not logged.
+    Damage is logged. A folder without a record is treated as missing, and is not logged.
     """
     if not (snapshot / "milestone.json").exists():
         return False

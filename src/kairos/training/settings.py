@@ -26,11 +26,7 @@ class OptimizerOptions(Component):
     grad_clip: float | None = field(1.0, "largest gradient norm; null: no clipping", gt=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that there are two decay rates, each in [0, 1).
-
-        Raises:
-            ConfigError: there are not.
-        """
+        """Check that there are two decay rates, each in [0, 1); raise ConfigError otherwise."""
         is_valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         demand(is_valid, "betas", self.betas, "two numbers, each in [0, 1)")
 
@@ -94,11 +90,7 @@ class DecaysOptions(ScheduleOptions):
     share: float = field(0.2, "length of a decay, as a fraction of the steps before its end", gt=0, le=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that there are steps, all at least 1 and increasing.
-
-        Raises:
-            ConfigError: there are none, or they are not.
-        """
+        """Check that there are steps, all at least 1 and increasing; raise ConfigError otherwise."""
         is_valid = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})  # the set removes equal steps
         demand(is_valid, "at", self.at, "steps, 1 or more, increasing")
 
@@ -257,7 +249,7 @@ class TrainingConfig(Section):
     def _check_microbatch(self) -> None:
         """Check that `microbatch` is at most the batch, and leaves at least one micro-batch for every process.
 
-        Null passes. The caller has checked that the number of processes is at most the batch size.
+        The caller has checked that the number of processes is at most the batch size.
 
         Raises:
             ConfigError: `microbatch` is too large.
@@ -312,7 +304,7 @@ def read_run_settings(config: dict[str, Any], method: str, seed: int) -> RunSett
 
     Raises:
         ConfigError: a section is not valid in this version of kairos.
-        KeyError: the experiment has no such method, or lacks a section.
+        KeyError: the experiment does not have the method, or lacks a section.
     """
     return RunSettings(
         method_name=method,

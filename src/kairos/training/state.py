@@ -110,14 +110,11 @@ class TrainingState:
         self.losses_are_finite = True
 
     def _build_batches(self) -> Batches:
-        """Build the source of this rank's slice of every global batch.
-
-        Arrays of at most 16 MiB are read into memory.
-        """
+        """Build the source of this rank's slice of every global batch."""
         settings = self.settings
         first_samples, last_samples = self.micro_batches[0].samples, self.micro_batches[-1].samples
         return Batches(
-            self.latents.with_small_arrays_in_memory(),
+            self.latents.with_small_arrays_in_memory(),  # arrays of at most 16 MiB
             seed=self.seed,
             size=settings.batch_size,
             sample_indices=range(first_samples.start, last_samples.stop),
@@ -143,8 +140,7 @@ class TrainingState:
     def _build_model(self) -> Any:
         """Build the model on the device, with weights drawn from the run's seed or read from a snapshot.
 
-        The state of torch's generators is unchanged. With precision fp64, inputs of linear layers are converted to
-        float64.
+        The state of torch's generators is unchanged.
 
         Raises:
             KairosError: the snapshot is missing or damaged, or its weights do not fit.
@@ -209,9 +205,9 @@ class TrainingState:
         return self.losses_are_finite and math.isfinite(self.largest_gradient_norm)
 
     def density_images(self) -> Tensor:
-        """Return x0 of the first training images, up to 256, over which p(t) of a learned sampler is averaged.
+        """Return x0 of up to 256 first training images, (n, c, h, w), over which p(t) of a learned sampler is averaged.
 
-        They are read anew at every call, and are (n, c, h, w) on the device.
+        The images are on the device, and are read again at every call.
         """
         return self.latents.load_x0(self.latents.train[:256]).to(self.device, self.dtype)
 
@@ -251,11 +247,11 @@ class TrainingState:
 
 
 def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int, ranks: int) -> list[MicroBatch]:
-    """Split the global batch into forward passes, and return those of one rank, in order.
+    """Split the global batch into forward passes, and return the passes of one rank, in order.
 
-    If `microbatch` is set, the split does not depend on the number of ranks, and each rank has consecutive passes.
-    Without it every rank has one pass. A batch of 10 on 3 ranks gives samples 0 to 2, 3 to 5 and 6 to 9. The last pass
-    of the batch may be smaller than `microbatch`. The caller ensures that every rank gets at least one pass.
+    If `microbatch` is set, the split does not depend on the number of ranks, and each rank has consecutive passes. The
+    last pass of the batch may be smaller. Otherwise every rank has one pass: a batch of 10 on 3 ranks gives samples 0
+    to 2, 3 to 5 and 6 to 9. The caller ensures that every rank gets at least one pass.
 
     Args:
         batch_size: number of samples in the global batch.
@@ -272,7 +268,7 @@ def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int,
     for number, (start, stop) in enumerate(pairwise([*starts, batch_size])):
         micro_batches.append(MicroBatch(number, slice(start, stop)))
 
-    # those of this rank: numbers of passes differ by at most 1 between ranks
+    # passes of this rank: numbers of passes differ by at most 1 between ranks
     first = len(micro_batches) * rank // ranks
     end = len(micro_batches) * (rank + 1) // ranks
     return micro_batches[first:end]

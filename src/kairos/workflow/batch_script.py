@@ -17,9 +17,9 @@ from pathlib import Path
 def main(records_folder: str, *command: str) -> int:
     """Run a command and, if it succeeds, create the job's success file.
 
-    The file is ``<records_folder>/<SLURM_JOB_ID>.done``; its folder is created if it does not exist. SIGTERM does not
-    end this process: the first one is forwarded to all processes of its group, and the command's end is awaited.
-    Further ones are ignored.
+    The file is ``<records_folder>/<SLURM_JOB_ID>.done``; missing folders are created. The first SIGTERM does not end
+    this process: it is forwarded to all processes of its group, and the command's end is awaited. Further ones are
+    ignored.
 
     Args:
         records_folder: folder of the records of an experiment's jobs.

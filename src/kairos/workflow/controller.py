@@ -7,8 +7,8 @@ parse the Snakefile too, but only read the frozen experiment.
 Training runs that start over: a training run keeps what it has computed, and returns it again when a job requests it
 again. So a controller that is killed before it records a completed job loses nothing. But a user who forces a job or
 deletes its outputs wants a new computation. The controller marks the requests of these jobs ``start_over`` before they
-start, and their training runs begin at step 0 (see `kairos.training.run_folder`). Deleted outputs count only if all
-jobs of the training run have been completed before. DVC deletes all outputs of a training run also if only its last
+start, and their training runs begin at step 0 (see `kairos.training.run_folder`). Deleted outputs count only if every
+pending job of that training run was completed before. DVC deletes all outputs of a training run also if only its last
 segment is new, such as after a later milestone was added. Then the earlier segments are returned again.
 """
 
@@ -89,10 +89,6 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     Values of ``--config`` replace values of the file. If Snakemake has merged several files, ``extends`` is relative to
     the last one.
 
-    Args:
-        workflow: Snakemake's workflow, which contains the two options.
-        config: Snakemake's merge of all configuration files and values.
-
     Raises:
         ConfigError: the experiment is not valid, or a file is missing.
     """
@@ -115,26 +111,21 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
 
 @contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """Print a KairosError or OSError of the block as one message to stderr, and exit with status 2.
-
-    Snakemake would print a traceback.
-    """
+    """Print a KairosError or OSError of the block as one message to stderr, and exit with status 2."""
     try:
         yield
-    except (KairosError, OSError) as error:
+    except (KairosError, OSError) as error:  # Snakemake would print a traceback
         print(f"kairos: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
 def _lock_results(results: Path) -> IO[str]:
-    """Lock an experiment's results until the returned file is closed.
-
-    The lock is ``.kairos/<experiment>.lock``, which contains the process and its machine. Snakemake's own locks cannot
-    serve here, because they outlive its process.
+    """Lock an experiment's results until the returned file, ``.kairos/<experiment>.lock``, is closed.
 
     Raises:
         KairosError: another run of the workflow holds the lock, or the file system has no locks.
     """
+    # Snakemake's locks outlive its process
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
@@ -151,9 +142,9 @@ def _remove_leftovers(layout: Layout) -> None:
     """Remove outdated records that an earlier run has left, unless another run of the workflow is active.
 
     The record of an import into MLflow that failed, or went to another server, is removed, so that the import is
-    repeated. A record without the field ``imported`` or ``uri`` counts as one that failed; a damaged record stays. The
-    record of a SLURM job, and its success file, are removed if the job succeeded without its controller: Snakemake's
-    metadata contain the job. On a file system without locks nothing is removed, without an error here.
+    repeated. A record without the field ``imported`` or ``uri`` is treated as a failed import; a damaged record stays.
+    The record of a SLURM job, and its success file, are removed if the job succeeded without its controller:
+    Snakemake's metadata contain the job. Nothing is removed on a file system without locks, without an error here.
     """
     results = Path(layout.results)
     with suppress(KairosError), _lock_results(results):
@@ -176,7 +167,7 @@ def list_data_files(layout: Layout) -> list[str]:
 
     These are lists of images and captions, sorted, and then the archives of sources ``parquet`` and ``zip`` by section,
     sorted within each section. The path of a section may be a file, a pattern, or a folder, all of whose parquet files
-    count.
+    are included.
     """
     dataset = layout.experiment.dataset
     # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
@@ -194,11 +185,10 @@ def list_data_files(layout: Layout) -> list[str]:
 
 
 def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
-    """Return what identifies a data set's files, for the ``params:`` of rule prepare.
+    """Return a value that identifies a data set's files, for the ``params:`` of rule prepare.
 
-    For folders of images, which are too many to be inputs, this is a hash of the names and sizes of all files below
-    them. A missing folder counts as empty. For other data sets it is the list of `list_data_files`, or None if there
-    are none.
+    Folders of images, which are too many to be inputs, give a hash of the names and sizes of all files below them. A
+    missing folder is treated as empty. Other data sets give the list of `list_data_files`, or None if it is empty.
     """
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
@@ -233,8 +223,8 @@ def starts(workflow: Any, layout: Layout) -> None:
 
     The process ends with a message and status 2 if another run works on the results, if the file system has no locks,
     or for ``--executor slurm``. The lock lasts until this process ends. Snakemake is changed to hash each input of a
-    finished job once. With ``--touch`` no training run is marked, marks stay, and Snakemake does not pause for each
-    job. Signals are handled here, and the fork server started, only if this process runs the jobs itself.
+    finished job once. If ``--touch`` is set, no training run is marked, marks stay, and Snakemake does not pause for
+    each job. Signals are handled here, and the fork server started, only if this process runs the jobs itself.
 
     Raises:
         DamagedError: see `_mark_trainings_to_start_over`.
@@ -259,10 +249,6 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
 
     The mark of ``complete/0-400.json`` is the file ``complete/0-400.start_over``.
 
-    Args:
-        workflow: Snakemake's workflow with the jobs that will run.
-        results: the experiment's results folder.
-
     Raises:
         DamagedError: the record of a completed request is damaged.
     """
@@ -280,15 +266,10 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
 
 
 def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Request]:
-    """Return the completed requests whose jobs Snakemake will run because the user wants a new computation.
+    """Return the completed requests whose jobs will run because the user has forced them or has deleted an output.
 
-    The user has forced the job, or has deleted an output of it. Deleted outputs count only if all jobs of the training
-    run that will run have been completed before. Such a job is recorded as complete by Snakemake, and its request by
-    the training run.
-
-    Args:
-        workflow: Snakemake's workflow with the jobs that will run.
-        completed: requests that training runs have completed.
+    Deleted outputs count only if every pending job of that training run was completed before: recorded as complete by
+    Snakemake, and its request in `completed`.
     """
     jobs_by_training: dict[str, list[Any]] = defaultdict(list)
     for job in workflow.dag.needrun_jobs():
@@ -328,11 +309,11 @@ def _has_missing_output(job: Any) -> bool:
 def _end_on_signals(scheduler: Any) -> None:
     """End the run on SIGINT, SIGTERM and, unless it is ignored as with nohup, on SIGHUP.
 
-    On SIGTERM, Snakemake itself waits until its jobs are done. It relies on a terminal to send SIGINT to the jobs too,
-    and ignores SIGINT if a script has started it in the background. With this function every signal ends the run in
-    the same way. No further job starts. The running jobs get SIGTERM, on which training runs write a checkpoint. The
-    processes that remain after `_SECONDS_TO_END` are killed.
+    No further job starts. The running jobs get SIGTERM, on which training runs write a checkpoint. The processes that
+    remain after `_SECONDS_TO_END` are killed.
     """
+    # Snakemake waits on SIGTERM until its jobs are done. It relies on a terminal to send SIGINT to the jobs too, and
+    # ignores SIGINT if a script has started it in the background.
     received: SimpleQueue[int] = SimpleQueue()  # its `put` may interrupt any code of the main thread
     handled = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -345,12 +326,8 @@ def _end_on_signals(scheduler: Any) -> None:
 def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
     """Wait for a signal; then stop the scheduler, and terminate and later kill the jobs' processes.
 
-    After the signal, its time is in `_interruption_times`, and nothing is logged by module `logging`. The function does
-    not return: its thread ends with this process.
-
-    Args:
-        scheduler: Snakemake's scheduler.
-        received: the signals that this process receives.
+    Afterwards the signal's time is in `_interruption_times`, and module `logging` is off. The function does not return:
+    its thread ends with this process.
     """
     received.get()  # waits
     _interruption_times.append(time.time())
@@ -375,11 +352,12 @@ def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
 def succeeded(workflow: Any, layout: Layout) -> None:
     """Finish a successful run: delete leftover shards of finished merges, and log its duration and the report's path.
 
-    Shards are left over if the controller that would have deleted them was killed. Shards that do not exist are no
-    error. If no report was requested, its path is not logged. With ``--touch`` the function does nothing.
+    The path is logged only if the report was requested. Missing shards are not an error. The function does nothing if
+    ``--touch`` is set.
     """
     if workflow.touch:  # nothing was computed
         return
+    # shards are left over if the controller that would have deleted them was killed;
     # the input `parts` of a job that merges shards contains their files or folders
     shard_paths = {path for job in workflow.dag.jobs for path in job.input.get("parts", ())}
     for path in shard_paths:
@@ -393,7 +371,7 @@ def succeeded(workflow: Any, layout: Layout) -> None:
 
 
 def failed(workflow: Any, layout: Layout) -> None:
-    """Finish a failed run by logging the failed jobs' log files, or an interrupted run by logging what it has saved.
+    """Finish a failed run: log the failed jobs' log files, or after an interruption the number of saved training runs.
 
     Snakemake's metadata of the failed jobs are deleted.
     """
@@ -407,11 +385,9 @@ def failed(workflow: Any, layout: Layout) -> None:
 
 
 def _report_interruption(layout: Layout) -> None:
-    """Log how many training runs have stopped with a checkpoint since this process began.
-
-    The number may be 0. The time of the signal does not matter: a signal that reaches all processes at once may stop a
-    training run before this process has noticed the signal.
-    """
+    """Log how many training runs have stopped with a checkpoint since this process began; the number may be 0."""
+    # a signal that reaches all processes may stop a training run before this process has noticed it, so the time of
+    # the signal does not matter
     stopped_count = 0
     for method, seed in layout.trainings:
         progress = read_progress(Path(layout.training_folder(method, seed)))
@@ -422,10 +398,9 @@ def _report_interruption(layout: Layout) -> None:
 
 
 def _report_failed_jobs(workflow: Any) -> None:
-    """Log the log file and its last line for each job that has written a log in this run and has not finished.
+    """Log the first log file and its last line for each unfinished job that has written a log in this run.
 
-    The first line tells the user how to continue; it is logged even if there is no such job. Of several logs of a job,
-    the first is shown.
+    The first line tells the user how to continue; it is logged even if there are no such jobs.
     """
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():

@@ -25,7 +25,7 @@ class Dependencies(NamedTuple):
 
     Attributes:
         fields: settings of the experiment as plain values, defaults included, by the name of a group.
-        modules: modules that compute the results; the modules that they import count too.
+        modules: modules that compute the results; the modules that they import are included too.
     """
 
     fields: Fields
@@ -40,13 +40,7 @@ def shared_stages(experiment: Experiment) -> tuple[str, ...]:
 def collect_params(stage: str, experiment: Experiment, method: str | None = None) -> Fields:
     """Return the fields that a stage's results depend on and, under ``code``, the fingerprint of the code.
 
-    Args:
-        stage: name of the stage, see `find_dependencies`.
-        experiment: the resolved experiment.
-        method: name of the method, which stage ``train`` needs and other stages ignore.
-
-    Raises:
-        KeyError: see `find_dependencies`.
+    Arguments and errors are listed in `find_dependencies`.
     """
     dependencies = find_dependencies(stage, experiment, method)
     return {**dependencies.fields, "code": fingerprint(dependencies.modules)}
@@ -62,8 +56,7 @@ def find_dependencies(stage: str, experiment: Experiment, method: str | None = N
         method: name of the method, which stage ``train`` needs and other stages ignore.
 
     Raises:
-        KeyError: the experiment has no such analysis or, for stage ``train``, no such method; or there is no such
-            stage.
+        KeyError: the experiment has no such analysis or, for stage ``train``, no such method; or the stage is unknown.
     """
     if stage == "train":  # the only stage whose fields and code differ between methods
         return _train_stage(experiment, method=str(method))  # not None here
@@ -79,11 +72,8 @@ def find_dependencies(stage: str, experiment: Experiment, method: str | None = N
 
 
 def _train_stage(experiment: Experiment, method: str) -> Dependencies:
-    """Return the dependencies of a method's training runs.
-
-    The fields are ``model``, ``diffusion``, ``method``, and the settings of ``training`` that change the weights.
-    """
-    run = experiment.run_settings(method, seed=0)  # the seed is no parameter: each seed has a job of its own
+    """Return the dependencies of a method's training runs; the fields contain the settings that change the weights."""
+    run = experiment.run_settings(method, seed=0)  # the seed is not a parameter: each seed has a separate job
     fields = {
         "model": run.model.plain(),
         "diffusion": _dump(run.diffusion),
@@ -121,11 +111,7 @@ def _data_stages(experiment: Experiment) -> dict[str, Dependencies]:
 
 
 def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
-    """Return the settings of section `autoencoder` that the results of stage autoencoder depend on.
-
-    They are ``kind``; with kind ``pretrained`` also ``path`` and ``scaling``; and with kind ``train`` all fields except
-    ``path``, ``shards`` and ``dtype``.
-    """
+    """Return the settings of section `autoencoder` that the results of stage autoencoder depend on."""
     if autoencoder.kind == "none":
         return {"kind": autoencoder.kind}
     if autoencoder.kind == "pretrained":
@@ -136,7 +122,7 @@ def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
 def _sample_stage(experiment: Experiment) -> Dependencies:
     """Return the dependencies of sampling; batch size and number of shards do not change the images.
 
-    The fields are ``sampling``, ``num`` (number of images of all sets) and ``computing``.
+    Field ``num`` is the number of images of all sets.
     """
     evaluation, sampling = experiment.evaluation, experiment.sampling
     fields = {
@@ -206,7 +192,7 @@ def _network_modules(experiment: Experiment) -> list[str]:
 
 
 def _dump(section: Section | None, leave_out: Collection[str] = ()) -> Fields:
-    """Return the fields of a section as plain values, except those in `leave_out`; empty if there is no section."""
+    """Return the fields of a section as plain values, except the fields in `leave_out`; empty if `section` is None."""
     if section is None:
         return {}
     return section.model_dump(mode="json", exclude=set(leave_out))

@@ -52,10 +52,8 @@ def write_dependencies(config: Path, out: Path) -> None:
 
     The stages of training runs have an entry for each method. The file keeps its modification time if nothing changed.
 
-    If the experiment file is params.yaml and the working directory has a dvc.yaml, the methods are written into
-    dvc.yaml and then the plugin files into workflow/dvc.yaml. A change of either file raises an error at once:
-    `dvc repro`, whose first stage calls this function, has read the file before the change. With a dvc.yaml its stages
-    are checked next, for every experiment file.
+    If the experiment file is params.yaml and dvc.yaml exists, the methods are first written into dvc.yaml and the
+    plugin files into workflow/dvc.yaml. If dvc.yaml exists, its stages are then checked, for every experiment file.
 
     Args:
         config: the experiment file.
@@ -63,12 +61,14 @@ def write_dependencies(config: Path, out: Path) -> None:
 
     Raises:
         ConfigError: the experiment is not valid, or dvc.yaml lacks a stage that the experiment has.
-        KairosError: this call has changed dvc.yaml or workflow/dvc.yaml. The YAML file `out` is not written. After a
-            commit, the same call continues.
+        KairosError: this call has changed dvc.yaml or workflow/dvc.yaml. The YAML file `out` is not written. The same
+            call continues after a commit.
     """
     layout = create_layout(load(config))
     if _STAGES.is_file():
         if str(config) == RECORDED:
+            # both raise an error after a change: `dvc repro`, whose first stage calls this function, has read the file
+            # before
             _update_methods(layout.methods)
             _update_plugin_files(layout.experiment.plugins)
         _check_stages(layout, config)
@@ -81,10 +81,6 @@ def write_dependencies(config: Path, out: Path) -> None:
 
 def _check_stages(layout: Layout, config: Path) -> None:
     """Check that dvc.yaml contains the stages that all training runs of an experiment share.
-
-    Args:
-        layout: layout of the experiment.
-        config: the experiment file, for the message.
 
     Raises:
         ConfigError: dvc.yaml lacks a stage.
@@ -99,15 +95,15 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
     """Return fields and code fingerprint of every stage, as nested dictionaries; analyses and MLflow have no stage.
 
     A shared stage, or ``report``, has the fields and ``code`` at its name. A stage of training runs has an entry for
-    each method, whose key ``fields`` contains the fields, ``code`` and the milestones. DVC splits keys at dots. Method
-    ``uniform.lr0.1`` therefore has its entry at ``uniform``, ``lr0``, ``1``.
+    each method, whose key ``fields`` contains the fields, ``code`` and the milestones. Dots in the name of a method
+    separate levels: ``uniform.lr0.1`` has its entry at ``uniform``, ``lr0``, ``1``.
     """
     table: dict[str, Any] = {}
     for stage in (*layout.shared_stages, "report"):
         table[stage] = dependencies.collect_params(stage, layout.experiment)
     for stage, method in product(dependencies.TRAINING_STAGES, layout.methods):
         entry = table.setdefault(stage, {})
-        for key in method.split("."):  # descends to the entry of the method
+        for key in method.split("."):  # descends to the entry of the method; DVC splits keys at dots
             entry = entry.setdefault(key, {})
         fields = dependencies.collect_params(stage, layout.experiment, method)
         entry["fields"] = {**fields, "milestones": list(layout.experiment.milestones)}
@@ -115,22 +111,19 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
 
 
 def _update_methods(methods: list[str]) -> None:
-    """Write the names of the methods into dvc.yaml if params.yaml has a grid of methods, which DVC cannot expand.
+    """Set the `method:` lines of dvc.yaml: the method names if params.yaml has a grid, else `${methods}`.
 
-    The names replace the value of each line ``method: ...``, as a list in JSON. Without a grid the value becomes
-    ``${methods}``, which DVC expands. A file that contains these lines already, or no line ``method: ...``, is left as
-    it is, without an error.
-
-    Args:
-        methods: names of the methods of params.yaml, grids expanded.
+    A file without such lines, or with these values already, is left as it is, without an error. The names in `methods`
+    have grids expanded.
 
     Raises:
-        KairosError: this call has written other names into dvc.yaml, which DVC has read before. The message tells the
-            user to commit the file and run the command again.
+        KairosError: this call has changed dvc.yaml, which DVC has read before. The message tells the user to commit the
+            file and run the command again.
     """
     written_methods = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8"))["methods"]
     has_grid = list(written_methods) != methods
-    names = json.dumps(methods) if has_grid else "${methods}"  # DVC expands ${methods} from params.yaml
+    # DVC expands ${methods} from params.yaml, but no grids
+    names = json.dumps(methods) if has_grid else "${methods}"
     text = _STAGES.read_text(encoding="utf-8")
     updated = re.sub(r"(?m)^( +method: ).*$", lambda match: match[1] + names, text)
     if updated != text:
@@ -140,18 +133,14 @@ def _update_methods(methods: list[str]) -> None:
 
 
 def _update_plugin_files(plugins: list[str]) -> None:
-    """Write the files of plugins into the line ``deps:`` of workflow/dvc.yaml, in place of the files listed there.
+    """Set the plugin files in the line ``deps:`` of workflow/dvc.yaml, after params.yaml and the two source folders.
 
-    The line lists params.yaml and the two source folders first, which stay. A file whose line is up to date, or that
-    has no such line, is left as it is, without an error.
-
-    Args:
-        plugins: field `plugins` of the experiment, the paths of plugin files. The written files include those that the
-            plugin files import from their folders.
+    They include the files that plugin files import from their folders. A file whose line is up to date, or that has no
+    such line, is left as it is, without an error. `plugins` is the field of the experiment.
 
     Raises:
-        KairosError: this call has written other files into workflow/dvc.yaml, which DVC has read before. The message
-            tells the user to commit the file and run the command again.
+        KairosError: this call has changed workflow/dvc.yaml, which DVC has read before. The message tells the user to
+            commit the file and run the command again.
     """
     text = _FIRST.read_text(encoding="utf-8")
     plugin_files = "".join(f", {json.dumps(file)}" for file in source_files(plugins))
@@ -171,11 +160,7 @@ def run_stage(config: Path, stage: str, method: str | None, seed: int | None) ->
 
     The function does not return, unless it raises an error. The process ends with Snakemake's exit status.
 
-    Args:
-        config: the experiment file.
-        stage: name of the stage.
-        method: name of the method, for a stage of training runs.
-        seed: seed of the training run, for a stage of training runs.
+    Only stages of training runs have a method and a seed.
 
     Raises:
         ConfigError: see `select_jobs`.
@@ -188,9 +173,8 @@ def run_stage(config: Path, stage: str, method: str | None, seed: int | None) ->
 def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
     """Return the Snakemake rules of a stage, and the targets that require all jobs of these rules.
 
-    For a stage of training runs, the targets are the files of checksums of one training run. For other stages they are
-    rules. Stage ``report`` includes the analyses and, if tracking is enabled, the import into MLflow, neither of which
-    is a stage of DVC.
+    The targets are rules or, for a stage of training runs, the files of checksums of one training run. Stage ``report``
+    includes the analyses and, if tracking is enabled, the import into MLflow.
 
     Args:
         layout: layout of the experiment.
@@ -199,7 +183,7 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
         seed: seed of the training run, for a stage of training runs; None for other stages.
 
     Raises:
-        ConfigError: the experiment has no such stage, or `method` and `seed` are missing, unknown or superfluous.
+        ConfigError: the experiment does not have the stage, or `method` and `seed` are missing, unknown or superfluous.
     """
     stages = (*layout.shared_stages, *dependencies.TRAINING_STAGES, "report")
     demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
@@ -222,21 +206,21 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
         analysis_rules = [rule for rule in layout.count_jobs() if rule.startswith(("measure_", "analyse_"))]
         targets = ["report", "track"] if layout.experiment.tracking.enabled else ["report"]
         return [*analysis_rules, *targets], targets
-    # rule encode joins the shards of rule encode_parts, which has wildcards and is therefore no target
+    # rule encode joins the shards of rule encode_parts, which has wildcards and is therefore not a target
     return rules, [rule for rule in rules if not rule.endswith("_parts")]
 
 
 def record() -> None:
     """Record in DVC the results that Snakemake has computed: fill DVC's cache and write dvc.lock.
 
-    The machines that computed the results are written to dvc.machines.json, and the table of dependencies into the
-    results folder. If no result has a record of its machine, an existing dvc.machines.json stays. Nothing is committed
-    to git; a message contains the git command, or that dvc.lock was up to date.
+    The machines of the results are written to dvc.machines.json, which stays as it is if no result has a record of its
+    machine. The table of dependencies is written into the results folder. Nothing is committed to git; a message
+    contains the git command, or that dvc.lock was up to date.
 
     Raises:
-        KairosError: results are stale, or git, Snakemake or DVC fails. It is also raised if the working tree has
-            uncommitted or untracked files other than dvc.lock, workflow/dvc.lock and dvc.machines.json, and if dvc.yaml
-            or workflow/dvc.yaml had to be changed, see `write_dependencies`.
+        KairosError: results are stale, or git, Snakemake or DVC fails. The working tree has changes other than
+            dvc.lock, workflow/dvc.lock and dvc.machines.json. Or dvc.yaml or workflow/dvc.yaml had to be changed, see
+            `write_dependencies`.
     """
     written = [str(path) for path in (_LOCK, _FIRST.with_suffix(".lock"), _machines_file(_LOCK))]
     uncommitted = [line for line in _changed_files() if line[3:] not in written]  # line: " M path" or "?? path"
@@ -257,12 +241,11 @@ def record() -> None:
 
 
 def _write_lock() -> None:
-    """Write dvc.lock and DVC's cache from the results as they are; if DVC fails, restore the previous dvc.lock.
-
-    Without a previous dvc.lock, the file is left as DVC has left it. The lock of workflow/dvc.yaml is not restored.
+    """Write dvc.lock and DVC's cache from the results as they are.
 
     Raises:
-        KairosError: DVC fails.
+        KairosError: DVC fails. An earlier dvc.lock is then restored; without one, the file is left as DVC has left it.
+            The lock of workflow/dvc.yaml is not restored.
     """
     previous_lock = _LOCK.read_text(encoding="utf-8") if _LOCK.exists() else None
     _LOCK.unlink(missing_ok=True)  # DVC would keep stages in it that dvc.yaml no longer has
@@ -276,8 +259,8 @@ def _write_lock() -> None:
 def adopt() -> None:
     """Pull the recorded results into this clone, and mark them as computed in Snakemake's metadata and for DVC.
 
-    The results are imported into MLflow if the experiment enables tracking; an import that fails is no error. The last
-    checks run after the results are in place: an error of a check does not undo the adoption.
+    The results are imported into MLflow if the experiment enables tracking; an import that fails is not an error. The
+    last checks run after the results are in place: an error of a check does not undo the adoption.
 
     Raises:
         KairosError: nothing is recorded, the data cannot be pulled, Snakemake fails, it would still run jobs, or files
@@ -295,7 +278,7 @@ def adopt() -> None:
     if layout.experiment.tracking.enabled:
         _run_tool("snakemake", *quiet, "--allowed-rules", "track", "--", "track", captured=False)
 
-    # check that neither Snakemake nor DVC would run anything
+    # check that neither Snakemake nor DVC would run anything; an error does not undo the adoption
     _check_up_to_date("adopt: the recorded results do not belong to this working tree.")
     _run_tool("dvc", "repro", str(_FIRST))  # writes the table that `dvc status` compares, which shows a failure
     if _run_tool("dvc", "status", "--quiet").returncode:
@@ -325,9 +308,6 @@ def _pull() -> None:
 def _check_up_to_date(problem: str) -> None:
     """Check that Snakemake would run nothing for the recorded experiment.
 
-    Args:
-        problem: start of the message if Snakemake would run jobs.
-
     Raises:
         KairosError: Snakemake would run jobs, and the message is `problem` with a table of the jobs; or Snakemake
             fails, and the message is its output.
@@ -342,7 +322,7 @@ def _check_up_to_date(problem: str) -> None:
 
 
 def _changed_files(*paths: str) -> list[str]:
-    """Return the lines of ``git status --porcelain`` for some paths, or for all without `paths`: one per changed file.
+    """Return the lines of ``git status --porcelain`` for `paths`, or for all files without `paths`.
 
     Raises:
         KairosError: git fails.
@@ -356,7 +336,7 @@ def _changed_files(*paths: str) -> list[str]:
 def _run_tool(tool: str, *arguments: str, captured: bool = True) -> "subprocess.CompletedProcess[str]":
     """Run a command line tool of this Python environment; a failure is only in the return code of the result.
 
-    With `captured`, the output is in the result as text; otherwise it goes to the terminal.
+    The output is in the result as text if `captured` is set; otherwise it goes to the terminal.
     """
     return subprocess.run([*_PYTHON, tool, *arguments], env=_environment(), capture_output=captured, text=True)
 
@@ -373,15 +353,13 @@ def _environment() -> dict[str, str]:
 def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
     """Compare every output in a lock file with the file or folder on disk.
 
-    `dvc status` reports neither the version that an output differs from nor the reason for a difference.
-
     Args:
         lock: a dvc.lock; its paths are relative to its folder.
 
     Yields:
         The path of an output; ``same``, ``differs``, ``missing`` or ``not compared``; and the reason, empty for
-        ``same``. Outputs that contain clock times are not compared. All outputs are hashed before the first result.
-        The order is that of the lock file.
+        ``same``. Outputs that contain clock times are not compared. All outputs are hashed before the first result. The
+        outputs are in the order of the lock file.
 
     Raises:
         KairosError: the lock file cannot be read; raised when the first result is requested.
@@ -440,8 +418,6 @@ def _has_clock_times(path: str) -> bool:
 def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
     """Return why an output of a stage differs, as one line: settings or code, else its inputs and the machine.
 
-    If none of them has changed, the text is ``no record gives the reason``.
-
     Args:
         stage: entry of the stage in the lock file.
         lock: the lock file.
@@ -458,14 +434,10 @@ def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
 
 
 def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
-    """Return the names of a stage's fields that now have another value than in the lock file, or none.
+    """Return the names of a stage's fields that differ from the lock file, such as ``train.uniform.fields.model``.
 
-    An example is ``train.uniform.fields.model``. Fields that the lock file lacks, and files that do not exist, are
-    skipped. A field that exists in the lock file alone now counts as None.
-
-    Args:
-        stage: entry of the stage in the lock file.
-        lock: the lock file.
+    Fields that the lock file lacks, and files that do not exist, are skipped. A field that exists in the lock file
+    alone is compared with None.
     """
     changed: list[str] = []
     for file, recorded in stage.get("params", {}).items():
@@ -486,8 +458,8 @@ def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
 def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
     """Return a reason for each difference between the machines that computed the recorded and the present results.
 
-    The facts of `_MACHINE_FACTS` are compared; the result is empty if all are equal. Without a list of the recorded
-    machines, the only reason is that they are unknown.
+    The result is empty if all facts of `_MACHINE_FACTS` are equal. If the list of the recorded machines is missing, the
+    only reason is that they are unknown.
 
     Args:
         lock: the dvc.lock; a file next to it lists the machines of the recorded results.
@@ -508,18 +480,14 @@ def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
 
 
 def _join_values(machines: list[dict[str, str]], fact: str) -> str:
-    """Return the different values of a fact, such as ``torch``, that machines have, sorted: ``2.8/2.9``.
-
-    A machine whose record lacks the fact counts as ``?``. Without machines the text is empty.
-    """
+    """Return the different values of a fact over machines, sorted, such as ``2.8/2.9``; ``?`` for a missing value."""
     return "/".join(sorted({machine.get(fact, "?") for machine in machines}))
 
 
 def _list_machines(results: Path) -> list[dict[str, str]]:
     """Return CPU, instruction set and versions of each machine that computed an experiment, each machine once.
 
-    They are in the timing files, below ``timing`` of the results folder. Files without a machine are skipped; the list
-    is empty without such files. The machines are in the order of the sorted paths of their first files.
+    They are in the order of the sorted paths of the timing files. Timing files without a machine are skipped.
     """
     machines = [read_json(path).get("machine") for path in sorted(results.glob("timing/**/*.json"))]
     by_content = {json.dumps(machine, sort_keys=True): machine for machine in machines if machine is not None}

@@ -14,11 +14,11 @@ A client connects to the server's socket and sends `_REQUEST` with its standard 
 guardian answers `_ACCEPTED` and later the job's exit status, 4 bytes. In between, each byte from the client is the
 number of a signal. A closed connection without an answer means that the server does not accept the command.
 
-A machine with a GPU has no server: the import of diffusers initialises the GPU, which forks then cannot use. Clusters
-and operating systems other than Linux have no server either.
+Servers are not used on machines with a GPU: the import of diffusers initialises the GPU, which forks then cannot use.
+They are not used on clusters and outside of Linux either.
 
 A job does not outlive its client. It gets SIGTERM if the controller, the server or its guardian ends. A command runs in
-its own process if there is no server, or if the server has another environment, working directory, interpreter or
+the client's process without a server, or if the server has another environment, working directory, interpreter or
 source code.
 """
 
@@ -71,12 +71,12 @@ Request = dict[str, Any]  # a client's command line and the state of its process
 
 
 def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
-    """Start the fork server of a run on this machine, if the server would be of use.
+    """Start the fork server of a run on this machine, unless it would be of no use.
 
     There is no server outside of Linux, on a machine with a GPU, or if fewer than two jobs would use it.
-    `_SOCKET_VARIABLE` is set to the path of the server's socket, or deleted if there is no server. The function does
-    not wait for the server's imports. If the server cannot start, jobs run in processes of their own: no error is
-    raised. The server ends with this process.
+    `_SOCKET_VARIABLE` is set to the path of the server's socket, or deleted if there is no server. If the server cannot
+    start, jobs run in separate processes: no error is raised. The function does not wait for the server's imports. The
+    server ends with this process.
 
     Args:
         config: file of the frozen experiment.
@@ -119,16 +119,16 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
 def run_on_server(argv: list[str]) -> int | None:
     """Run a command line in a fork of the server, and forward this process's signals to it.
 
-    `_SOCKET_VARIABLE` is deleted. If the server accepts the command, signal handlers are set, which stay, and the
-    function waits for the end of the job. Signals that this process ignores are not forwarded; the job ignores them.
+    `_SOCKET_VARIABLE` is deleted. If the server accepts the command, the function sets signal handlers, which stay, and
+    waits for the end of the job. Signals that this process ignores are not forwarded; the job ignores them.
 
     Args:
         argv: arguments of ``kairos``.
 
     Returns:
         The job's exit status, or 128 plus the signal that ended the job; 137, as for SIGKILL, if the guardian ends
-        without an answer. None if the command has to run in this process, because there is no server, the server does
-        not accept the command, or this process has no standard input.
+        without an answer. None if the command has to run in this process: there is no server, the server does not
+        accept the command, or this process has no standard input.
     """
     path = os.environ.pop(_SOCKET_VARIABLE, None)
     if path is None or sys.stdin is None:
@@ -165,12 +165,7 @@ def run_on_server(argv: list[str]) -> int | None:
 def _send_request(server: socket.socket, path: str, request: Request) -> bool:
     """Send a request and this process's standard streams to the server; return True if the server accepts it.
 
-    The function waits for the answer. Every error of the connection counts as a server that does not accept it.
-
-    Args:
-        server: a socket that is not connected yet.
-        path: path of the server's socket.
-        request: the request.
+    The function waits for the answer. The result is False after every error of the connection.
     """
     standard_streams = [0, 1, 2]
     try:
@@ -186,7 +181,7 @@ def _send_request(server: socket.socket, path: str, request: Request) -> bool:
 
 
 def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: list[str], folder: str) -> NoReturn:
-    """Import what the jobs of some stages need, and fork a job for each client until the controller has ended.
+    """Import the modules for the jobs of some stages, and fork a job for each client until the controller has ended.
 
     The function runs in the server's process, and in the process of each job, which it ends with the job's exit status.
     A server that must not fork, because it uses a GPU or has further threads, ends at once.
@@ -219,13 +214,9 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: 
 def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
     """Accept clients, and fork a guardian and a job for each acceptable request.
 
-    The standard streams of a job's process are those of its client. The connection to a client whose request is not
-    accepted, or is faulty, is closed without an answer. A request is not accepted if the client's conditions differ, or
-    if the source file of a module that was imported at the start of this function has changed.
-
-    Args:
-        clients: the listening socket.
-        conditions: state of this process that a client must have in common with it.
+    The job's process has the standard streams of its client. A request is not accepted if it is faulty, if the client's
+    process differs in `conditions`, or if the source file of a module imported at the start has changed. Its connection
+    is closed without an answer.
 
     Returns:
         The request, in the process of its job. None in the server when the controller has ended.
@@ -263,8 +254,8 @@ def _wait_until_readable(*descriptors: int) -> list[int]:
 def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
     """Run a client's command line in this process, with the client's arguments, paths and ignored signals.
 
-    The other signals have the effect that they have in a new Python process. Resource usage of the client counts as
-    that of the job. The process ends with the exit status of the command line.
+    The other signals have the effect that they have in a new Python process. The client's resource usage is added to
+    the job's. The process ends with the exit status of the command line.
     """
     # TextIO, the declared type of sys.stdout, lacks the method; the files of sys are TextIOWrapper
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
@@ -284,12 +275,9 @@ def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
 def _guard(client: socket.socket) -> None:
     """Fork the job, and return in the job's process alone.
 
-    This process, the guardian, accepts the client's request and forwards signals from the client to the job. When the
-    job has ended, the guardian sends the job's exit status to the client, and exits. If the client ends first, the job
-    is killed. If the server ends first, the guardian is killed. If the guardian ends first, the job gets SIGTERM.
-
-    Args:
-        client: connection to the client, which has sent an acceptable request.
+    The guardian, which stays in this process, accepts the request, forwards the client's signals, and sends the job's
+    exit status at the end. If the client ends first, the job is killed. If the server ends first, the guardian is
+    killed. If the guardian ends first, the job gets SIGTERM.
     """
     die_with_parent(signal.SIGKILL)
     guardian = os.getpid()
@@ -316,12 +304,7 @@ def _guard(client: socket.socket) -> None:
 def _import_modules(config: str, stages: list[str]) -> None:
     """Import the modules of kairos and torch that some stages of an experiment need.
 
-    Other modules, such as those of plugins, are left out because their import could compute something. The time and CPU
-    time of this process so far are recorded in ``timing/preload.json`` of the results folder.
-
-    Args:
-        config: file of the frozen experiment.
-        stages: names of the stages.
+    The time and CPU time of this process so far are recorded in ``timing/preload.json`` of the results folder.
     """
     from kairos.config import load
     from kairos.workflow.dependencies import find_dependencies
@@ -334,6 +317,7 @@ def _import_modules(config: str, stages: list[str]) -> None:
         for method in experiment.methods:
             names.update(find_dependencies(stage, experiment, method).modules)
     for name in sorted(names):
+        # other imports, such as imports of plugins, could compute something
         if name.startswith(("torch.", "kairos.", "kairos_timesteps.")):
             module = name.partition(":")[0]  # without a definition, as in "kairos_timesteps.x:Name"
             importlib.import_module(module)
@@ -341,11 +325,9 @@ def _import_modules(config: str, stages: list[str]) -> None:
 
 
 def _process_conditions() -> list[Any]:
-    """Return the state of this process that a client and the server must have in common.
+    """Return the state of this process that a client and the server must have in common, as values of JSON.
 
-    The state consists of interpreter, import path, environment, working directory, umask and blocked signals, in this
-    order and as values of JSON. The folder of the script and the variables of the shell, which differ between
-    processes, are left out. The state of this process does not change.
+    The state of this process does not change.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _SHELL_VARIABLES}
     umask = os.umask(0)  # can only be read by setting it

@@ -123,7 +123,7 @@ class Layout:
     def shards(self, stage: str) -> list[str]:
         """Return the names of the shards that a stage is split into, ``1of2`` ...; an empty list if it is not split.
 
-        Only ``sample``, and ``encode`` with an autoencoder, can be split; a single shard counts as not split.
+        Only ``sample``, and ``encode`` with an autoencoder, can be split; a single shard is treated as not split.
         """
         count = 0
         if stage == "sample":
@@ -133,45 +133,40 @@ class Layout:
         return [f"{number}of{count}" for number in range(1, count + 1)] if count > 1 else []
 
     def stage_rules(self, stage: str) -> list[str]:
-        """Return the names of a stage's rules, without suffixes of segments: STAGE, and ``STAGE_parts`` if it is split.
-
-        Rule ``STAGE_parts`` computes the shards, and rule STAGE then joins them.
-        """
+        """Return a stage's rule names without suffixes of segments: STAGE and, if it is split, ``STAGE_parts``."""
+        # rule STAGE_parts computes the shards, and rule STAGE then joins them
         return [stage, f"{stage}_parts"] if self.shards(stage) else [stage]
 
     def sampling_group(self, segment: Segment) -> str:
-        """Return the group in which a scheduler runs sampling and evaluation of a segment as one job.
-
-        The name contains wildcards of Snakemake, such as ``images_{method}_seed{seed}_2``.
-        """
+        """Return the group, with wildcards, in which a scheduler samples and evaluates a segment as one job."""
         return f"images_{{method}}_seed{{seed}}{segment.suffix}"
 
     def training_group(self, segment: Segment) -> Callable[[Any], str] | None:
         """Return a function from wildcards to the name of the group of training runs that a scheduler runs as one job.
 
-        Group 0 of segment 2 is ``trainings_2_0``. The runs of a group follow each other in `trainings`, so that every
-        run of the workflow has equal groups. A training run that has diverged is a group by itself, such as
-        ``trainings_2_0_alone_speed_seed1``, because it would stop the other training runs at each attempt. A training
-        run without a progress file counts as one that has not diverged. None: the experiment has no groups, because
-        each training run has a GPU of its own.
+        Group 0 of segment 2 is ``trainings_2_0``. A training run that has diverged is a separate group, such as
+        ``trainings_2_0_alone_speed_seed1``. A training run without a progress file is treated as one that has not
+        diverged. None: each training run has a separate GPU, so the experiment has no groups.
         """
         trainings_per_gpu = self.experiment.training.trainings_per_gpu
         if trainings_per_gpu == 1:
             return None
+        # consecutive in `trainings`, so that every run of the workflow has equal groups
         group_numbers = {training: index // trainings_per_gpu for index, training in enumerate(self.trainings)}
 
         def name_group(wildcards: Any) -> str:
             """Return the name of a training run's group, after reading the run's progress file."""
             method, seed = wildcards.method, int(wildcards.seed)
             progress = read_progress(Path(self.training_folder(method, seed)))
-            has_diverged = not progress.get("again", True)  # no attempt can succeed
+            # no attempt can succeed; at each one, it would stop the other training runs of its group
+            has_diverged = not progress.get("again", True)
             suffix = f"_alone_{method}_seed{seed}" if has_diverged else ""
             return f"trainings{segment.suffix}_{group_numbers[method, seed]}{suffix}"
 
         return name_group
 
     def count_jobs(self) -> dict[str, int]:
-        """Return the number of jobs of each rule by its name without a suffix; segments of a rule count together.
+        """Return the number of jobs of each rule by its name without a suffix; segments of a rule are added up.
 
         The order is: shared stages, stages of training runs, ``measure_NAME`` and then ``analyse_NAME`` of the
         analyses, ``report``, and ``track`` if tracking is enabled. A rule ``STAGE_parts``, which computes shards,
@@ -237,31 +232,21 @@ class Layout:
         return files
 
     def training_end(self, wildcards: Any) -> list[str]:
-        """Return an input of the job of one snapshot: the record of the training run's end for the last snapshot.
-
-        A job of another snapshot does not wait for the end, and gets an empty list.
-        """
+        """Return the record of a training run's end as input of the jobs of its last snapshot, else an empty list."""
+        # jobs of other snapshots do not wait for the end
         folder = self.training_folder(wildcards.method, wildcards.seed)
         return [f"{folder}/training.json"] if wildcards.step == self.snapshots[-1] else []
 
     def checksum_file(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
-        """Return the path of the checksums of the outputs of a training run's job.
-
-        All checksums of a training run's stage are in one folder, which DVC's report stage can depend on. The file has
-        the number of the segment.
-        """
+        """Return the path of the checksums of the outputs of a training run's job."""
+        # one folder for all segments of a stage, on which DVC's report stage can depend
         return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
     def report_inputs(self) -> list[str]:
         """Return the paths of all files that the report and the import into MLflow depend on.
 
-        They are, in this order:
-
-        * the records of data set, autoencoder, extractor and reference;
-        * for each training run ``training.json`` and ``metrics.jsonl``, and for each snapshot its record, its image
-          grid of samples, and its evaluation;
-        * the checksums of the jobs of training runs;
-        * tables and figures of the analyses.
+        First come the shared records, then the files of each training run, then the checksums of jobs, then the
+        analyses.
         """
         shared_records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
         snapshot_files = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
@@ -282,10 +267,9 @@ class Layout:
         return "|".join(re.escape(str(value)) for value in values)
 
     def rule_params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
-        """Return the ``params:`` of a rule: the dependencies of its stage, the experiment file and the timing file.
+        """Return the ``params:`` of a rule: `dependency_params`, the experiment file ``config``, and ``timing``.
 
-        The keys are those of `dependency_params`, ``config`` and ``timing``. The timing file is not an output: it
-        contains times and the machine, so that it differs in every run. Its path contains the wildcards of the rule,
+        The timing file is not an output, because it differs in every run. Its path contains the wildcards of the rule,
         such as ``results/tiny/timing/train/{method}_seed{seed}/1.json``.
 
         Args:
@@ -308,11 +292,11 @@ class Layout:
         """Return the ``params:`` that make Snakemake run a stage again if a field or the code of its results changes.
 
         The keys are the fields of `dependencies.find_dependencies`, and ``code``. Each value is a function of a job's
-        wildcards, which returns the field's plain value, or the fingerprint of the code. Snakemake calls the functions
-        only for stages that have jobs, which saves the other fingerprints.
+        wildcards, which returns the field's plain value, or the fingerprint of the code.
         """
         depends_on_method = stage in dependencies.TRAINING_STAGES
 
+        # Snakemake calls the functions only for stages that have jobs, which saves the other fingerprints
         @cache  # one fingerprint for all functions and jobs of a method
         def collect(method: str | None) -> dict[str, Any]:
             return dependencies.collect_params(stage, self.experiment, method)
@@ -351,7 +335,7 @@ def name_snapshots(steps: tuple[int, ...]) -> list[str]:
 def create_layout(experiment: Experiment) -> Layout:
     """Return the layout of an experiment, after selecting the extractor for ``auto`` and freezing the experiment.
 
-    The notes are those of the selection, and a warning for each missing file.
+    The notes of the layout are the notes of the selection, and a warning for each missing file.
 
     Raises:
         ConfigError: the experiment's evaluation is not possible, or weights that it starts from are missing.
@@ -361,9 +345,6 @@ def create_layout(experiment: Experiment) -> Layout:
 
 
 def load_frozen_layout() -> Layout:
-    """Return the layout of the experiment that this process's controller has frozen, without notes.
-
-    `FROZEN_VARIABLE` must contain the path of the frozen experiment.
-    """
+    """Return the layout, without notes, of the experiment that the controller has frozen, see `FROZEN_VARIABLE`."""
     path = os.environ[FROZEN_VARIABLE]
     return Layout(load(path), config_file=Path(path))

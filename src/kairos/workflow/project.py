@@ -19,8 +19,7 @@ def installed() -> Path:
 def create_project(folder: Path) -> list[str]:
     """Write the files of a project, and return the names of the files and folders at its top, sorted.
 
-    The files are the project's Snakefile, the profiles of Snakemake, the demo's params.yaml, the schema of experiment
-    files and a .gitignore. The folder, and folders above it, are created if they are missing.
+    Missing folders are created.
 
     Args:
         folder: folder of the project, which must be empty or missing.

@@ -43,7 +43,7 @@ def folders_of(name: str) -> PathsFunction:
 def folder_of(name: str) -> TextFunction:
     """Return a ``params:`` function that returns the parent folder of the first path of `paths_of`.
 
-    The rule must have a path of that name; otherwise the function raises IndexError.
+    The function raises IndexError if the rule has no path of that name.
     """
     folders = folders_of(name)
     return lambda wildcards, input, output: folders(wildcards, input, output)[0]
@@ -71,7 +71,7 @@ def repeat_option(option: str, paths: PathsFunction) -> TextFunction:
 
     Args:
         option: the option, with its hyphens, such as ``--part``.
-        paths: function that lists the paths, such as that of `paths_of`.
+        paths: function that lists the paths, such as a result of `paths_of`.
     """
 
     def write_options(wildcards: Any, input: Any, output: Any) -> str:
@@ -82,44 +82,34 @@ def repeat_option(option: str, paths: PathsFunction) -> TextFunction:
 
 def shard_options(wildcards: Any, input: Any, output: Any) -> str:
     """Return ``--shard K`` for a job that computes a shard, else ``--part PATH`` for each shard that the job joins."""
-    if "shard" in wildcards.keys():  # noqa: SIM118  (Snakemake's wildcards are no dictionary)
+    if "shard" in wildcards.keys():  # noqa: SIM118  (Snakemake's wildcards are not a dictionary)
         return f"--shard {wildcards.shard}"
     return repeat_option("--part", paths_of("parts"))(wildcards, input, output)
 
 
 def scaled_by_attempt(amount: int) -> Callable[..., int]:
-    """Return a resource function: `amount` at the first attempt, twice at the second, three times at all later ones.
-
-    A job that exceeded a limit is retried with more.
-    """
+    """Return a resource function: `amount` at the first attempt, twice at the second, three times at all later ones."""
     return lambda wildcards, attempt: amount * min(attempt, _LARGEST_FACTOR)
 
 
 def gpus_per_job(experiment: Experiment) -> int:
-    """Return the number of GPUs that a computing job requests: 0 for ``device: cpu``, else 1.
-
-    Without a scheduler the request has no effect: ``device: auto`` uses a GPU if there is one.
-    """
+    """Return the number of GPUs that a computing job requests from a scheduler: 0 for ``device: cpu``, else 1."""
     return int(experiment.training.device != "cpu")
 
 
 def processes_per_node(experiment: Experiment) -> int:
-    """Return the number of processes of one training run on each of its machines.
-
-    The check of the experiment ensures that the processes can be divided equally.
-    """
-    return experiment.training.processes // experiment.training.nodes
+    """Return the number of processes of one training run on each of its machines."""
+    return experiment.training.processes // experiment.training.nodes  # a whole number: the experiment is checked
 
 
 def training_resources(experiment: Experiment) -> dict[str, Any]:
     """Return the ``resources:`` of a training job, for all its processes on one machine together.
 
-    These are ``mem_mb`` and ``runtime`` (minutes). ``nodes`` is added for several processes, and ``gpu`` or ``gres``
-    unless the device is the CPU, for which a job on several machines has ``tasks``.
+    ``mem_mb`` grows with each attempt; ``runtime`` (minutes) does not, since a training run resumes. Several processes
+    have ``nodes``. Except on the CPU there is ``gpu`` or ``gres``; a job on the CPU of several machines has ``tasks``.
 
-    A training run resumes, so its time limit need not grow. Snakemake adds up the numbers of jobs that run as one job,
-    but takes a text once. Training runs that share a GPU therefore request it as text, ``gres``. So do runs on several
-    machines, where the text applies to each machine.
+    In a group job, Snakemake sums numeric resources but keeps a string resource once; runs that share a GPU therefore
+    request ``gres``. Runs on several machines request it too, where it applies to each machine.
     """
     training = experiment.training
     processes = processes_per_node(experiment)

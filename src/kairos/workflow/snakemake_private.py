@@ -52,7 +52,7 @@ def hash_inputs_once(workflow: Any) -> None:
     async def finished(job: Any) -> None:
         """Write the metadata of a finished job."""
         for existence_cache in (cache.exists_local, cache.exists_in_storage):
-            # Snakemake's `clear` keeps the names of listed folders, whose files would then count as missing
+            # Snakemake's `clear` keeps the names of listed folders, whose files would then be treated as missing
             existence_cache.has_inventory.clear()
         cache.active = True
         try:
@@ -64,20 +64,16 @@ def hash_inputs_once(workflow: Any) -> None:
 
 
 def touch_without_pauses() -> None:
-    """Remove the pause of 0.1 s per job in ``snakemake --touch``, for the rest of this process.
-
-    The pause gives outputs later times than inputs. Times decide nothing here: inputs are compared by content.
-    """
+    """Remove the pause of 0.1 s per job in ``snakemake --touch``, for the rest of this process."""
     from snakemake.executors.touch import Executor
 
+    # the pause gives outputs later times than inputs, but inputs are compared by content here
     Executor.SLEEPING_TIME = 0
 
 
 def prevent_retry(job: Any) -> None:
-    """Prevent another attempt of a job, or group of jobs: count the present attempt, which has failed, as the last one.
-
-    The public setter of the attempt would return more resources to the scheduler than the job has taken.
-    """
+    """Prevent another attempt of a job, or group of jobs, whose present attempt has failed."""
+    # the public setter would return more resources to the scheduler than the job has taken
     last_attempt = job.restart_times + 1
     job._attempt = last_attempt
 
@@ -85,11 +81,11 @@ def prevent_retry(job: Any) -> None:
 def set_jobs_per_group(workflow: Any, group: str, job_count: int) -> str:
     """Let Snakemake combine up to `job_count` jobs of a group that do not depend on each other; return the group.
 
-    Rules call this function when Snakemake evaluates their group: the settings do not exist before. A number that the
-    user has set for the group is kept. If nothing is executed, there are no settings, and nothing is changed.
+    A number that the user has set for the group is kept. Rules call this function when Snakemake evaluates their group:
+    the settings do not exist before.
     """
     settings = workflow.group_settings
-    if settings is not None:  # None if nothing is executed, such as for a summary
+    if settings is not None:  # None if nothing is executed, such as for a summary: then nothing changes
         settings.group_components = {group: job_count, **settings.group_components}
     return group
 
