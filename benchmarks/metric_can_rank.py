@@ -24,7 +24,7 @@ import yaml
 from kairos.cli import main as kairos
 from kairos.costs import new_experiment
 from kairos.data.latents import open_latents
-from kairos.evaluation.separation import cannot_rank
+from kairos.evaluation.separation import reason_not_to_rank
 from kairos.evaluation.settings import ClassifierOptions, LossSettings
 from kairos.evaluation.validation import validation_loss
 from kairos.files import read_json
@@ -66,7 +66,7 @@ def reference_rows(file: Path, results: Path) -> tuple[str, bool]:
     shown = [
         f"{name} {rows[name][metric]:.4g} ± {rows[name][f'{metric}_spread']:.2g}" for name in ("floor", "gaussian")
     ]
-    return ", ".join(shown), cannot_rank(record) is None
+    return ", ".join(shown), reason_not_to_rank(record) is None
 
 
 def loss_differences(file: Path, results: Path, first: int, last: int, seeds: int) -> list[tuple[float, float]]:

@@ -8,7 +8,7 @@ import yaml
 import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
-from kairos.evaluation.separation import cannot_rank
+from kairos.evaluation.separation import reason_not_to_rank
 from kairos.files import read_json, write_json
 from kairos.report import findings
 from kairos.report.collect import collect
@@ -41,7 +41,7 @@ def make_reference(real: float, real_error: float, gaussian: float, gaussian_err
     ],
 )
 def test_separation_takes_the_standard_deviations_into_account(real, real_error, gaussian, gaussian_error, ranks):
-    message = cannot_rank(make_reference(real, real_error, gaussian, gaussian_error))
+    message = reason_not_to_rank(make_reference(real, real_error, gaussian, gaussian_error))
     assert (message is None) == ranks
     if message:
         assert METRIC in message and str(real) in message and str(gaussian) in message
@@ -50,7 +50,7 @@ def test_separation_takes_the_standard_deviations_into_account(real, real_error,
 def test_there_is_no_warning_without_both_rows():
     record = make_reference(652, 181, 367, 24)
     del record["rows"]["floor"]
-    assert cannot_rank(record) is None
+    assert reason_not_to_rank(record) is None
 
 
 @pytest.fixture

@@ -336,7 +336,7 @@ def hash_folder(path: Path) -> dict[str, str]:
     return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(files)}
 
 
-def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
+def try_lock(file: IO[Any], timeout: float, conflict: str, moved: str) -> bool:
     """Try to lock an open file for `timeout` seconds; return True on success, False if another process holds the lock.
 
     The kernel releases the lock when the file is closed or the process ends.
@@ -344,9 +344,8 @@ def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
     Args:
         file: the open file.
         timeout: seconds until the attempts end; 0: a single attempt.
-        users: middle of the error message "so nothing would keep two USERS another one, or mount it with locks". It
-            contains the processes that would collide and the start of the advice. Example: "jobs from training here at
-            once; put results on".
+        conflict: what the lock prevents, for the error message, such as "two jobs training here at once".
+        moved: the files that need another file system, for the error message, such as "results".
 
     Raises:
         KairosError: the file system has no locks; also raised for any other error of the lock.
@@ -362,8 +361,9 @@ def try_lock(file: IO[Any], timeout: float, users: str) -> bool:
                 return False
             time.sleep(0.1)
         except OSError as error:
-            fault = f"{file.name}: this file system has no locks ({error.strerror}), so nothing would keep two {users}"
-            raise KairosError(f"{fault} another one, or mount it with locks (Lustre: flock)") from None
+            fault = f"{file.name}: this file system has no locks ({error.strerror}), so nothing would prevent {conflict}"
+            advice = f"put {moved} on another file system, or mount this one with locks (Lustre: flock)"
+            raise KairosError(f"{fault}; {advice}") from None
 
 
 def read_lines(path: Path) -> list[str]:

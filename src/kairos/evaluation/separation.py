@@ -23,7 +23,7 @@ ADVICE = (
 )
 
 
-def cannot_rank(reference: Mapping[str, Any]) -> str | None:
+def reason_not_to_rank(reference: Mapping[str, Any]) -> str | None:
     """Return why the distance cannot rank methods, or None if it can or if a reference row is missing.
 
     It can if real held-out images score more than `CLEAR` standard deviations of the difference below a fitted
@@ -62,7 +62,7 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
 def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
     """Return a warning if the distance is unlikely to rank methods, else None.
 
-    Existing reference rows decide alone, see `cannot_rank`. If there are none, the warning is for extractors that are
+    Existing reference rows decide alone, see `reason_not_to_rank`. If there are none, the warning is for extractors that are
     trained on fewer than `ENOUGH_IMAGES` images, if the number is known. There is no warning if methods are ranked by
     the validation loss.
 
@@ -78,7 +78,7 @@ def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, res
     recorded_settings = (manifest.get("options"), record.get("num_samples"), record.get("reference"))
     settings = (evaluation.extractor.plain(), evaluation.num_samples, evaluation.reference)
     if record and recorded_settings == settings:
-        reason = cannot_rank(record)
+        reason = reason_not_to_rank(record)
         return f"{reason} {ADVICE}" if reason else None
     # number of images
     name = evaluation.extractor.name

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from kairos import progress
-from kairos.evaluation.separation import ADVICE, cannot_rank
+from kairos.evaluation.separation import ADVICE, reason_not_to_rank
 from kairos.report import formatting
 from kairos.report.collect import MethodMeasurements, Results
 from kairos.report.ranking import MIN_SEEDS, VALIDATION_LOSSES, MethodComparison, Ratio, compare_methods
@@ -294,13 +294,13 @@ def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | st
 
 
 def find_ranking_warnings(selection: Selection, metric: str | None = None) -> Iterator[str]:
-    """Yield a warning for every experiment whose distance ranks methods although it cannot, see `cannot_rank`.
+    """Yield a warning for every experiment whose distance ranks methods although it cannot, see `reason_not_to_rank`.
 
     With `metric` None, each experiment ranks its methods by its primary metric.
     """
     for (results, _), label in zip(selection, _experiment_labels(selection)):
         ranks_by_distance = (metric or results.primary_metric) == results.metric
-        if ranks_by_distance and (reason := cannot_rank(results.reference)):
+        if ranks_by_distance and (reason := reason_not_to_rank(results.reference)):
             yield f"{label}: {reason} {ADVICE}"
 
 

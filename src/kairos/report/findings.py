@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain, pairwise
 
-from kairos.evaluation.separation import ADVICE, cannot_rank
+from kairos.evaluation.separation import ADVICE, reason_not_to_rank
 from kairos.report.collect import Results
 from kairos.report.formatting import (
     format_change,
@@ -40,7 +40,7 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
     """
     ranks_by_distance = results.primary_metric == results.metric
     sentences = []
-    reason = cannot_rank(results.reference) if ranks_by_distance else None
+    reason = reason_not_to_rank(results.reference) if ranks_by_distance else None
     if reason:
         sentences.append(f"{reason} {ADVICE}")
     if results.missing:
@@ -146,7 +146,7 @@ def find_warnings(results: Results) -> Iterator[str]:
     unmoved_warnings = list(_find_unmoved_samplers(results))
     yield from _shorten(unmoved_warnings, "training runs have samplers that learn but have not moved from their start")
     if results.primary_metric != results.metric:  # otherwise the outcome reports the reason
-        reason = cannot_rank(results.reference)
+        reason = reason_not_to_rank(results.reference)
         if reason:
             yield reason
         else:

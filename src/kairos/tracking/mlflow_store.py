@@ -139,8 +139,7 @@ def lock_database(uri: str) -> Iterator[None]:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.name}.lock"), "w") as lock:
-        users = "imports from making its tables at once; put the database on"  # part of the message without locks
-        if not try_lock(lock, _LOCK_SECONDS, users):
+        if not try_lock(lock, _LOCK_SECONDS, conflict="two imports creating its tables at once", moved="the database"):
             raise KairosError(f"{path}: another process has locked it for {_LOCK_SECONDS} s; end that process or wait")
         yield
 

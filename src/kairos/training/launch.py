@@ -53,7 +53,7 @@ def local_rank() -> int | None:
 
 def is_reporting_process() -> bool:
     """Return True if this process reports for a training run: rank 0 of all machines, a launcher or a lone process."""
-    return _FOLDER not in os.environ or os.environ.get("RANK", "0") == "0"  # a launcher has no RANK
+    return local_rank() is None or os.environ.get("RANK", "0") == "0"
 
 
 def die_with_launcher() -> None:

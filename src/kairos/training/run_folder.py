@@ -78,7 +78,7 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
     with open(state_folder / "lock", "a+", encoding="utf-8") as file:
         # flock also works between machines on NFS (Linux 2.6.12 and later) and other file systems mounted with locks;
         # try for 1 s, because `kairos status` takes the lock for moments
-        if not try_lock(file, timeout=1.0, users="jobs from training here at once; put results on"):
+        if not try_lock(file, timeout=1.0, conflict="two jobs training here at once", moved="results"):
             file.seek(0)
             holder = file.read().strip()  # written below by the process that holds the lock
             problem = f"{state_folder.parent}: another process ({holder}) is training here"
@@ -388,7 +388,7 @@ def _is_intact(snapshot: Path) -> bool:
     try:
         check_milestone(snapshot)
     except KairosError as error:
-        log(f"{error}; it is computed again")
+        log(f"{error}; it is replaced")
         return False
     return True
 

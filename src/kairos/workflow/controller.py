@@ -129,7 +129,7 @@ def _lock_results(results: Path) -> IO[str]:
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    if not try_lock(file, timeout=0, users="runs from working at once; put this folder on"):
+    if not try_lock(file, timeout=0, conflict="two runs working at once", moved="this folder"):
         file.seek(0)
         raise KairosError(f"{results}: another run ({file.read().strip()}) computes these results; wait for its end")
     file.truncate(0)

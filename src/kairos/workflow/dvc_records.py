@@ -128,8 +128,8 @@ def _update_methods(methods: list[str]) -> None:
     updated = re.sub(r"(?m)^( +method: ).*$", lambda match: match[1] + names, text)
     if updated != text:
         write_text(_STAGES, updated)
-        message = f"{_STAGES} now names the methods of {RECORDED}, grids expanded"
-        raise KairosError(f"{message}; commit it and run the command again")
+        source = f"lists the methods of the grids in {RECORDED}" if has_grid else f"reads the methods from {RECORDED}"
+        raise KairosError(f"{_STAGES} now {source}; commit it and run the command again")
 
 
 def _update_plugin_files(plugins: list[str]) -> None:
