@@ -361,9 +361,9 @@ def try_lock(file: IO[Any], timeout: float, conflict: str, moved: str) -> bool:
                 return False
             time.sleep(0.1)
         except OSError as error:
-            fault = f"{file.name}: this file system has no locks ({error.strerror}), so nothing would prevent {conflict}"
+            fault = f"{file.name}: this file system has no locks ({error.strerror}); nothing would prevent {conflict}"
             advice = f"put {moved} on another file system, or mount this one with locks (Lustre: flock)"
-            raise KairosError(f"{fault}; {advice}") from None
+            raise KairosError(f"{fault}. To solve this, {advice}") from None
 
 
 def read_lines(path: Path) -> list[str]:

@@ -62,9 +62,9 @@ def reason_not_to_rank(reference: Mapping[str, Any]) -> str | None:
 def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
     """Return a warning if the distance is unlikely to rank methods, else None.
 
-    Existing reference rows decide alone, see `reason_not_to_rank`. If there are none, the warning is for extractors that are
-    trained on fewer than `ENOUGH_IMAGES` images, if the number is known. There is no warning if methods are ranked by
-    the validation loss.
+    Existing reference rows decide alone, see `reason_not_to_rank`. If there are none, the warning is for extractors
+    that are trained on fewer than `ENOUGH_IMAGES` images, if the number is known. There is no warning if methods are
+    ranked by the validation loss.
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.
