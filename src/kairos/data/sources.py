@@ -71,8 +71,8 @@ def open_source(config: DatasetConfig) -> Source:
 
     Raises:
         ConfigError: the folder, file, data set or column does not exist, or contains no image. Also if the number of
-            images is not `dataset.images`, if captions cannot be read, or if held-out images have classes, conditions
-            or files that do not fit the others.
+            images, without held-out images from another path, is not `dataset.images`. Also if captions cannot be read,
+            or if held-out images have classes, conditions or files that do not fit the others.
         KairosError: `datasets` cannot load the data set.
     """
     opener = OPENERS[config.source]
@@ -216,7 +216,7 @@ def _open_folder(config: DatasetConfig) -> Source:
     """Open all images below a folder; if all are in two or more direct subfolders, the subfolders are the classes.
 
     There are no classes otherwise. Hidden files and folders are skipped. Images are named by their relative paths and
-    sorted by name, or are the listed ones in the order of `dataset.files`.
+    sorted by name, or are the listed ones in the order of `dataset.files`. A class without a listed image is left out.
 
     Raises:
         ConfigError: the folder does not exist or contains no image, or the list of files cannot be used.
@@ -247,8 +247,8 @@ def _open_folder(config: DatasetConfig) -> Source:
 def _open_zip(config: DatasetConfig) -> Source:
     """Open the images in a zip, which is not unpacked, with the classes in its dataset.json, if it has labels.
 
-    The classes are named 0 to the largest label. Images are sorted by name, or are the listed ones in the order of
-    `dataset.files`.
+    Images are sorted by name, or are the listed ones in the order of `dataset.files`. The classes are named 0 to the
+    largest label of these images.
 
     Raises:
         ConfigError: the zip is missing or contains no image, or its labels or the list of files cannot be used.
@@ -307,6 +307,7 @@ def _open_parquet(config: DatasetConfig) -> Source:
     try:
         table = _load_dataset("parquet", data_files=files, split="train")
     except (DatasetGenerationError, OSError, ValueError) as error:
+        # the message of DatasetGenerationError does not contain its cause
         raise KairosError(f"dataset.path: {path!r} cannot be read as parquet ({error.__cause__ or error})") from None
 
     def name(index: int) -> str:
@@ -351,7 +352,7 @@ def _open_hub(config: DatasetConfig) -> Source:
 def _load_dataset(source: str, **options: Any) -> Any:
     """Load a `datasets.Dataset` from a hub id, or in a format such as ``parquet``.
 
-    The progress bars of `datasets` stay off in this process.
+    `datasets` writes the rows to its cache if they are not there yet. Its progress bars stay off in this process.
     """
     from datasets import disable_progress_bars, load_dataset
 
