@@ -401,6 +401,9 @@ def needs_of_real_images(metrics: Iterable[MetricOptions]) -> set[str]:
 def default_metrics(extractor: str, heldout: bool) -> list[str]:
     """Return the names of the metrics of an experiment that lists none.
 
+    They are the extractor's Fréchet distance and KID; with Inception, the Inception score; with held-out images, the
+    validation loss.
+
     Args:
         extractor: name of the extractor.
         heldout: True if images are held out.

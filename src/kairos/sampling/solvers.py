@@ -107,7 +107,8 @@ def edm(
     """
     x = grid[0].noise * noise(0)
     intervals = len(grid) - 1
-    gamma = min(options.s_churn / intervals, 2**0.5 - 1)  # relative increase of the noise level by churn
+    # relative increase of the noise level by churn; at most sqrt(2) - 1, as in the algorithm
+    gamma = min(options.s_churn / intervals, 2**0.5 - 1)
     largest_churned = math.inf if options.s_max is None else options.s_max
     is_heun = options.evaluations == 2
     for k, (point, end) in enumerate(pairwise(grid), 1):
