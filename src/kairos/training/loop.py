@@ -323,8 +323,8 @@ def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gr
     """
     batch_size, completed_steps = training.settings.batch_size, draw.step + 1
     probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}
-    rank_means = torch.stack([result.objective, *(term.mean() for term in result.terms.values()), gradient_norm])
-    objective, *rank_term_means, norm = rank_means.tolist()  # synchronises once
+    rank_values = torch.stack([result.objective, *(term.mean() for term in result.terms.values()), gradient_norm])
+    objective, *rank_term_means, norm = rank_values.tolist()  # synchronises once; `norm` is equal on all ranks
     # what this rank adds to the means over the global batch; the objective contains the number of ranks as a factor
     fraction_of_batch = len(draw.x0) / batch_size
     summands = [objective / distributed.ranks(), *(mean * fraction_of_batch for mean in rank_term_means)]
