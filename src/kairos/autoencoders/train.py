@@ -88,6 +88,7 @@ def train(
     model = build_model(config, dataset.shape).to(device).train()
     optimizer = Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
     settings = {
+        # the excluded fields do not change the steps
         "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size", "dtype"}),
         "dataset": dataset.manifest["content_sha256"],
         "code": fingerprint([__name__]),

@@ -80,8 +80,8 @@ def is_first_failure(error: BaseException) -> bool:
     """Return True if this process is the one to report why the training run failed.
 
     A process without a launcher always reports. An error of communication is never reported, since another rank has
-    caused it. The first rank of a machine that calls this function with another error reports; its second call returns
-    True too. If the launcher's folder is gone, no rank reports.
+    caused it. The first rank of a machine that calls this function with another error reports, and creates the file
+    ``failed`` in the launcher's folder; its second call returns True too. If the folder is gone, no rank reports.
     """
     folder = os.environ.get(_FOLDER)
     if local_rank() is None or folder is None:
@@ -181,6 +181,7 @@ def _torchrun_options(training: "TrainingConfig") -> list[str]:
     """
     address = os.environ.get(_ADDRESS)
     if address:
+        # the address is also the id of the rendezvous, which has to be equal on all machines
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", address]
         rendezvous += ["--local-addr", socket.gethostname()]
     else:  # a single machine
@@ -210,9 +211,9 @@ def _end_process() -> None:
 def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None:
     """End the launcher with the exception for the exit status of the rank that ended first, see `launch`.
 
-    A reported error has priority over a request to stop, which has priority over every other status. A
-    negative status is minus the number of the signal that killed the rank. `stop_requested` is True if the launcher has
-    forwarded a request to stop.
+    A reported error has priority over a request to stop, which has priority over every other status. A negative status
+    is minus the number of the signal that killed the rank. `stop_requested` is True if the launcher has forwarded a
+    request to stop.
 
     Raises:
         SystemExit, StoppedEarly, KairosError: always one of them.
@@ -318,6 +319,7 @@ def _srun_command(nodes: int) -> list[str]:
         )
     first_number = re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # of 64(x2): 64 on 2 machines
     cpu_count = first_number[0] if first_number else "1"
+    # --overlap: use CPUs of this process's step; --wait: seconds after the first launcher's end to kill the others
     return [
         "srun", "--jobid", job, "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
         f"--cpus-per-task={cpu_count}", "--cpu-bind=none", "--wait=60", "--quiet",

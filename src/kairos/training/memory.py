@@ -23,6 +23,7 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
     Raises:
         KairosError: a step does not fit into the device's memory. The message contains a size that fits, from a search,
             or that not even one image fits.
+        OutOfMemoryError: the first step does not fit, and neither do the optimiser's moments alone.
     """
     # After an error, the code below the block runs. An except clause would keep the traceback, and with it the tensors
     # of the failed step, alive.
@@ -59,6 +60,9 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
     Tries `largest`, at most this rank's slice of the batch, and then the powers of two below it. Returns the first size
     that fits, or 0 if a single image does not fit. The passes replace the gradients of the parameters; weights and
     optimiser are unchanged.
+
+    Raises:
+        OutOfMemoryError: the optimiser has no moments yet, and they do not fit.
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()
@@ -90,7 +94,8 @@ def _try_passes(training: TrainingState, size: int) -> None:
     batch = next(training.batches.steps(training.step, training.step + 1))
     x0 = batch.x0[:size]
     conditions = {name: values[:size] for name, values in batch.conditions.items()}
-    t = training.process.times(torch.full((size,), 0.5, dtype=torch.float64)).to(training.device)
+    u = torch.full((size,), 0.5, dtype=torch.float64)  # any value in [0, 1): all times need equal memory
+    t = training.process.times(u).to(training.device)
     samples = SampleCoordinates(training.seed, training.step, range(size))
     # images also serve as noise, and losses have no weights, because only the memory of the passes counts;
     # the backward pass of `ddp_network` would wait for other ranks
