@@ -119,7 +119,13 @@ def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets")).expanduser()
     # OWNER___my_images/<configuration>/<version>/<hash>/my_images-train-00000-of-00002.arrow
-    files = sorted(cache.glob(f"{_cache_folder_name(str(config.path))}/*/*/*/*-{config.split}*.arrow"))
+    folder_pattern = f"{_cache_folder_name(str(config.path))}/*/*/*"
+    files = sorted(
+        [
+            *cache.glob(f"{folder_pattern}/*-{config.split}.arrow"),
+            *cache.glob(f"{folder_pattern}/*-{config.split}-[0-9]*-of-[0-9]*.arrow"),
+        ]
+    )
     if not files:
         raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; run kairos fetch")
     files_of_one_version = [str(file) for file in files if file.parent == files[0].parent]

@@ -62,7 +62,8 @@ def find_network(path: str) -> tuple[str, bool]:
         return path, True
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None  # such as facebook/dinov2-large
     if not is_hub_id:
-        raise KairosError(missing_network_message(path, "the folder does not exist"))
+        reason = "the folder has no config.json" if Path(path).is_dir() else "the folder does not exist"
+        raise KairosError(missing_network_message(path, reason))
     if _offline():
         reason = "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set"
         raise KairosError(missing_network_message(path, reason))

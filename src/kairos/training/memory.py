@@ -23,7 +23,6 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
     Raises:
         KairosError: a step does not fit into the device's memory. The message contains a size that fits, from a search,
             or that not even one image fits.
-        OutOfMemoryError: the first step does not fit, and neither do the optimiser's moments alone.
     """
     # After an error, the code below the block runs. An except clause would keep the traceback, and with it the tensors
     # of the failed step, alive.
@@ -58,18 +57,18 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
     """Return the number of images of a forward and backward pass that fits into memory, by trying.
 
     Tries `largest`, at most this rank's slice of the batch, and then the powers of two below it. Returns the first size
-    that fits, or 0 if a single image does not fit. The passes replace the gradients of the parameters; weights and
-    optimiser are unchanged.
-
-    Raises:
-        OutOfMemoryError: the optimiser has no moments yet, and they do not fit.
+    that fits, or 0 if a single image does not fit, or already the optimiser's moments do not. The passes replace the
+    gradients of the parameters; weights and optimiser are unchanged.
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()
     reserved: list[torch.Tensor] = []
     if not training.optimizer.state:
         # the optimiser allocates its moments in the first step: Adam keeps two values per parameter
-        reserved = [torch.empty_like(parameter) for parameter in training.parameters for _ in range(2)]
+        try:
+            reserved = [torch.empty_like(parameter) for parameter in training.parameters for _ in range(2)]
+        except torch.OutOfMemoryError:
+            return 0
     # all exponents with 2**exponent < largest: largest - 1 has b bits, so it is at least 2**(b - 1) and below 2**b
     exponents = range((largest - 1).bit_length())
     powers_of_two: list[int] = [2**exponent for exponent in reversed(exponents)]
