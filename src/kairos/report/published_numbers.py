@@ -90,7 +90,8 @@ def published_csv(results: Results) -> str:
 def compute_accelerations(results: Results) -> Iterator[Acceleration]:
     """Compute SpeeD's acceleration of every other method over the baseline, up to the last common snapshot.
 
-    If the experiment has no baseline, the first method replaces it.
+    Measured accelerations are by the primary metric, which may be ``val_loss``. If the experiment has no baseline, the
+    first method replaces it.
     """
     common = results.measurements.common_measurements
     baseline = results.baseline or results.methods[0]
@@ -104,7 +105,8 @@ def compute_accelerations(results: Results) -> Iterator[Acceleration]:
 def judge_claim(results: Results) -> str:
     """Return two sentences that compare the measured cost factor, up to the last common snapshot, with a paper's claim.
 
-    The text is empty if the experiment has no claim, or if results of the claim's method or baseline are missing.
+    The measured factor is by the primary metric. The text is empty if the experiment has no claim, or if results of the
+    claim's method or baseline are missing.
     """
     claim = results.experiment.claim
     if claim is None or not {claim.method, claim.baseline} <= {*results.methods}:
@@ -128,8 +130,8 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     """
     _, interval_or_missed_seeds = formatting.format_factor(factor)
     if factor is None or factor.missed_seed_count:
-        return interval_or_missed_seeds or "in no seed"
-    if not factor.low < factor.high:  # NaN with one seed
+        return interval_or_missed_seeds or "in no seed"  # empty without a factor, and with one seed
+    if not factor.low < factor.high:  # one seed: both are NaN
         return "which one seed cannot confirm or refute"
     if factor.low >= claimed:
         outcome = "confirmed"
@@ -192,7 +194,7 @@ def _describe_unequal_settings(settings: dict[str, tuple[Any, Any]]) -> list[str
     """
     descriptions = []
     for name, (measured, published) in settings.items():
-        if published not in (None, measured):
+        if published is not None and published != measured:
             descriptions.append(f"{name} {measured}, published {published}")
     return descriptions
 
