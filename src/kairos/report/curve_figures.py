@@ -450,7 +450,7 @@ def _movement_note(runs: list[RunResults]) -> str:
     distances = [distance for distance in distances_or_none if distance is not None]
     if not distances:  # None for every run: the sampler does not learn
         return "fixed"
-    largest = max(distances)
+    largest = np.fmax.reduce(distances)  # without NaN, if a record has the distance
     if largest >= NOT_MOVED:
         return f"moved by {largest:.2f}"
     return "has not moved"  # also for NaN: no record has the distance
