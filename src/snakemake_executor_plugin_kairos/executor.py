@@ -139,8 +139,8 @@ class Executor(plugin.Executor):
     def _submit(self, job: Any) -> None:
         """Submit a job, repeatedly and without a limit while SLURM cannot accept it; a message reports each repetition.
 
-        A pause precedes each repetition. Jobs of the same rule that an unsuccessful submission left in the queue
-        without a record are cancelled after the pause.
+        A pause precedes each repetition. An unsuccessful submission may have left a job in the queue without a record.
+        Such jobs are cancelled after the pause, if the name of their rule begins with the name of this job's rule.
 
         Raises:
             WorkflowError: sbatch failed with an error outside of `TEMPORARY_SBATCH_ERRORS`, or the run is cancelled.

@@ -105,7 +105,7 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
-    update_config(values, config)
+    update_config(values, config)  # merges into `values`
     merged = apply_extends(values, Path(_DEFAULT_EXPERIMENT))
     return validate(merged, f"{_DEFAULT_EXPERIMENT} with --config")
 

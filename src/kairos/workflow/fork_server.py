@@ -331,7 +331,7 @@ def _import_modules(config: str, stages: list[str]) -> None:
     experiment = load(config)
     names = {"kairos.training.run", "kairos.staging", "kairos.tracking.live"}
     if experiment.autoencoder.kind != "none" and not _AUTOENCODER_STAGES.isdisjoint(stages):
-        names.add("kairos.autoencoders.train")
+        names.add("kairos.autoencoders.train")  # imports diffusers
     for stage in set(stages) - {"measure", "analyse"}:  # analyses need nothing more than a training run does
         for method in experiment.methods:
             names.update(find_dependencies(stage, experiment, method).modules)
