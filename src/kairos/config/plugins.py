@@ -47,6 +47,8 @@ _plugins: dict[str, _Plugin] = {}  # imported plugins by module name
 def load_plugins(paths: Any) -> Any:
     """Import plugin files, each once per content; return `paths`, as pydantic expects of a validator.
 
+    With plugins, this process imports diffusers from now on with the packages of its pipelines, see `quick_imports`.
+
     Raises:
         ConfigError: `paths` is not a list of paths, or a file is missing, cannot be imported, or registers a name that
             another component has.
@@ -203,7 +205,7 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
     Raises:
         ConfigError: a component is from a plugin file that this process has imported for another experiment alone.
     """
-    if not _plugins:
+    if not _plugins:  # saves the search for the code of components
         return
     listed_modules = {Path(path).stem for path in plugins}
     for name, method in methods.items():
@@ -221,14 +223,15 @@ def source_files(paths: list[str]) -> list[str]:
     out. The caller ensures that this process has imported the plugin files.
     """
     imported_files = []
-    for name in modules(Path(path).stem for path in paths):
+    for name in modules(Path(path).stem for path in paths):  # all modules that the plugins import, sorted
         package, _, _ = name.partition(".")
         if package in _PACKAGES or package in _plugins:
             continue
         spec = importlib.util.find_spec(name)
         if spec and spec.origin:
             imported_files.append(os.path.relpath(spec.origin))
-    return [Path(path).as_posix() for path in (*dict.fromkeys(paths), *imported_files)]
+    plugin_files = list(dict.fromkeys(paths))  # each once
+    return [Path(path).as_posix() for path in plugin_files + imported_files]
 
 
 def method_codes(methods: "dict[str, MethodConfig]") -> dict[str, str]:
@@ -236,7 +239,7 @@ def method_codes(methods: "dict[str, MethodConfig]") -> dict[str, str]:
 
     Empty if the methods use no plugin.
     """
-    if not _plugins:
+    if not _plugins:  # saves the search for the code of components
         return {}
     codes = {}
     for method in methods.values():

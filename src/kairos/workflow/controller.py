@@ -95,6 +95,7 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     files = workflow.config_settings.configfiles
     has_values = bool(workflow.config_settings.config)  # of --config
     if len(files) < 2 and not has_values:
+        # read again: `load` rejects repeated keys, of which Snakemake has kept the last ones in `config`
         return load(files[0] if files else _DEFAULT_EXPERIMENT)
     if files:
         merged = apply_extends(dict(config), Path(files[-1]))
@@ -104,7 +105,7 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
-    update_config(values, config)
+    update_config(values, config)  # merges into `values`
     merged = apply_extends(values, Path(_DEFAULT_EXPERIMENT))
     return validate(merged, f"{_DEFAULT_EXPERIMENT} with --config")
 
@@ -128,7 +129,7 @@ def _lock_results(results: Path) -> IO[str]:
     # Snakemake's locks outlive its process
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (a+: keeps the content, the process that has the lock)
     if not try_lock(file, timeout=0, conflict="two runs working at once", moved="this folder"):
         file.seek(0)
         raise KairosError(f"{results}: another run ({file.read().strip()}) computes these results; wait for its end")
@@ -147,7 +148,7 @@ def _remove_leftovers(layout: Layout) -> None:
     Snakemake's metadata contain the job. Nothing is removed on a file system without locks, without an error here.
     """
     results = Path(layout.results)
-    with suppress(KairosError), _lock_results(results):
+    with suppress(KairosError), _lock_results(results):  # an error of the lock, or a damaged tracking.json
         for success in job_records_folder(results).glob("*.done"):
             success.with_suffix(".json").unlink(missing_ok=True)
             success.unlink()
@@ -245,7 +246,7 @@ def starts(workflow: Any, layout: Layout) -> None:
 
 
 def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
-    """Mark the completed requests of jobs that are forced or whose outputs were deleted; unmark all other requests.
+    """Mark the requests that start over, see `_requests_to_start_over`; unmark all other completed requests.
 
     The mark of ``complete/0-400.json`` is the file ``complete/0-400.start_over``.
 
@@ -254,7 +255,7 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
     """
     completed: dict[Path, Request] = {}
     for path in results.glob("*/seed*/.state/*/complete/*.json"):
-        training_folder = path.parents[3].as_posix()  # */seed*
+        training_folder = path.parents[3].as_posix()  # results/<experiment>/<method>/seed<seed>
         completed[path] = training_folder, tuple(read_json(path)["milestones"])
     starting_over = _requests_to_start_over(workflow, set(completed.values()))
     for path, request in completed.items():
@@ -266,10 +267,10 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
 
 
 def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Request]:
-    """Return the completed requests whose jobs will run because the user has forced them or has deleted an output.
+    """Return the requests of completed jobs that will run because the user has forced them or has deleted an output.
 
-    Deleted outputs count only if every pending job of that training run was completed before: recorded as complete by
-    Snakemake, and its request in `completed`.
+    A job is completed if Snakemake has recorded it as complete and its request is in `completed`. Deleted outputs
+    matter only if all jobs of their training run that will run are completed.
     """
     jobs_by_training: dict[str, list[Any]] = defaultdict(list)
     for job in workflow.dag.needrun_jobs():
@@ -310,11 +311,11 @@ def _end_on_signals(scheduler: Any) -> None:
     """End the run on SIGINT, SIGTERM and, unless it is ignored as with nohup, on SIGHUP.
 
     No further job starts. The running jobs get SIGTERM, on which training runs write a checkpoint. The processes that
-    remain after `_SECONDS_TO_END` are killed.
+    remain after `_SECONDS_TO_END` are killed. Further signals have no effect.
     """
     # Snakemake waits on SIGTERM until its jobs are done. It relies on a terminal to send SIGINT to the jobs too, and
     # ignores SIGINT if a script has started it in the background.
-    received: SimpleQueue[int] = SimpleQueue()  # its `put` may interrupt any code of the main thread
+    received: SimpleQueue[int] = SimpleQueue()  # unlike Queue, its `put` may interrupt any code, also itself
     handled = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         handled.append(signal.SIGHUP)
@@ -336,6 +337,7 @@ def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
     terminated: set[psutil.Process] = set()
     while True:  # until this process ends, because jobs may start further processes
         is_late = time.time() - _interruption_times[0] > _SECONDS_TO_END
+        # these include the fork server and its jobs
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if is_late:
@@ -400,7 +402,7 @@ def _report_interruption(layout: Layout) -> None:
 def _report_failed_jobs(workflow: Any) -> None:
     """Log the first log file and its last line for each unfinished job that has written a log in this run.
 
-    The first line tells the user how to continue; it is logged even if there are no such jobs.
+    The first message, which is logged even without such jobs, tells the user how to continue.
     """
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():

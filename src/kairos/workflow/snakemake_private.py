@@ -86,7 +86,9 @@ def set_jobs_per_group(workflow: Any, group: str, job_count: int) -> str:
     """
     settings = workflow.group_settings
     if settings is not None:  # None if nothing is executed, such as for a summary: then nothing changes
-        settings.group_components = {group: job_count, **settings.group_components}
+        number_by_group = {group: job_count}
+        number_by_group.update(settings.group_components)  # replaces `job_count` by the user's number
+        settings.group_components = number_by_group
     return group
 
 
