@@ -194,7 +194,8 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
     # If lines remain, the last `lines_per_point` lines are a further group. It overlaps the group before.
     if len(grouped) < len(points):
         grouped = np.concatenate([grouped, points[-lines_per_point:]])
-    steps, losses = grouped.reshape(-1, lines_per_point, 2).mean(axis=1).T  # means of each group of lines
+    means = grouped.reshape(-1, lines_per_point, 2).mean(axis=1)  # (points, 2): mean step and loss of each group
+    steps, losses = means.T
     # nearly log(2000 * loss) for losses above 0.01, but also defined for losses up to 0
     heights = np.arcsinh(1000 * losses)
     value_range = heights.min(), heights.max() + 1e-9  # not empty for a constant loss

@@ -180,7 +180,7 @@ def _assess_run(
     """
     # the record of the run's end, and the step at which the run is complete
     folder = outline.run_folder(method, seed)
-    begun_identity = progress.get("identity")
+    begun_identity = progress.get("identity")  # of the run that was begun last; the record may be of an earlier one
     record = glance(folder / "training.json")
     if begun_identity and record.get("identity", begun_identity) != begun_identity:
         record = {}  # the run has started again with other settings; a record without an identity is kept
@@ -367,7 +367,7 @@ def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
     than the start of the job. Otherwise the process is alive if its lock is held. Locks may not reach other machines,
     so for 30 s a progress file of another machine, or without a host, also shows that the process is alive.
     """
-    has_written_file = job is not None and job.number == str(progress.get("job"))
+    has_written_file = job is not None and job.number == str(progress.get("job"))  # no job has the number "None"
     waits_or_runs = job is not None and (job.pending or job.state == "RUNNING")
     if job is not None and has_written_file and waits_or_runs:  # `job is not None` is for the type checker alone
         # an older progress file is from before SLURM requeued the job

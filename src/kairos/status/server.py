@@ -43,7 +43,7 @@ class Server(ThreadingTCPServer):
 
     def __init__(self, listener: socket.socket, experiment: Path, interval: float):
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
-        self.socket.close()  # the base class has created one; the listener replaces it
+        self.socket.close()  # the base class has created one, which is not bound; the listener replaces it
         self.socket = listener
         self.experiment = experiment
         self.interval = interval
