@@ -27,7 +27,7 @@ def find_warnings(
 
     Images are read if they are in a folder. Memory is not checked without a GPU's memory or for training on CPUs. If
     the cost cannot be estimated, because a shape is not known yet for example, this is a warning; memory and the
-    duration of jobs are then not checked.
+    duration of jobs are then not checked. The checks run, and raise errors, while the caller iterates.
 
     Args:
         profile: folder of a cluster's profile; None: time limits are not checked.
@@ -76,7 +76,7 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
         ConfigError: training needs more; the message reports the micro-batch that fits, if there is one.
     """
     training, network = estimate.experiment.training, estimate.network
-    available_gib = gpu_memory / training.trainings_per_gpu
+    available_gib = gpu_memory / training.trainings_per_gpu  # training runs that share a GPU have equal parts of it
     needed_gib = sum(estimate.memory.values()) / 2**30 + _CONTEXT_GIB
     # activations are proportional to the micro-batch: remove samples until they fit
     bytes_per_sample = network.activation_bytes / network.samples
@@ -89,6 +89,8 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
 
 def _check_images(dataset: DatasetConfig) -> Iterator[str]:
     """Check that stage prepare accepts the images, and yield a note if sizes differ or images are not square.
+
+    Only the headers of at most 20,000 images are read.
 
     * Unreadable images need ``broken: skip``.
     * ``crop: none`` needs square images.
@@ -128,9 +130,10 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
 
     # note
     if len(images.sizes) > 1 or not_square_count:
-        change = f"{not_square_count} are not square and lose {cropped_area:.0%} of their area by the crop"
         if pads:
             change = "padded"
+        else:
+            change = f"{not_square_count} are not square and lose {cropped_area:.0%} of their area by the crop"
         yield f"images: {sum(images.sizes.values())} of {len(images.sizes)} sizes; {change}"
 
 

@@ -78,7 +78,7 @@ def _storage_table(estimate: CostEstimate) -> str:
     the bytes of prepared images or samples are not known.
     """
     storage, data = estimate.storage, estimate.data
-    largest_state = max(method.sampler_cost.state for method in estimate.methods.values())
+    largest_state = max(method.sampler_cost.state for method in estimate.methods.values())  # bytes
     largest_checkpoint = checkpoint_bytes(estimate.network) + largest_state
     notes = {
         "checkpoints": f"2 of {format_bytes(largest_checkpoint)} per training run",
@@ -102,7 +102,7 @@ def _storage_table(estimate: CostEstimate) -> str:
             size_text, note = "?", "the size of an image is not known"
         rows.append((_ROW_NAMES.get(kind, kind), size_text, note))
     total = sum(size for size in storage.values() if size is not None)
-    is_incomplete = None in (storage["dataset"], storage["samples"])
+    is_incomplete = storage["dataset"] is None or storage["samples"] is None
     rows.append(("all", format_bytes(total), "without unknown sizes" if is_incomplete else ""))
     return table(rows, left=(0, 2))
 

@@ -56,6 +56,7 @@ def rate_from_options(
 
     Args:
         flops: floating-point operations of a step, by method.
+        devices: number of devices of a training run, which share the operations.
         steps_per_second: steps per second of the cheapest method; None: not set.
         tflops: peak speed of a GPU, 10^12 floating-point operations per second; None: not set.
         utilisation: fraction of the peak speed that training reaches.
@@ -86,10 +87,12 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
 
     The duration of a method's step is the median over the method's runs. For a method without a timed run it follows
     from its operations and the median speed of the other methods. If complete runs have recorded their devices, the
-    unit is CPU if all of them are CPUs, else GPU.
+    unit is CPU if all of them are CPUs, else GPU. Incomplete runs are included in the times.
 
     Args:
+        results: folder of the experiment's results.
         flops: floating-point operations of a step, by method.
+        devices: number of devices of a training run.
         unit: ``GPU`` or ``CPU``, the kind of device if no training run recorded it.
     """
     # times and devices of the timed runs
