@@ -99,8 +99,8 @@ def find_dataset_size(
         descriptions.setdefault("class", {"kind": "class", "num_classes": classes})
     missing = [name for name in experiment.conditions if name not in descriptions]
     if missing:
-        option = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]  # the option for the first
-        advice = f"run kairos prepare (and text), or pass {option}"
+        option = {"class": "--classes N", "text": "--text TOKENS WIDTH"}.get(missing[0])  # none for a backbone's own
+        advice = "run kairos prepare (and text)" + (f", or pass {option}" if option else "")
         raise ConfigError(f"model.conditions: the shape of {', '.join(missing)} is not known yet: {advice}")
 
     return DatasetSize(

@@ -149,6 +149,8 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
             are shorter than `needed_minutes`.
         KairosError: a file of the profile cannot be read.
     """
+    from snakemake.resources import Resource
+
     from kairos.workflow.snakemake_private import read_longest_limit
 
     file = profile_file(profile)
@@ -157,7 +159,8 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
         # `str` is for the type checker: the file is not None here; `or {}`: an empty file
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
         training_settings = (settings.get("set-resources") or {}).get("train", {})
-        runtime = training_settings.get("runtime", training_resources(experiment)["runtime"])  # minutes
+        runtime_or_text = training_settings.get("runtime", training_resources(experiment)["runtime"])
+        runtime = float(Resource.parse_human_friendly("runtime", runtime_or_text))  # minutes; a text such as 2h
         partitions = settings.get("kairos-partition-config")  # path of a file
         limit = math.inf  # minutes
         if partitions:
@@ -165,9 +168,9 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     except Exception as error:  # errors of YAML and of the plugin's reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     where = f"{file}: runtime of train"
-    demand(runtime <= limit, where, f"{runtime} minutes", f"at most {limit:g}, the limit in {partitions}")
+    demand(runtime <= limit, where, f"{runtime:g} minutes", f"at most {limit:g}, the limit in {partitions}")
     minutes_of_attempts = (1 + settings.get("retries", 0)) * runtime  # a retry resumes the training run
-    allowed = f"at most {minutes_of_attempts} with its retries in {file}"
+    allowed = f"at most {minutes_of_attempts:g} with its retries in {file}"
     advice = f"{allowed}: raise retries or runtime, or set training.segments"
     is_enough = needed_minutes <= minutes_of_attempts
     demand(is_enough, "training.milestones", f"a job of {needed_minutes:.0f} minutes", advice)

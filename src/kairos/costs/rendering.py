@@ -75,7 +75,7 @@ def _storage_table(estimate: CostEstimate) -> str:
 
     A kind without bytes has ``none``. If the number of images or captions is not known, the row has the bytes of one of
     them, or a question mark if that is not known either. The last row has the sum of the known bytes, with a note if
-    the bytes of prepared images or samples are not known.
+    others are not known.
     """
     storage, data = estimate.storage, estimate.data
     largest_state = max(method.sampler_cost.state for method in estimate.methods.values())  # bytes
@@ -102,7 +102,7 @@ def _storage_table(estimate: CostEstimate) -> str:
             size_text, note = "?", "the size of an image is not known"
         rows.append((_ROW_NAMES.get(kind, kind), size_text, note))
     total = sum(size for size in storage.values() if size is not None)
-    is_incomplete = storage["dataset"] is None or storage["samples"] is None
+    is_incomplete = None in storage.values()
     rows.append(("all", format_bytes(total), "without unknown sizes" if is_incomplete else ""))
     return table(rows, left=(0, 2))
 

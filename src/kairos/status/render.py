@@ -58,9 +58,10 @@ def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
     """
     status = _collect_status(experiment)
     states = find_unclaimed_states(status["outline"], status["runs"])
-    freed_bytes = count_freed_bytes(states)  # before the states are deleted
+    bytes_by_state = {state: count_freed_bytes([state]) for state in states}  # before the states are deleted
     if remove_unclaimed:
-        delete_states(states)
+        states = delete_states(states)
+    freed_bytes = sum(bytes_by_state[state] for state in states)
     template = _TEMPLATES.get_template("lines.txt.jinja")
     text = template.render(
         status, experiment=experiment, states=states, freed_bytes=freed_bytes, removed=remove_unclaimed

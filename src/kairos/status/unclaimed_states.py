@@ -67,13 +67,15 @@ def count_freed_bytes(states: list[Path]) -> int:
     return sum(file.st_size for file in files if file.st_nlink == 1)
 
 
-def delete_states(states: list[Path]) -> None:
-    """Delete the folders of states, except states of a run that a process is training.
+def delete_states(states: list[Path]) -> list[Path]:
+    """Delete the folders of states, except states of a run that a process is training; return the deleted ones.
 
     The lock of the run is held meanwhile, so that no process begins to train it; its file is created if it is missing.
-    Nothing reports the kept states.
     """
+    deleted = []
     for state in states:
         with suppress(BlockingIOError), open(state.parent / "lock", "a") as lock:  # the error: the lock is held
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(state)
+            deleted.append(state)
+    return deleted

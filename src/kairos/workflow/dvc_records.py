@@ -113,7 +113,7 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
 
 
 def _update_methods(methods: list[str]) -> None:
-    """Set the `method:` lines of dvc.yaml: the method names if params.yaml has a grid, else `${methods}`.
+    """Set the `method:` lines of dvc.yaml: `${methods}`, or the names if params.yaml inherits them or has a grid.
 
     A file without such lines, or with these values already, is left as it is, without an error. The names in `methods`
     have grids expanded.
@@ -122,16 +122,16 @@ def _update_methods(methods: list[str]) -> None:
         KairosError: this call has changed dvc.yaml, which DVC has read before. The message tells the user to commit the
             file and run the command again.
     """
-    written_methods = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8"))["methods"]
-    has_grid = list(written_methods) != methods  # a grid replaces a name by the names of its members
-    # DVC expands ${methods} from params.yaml, but no grids
-    names = json.dumps(methods) if has_grid else "${methods}"
+    written_methods = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8")).get("methods", {})
+    # DVC expands ${methods} from params.yaml, but neither a grid nor methods of the file that params.yaml extends
+    are_all_written = list(written_methods) == methods
+    names = "${methods}" if are_all_written else json.dumps(methods)
     text = _STAGES.read_text(encoding="utf-8")
     # such as "      method: ${methods}"; a function, because a text could contain escapes of `re.sub`
     updated = re.sub(r"(?m)^( +method: ).*$", lambda match: match[1] + names, text)
     if updated != text:
         write_text(_STAGES, updated)
-        source = f"lists the methods of the grids in {RECORDED}" if has_grid else f"reads the methods from {RECORDED}"
+        source = f"reads the methods from {RECORDED}" if are_all_written else f"lists the methods of {RECORDED}"
         raise KairosError(f"{_STAGES} now {source}; commit it and run the command again")
 
 
@@ -148,7 +148,7 @@ def _update_plugin_files(plugins: list[str]) -> None:
     text = _FIRST.read_text(encoding="utf-8")
     plugin_files = "".join(f", {json.dumps(file)}" for file in source_files(plugins))
     deps_line = r"(?m)^( +deps: \[params\.yaml, src/kairos, library/src/kairos_timesteps).*\]$"
-    updated = re.sub(deps_line, rf"\1{plugin_files}]", text)
+    updated = re.sub(deps_line, lambda match: f"{match[1]}{plugin_files}]", text)
     if updated != text:
         write_text(_FIRST, updated)
         message = f"{_FIRST} now lists the plugin files of {RECORDED}"
