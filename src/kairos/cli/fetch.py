@@ -14,12 +14,13 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Download the files that an experiment's jobs need and print the path of each; files that exist are kept.
 
-    If the jobs need no file, a line reports it. The environment variable ``HF_HUB_OFFLINE``, which would forbid
-    downloads, is removed from this process.
+    If the jobs need no file, a line reports it. Existing files are verified: damaged weights in a cache are downloaded
+    again, other damaged files are an error. The environment variable ``HF_HUB_OFFLINE``, which would forbid downloads,
+    is removed from this process.
 
     Raises:
-        KairosError: some files are missing and cannot be downloaded. All other files are downloaded before, and the
-            message contains a line for each missing one.
+        KairosError: some files are missing and cannot be downloaded, or are damaged. All other files are downloaded
+            before, and the message contains a line for each of these files.
     """
     from kairos import downloads
     from kairos.config import load
