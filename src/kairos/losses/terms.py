@@ -113,7 +113,10 @@ def vb(options: VbOptions, prediction: Prediction) -> PerSample:
     process, x0, t = prediction.process, prediction.x0, prediction.t
     mean = prediction.mean.detach()
     v = prediction.output[:, x0.shape[1] :].to(x0.dtype)  # the channels after the mean's channels
-    log_beta, log_posterior_variance, x0_factor = (shaped(table[t], x0) for table in _posterior(process, x0.device))
+    log_betas, log_posterior_variances, x0_factors = _posterior(process, x0.device)  # by timestep
+    log_beta = shaped(log_betas[t], x0)
+    log_posterior_variance = shaped(log_posterior_variances[t], x0)
+    x0_factor = shaped(x0_factors[t], x0)
     # v interpolates the logarithm, from the posterior's variance at v = -1 to beta at v = 1
     log_variance = log_posterior_variance + (v + 1) / 2 * (log_beta - log_posterior_variance)
     error = x0 - process.estimate(mean.to(x0.dtype), prediction.x_t, t)

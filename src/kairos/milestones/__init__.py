@@ -102,7 +102,8 @@ def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, 
 
     check_milestone(folder)
     loaded = load_file(folder / "ema" / WEIGHTS)
-    if problem := describe_mismatch(weights, loaded):
+    problem = describe_mismatch(weights, loaded)  # empty if they fit
+    if problem:
         raise KairosError(f"training.start_from: the weights in {folder} do not fit the model; {problem}")
     return loaded
 
