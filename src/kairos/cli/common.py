@@ -101,7 +101,7 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
     Raises:
         ConfigError: the numbers of values differ.
     """
-    values_by_option = [getattr(arguments, option) or [] for option in options]
+    values_by_option = [getattr(arguments, option) or [] for option in options]  # None: the option is not set
     *required, optional = values_by_option
     count = len(required[0])
     required_differ = any(len(values) != count for values in required)

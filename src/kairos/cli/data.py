@@ -183,7 +183,8 @@ def _encode_images(
         dtype=experiment.autoencoder.dtype,
     )
     if arguments.shard is not None:
-        return "images {first} to {end}, shard {number} of {of}".format(**manifest["shard"]), {}
+        shard = manifest["shard"]
+        return f"images {shard['first']} to {shard['end']}, shard {shard['number']} of {shard['of']}", {}
     shape = "×".join(map(str, manifest["shape"]))
     flipped = ", with flipped images" if manifest["flips"] else ""
     description = f"{manifest['kind']} of {manifest['count']} images, x0 of shape {shape}{flipped}"

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     for requirement in requirements:
         path, problem = requirement.locate(download=True)
         if path is None:
-            reason = (problem or "it does not exist").rstrip(".")  # a semicolon follows
+            reason = problem.rstrip(".") if problem else "it does not exist"  # a semicolon follows
             problems.append(f"{requirement.name}: {reason}; {requirement.advice}")
         else:
             print(f"{requirement.name}: {path}", flush=True)

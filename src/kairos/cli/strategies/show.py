@@ -193,7 +193,7 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
 
 def is_preset(name: str | None) -> bool:
     """Return True for names of presets, ``trainer:option``; False for other names and None."""
-    return ":" in (name or "")
+    return name is not None and ":" in name
 
 
 def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -482,14 +482,16 @@ def _render_table(views: list[View]) -> str:
     # a row per range of times
     ranges = timestep_ranges(len(first.columns["t"]))
     shares = [_effective_shares(view, ranges) for view in views]
-    largest_share = max(filter(np.isfinite, shares[0]), default=0.0)  # 0 if all shares are NaN: no bars
-    for index, (timesteps, times) in enumerate(zip(ranges, _describe_ranges(first.columns["t"], ranges))):
+    finite_shares = [share for share in shares[0] if np.isfinite(share)]
+    largest_share = max(finite_shares, default=0.0)  # 0 if all shares are NaN: no bars
+    range_texts = _describe_ranges(first.columns["t"], ranges)
+    for index, timesteps in enumerate(ranges):
         masses = [f"{100 * view.columns['p'][timesteps].sum():.2f} %" for view in views]
         with np.errstate(invalid="ignore", over="ignore"):  # weights may be infinite, which `find_faults` reports
             weights = [f"{view.columns['w'][timesteps].mean():.4g}" for view in views]
         percentages = [f"{100 * view_shares[index]:.2f} %" for view_shares in shares]
         bar = text_bar(shares[0][index], largest_share)
-        rows.append([times, *masses, *weights, *percentages, bar])
+        rows.append([range_texts[index], *masses, *weights, *percentages, bar])
 
     # descriptions above the table, sums below it
     descriptions = ["".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views]
