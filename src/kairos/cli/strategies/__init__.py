@@ -76,8 +76,8 @@ def _add_increments_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Import the plugins of ``--plugin``, and run `list`, `show` or `increments`.
 
-    All of them print a table by default. With ``--format`` or ``--out``, `show` and `increments` print or write a CSV,
-    or write a figure.
+    All of them print text by default. With ``--format`` or ``--out``, `show` and `increments` print or write a CSV, or
+    write a figure.
     """
     plugins = getattr(arguments, "plugin", [])  # `increments` has no plugins
     if plugins:

@@ -29,13 +29,14 @@ _WIDTH = 118  # columns of name and text
 def run(arguments: argparse.Namespace) -> None:
     """Print samplers, weightings, couplings, presets, unavailable strategies, and combinations, each under a title.
 
-    Each name is followed by its description, and below it by its options with their defaults.
+    Each name is followed by its description, and below it by its options with their defaults. The code of all
+    components is imported.
     """
     unavailable = {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}
+    shared_options = describe_options(_SHARED_OPTIONS)
+    samplers_title = f"samplers, with options and defaults; fixed ones also have {shared_options}"
     sections: dict[str, Iterable[tuple[str, str]]] = {
-        f"samplers, with options and defaults; fixed ones also have {describe_options(_SHARED_OPTIONS)}": _entries(
-            SAMPLERS
-        ),
+        samplers_title: _entries(SAMPLERS),
         "weightings, with options and defaults": _entries(WEIGHTINGS),
         "couplings of noise with images, with options and defaults": _entries(COUPLINGS),
         "presets, options of other trainers with their defaults; kairos strategies show NAME": _presets(),
@@ -47,20 +48,29 @@ def run(arguments: argparse.Namespace) -> None:
     name_width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS, *preset_names)))
     for title, entries in sections.items():
         print(title)
-        for name, text in entries:  # the name is "" for the options of the component above
-            indent = "" if name else "  "  # options are indented below the description of their component
-            label = name
-            for line in textwrap.wrap(text, _WIDTH - name_width):  # no line for a component without options
-                print(f"  {label:{name_width}}  {indent}{line}")
-                label = ""  # only the first line has the name
+        _print_entries(entries, name_width)
         print()
     print("kairos strategies show NAME prints density and weights of a strategy")
+
+
+def _print_entries(entries: Iterable[tuple[str, str]], name_width: int) -> None:
+    """Print names in a column of `name_width` characters, each with its text, which is wrapped; no line if it is empty.
+
+    The text of an entry without a name, the options of the component above, is indented.
+    """
+    for name, text in entries:
+        indent = "" if name else "  "
+        label = name
+        for line in textwrap.wrap(text, _WIDTH - name_width):
+            print(f"  {label:{name_width}}  {indent}{line}")
+            label = ""  # only the first line has the name
 
 
 def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
     """Yield name and description of each component, and then its options with defaults, with "" in place of a name.
 
-    Options that all fixed samplers share are omitted. The text is empty for a component without further options.
+    For fixed samplers, the options that all of them share are omitted. The text is empty for a component without
+    further options.
     """
     for name, entry in registry.items():
         yield name, entry.help
