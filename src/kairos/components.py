@@ -200,10 +200,12 @@ class Selection:
         for name in self.components:
             if isinstance(self.components, Registry):
                 entry = self.components[name]
-                description, properties = entry.help or self.components.kind, _library_schema(entry.options)
+                description = entry.help or self.components.kind
+                properties = _library_schema(entry.options)
             else:
                 cls = self.components[name]
-                description, properties = cls.help(), _options_schema(cls)
+                description = cls.help()
+                properties = _options_schema(cls)
             name_schema = {"const": name, "description": description}
             name_schemas.append(name_schema)
             object_schemas.append(
@@ -233,11 +235,11 @@ def _options_schema(cls: type[Component]) -> dict[str, Any]:
 _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 
 
-def _library_schema(cls: type) -> dict[str, Any]:
+def _library_schema(options_class: type) -> dict[str, Any]:
     """Return the JSON schemas of the options of a component of the library, by the names in an experiment file."""
     schemas = {}
-    types = get_type_hints(cls)
-    for option in dataclasses.fields(cls):
+    types = get_type_hints(options_class)
+    for option in dataclasses.fields(options_class):
         option_type = types[option.name]
         choices = option.metadata["choices"]
         if choices:

@@ -58,7 +58,10 @@ def machine() -> dict[str, str]:
     cpu_info = Path("/proc/cpuinfo")
     text = cpu_info.read_text() if cpu_info.exists() else ""
     model = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
-    processor = model[1] if model else (platform.processor() or platform.machine())
+    if model:
+        processor = model[1]
+    else:
+        processor = platform.processor() or platform.machine()  # the first is empty on many systems
     torch = sys.modules.get("torch")  # None in commands that do not import it
     is_limited = all(os.environ.get(name) == value for name, value in VARIABLES.items())
     if is_limited:
@@ -155,6 +158,7 @@ def check() -> None:
     ineffective = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         ineffective.append("ATEN_CPU_CAPABILITY")
+    # names of AVX-512 in different releases of numpy
     if numpy_features.get("X86_V4") or numpy_features.get("AVX512_SKX"):
         ineffective.append("NPY_DISABLE_CPU_FEATURES")
     if mkl_mode is not None and mkl_mode(_CBWR_BRANCH) != _COMPATIBLE:
@@ -240,7 +244,7 @@ def _elementwise_kernel(function: Any) -> "Callable[..., Tensor | None]":
         if out is not None and out.dtype != x.dtype:
             return None
         result = torch.empty_like(x)  # memory of numpy has another alignment
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # torch does not warn of values such as sqrt(-1)
             function(x.detach().numpy(), out=result.numpy())
         if out is None:
             return result
