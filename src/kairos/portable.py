@@ -101,27 +101,35 @@ def is_requested(arguments: "argparse.Namespace") -> bool:
         return False  # the command reports the problem
 
 
-def _read_file_with_determinism(path: Path) -> Any:
+def _read_file_with_determinism(path: Path) -> dict[str, Any]:
     """Return the values of an experiment file, or of the first file it extends that sets `training.deterministic`.
 
     If no file sets the field, they are the values of the last file. They are not checked.
 
     Raises:
         OSError: a file cannot be read.
-        TypeError: a file contains no mapping.
+        TypeError: a file does not contain a mapping.
         ValueError: files extend each other.
         YAMLError: a file is not YAML.
     """
-    import yaml
-
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = _read_mapping(path)
     read_paths = {path.resolve()}
     while "extends" in values and "deterministic" not in values.get("training", {}):
         path = (path.parent / values["extends"]).resolve()
         if path in read_paths:
             raise ValueError(f"{path} extends itself")
         read_paths.add(path)
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _read_mapping(path)
+    return values
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file; for the errors, see `_read_file_with_determinism`."""
+    import yaml
+
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise TypeError(f"{path}: got {type(values).__name__}, allowed: a mapping")
     return values
 
 
