@@ -137,7 +137,10 @@ def _method_table(estimate: CostEstimate) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes with a binary unit, at most TiB, such as ``12.5 MiB``."""
+    """Return a number of bytes with a binary unit, at most TiB, and three significant digits, such as ``1.23 GiB``.
+
+    From 1000 units on, and below 1024 bytes, the number is rounded to an integer.
+    """
     if size < 1024:
         return f"{size:.0f} B"
     units = ["KiB", "MiB", "GiB", "TiB"]
@@ -145,5 +148,5 @@ def format_bytes(size: float) -> str:
     while size >= 1024 and len(units) > 1:
         size /= 1024
         units.pop(0)
-    digits = ".0f" if size >= 1000 else ".3g"  # .3g would write 1000 as 1e+03
+    digits = ".0f" if size >= 999.5 else ".3g"  # .3g rounds 999.5 to 1000 and writes 1e+03
     return f"{size:{digits}} {units[0]}"
