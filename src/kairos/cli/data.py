@@ -143,7 +143,7 @@ def _encode_captions(
 
     if experiment.text_encoder is None:
         raise rejection("text_encoder", "null", "{path: ...}, the encoder of the captions")
-    manifest = encode_captions(experiment.text_encoder, dataset, out, device)
+    manifest = encode_captions(experiment.text_encoder, dataset, out, device)  # marks the end of start-up
     shape = "×".join(map(str, manifest["condition"]["shape"]))
     return f"{manifest['count']} encoded captions, each of shape {shape}", {"captions": manifest["count"]}
 

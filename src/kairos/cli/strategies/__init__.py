@@ -18,7 +18,10 @@ _ACTIONS = {
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the actions `list`, `show` and `increments`, each with its arguments; one of them is required."""
+    """Declare the actions `list`, `show` and `increments`, each with its arguments; one of them is required.
+
+    The parsed arguments have the action in `action`. All commands' functions take `name`, which is not used here.
+    """
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     parsers = {}
     for action, (_, help) in _ACTIONS.items():

@@ -3,13 +3,14 @@
 import argparse
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from kairos_timesteps import options
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
-from kairos_timesteps.preset_table import TABLE
+from kairos_timesteps.preset_table import TABLE as PRESETS
 from kairos_timesteps.registry import Registry
 
 # sampler+weighting pairs of papers and their code; a sampler or weighting alone is a method as well
@@ -33,19 +34,17 @@ def run(arguments: argparse.Namespace) -> None:
     components is imported.
     """
     unavailable = {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}
-    shared_options = describe_options(_SHARED_OPTIONS)
+    shared_options = describe_options(_SHARED_OPTIONS)  # fixed samplers are the subclasses of FixedDensity
     samplers_title = f"samplers, with options and defaults; fixed ones also have {shared_options}"
-    sections: dict[str, Iterable[tuple[str, str]]] = {
-        samplers_title: _entries(SAMPLERS),
-        "weightings, with options and defaults": _entries(WEIGHTINGS),
-        "couplings of noise with images, with options and defaults": _entries(COUPLINGS),
-        "presets, options of other trainers with their defaults; kairos strategies show NAME": _presets(),
+    sections: dict[str, Collection[tuple[str, str]]] = {
+        samplers_title: list(_entries(SAMPLERS)),
+        "weightings, with options and defaults": list(_entries(WEIGHTINGS)),
+        "couplings of noise with images, with options and defaults": list(_entries(COUPLINGS)),
+        "presets, options of other trainers with their defaults; kairos strategies show NAME": list(_presets()),
         "not available, with the reason": unavailable.items(),
         "combinations from papers; every sampler can be combined with every weighting": COMBINATIONS.items(),
     }
-    preset_names = [row.name for row in TABLE]
-    # the names of couplings and of weightings that are not available are shorter than the longest of these
-    name_width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS, *preset_names)))
+    name_width = max(len(name) for name, _ in chain(*sections.values()))
     for title, entries in sections.items():
         print(title)
         _print_entries(entries, name_width)
@@ -81,7 +80,7 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
 
 def _presets() -> Iterator[tuple[str, str]]:
     """Yield name and formula of each preset, and then its options, if it has any, with "" in place of a name."""
-    for row in TABLE:
+    for row in PRESETS:
         yield row.name, row.help
         if row.options:
             yield "", describe_options(row.options)
