@@ -112,10 +112,10 @@ class Batches:
 
         Their forms are described at `Latents.read_rows` and `Batch.visit`. The conditions are the stored ones of
         `conditions`; `_to_device` adds the others. Images are flipped with probability 1/2 if the latents have flipped
-        images.
+        images. In every visit, condition ``text`` is a random caption of the image.
 
         No arithmetic of torch runs here: its thread pool belongs to the main thread, and this may be the reader's
-        thread.
+        thread. `Stream` computes with numpy on the CPU.
         """
         visit_arrays = self._visit(step)
         image_indices = self.latents.train[visit_arrays["item"]]
@@ -123,7 +123,7 @@ class Batches:
         if self.latents.can_flip:
             flips = Stream(self.seed, "flips").uniform(step, self.sample_indices).numpy() < 0.5
         caption_numbers = None
-        if "text" in self.conditions:  # a random caption of the image in every visit, see `Captions.caption_indices`
+        if "text" in self.conditions:  # `Captions.caption_indices` takes them modulo the image's number of captions
             caption_numbers = Stream(self.seed, "captions").integers(step, 2**32, self.sample_indices).numpy()
 
         rows = self.latents.read_rows(image_indices, flips)

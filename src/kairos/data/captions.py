@@ -78,7 +78,7 @@ def open_captions(folder: Path, command: str) -> Captions:
 def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
     """Convert the captions of each image to `content`, `ends` and `firsts` of `Captions`, by their names in `ARRAYS`.
 
-    A lone surrogate becomes a question mark.
+    `firsts` has an entry for each image and, last, the number of captions. A lone surrogate becomes a question mark.
     """
     texts: list[bytes] = []
     for image_captions in captions:

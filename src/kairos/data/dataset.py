@@ -105,6 +105,7 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     command = f"prepare --config F --out {folder}"
     manifest = open_record(folder, command)
     conditions = {name: open_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
+    # [:] reads the indices of the images into memory; conditions stay on disk
     train = open_array(folder / "train.npy", command)[:]
     heldout = open_array(folder / "heldout.npy", command)[:]
     captions = open_captions(folder, command) if "captions" in manifest else None

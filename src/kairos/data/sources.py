@@ -90,6 +90,7 @@ def open_source(config: DatasetConfig) -> Source:
         raise type(error)(message) from None
     if config.files:
         _check_disjoint(config, source, heldout)
+    # without a file of their own, the held-out images have their captions in `dataset.captions`, too
     return _append_heldout(source, heldout, one_caption_file=config.heldout_captions is None)
 
 
@@ -166,6 +167,7 @@ def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
             f"dataset.heldout: its images have the classes {heldout.classes}, allowed: classes of the training images "
             f"({train.classes}){detail}"
         )
+    # labels and classes of a source are both None or both set; the type checker needs all three tests
     if train.classes is None or heldout.classes is None or train.labels is None:
         return None
     # element i is the number among the training classes of held-out class i
@@ -231,6 +233,7 @@ def _open_folder(config: DatasetConfig) -> Source:
     subfolders = [name.split("/")[0] for name in names]
     all_in_subfolders = all("/" in name for name in names)
     has_classes = all_in_subfolders and len(set(subfolders)) >= 2
+    # the class name of each image; empty without classes
     names, class_names = select_listed_files(config, names, labels=subfolders if has_classes else [])
     labels, classes = None, None
     if class_names:
