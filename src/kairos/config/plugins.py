@@ -76,7 +76,7 @@ def _load(file: str) -> None:
     if earlier_plugin and earlier_plugin.path != path:
         raise ConfigError(f"plugins: {file}: {earlier_plugin.path} is module {name!r} already; rename one of the files")
     folder = str(path.parent)
-    if folder not in sys.path:  # `_find_module` needs it there
+    if folder not in sys.path:  # for `_find_module` and the imports of the plugin
         sys.path.append(folder)  # last, so that its files replace no installed module
     if earlier_plugin and earlier_plugin.text == text:
         return
@@ -85,9 +85,9 @@ def _load(file: str) -> None:
         _plugins[name] = _Plugin(path, text)
         return
     for registry in _REGISTRIES.values():
-        len(registry)  # registers the components of the library first, which keep their names
+        len(registry)  # reading it registers the components of the library first, which keep their names
     forget(name)  # components of the earlier content
-    _plugins[name] = _Plugin(path, text)
+    _plugins[name] = _Plugin(path, text)  # `_execute` removes it if the import fails
     _execute(file, text, spec)
 
 
