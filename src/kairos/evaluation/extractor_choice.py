@@ -102,7 +102,10 @@ def _resolve_auto(evaluation: EvaluationConfig, counts: ImageCounts) -> tuple[st
 
 
 def _classifier_obstacle(counts: ImageCounts) -> str:
-    """Return why ``auto`` trains no classifier on the images; empty if it does."""
+    """Return why ``auto`` trains no classifier on the images; empty if it does.
+
+    While the images are unknown, it is assumed that ``auto`` trains none. The text then begins with ``assumed``.
+    """
     if counts.unknown:
         return "assumed, because the images are unknown yet; set the extractor, so that it does not change later"
     if counts.smallest is None:

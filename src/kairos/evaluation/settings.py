@@ -501,6 +501,7 @@ def check_metrics(metrics: list[MetricOptions], extractor: str) -> None:
     for metric in metrics:
         name, required = metric.name, metric.extractor
         if required and extractor not in (required, "auto"):
+            # the ConfigError that `demand` raises, but with a message of another form
             raise ValueRejected(f"evaluation.metrics: {name} needs evaluation.extractor {required}, got {extractor}")
         demand(names.count(name) == 1, "evaluation.metrics", f"{name} twice", "each once")
     ranking_metrics = set(names) & set(FRECHET_METRICS)
