@@ -426,9 +426,11 @@ def _compute_summary(module: str, path: Path, text: str) -> _Summary:
 
 
 def _parse(module: str, path: Path, text: str) -> _Parsed:
-    """Parse a module, and sort its statements into definitions, imports and others.
+    """Parse a module, and sort its top-level statements into definitions, imports and others.
 
-    Top-level code under TYPE_CHECKING never runs: its imports are kept apart, and its statements are left out.
+    A star import is one of the others, and so is a statement that contains imports, such as `try`. Docstrings are left
+    out. Code under TYPE_CHECKING never runs: its imports are kept apart, and its statements are left out. The code
+    under `else` is kept.
     """
     parsed = _Parsed(module, path, ast.parse(text))
 
@@ -436,13 +438,14 @@ def _parse(module: str, path: Path, text: str) -> _Parsed:
     executed: list[ast.stmt] = []
     for node in parsed.tree.body:
         if isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING":
-            parsed.typing_imports |= _imports(_nodes(ast.Module(node.body, [])), module, path)
+            body = ast.Module(node.body, [])  # `_nodes` takes one node; nested imports are included
+            parsed.typing_imports |= _imports(_nodes(body), module, path)
             executed += node.orelse
         else:
             executed.append(node)
     parsed.tree.body = executed
 
-    # sort the executed statements; a star import binds unknown names, so it is treated as a statement
+    # sort the executed statements; a star import is one of the others, because it binds unknown names
     # imports within definitions and statements, such as in `try`, are left to `_hash_and_used_names`
     for node in executed:
         names = _defined_names(node)
