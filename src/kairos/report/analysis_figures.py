@@ -64,10 +64,11 @@ def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: P
 
 
 def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw variance of the gradient and loss over time, a line per snapshot and a row of panels per method.
+    """Draw variance of the gradient and loss over time, a line per step and a row of panels per method.
 
     The first two panels of a row show variance and loss of the training loss, the others for the VLB loss. The
-    background is the density of the drawn timesteps at the last snapshot of the method.
+    background is the density of the drawn timesteps at the last snapshot of the method. Lines and density are means
+    over the seeds.
     """
     methods_with_rows = list(table.groupby("method", sort=False))
     colors = _snapshot_colors(table)
@@ -162,9 +163,10 @@ def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
 def _draw_cosines(
     figure: Figure, panels: Sequence[Axes], rows: pd.DataFrame, steps: Sequence[int], method: str
 ) -> None:
-    """Draw the matrix of cosines between the gradients of two levels, a panel per snapshot, with a colour bar.
+    """Draw the matrix of cosines between the gradients of two levels, a panel per step, with a colour bar.
 
-    `steps` has at least one step, and `panels` at least one axes per step.
+    Cosines are means over the seeds. `rows` are those of `method`, which is only the title. `steps` has at least one
+    step, and `panels` at least one axes per step. Further panels stay empty; the caller removes them.
     """
     for axes, step in zip(panels, steps):
         mean = rows[rows["step"] == step].groupby("level").mean(numeric_only=True)  # over seeds; a row per level

@@ -35,7 +35,7 @@ def build_report(experiment: Experiment, folder: Path, unfinished: bool = False)
     if results.missing:
         with TemporaryDirectory() as temporary:
             draw_figures(results, Path(temporary))
-            write_text(unfinished_page, render_page(results, Path(temporary)))
+            write_text(unfinished_page, render_page(results, Path(temporary)))  # the page contains its figures
         return unfinished_page
     with atomic_folder(folder / "figures") as figures:
         draw_figures(results, figures)

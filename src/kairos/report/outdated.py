@@ -197,7 +197,7 @@ class ExpectedSettings:
         return {"scheduler": solver, **_select_fields(protocol, other_fields)}
 
     def _compute_identities(self, method: str, seed: int) -> list[str]:
-        """Compute the present identities of a run, one per kind of device.
+        """Compute the present identities of a run, one per kind of device that ``training.device`` allows.
 
         The list is empty before the latents exist, and if the weights of ``training.start_from`` are missing.
 

@@ -143,11 +143,12 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
 
 
 def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
-    """Compare a published number with the measured one at its step, or at the last step if that step has no snapshot.
+    """Compare a published number with the measured one at its step, or at the last milestone if its step is none.
 
-    Mean and standard deviation are over the seeds that have a value. If no seed has one, or no method reproduces the
-    row of the table, both are NaN and the obstacle is the reason. Step 0 is treated as not measured. If the table
-    contains best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
+    Mean and standard deviation are in the paper's unit, over the seeds that have a value. The obstacle then lists the
+    settings that differ from the paper's, and `block.differs`. If no seed has a value, or no method reproduces the row
+    of the table, both are NaN and the obstacle is the reason. Step 0 is treated as not measured. If the table contains
+    best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
     """
     not_measured = NumberComparison(block, row, measured=np.nan, std=np.nan, obstacle="not measured yet")
     if row.method is None:
@@ -158,15 +159,16 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
     if snapshots.empty:
         return not_measured
     # the measured values of all seeds, in the paper's unit
+    # "fid" stands for the experiment's Fréchet distance, whatever its features
     column = results.metric if block.column == "fid" else block.column
     values = results.measurements.values_of(row.method, column)  # (seeds, steps)
     values = values.drop(columns=0, errors="ignore")  # papers have no untrained network
     if block.best_so_far:
         values = values.cummin(axis=1)
-    no_values = pd.Series(dtype=float)  # the column of step 0 is dropped
-    values_at_step = values.get(step, no_values) / block.scale
-    if values_at_step.isna().all():
+    is_measured = step in values and values[step].notna().any()  # step 0 has no column
+    if not is_measured:
         return replace(not_measured, obstacle=f"{column} is not measured")
+    values_at_step = values[step] / block.scale
     protocol = snapshots.iloc[0]  # the first seed's protocol, which stands for all
     settings = {  # measured and published
         "extractor": (protocol["extractor"], block.extractor),
