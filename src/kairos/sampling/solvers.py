@@ -39,7 +39,8 @@ def ddpm(
     x = grid[0].noise * noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
         x0, variance_channels = predict_x0.with_variance_channels(x, point)
-        # fraction of epsilon that the mean keeps; DDIM without noise keeps all of it
+        # the mean of q in terms of x0 and epsilon: its factor of epsilon is noise(end) · sqrt(SNR(point) / SNR(end));
+        # DDIM without noise keeps all of epsilon
         epsilon_fraction = _snr_ratio_root(point, end)
         x = end.signal * x0 + end.noise * epsilon_fraction * _epsilon(x, x0, point)
         if end.noise > 0:
