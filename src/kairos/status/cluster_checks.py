@@ -36,8 +36,8 @@ def check_slurm(profile: Path = PROFILE) -> list[Finding]:
     The findings are SLURM's partitions (a failure if there are none), a failure if SLURM lacks a partition of the
     profile, and the account. No partition is compared if the profile has none or SLURM lists none.
 
-    There is a single finding in four cases. It is a success without SLURM's commands and without a configured cluster,
-    since such a machine is usable. It is a failure if the profile cannot be read, or if SLURM does not answer.
+    There is a single finding in four cases. It is a success if SLURM's commands are missing, and if they are installed
+    but no cluster is configured. It is a failure if the profile cannot be read, or if SLURM does not answer.
 
     Args:
         profile: folder of the profile that jobs will be submitted with.

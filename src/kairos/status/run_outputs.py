@@ -94,8 +94,9 @@ class RunOutputs:
         for name in _SHARED_HASHES:
             if name in reference and protocol.get(name) != reference[name]:
                 return False
-        # an evaluation without a protocol is not of the present run, so that its changes are not searched
-        return self._is_of_present_run(path, protocol) and not expected.find_evaluation_changes(evaluation)
+        if not self._is_of_present_run(path, protocol):  # also a damaged evaluation, which has no protocol
+            return False
+        return not expected.find_evaluation_changes(evaluation)
 
     def _is_grid_valid(self, path: Path) -> bool:
         """Return True if the samples of an image grid are valid.
@@ -153,10 +154,10 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
 
 
 def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
-    """Return the error, or the progress of the last minute, at the end of each stage's log.
+    """Return the error, or the progress of the last minute, at the end of each stage's log, without the stage's name.
 
     An error is the text ``failed: ...`` in lines of at most 120 columns. Progress is the line ``now: ...``, cut at 120
-    columns. A stage with neither has no line.
+    columns: the last line, whatever it is, of a log written in the last minute. A stage with neither has no line.
     """
     messages = []
     for stage in stages:
