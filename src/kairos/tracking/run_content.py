@@ -121,8 +121,9 @@ def identify_training_run(experiment: "Experiment", method: str, seed: int, iden
 def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
     """Return the settings that decide a training run, by dotted names; method, seed and strategy come first.
 
-    Only four settings of the data set and the kind of autoencoder are included. Settings that an extension of the run
-    may change, and settings that are None, are left out. Values are texts, cut to 6000 characters.
+    Only four settings of the data set and the kind of autoencoder are included, so that runs can differ with
+    equal parameters. Settings that an extension of the run may change, and settings that are None, are left out. Values
+    are texts, cut to 6000 characters.
     """
     nested = {
         "method": method,
@@ -134,7 +135,7 @@ def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict
         "dataset": experiment.dataset.model_dump(mode="json", include={"source", "path", "resolution", "flips"}),
         "autoencoder": {"kind": experiment.autoencoder.kind},
     }
-    return {key: str(value)[:_PARAM_LIMIT] for key, value in flatten(nested)}
+    return {key: str(value)[:_PARAM_LIMIT] for key, value in flatten(nested)}  # `flatten` leaves out None
 
 
 def choose_stride(line_count: int) -> int:
