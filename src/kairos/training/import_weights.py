@@ -84,7 +84,8 @@ def import_weights(
 
     Args:
         file: weights, see `models.published_weights.read_published`.
-        run: settings with the model and diffusion of the weights; its experiment must contain section `sampling`.
+        run: settings with the model and diffusion of the weights. Its experiment must contain section `sampling`,
+            which sampling reads from the snapshot's record.
         out: folder of the snapshot.
         latents: folder of latents that the weights fit; provides shape, conditions, hashes of autoencoder and data set,
             and `sigma_data`.
@@ -122,8 +123,9 @@ def import_weights(
 
     # model with the published weights
     process = build_process(run.diffusion.process, run.diffusion.prediction, sources["sigma_data"])
-    model = models.build(run.model, shape, descriptions, process.channels(shape[0]))
-    averaged_weights = _load_published(model, file)
+    output_channels = process.channels(shape[0])
+    model = models.build(run.model, shape, descriptions, output_channels)
+    averaged_weights = _load_published(model, file)  # the model itself receives the raw weights
 
     # record
     condition_records = {}
@@ -140,7 +142,7 @@ def import_weights(
     record = {
         "identity": sha256_json(identity_parts), "method": "imported", "seed": 0, "step": step, "images_seen": 0,
         **identity_parts,
-        # as the record of a run whose sampler does not learn
+        # as the record of a run whose sampler does not learn; a and b are parameters of a learned Beta density
         "learned": False, "strategy": {"updates": None, "a": None, "b": None, "tv_from_start": 0.0},
         "provenance": build_provenance(run.model, run.training, torch.device("cpu"), library_versions(), earlier=[]),
     }  # fmt: skip

@@ -177,9 +177,14 @@ def _launch_ranks(training: "TrainingConfig") -> None:
 def _torchrun_options(training: "TrainingConfig") -> list[str]:
     """Return torchrun's options for the numbers of machines and ranks, their rendezvous and the handled signals.
 
+    The rendezvous is at the address in environment variable `_ADDRESS`, which `_launch_machines` sets. Without it, the
+    machine is treated as the only one. torchrun itself handles only SIGQUIT; the caller handles all other
+    signals.
+
     The caller ensures that the number of processes is a multiple of the number of machines.
     """
     address = os.environ.get(_ADDRESS)
+    # --local-addr: by default it is the machine's full name, which other processes may not be able to resolve
     if address:
         # the address is also the id of the rendezvous, which has to be equal on all machines
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", address]
@@ -188,7 +193,8 @@ def _torchrun_options(training: "TrainingConfig") -> list[str]:
         rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
     ranks_per_node = training.processes // training.nodes
     ranks = ["--nnodes", str(training.nodes), "--nproc-per-node", str(ranks_per_node)]
-    # by default torchrun kills the ranks on SIGTERM, SIGINT and SIGHUP, before they can write a checkpoint
+    # by default torchrun kills the ranks on SIGTERM, SIGINT and SIGHUP, before they can write a checkpoint;
+    # of its defaults only SIGQUIT is kept
     return [*rendezvous, *ranks, "--signals-to-handle", "SIGQUIT"]
 
 

@@ -115,6 +115,7 @@ def _reject_job_on_another_machine(state_folder: Path) -> None:
             progress = read_json(path)
         except (OSError, DamagedError):
             return
+        # a missing field raises DamagedError, see `read_json`
         is_on_this_machine = progress["host"] == socket.gethostname()
         has_ended = progress["state"] != "running"
         is_stale = time.time() - progress["updated"] > _STALE_SECONDS
