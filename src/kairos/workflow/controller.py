@@ -196,7 +196,7 @@ def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
         return list_data_files(layout) or None
     names_and_sizes_of_sections = []
     for section in dataset.sections:
-        root = Path(str(section.path))
+        root = Path(str(section.path))  # a folder always has a path; `str` is for the type checker
         files = [file for file in root.rglob("*") if file.is_file()]
         names_and_sizes = [(file.relative_to(root).as_posix(), file.stat().st_size) for file in files]
         names_and_sizes_of_sections.append(sorted(names_and_sizes))
@@ -378,7 +378,8 @@ def failed(workflow: Any, layout: Layout) -> None:
     Snakemake's metadata of the failed jobs are deleted.
     """
     for job in workflow.scheduler.failed:
-        # Snakemake's metadata contain outputs that it has deleted itself, as if the user had deleted them
+        # Snakemake has deleted the outputs of these jobs. With metadata, the next run would assume that the user has
+        # deleted them, and would restart training runs.
         workflow.persistence.cleanup(job)
     if _interruption_times:
         _report_interruption(layout)

@@ -120,6 +120,7 @@ def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
         return {"kind": autoencoder.kind}
     if autoencoder.kind == "pretrained":
         return {"kind": autoencoder.kind, "path": autoencoder.path, "scaling": autoencoder.scaling}
+    # `path` is of a pretrained autoencoder; stage encode alone uses `shards` and `dtype`
     return _dump(autoencoder, leave_out=("path", "shards", "dtype"))
 
 

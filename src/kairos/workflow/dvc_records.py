@@ -190,13 +190,13 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
     """
     stages = (*layout.shared_stages, *dependencies.TRAINING_STAGES, "report")
     demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
-    rules = layout.stage_rules(stage)
 
     # a stage of training runs
     if stage in dependencies.TRAINING_STAGES:
         if method not in layout.methods or seed not in layout.experiment.seeds:
             allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
             raise rejection(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
+        rules = layout.stage_rules(stage)
         rules_of_segments = [f"{rule}{segment.suffix}" for rule in rules for segment in layout.segments]
         checksum_files = [layout.checksum_file(stage, method, seed, segment) for segment in layout.segments]
         return rules_of_segments, checksum_files
@@ -205,10 +205,13 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
     if method is not None or seed is not None:
         got = f"--method {method} --seed {seed}"
         raise rejection(f"ledger run {stage}", got, "neither, as all training runs share this stage")
-    if stage == "report":  # DVC has no stages for the analyses and the import into MLflow, which is of this machine
-        analysis_rules = [rule for rule in layout.count_jobs() if rule.startswith(("measure_", "analyse_"))]
+    if stage == "report":
+        # DVC has no stages for the analyses, nor for the import into MLflow, whose database is not shared
+        all_rules = layout.count_jobs().keys()
+        analysis_rules = [rule for rule in all_rules if rule.startswith(("measure_", "analyse_"))]
         targets = ["report", "track"] if layout.experiment.tracking.enabled else ["report"]
         return [*analysis_rules, *targets], targets
+    rules = layout.stage_rules(stage)
     # rule encode joins the shards of rule encode_parts, which has wildcards and is therefore not a target
     return rules, [rule for rule in rules if not rule.endswith("_parts")]
 

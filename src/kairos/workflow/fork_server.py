@@ -295,8 +295,8 @@ def _guard(client: socket.socket) -> None:
     """Fork the job, and return in the job's process alone.
 
     The guardian, which stays in this process, accepts the request, forwards the client's signals, and sends the job's
-    exit status at the end. If the client ends first, the job is killed. If the server ends first, the guardian is
-    killed. If the guardian ends first, the job gets SIGTERM.
+    exit status at the end. If the client ends first, the job is killed; it gets SIGTERM if its request was not
+    accepted yet. If the server ends first, the guardian is killed. If the guardian ends first, the job gets SIGTERM.
     """
     die_with_parent(signal.SIGKILL)
     guardian = os.getpid()
@@ -312,7 +312,7 @@ def _guard(client: socket.socket) -> None:
         client.sendall(_ACCEPTED)
         while job_descriptor not in _wait_until_readable(client.fileno(), job_descriptor):
             message = client.recv(1)
-            # a client that has ended without a signal for the job was killed
+            # a byte is the number of a signal; without a byte, the client has ended
             os.kill(job, message[0] if message else signal.SIGKILL)
         _, wait_status = os.waitpid(job, 0)
         status = os.waitstatus_to_exitcode(wait_status)  # negative: number of the signal that ended the job

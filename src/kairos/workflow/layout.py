@@ -324,7 +324,8 @@ class Layout:
     def sampling_options(self, wildcards: Any, output: Any) -> str:
         """Return the options of ``kairos sample`` for section `sampling`; Snakemake does not record them.
 
-        Every field but `shards` is an option, with JSON or a text as its value, quoted for the shell.
+        They are equal for all jobs. The arguments are unused: Snakemake does not record the result of a function that
+        takes `output`. Every field but `shards` is an option, with JSON or a text as its value, quoted for the shell.
         """
         sampling = self.experiment.sampling.model_dump(mode="json", exclude={"shards"})
         sampling["grid_images"] = sampling.pop("grid")  # the field's name differs from the option's, --grid-images
