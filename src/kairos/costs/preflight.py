@@ -149,9 +149,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
             are shorter than `needed_minutes`.
         KairosError: a file of the profile cannot be read.
     """
-    from snakemake.resources import Resource
-
-    from kairos.workflow.snakemake_private import read_longest_limit
+    from kairos.workflow.snakemake_private import parse_runtime, read_longest_limit
 
     file = profile_file(profile)
     demand(file, "--profile", repr(str(profile)), "a folder that contains a profile.yaml")
@@ -159,8 +157,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
         # `str` is for the type checker: the file is not None here; `or {}`: an empty file
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
         training_settings = (settings.get("set-resources") or {}).get("train", {})
-        runtime_or_text = training_settings.get("runtime", training_resources(experiment)["runtime"])
-        runtime = float(Resource.parse_human_friendly("runtime", runtime_or_text))  # minutes; a text such as 2h
+        runtime = parse_runtime(training_settings.get("runtime", training_resources(experiment)["runtime"]))
         partitions = settings.get("kairos-partition-config")  # path of a file
         limit = math.inf  # minutes
         if partitions:

@@ -43,6 +43,7 @@ from kairos.workflow.layout import FROZEN_VARIABLE, Layout, Segment, create_layo
 from kairos.workflow.snakemake_private import (
     hash_inputs_once,
     is_recorded_as_complete,
+    merge_config,
     set_jobs_per_group,
     touch_without_pauses,
 )
@@ -100,12 +101,10 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     if files:
         merged = apply_extends(dict(config), Path(files[-1]))
         return validate(merged, " + ".join(map(str, files)))
-    from snakemake.utils import update_config  # as Snakemake itself merges --config into a file
-
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
-    update_config(values, config)  # merges into `values`
+    merge_config(values, config)
     merged = apply_extends(values, Path(_DEFAULT_EXPERIMENT))
     return validate(merged, f"{_DEFAULT_EXPERIMENT} with --config")
 
