@@ -169,7 +169,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two(folder, alone, two_ranks):
 
 @pytest.mark.long
 def test_two_processes_stop_on_a_signal_and_resume_as_two_or_as_one(folder, tmp_path, two_ranks):
-    length, every = 150, 10
+    length, every = 80, 10
     two = {"processes": 2, "milestones": [length], "checkpoint_every": every}
     out, whole = tmp_path / "out", tmp_path / "whole"
     process = start_training(line(folder, "adaptive", out, **two), out)
