@@ -196,9 +196,9 @@ def test_a_plugin_that_only_another_experiment_lists_is_rejected(folder):
 
 def test_a_file_is_imported_once_for_each_content(folder):
     make_case()
-    component = SAMPLERS["test_power"].load()
+    component = SAMPLERS["test_power"].component
     make_case("my_strategies.py", "./my_strategies.py")
-    assert SAMPLERS["test_power"].load() is component
+    assert SAMPLERS["test_power"].component is component
     edit("test_other", "test_renamed")
     make_case()
     assert "test_other" not in SAMPLERS and "test_renamed" in SAMPLERS

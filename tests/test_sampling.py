@@ -316,7 +316,7 @@ def test_equals_diffusers_flow_match_euler(name):
     process = process_of(name)
     predict = optimal_network(process, 0.2, 0.5)
     x0, visited = sample_with_kairos("euler", {}, name, 28, predict)
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=process.options.shift)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=process.shift)
     scheduler.set_timesteps(sigmas=(np.arange(28, 0, -1) / 28).tolist())
     expected = sample_with_diffusers(scheduler, predict, [level.t for level in visited], NOISE[0])
     print("difference flow", float((x0 - expected).abs().max()))

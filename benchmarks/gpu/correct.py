@@ -205,7 +205,7 @@ class Correct:
 
     def graphed(self) -> dict[str, Any]:
         """Check that a CUDA graph of a fixed strategy's draw gives the draw of another step when it is replayed."""
-        worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity)]
+        worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity)]
         x0 = torch.zeros(self.batch, *self.shape)
         for name in names:
             strategy, step = Strategy(name, "cosine"), torch.zeros((), dtype=torch.int64, device=self.device)

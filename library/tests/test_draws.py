@@ -13,7 +13,7 @@ from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import spline
 
-FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity))
+FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity))
 BATCH = torch.zeros(16, 1, 2, 2)
 U = np.linspace(0, 1, 1001)
 

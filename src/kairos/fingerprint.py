@@ -13,7 +13,6 @@ short command's time. A summary that is missing or damaged is computed again.
 """
 
 import ast
-import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -104,21 +103,17 @@ def roots_of(component: "Component | LibraryComponent") -> list[str]:
 def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]:
     """Return the code of a component of the library and of the components that its options name.
 
-    The root is the definition of a registered class, or else the module of the code. The components that options name
-    are in `registry` too. An option that `component`, name and plain options, lacks has its default.
+    The root of a component is its class. The components that options name are in `registry` too. An option that
+    `component`, name and plain options, lacks has its default.
     """
-    from kairos_timesteps import options
-
     entry = registry.entry(component["name"])
-    roots = [entry.module if entry.component is None else entry.code]
-    for option in dataclasses.fields(entry.options):
-        if not option.metadata.get("component"):
+    roots = [entry.code]
+    for option in entry.component.options.values():
+        if not option.component:
             continue
-        value = component.get(options.public_name(option), option.default)
+        value = component.get(option.public_name, option.default)
         selected = value if isinstance(value, list) else [value]
         for choice in selected:  # a name, or a dictionary of name and options
-            if choice is dataclasses.MISSING:  # the option has no default
-                continue
             selected_component = {"name": choice} if isinstance(choice, str) else choice
             roots += _library_roots(registry, selected_component)
     return roots

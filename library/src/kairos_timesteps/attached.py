@@ -311,7 +311,7 @@ class Attached:
     def _identity(self) -> dict[str, Any]:
         """Return the settings that a state and this object must share."""
         strategy = self.strategy
-        options = {"sampler": dump(strategy.sampler.options), "weighting": dump(strategy.weighting.options)}
+        options = {"sampler": dump(strategy.sampler), "weighting": dump(strategy.weighting)}
         return {"name": strategy.name, "seed": strategy.seed, "time": self.time.name, **options}
 
     def detach(self) -> None:

@@ -38,7 +38,7 @@ def checked(
     where = where or f"{registry.kind} {name}"
     options = registry.parse(name, values, where)
     try:
-        registry[name].load().check_process(options, timesteps, schedule)
+        registry[name].component.check_process(options, timesteps, schedule)
     except ValueError as error:
         raise ConfigError(f"{where}.{error}") from None
     return options

@@ -1,8 +1,7 @@
 """Named components: a dictionary from a name to a component and its options.
 
-An entry is either a class that a decorator registers, or names its code as ``"module:attribute"``. Looking a name up,
-checking options and listing what exists import nothing heavy. The code fingerprint of a run covers the components that
-the run uses and no others.
+Decorators register component classes. Looking a name up, checking options and listing what exists import nothing heavy.
+The code fingerprint of a run covers the components that the run uses and no others.
 """
 
 import importlib
@@ -20,39 +19,29 @@ C = TypeVar("C", bound=type[_options.Component])
 _IMPORTING = threading.RLock()  # the modules of a registry may read registries while they are imported
 
 
-class NoOptions(_options.Options):
-    """Options of a component that has none."""
-
-
 @dataclass(frozen=True)
 class Entry:
     """A named component.
 
     Attributes:
-        options: class of its options.
-        code: ``module:attribute``.
+        component: the class.
         help: one line on what it is.
         facts: properties that its kind of component declares.
-        component: the class, if a decorator registered it; None: `load` imports it.
     """
 
-    options: type[_options.Options]
-    code: str
+    component: Any
     help: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    component: Any = None
 
     @property
     def module(self) -> str:
-        """The module that contains the code."""
-        return self.code.split(":")[0]
+        """The module that contains the class."""
+        return self.component.__module__
 
-    def load(self) -> Any:
-        """Import the component's code and return it."""
-        if self.component is not None:
-            return self.component
-        module, attribute = self.code.split(":")
-        return getattr(importlib.import_module(module), attribute)
+    @property
+    def code(self) -> str:
+        """The class as ``module:Name``."""
+        return f"{self.module}:{self.component.__qualname__}"
 
 
 def split(component: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -102,49 +91,24 @@ class Registry(UserDict[str, Entry]):
         """Return this registry: a copy would miss the components that are registered later."""
         return self
 
-    def add(
-        self, name: str, code: str, options: type[_options.Options] = NoOptions, help: str = "", **facts: Any
-    ) -> None:
-        """Register a component by the import path of its code, which is called as ``code(options, ...)``.
-
-        Raises:
-            ConfigError: the name is no word of letters, digits and underscores, or another component has it.
-        """
-        self._demand_word(name)
-        self._set(name, Entry(options, code, help, facts))
-
     def register(self, name: str, help: str = "", **facts: Any) -> Callable[[C], C]:
         """Register a `Component` class: a decorator.
 
         Raises:
             ConfigError: the name is no word of letters, digits and underscores, or another component has it.
         """
-        self._demand_word(name)
-
-        def decorate(component: C) -> C:
-            code = f"{component.__module__}:{component.__qualname__}"
-            self._set(name, Entry(component.Options, code, help, facts, component))
-            return component
-
-        return decorate
-
-    def _demand_word(self, name: str) -> None:
-        """Raise ConfigError unless a name is a word of letters, digits and underscores."""
         valid = isinstance(name, str) and re.fullmatch(r"\w+", name)
         demand(valid, f"{self.kind}: name", repr(name), "a text of letters, digits and underscores")
 
-    def _set(self, name: str, entry: Entry) -> None:
-        """Set the entry of a name that is free, or whose component has the code of `entry`.
+        def decorate(component: C) -> C:
+            entry, taken = Entry(component, help, facts), self._entries.get(name)
+            # a notebook cell or a module that is executed again registers its components again
+            if taken is not None and taken.code != entry.code:
+                raise ConfigError(f"{self.kind} {name}: {taken.code} has this name; choose another for {entry.code}")
+            self._entries[name] = entry
+            return component
 
-        A notebook cell or a module that is executed again registers its components again.
-
-        Raises:
-            ConfigError: another component has the name.
-        """
-        taken = self._entries.get(name)
-        if taken is not None and taken.code != entry.code:
-            raise ConfigError(f"{self.kind} {name}: {taken.code} has this name; choose another for {entry.code}")
-        self._entries[name] = entry
+        return decorate
 
     def entry(self, name: str, where: str = "") -> Entry:
         """Return the entry of a name.
@@ -161,8 +125,8 @@ class Registry(UserDict[str, Entry]):
 
     def parse(self, name: str, values: Mapping[str, Any] | None = None, where: str = "") -> Any:
         """Return the checked options of component `name`."""
-        return _options.parse(self.entry(name, where).options, values or {}, where or f"{self.kind} {name}")
+        return _options.parse(self.entry(name, where).component, values or {}, where or f"{self.kind} {name}")
 
     def build(self, name: str, values: Mapping[str, Any] | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """Check the options, import the code and call it with the options and the further arguments."""
-        return self.entry(name).load()(self.parse(name, values), *arguments, **keywords)
+        """Check the options, and construct the component from them and the further arguments."""
+        return self.entry(name).component(self.parse(name, values), *arguments, **keywords)

@@ -237,7 +237,7 @@ def time_axis_settings(process: str) -> dict[str, Any]:
 
     The scale is ``log`` for processes whose time is a noise level, else ``linear``.
     """
-    symbol = PROCESSES.entry(process).load().time_symbol
+    symbol = PROCESSES.entry(process).component.time_symbol
     if symbol != "t":  # a noise level, such as sigma
         return {"xlabel": f"{symbol} (small: almost clean)", "xscale": "log"}
     quantity = "timestep" if process == "discrete" else "time"

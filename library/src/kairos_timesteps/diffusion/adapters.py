@@ -8,7 +8,7 @@ import torch
 
 from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Edm, Flow, Process
 from kairos_timesteps.diffusion.registries import PROCESSES
-from kairos_timesteps.diffusion.schedule import CONTINUOUS, PREDICTIONS, SCHEDULES, NoiseSchedule
+from kairos_timesteps.diffusion.schedule import CONTINUOUS, PREDICTIONS, SCHEDULES, NoiseSchedule, make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import Array
 
@@ -36,11 +36,11 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
         return look_alike
     if isinstance(process, str):
         if process in CONTINUOUS:
-            continuous: Process = PROCESSES[process].load()(prediction=prediction)
+            continuous: Process = PROCESSES[process].component(prediction=prediction)
             return continuous
         if process not in SCHEDULES:
             raise ConfigError(f"schedule: got {process!r}, allowed: {', '.join((*SCHEDULES, *CONTINUOUS))}")
-        return Discrete(Discrete.Options(timesteps=timesteps, schedule_name=process), prediction)
+        return Discrete(make_schedule(process, timesteps), prediction)
     if isinstance(process, NoiseSchedule):
         return Discrete(process, prediction)
     config = getattr(process, "config", None)

@@ -78,7 +78,7 @@ class Process(Component):
 
     def __init__(self, options: Any = None, prediction: str = "epsilon", **options_by_name: Any):
         where = f"process {type(self).__name__.lower()}"
-        super().__init__(options or parse(self.Options, {**self.outside, **options_by_name}, where))
+        super().__init__(options or parse(type(self), {**self.outside, **options_by_name}, where))
         self.prediction = self.prediction or prediction
 
     @overload

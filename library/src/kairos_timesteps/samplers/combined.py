@@ -14,7 +14,7 @@ from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand, rejection
 from kairos_timesteps.lazy import torch
 from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, same_kind, spline
-from kairos_timesteps.options import but_name, dump, option
+from kairos_timesteps.options import but_name, dump, option, parse
 from kairos_timesteps.registry import split
 
 
@@ -39,16 +39,17 @@ def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
         raise rejection(where, repr(value), "a sampler's name, or its name and options")
     missing = [key for key in extra if key not in component]
     demand(not missing, f"{where}.{', '.join(missing)}", "nothing", "one for each component")
-    if not issubclass(SAMPLERS.entry(component["name"], where).load(), FixedDensity):
+    sampler_class = SAMPLERS.entry(component["name"], where).component
+    if not issubclass(sampler_class, FixedDensity):
         raise rejection(f"{where}.name", component["name"], "samplers of a fixed density")
     given = {key: value for key, value in but_name(dict(component)).items() if key not in extra}
-    options = SAMPLERS.parse(component["name"], given, where)
+    options = parse(sampler_class, given, where)
     demand(not options.importance, f"{where}.importance", "true", "false; set it for the whole sampler")
     allowed = "random; the whole sampler has points, its components do not"
     demand(options.points == "random", f"{where}.points", options.points, allowed)
     in_turn = getattr(options, "in_turn", False)
     demand(not in_turn, f"{where}.in_turn", "true", "false; a component is drawn at random")
-    return {"name": component["name"], **dump(options), **{key: component[key] for key in extra}}
+    return {"name": component["name"], **dump(sampler_class, options), **{key: component[key] for key in extra}}
 
 
 def density_option() -> Any:
@@ -99,7 +100,7 @@ def _split(component: Mapping[str, Any], extra: str = "") -> tuple[str, dict[str
 def _required_context(component: Mapping[str, Any], extra: str = "") -> set[str]:
     """Return the context that a component requires, given by its name and options."""
     name, values = _split(component, extra)
-    sampler_class: type[FixedDensity] = SAMPLERS[name].load()
+    sampler_class: type[FixedDensity] = SAMPLERS[name].component
     return sampler_class.required_context(SAMPLERS.parse(name, values))
 
 

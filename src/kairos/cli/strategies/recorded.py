@@ -193,4 +193,4 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
 
 def _is_per_image(sampler: str) -> bool:
     """Return True if the density of the sampler with a name differs between images; False for an unknown name."""
-    return sampler in SAMPLERS and SAMPLERS[sampler].load().per_image
+    return sampler in SAMPLERS and SAMPLERS[sampler].component.per_image

@@ -323,7 +323,7 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
             an unknown option, the message lists the options that exist.
     """
     registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "process": PROCESSES}
-    defaults = {part: dump(registries[part].entry(name).options()) for part, name in names.items()}
+    defaults = {part: dump(registries[part].entry(name).component) for part, name in names.items()}
     full_names = [f"{part}.{option}" for part in names for option in defaults[part]]  # such as sampler.k
     values: dict[str, dict[str, Any]] = {part: {} for part in names}
     for setting in settings:
@@ -388,8 +388,8 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
     notes = [*curriculum_notes, *context_notes, *_state_notes(sampler, weighting)]
     with np.errstate(all="ignore"):  # `find_faults` reports what is not finite
         columns = table(sampler, weighting, **properties, **curriculum)
-    sampler_settings = {"name": sampler_name, **dump(sampler.options)}  # defaults included
-    weighting_settings = {"name": weighting_name, **dump(weighting.options)}
+    sampler_settings = {"name": sampler_name, **dump(sampler)}  # defaults included
+    weighting_settings = {"name": weighting_name, **dump(weighting)}
     return build_strategy_view(sampler_settings, weighting_settings, diffusion, columns, tuple(notes))
 
 
@@ -454,7 +454,7 @@ def _render_table(views: list[View]) -> str:
     # header
     first = views[0]
     is_discrete = first.process == "discrete"
-    header = ["timesteps" if is_discrete else PROCESSES[first.process].load().time_symbol]
+    header = ["timesteps" if is_discrete else PROCESSES[first.process].component.time_symbol]
     for quantity in ("mass of p", "mean w", "share of p*w"):
         header.append(quantity)
         if len(views) > 1:
