@@ -21,9 +21,8 @@ from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid
 from kairos.training.loop import train_steps
 from kairos_timesteps.base import Learned, MeasuresNetwork
-from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import COUPLINGS, PROCESSES, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import POINTS
-from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.registry import Registry
 from kairos_timesteps.strategy import Strategy

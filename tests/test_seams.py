@@ -50,10 +50,9 @@ from kairos.training.settings import (
     ScheduleOptions,
 )
 from kairos_timesteps.base import Sampler, Weighting
-from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import COUPLINGS, PROCESSES, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.couplings import Coupling
 from kairos_timesteps.diffusion.processes import Process
-from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError
 from training_case import experiment, make_latents, train
 

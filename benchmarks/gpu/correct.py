@@ -41,8 +41,7 @@ from kairos.training.loop import train_steps
 from kairos.training.run import train
 from kairos.training.settings import read_run_settings
 from kairos_timesteps.base import FixedDensity
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.strategy import Strategy
 

@@ -187,10 +187,9 @@ def _resolve(target: str) -> str | None:
 def _is_left_out(module: str) -> bool:
     """Return True if a module computes nothing and is therefore left out of fingerprints.
 
-    Modules in packages with a name in `_LEFT_OUT` are left out too, and the modules ``registries`` and ``settings`` of
-    kairos' packages.
+    Modules in packages with a name in `_LEFT_OUT` are left out too, and the modules ``settings`` of kairos' packages.
     """
-    selects_code = _top(module) in _PACKAGES and module.endswith((".registries", ".settings"))
+    selects_code = _top(module) in _PACKAGES and module.endswith(".settings")
     is_in_left_out_package = module.startswith(tuple(f"{name}." for name in _LEFT_OUT))
     return selects_code or module in _LEFT_OUT or is_in_left_out_package
 

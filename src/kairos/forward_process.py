@@ -3,8 +3,8 @@
 from typing import Any
 
 from kairos.library_components import LibraryComponent
+from kairos_timesteps.components import PROCESSES
 from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Flow, Process
-from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import demand
 
 

@@ -1,13 +1,10 @@
 """Named components: a dictionary from a name to a component and its options.
 
-Decorators register component classes. Looking a name up, checking options and listing what exists import nothing heavy.
-The code fingerprint of a run covers the components that the run uses and no others.
+Decorators register component classes. The registries here are empty until `kairos_timesteps.components`, which exports
+them, has imported the modules of all components.
 """
 
-import importlib
 import re
-import threading
-from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,7 +13,6 @@ from kairos_timesteps import options as _options
 from kairos_timesteps.errors import ConfigError, demand
 
 C = TypeVar("C", bound=type[_options.Component])
-_IMPORTING = threading.RLock()  # the modules of a registry may read registries while they are imported
 
 
 @dataclass(frozen=True)
@@ -49,40 +45,17 @@ def split(component: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return component["name"], _options.but_name(component)
 
 
-class Registry(UserDict[str, Entry]):
-    """All components of one kind by name.
+class Registry(dict[str, Entry]):
+    """All components of one kind by name, in the order of their registration.
 
     Args:
         kind: such as ``sampler``.
-        modules: modules whose import registers components; they are imported when the registry is first read.
     """
 
-    def __init__(self, kind: str, *modules: str):
+    def __init__(self, kind: str):
+        super().__init__()
         self.kind = kind
         self.unavailable: dict[str, str] = {}  # names that are known and not available, with the reason
-        self._entries: dict[str, Entry] = {}
-        self._modules = modules  # not imported yet
-        self._is_complete = not modules
-
-    @property
-    def data(self) -> dict[str, Entry]:  # type: ignore[override]  # UserDict has an attribute
-        """All entries, in the order of their modules, after importing these; other threads wait for the imports."""
-        if not self._is_complete:
-            with _IMPORTING:
-                self._import_modules()
-        return self._entries
-
-    def _import_modules(self) -> None:
-        """Import the modules that register components, and sort the entries by module."""
-        # none remain for a module that reads this registry while it is imported here
-        modules, self._modules = self._modules, ()
-        for module in modules:
-            importlib.import_module(module)
-        if modules:
-            order = {module: number for number, module in enumerate(modules)}
-            ordered = sorted(self._entries.items(), key=lambda item: order.get(item[1].module, len(order)))
-            self._entries = dict(ordered)
-            self._is_complete = True
 
     def __hash__(self) -> int:
         return id(self)
@@ -101,11 +74,11 @@ class Registry(UserDict[str, Entry]):
         demand(valid, f"{self.kind}: name", repr(name), "a text of letters, digits and underscores")
 
         def decorate(component: C) -> C:
-            entry, taken = Entry(component, help, facts), self._entries.get(name)
+            entry, taken = Entry(component, help, facts), self.get(name)
             # a notebook cell or a module that is executed again registers its components again
             if taken is not None and taken.code != entry.code:
                 raise ConfigError(f"{self.kind} {name}: {taken.code} has this name; choose another for {entry.code}")
-            self._entries[name] = entry
+            self[name] = entry
             return component
 
         return decorate
@@ -130,3 +103,14 @@ class Registry(UserDict[str, Entry]):
     def build(self, name: str, values: Mapping[str, Any] | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Check the options, and construct the component from them and the further arguments."""
         return self.entry(name).component(self.parse(name, values), *arguments, **keywords)
+
+
+SAMPLERS = Registry("sampler")
+WEIGHTINGS = Registry("weighting")
+COUPLINGS = Registry("coupling")
+PROCESSES = Registry("process")
+
+sampler = SAMPLERS.register
+weighting = WEIGHTINGS.register
+coupling = COUPLINGS.register
+process = PROCESSES.register

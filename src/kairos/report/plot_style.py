@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
 
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES
 
 DPI = 160  # resolution of PNG files
 # colours of texts and lines, of secondary texts and lines, and of the band of methods without a look

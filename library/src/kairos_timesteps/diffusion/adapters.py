@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Edm, Flow, Process
-from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.diffusion.schedule import CONTINUOUS, PREDICTIONS, SCHEDULES, NoiseSchedule, make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import Array
+from kairos_timesteps.registry import PROCESSES
 
 _PREDICTIONS = {prediction_type: prediction for prediction, prediction_type in DIFFUSERS.items()}
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kairos_timesteps.diffusion.registries import process
 from kairos_timesteps.diffusion.schedule import (
     CELLS,
     ENDS,
@@ -30,6 +29,7 @@ from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Tables, Values
 from kairos_timesteps.options import Component, option, parse
+from kairos_timesteps.registry import process
 
 DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
 

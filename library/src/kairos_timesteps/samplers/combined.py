@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import FixedDensity
-from kairos_timesteps.components import SAMPLERS, sampler
 from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand, rejection
 from kairos_timesteps.lazy import torch
 from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, same_kind, spline
 from kairos_timesteps.options import but_name, dump, option, parse
-from kairos_timesteps.registry import split
+from kairos_timesteps.registry import SAMPLERS, sampler, split
 
 
 def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:

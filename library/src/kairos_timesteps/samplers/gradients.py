@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import Cost, MeasuresNetwork, Observation, Sampler, TableDensity
-from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option, parse
+from kairos_timesteps.registry import sampler
 from kairos_timesteps.samplers.fixed import Uniform
 from kairos_timesteps.samplers.log_snr import LogSnr
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import Observation
-from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import on_device
 from kairos_timesteps.options import option, parse
+from kairos_timesteps.registry import sampler
 from kairos_timesteps.samplers.log_snr import EdmLogNormal
 from kairos_timesteps.samplers.losses import FollowsErrors, neighbours
 

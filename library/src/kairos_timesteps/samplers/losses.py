@@ -12,11 +12,11 @@ import numpy as np
 
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned, Observation, TableDensity
-from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Tables, on_device
 from kairos_timesteps.options import option
+from kairos_timesteps.registry import sampler
 
 
 class FollowsLosses(Learned, TableDensity):

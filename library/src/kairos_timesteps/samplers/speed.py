@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import FixedDensity, TableDensity
-from kairos_timesteps.components import sampler
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import (
     NoiseSchedule,
@@ -17,6 +16,7 @@ from kairos_timesteps.errors import demand
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Values, namespace, same_kind
 from kairos_timesteps.options import option, parse
+from kairos_timesteps.registry import sampler
 
 
 @sampler("speed", "SpeeD, eq. 6: k times more often before tau")

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import Learned, Observation
-from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.lazy import torch
 from kairos_timesteps.numeric import Values, interp, namespace
 from kairos_timesteps.options import parse
+from kairos_timesteps.registry import weighting
 from kairos_timesteps.samplers.losses import ErrorOfEpsilon
 from kairos_timesteps.weightings.fixed import AutoWeighting
 

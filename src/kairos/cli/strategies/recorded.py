@@ -20,8 +20,7 @@ from kairos.files import read_json, sha256_file
 from kairos.forward_process import with_sigma_data
 from kairos.library_components import LibraryComponent
 from kairos.strategy_file import parse_strategy_csv
-from kairos_timesteps.components import SAMPLERS
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES, SAMPLERS
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
 from kairos_timesteps.lookup import parse_name
 from kairos_timesteps.options import but_name

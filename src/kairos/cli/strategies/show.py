@@ -16,9 +16,8 @@ from kairos.forward_process import build_process, select_prediction, with_sigma_
 from kairos.library_components import LibraryComponent
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.base import Learned, Sampler
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import PROCESSES, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.processes import Process
-from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.lookup import build_pair, parse_name, table
