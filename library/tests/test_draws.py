@@ -220,7 +220,7 @@ def test_points_of_epochs_are_even_over_items_and_over_visits():
         ({"name": "range", "density": {"name": "beta", "c": 1}}, "density: unknown option 'c'"),
         ({"name": "range", "density": 3}, "density: got 3, allowed: a sampler's name"),
         ({"name": "range", "low": 0.5, "high": 0.5}, "low < high"),
-        ({"name": "range", "density": {"name": "uniform", "end": 100}, "low": 0.5}, "where the density has no mass"),
+        ({"name": "range", "density": {"name": "uniform", "end": 100}, "low": 0.5}, "where the density has mass"),
         ({"name": "mixture", "parts": []}, r"parts: got \[\], allowed: a list of samplers"),
         ({"name": "mixture", "parts": [{"name": "beta"}]}, r"parts\[0\].share: got nothing"),
         ({"name": "mixture", "parts": [{"name": "beta", "share": 0}]}, r"share: got \[0\]"),

@@ -161,7 +161,7 @@ class Attached:
         _ATTACHED.add(self)
         LOG.info("%s: %s", strategy.name, time.describe())
         self._reported = False
-        if not strategy.sampler.required_context(strategy.sampler.options):
+        if not strategy.sampler.requires_context:
             self._report({})
 
     def _reset(self) -> None:

@@ -25,7 +25,7 @@ from kairos_timesteps.diffusion.schedule import (
     NoiseSchedule,
     make_schedule,
 )
-from kairos_timesteps.errors import ConfigError, demand
+from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Tables, Values
 from kairos_timesteps.options import Component, option, parse
@@ -257,7 +257,7 @@ class Edm(Process):
     def __init__(self, options: Any = None, prediction: str = "", **options_by_name: Any):
         super().__init__(options, prediction, **options_by_name)
         if self.sigma_data is None:
-            raise ConfigError("sigma_data: got null, allowed: the standard deviation of the data, > 0")
+            raise rejection("sigma_data", "null", "the standard deviation of the data, > 0")
         self._data, self._ratio = self.sigma_data, self.sigma_max / self.sigma_min
 
     @staticmethod

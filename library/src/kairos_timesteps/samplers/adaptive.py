@@ -55,7 +55,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         least_rows: rows of the queue before S is selected from it; with fewer every F-statistic is 0.
 
     Raises:
-        ValueError: the feature vector has more timesteps than the process, or fewer than are selected from it.
+        ConfigError: the feature vector has more timesteps than the process, or fewer than are selected from it.
     """
 
     frequency: int = option(40, "f_S: model steps between policy updates", ge=1)

@@ -34,7 +34,7 @@ class Uniform(FixedDensity):
     $$p(t) = \frac{1}{\mathrm{end} - \mathrm{start}}, \qquad \mathrm{start} \le t < \mathrm{end}$$
 
     Raises:
-        ValueError: the range does not fit the process.
+        ConfigError: the range does not fit the process.
     """
 
     start: int = option(0, "first timestep drawn", ge=0)

@@ -29,7 +29,7 @@ class Speed(FixedDensity):
     exceeds r.
 
     Raises:
-        ValueError: tau is not before the end of the process.
+        ConfigError: tau is not before the end of the process.
     """
 
     k: float = option(5.0, "how much more often timesteps before tau are drawn", gt=0)

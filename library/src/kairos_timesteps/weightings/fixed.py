@@ -322,7 +322,7 @@ class TableWeighting(Weighting):
     $$w(t) = f(t / T), \qquad f \text{ through the numbers}$$
 
     Raises:
-        ValueError: there are no numbers, or they are not finite, below 0 or all 0.
+        ConfigError: there are no numbers, or they are not finite, below 0 or all 0.
     """
 
     values: list[float] = option([1.0, 1.0], "weights, t/T from 0 to 1")

@@ -230,7 +230,7 @@ def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[di
         ConfigError: the sampler requires a property that `context` does not contain.
     """
     provided = {*context, "progress", "step"}  # progress and step follow from option --progress
-    missing = sorted(sampler.required_context(sampler.options) - provided)
+    missing = sorted(sampler.requires_context - provided)
     if missing:
         examples = [f"--context {key}={4096 if key == 'tokens' else 1}" for key in missing]
         raise ConfigError(f"{name} depends on {', '.join(missing)} of a sample; add {', '.join(examples)}")
