@@ -51,6 +51,11 @@ def build_process(process: LibraryComponent, prediction: str | None, sigma_data:
     return built
 
 
+def output_channels(process: Process, channels: int) -> int:
+    """Return the number of output channels of the network: with a learned variance, twice the image's."""
+    return channels * (2 if process.schedule.variance == "learned_range" else 1)
+
+
 def scheduler_config(process: Process, clip: bool) -> dict[str, Any] | None:
     """Return the configuration of diffusers' scheduler for a process; None if diffusers has none.
 

@@ -338,8 +338,8 @@ class Strategy:
             autocast: context that the network is called in.
 
         Raises:
-            ConfigError: the sampler measures the network and there is none, it follows losses and `loss` was not
-                called, conditions do not match the images, or images of micro-batches have different shapes.
+            ConfigError: the network or the losses that the sampler needs are missing, conditions do not match the
+                images, or images of micro-batches have different shapes.
         """
         if not isinstance(draw, Draw):
             draws = draw

@@ -121,10 +121,6 @@ class Process(Component):
             return torch.addcmul(s * noise, a, x0)  # two kernels, and one rounding less
         return (a * x0 + s * noise).to(x0.dtype)
 
-    def channels(self, channels: int) -> int:
-        """Return the number of the network's output channels for images with `channels` channels."""
-        return channels
-
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the network's prediction at t, all its channels; preconditioned processes scale input and output."""
         return call(network, x_t, self._time_input(t, x_t), conditions)
@@ -208,10 +204,6 @@ class Discrete(Process):
 
     def _time_input(self, t: Tensor, x_t: Tensor) -> Tensor:
         return t + self.first_index  # an index, which networks embed in float32
-
-    def channels(self, channels: int) -> int:
-        """Return the number of the network's output channels: with a learned variance, twice the image's."""
-        return channels * (2 if self.schedule.variance == "learned_range" else 1)
 
     def _shaped_coefficients(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return both coefficients in the shape and type of `like`, by one lookup."""

@@ -16,12 +16,12 @@ from kairos.cli.strategies.show import (
     build_strategy_view,
     parse_strategy,
 )
-from kairos.files import read_json, sha256_file
+from kairos.files import DamagedError, read_json, sha256_file
 from kairos.forward_process import with_sigma_data
 from kairos.library_components import LibraryComponent
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.components import PROCESSES, SAMPLERS
-from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.lookup import parse_name
 from kairos_timesteps.options import but_name
 
@@ -139,7 +139,7 @@ def _view_of_checkpoint(
         KairosError: the checkpoint contains the state of another strategy, or the density differs between images.
     """
     from kairos.config.plugins import load_plugins
-    from kairos_timesteps.strategy import Strategy
+    from kairos_timesteps import Strategy
 
     if record is not None:
         load_plugins(record["config"].get("plugins", []))
