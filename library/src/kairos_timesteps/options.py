@@ -84,11 +84,10 @@ class Component:
 
     def __init_subclass__(cls) -> None:
         declared = {name: value for name, value in vars(cls).items() if isinstance(value, Option)}
-        hints = {name: hint for name, hint in cls.__annotations__.items() if name in declared}
+        annotations = {name: hint for name, hint in cls.__annotations__.items() if name in declared}
         namespace = getattr(sys.modules.get(cls.__module__), "__dict__", {})
-        hints = typing.get_type_hints(
-            SimpleNamespace(__annotations__=hints), namespace
-        )  # evaluates those that are texts
+        # evaluates types that are texts
+        hints = typing.get_type_hints(SimpleNamespace(__annotations__=annotations), namespace)
         for name, each in declared.items():
             if name in _RESERVED:
                 raise TypeError(f"{cls.__name__}.{name}: kairos uses this name; rename the option")
