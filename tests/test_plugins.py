@@ -151,7 +151,11 @@ def test_components_can_be_listed_and_shown(folder, capsys):
             FILE.replace("test_other", "test_power"),
             "line 23: sampler test_power: twice:Power has this name",
         ),
-        ("function", FILE.replace("class Other(FixedDensity)", "class Other"), "line 23: AttributeError: .*'Options'"),
+        (
+            "function",
+            FILE.replace("class Other(FixedDensity)", "class Other"),
+            "line 23: sampler test_other: got Other, allowed: a class",
+        ),
         ("untyped", FILE.replace("limit: float =", "limit ="), "line .*Capped.limit: an option needs a type"),
     ],
 )

@@ -32,7 +32,7 @@ class Entry:
     @property
     def module(self) -> str:
         """The module that contains the class."""
-        return self.component.__module__
+        return str(self.component.__module__)
 
     @property
     def code(self) -> str:
@@ -57,7 +57,7 @@ class Registry(dict[str, Entry]):
         self.kind = kind
         self.unavailable: dict[str, str] = {}  # names that are known and not available, with the reason
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]  # dictionaries have no hash
         return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Registry":
@@ -68,12 +68,16 @@ class Registry(dict[str, Entry]):
         """Register a `Component` class: a decorator.
 
         Raises:
-            ConfigError: the name is no word of letters, digits and underscores, or another component has it.
+            ConfigError: the name is no word of letters, digits and underscores, another component has it, or the
+                decorated object is no `Component` class.
         """
         valid = isinstance(name, str) and re.fullmatch(r"\w+", name)
         demand(valid, f"{self.kind}: name", repr(name), "a text of letters, digits and underscores")
 
         def decorate(component: C) -> C:
+            is_component = isinstance(component, type) and issubclass(component, _options.Component)
+            allowed = "a class that derives from kairos_timesteps.options.Component"
+            demand(is_component, f"{self.kind} {name}", getattr(component, "__name__", component), allowed)
             entry, taken = Entry(component, help, facts), self.get(name)
             # a notebook cell or a module that is executed again registers its components again
             if taken is not None and taken.code != entry.code:
