@@ -11,6 +11,7 @@
 export OMP_NUM_THREADS=1
 export TORCHINDUCTOR_COMPILE_THREADS=1  # without a pool of processes, each of which imports torch
 unset PYTHONDONTWRITEBYTECODE  # every process would compile all modules of kairos again
+export UV_COMPILE_BYTECODE=0  # most modules of the packages are never imported; Python compiles the others at first use
 bin="${UV_PROJECT_ENVIRONMENT:-.venv}/bin"
 declare -A running=()  # process id of each step that runs: its name
 declare -A began=()    # name of each step: when it began

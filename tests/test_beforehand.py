@@ -88,7 +88,7 @@ def test_check_rejects_runtimes_above_the_limit_of_the_partition(check, tmp_path
     status, output = check("check", *arguments, resolution=16)
     assert status == 2 and "runtime of train: got 1440 minutes, allowed: at most 240, the limit in" in output
     assert check("check", *arguments, resolution=16, training={"device": "cpu"})[0] == 0
-    settings["set-resources"] = {"train": {"runtime": 240}}
+    settings["set-resources"] = {"train": {"runtime": "4h"}}
     (profile / "profile.yaml").write_text(yaml.safe_dump(settings))
     assert check("check", *arguments, resolution=16)[0] == 0
     status, output = check("check", *arguments, "--steps-per-second", "0.01", resolution=16)

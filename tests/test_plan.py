@@ -14,7 +14,7 @@ from kairos.cli import main
 from kairos.config import load, validate
 from kairos.costs.estimate import estimate_cost
 from kairos.costs.network import count_network_cost
-from kairos.costs.rendering import estimate_values, render_estimate
+from kairos.costs.rendering import estimate_values, format_bytes, render_estimate
 from kairos.models.settings import BACKBONES
 from kairos_timesteps.base import Cost, MeasuresNetwork, Sampler
 from kairos_timesteps.components import SAMPLERS
@@ -260,6 +260,11 @@ def test_the_sets_of_samples_are_shown() -> None:
     assert "3 sets of 10,000 images" in render_estimate(
         estimate_cost(validate({**plain, "autoencoder": {"kind": "none"}}))
     )
+
+
+def test_numbers_of_bytes_have_no_exponent() -> None:
+    sizes = (1023, 12.5 * 2**20, 999.4 * 2**10, 999.5 * 2**10, 5000 * 2**40)
+    assert [format_bytes(size) for size in sizes] == ["1023 B", "12.5 MiB", "999 KiB", "1000 KiB", "5000 TiB"]
 
 
 def test_unknown_quantities_are_reported(

@@ -111,12 +111,24 @@ def test_files_that_extend_each_other_are_rejected_in_one_line(tmp_path, capsys,
     names = [f"{number}.yaml" for number in range(length)]
     for name, base in zip(names, [*names[1:], names[0]]):
         (tmp_path / name).write_text(f"extends: {base}\n")
-    words = [str(tmp_path / "0.yaml")]
-    if command == "train":
-        words = ["--config", *words, "--method", "uniform", "--seed", "0", "--out", str(tmp_path / "out")]
-    assert main([command, *words]) == 2
+    assert main(write_command(command, tmp_path / "0.yaml")) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and "extends" in message and "0.yaml" in message
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_file_without_a_mapping_is_rejected_in_one_line(tmp_path, capsys, command):
+    for content in ("- extends\n", "extends\n", ""):
+        (tmp_path / "list.yaml").write_text(content)
+        assert main(write_command(command, tmp_path / "list.yaml")) == 2
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and "list.yaml" in message
+
+
+def write_command(command: str, config: Path) -> list[str]:
+    if command == "check":
+        return ["check", str(config)]
+    return ["train", "--config", str(config), "--method", "uniform", "--seed", "0", "--out", str(config.parent / "out")]
 
 
 def test_a_setting_overrides_the_extended_file(tmp_path):

@@ -105,7 +105,7 @@ def test_dvc_stages_follow_the_methods_of_a_sweep(copy):
     before = (copy.folder / "dvc.yaml").read_text()
     fingerprints = ("kairos", "ledger", "fingerprints", "--out", str(table))
     result = copy.run_forked(*fingerprints)
-    assert result.returncode == 1 and "dvc.yaml now names the methods of params.yaml" in result.stderr
+    assert result.returncode == 1 and "dvc.yaml now lists the methods of params.yaml" in result.stderr
     assert copy.run_forked(*fingerprints).returncode == 0
     listed = json.loads(copy.run_forked("python", "-c", LIST_STAGES).stdout)["stages"]
     stage = listed["train@speed-k=2.5-0"]

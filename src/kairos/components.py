@@ -200,10 +200,12 @@ class Selection:
         for name in self.components:
             if isinstance(self.components, Registry):
                 entry = self.components[name]
-                description, properties = entry.help or self.components.kind, _library_schema(entry.component)
+                description = entry.help or self.components.kind
+                properties = _library_schema(entry.component)
             else:
                 cls = self.components[name]
-                description, properties = cls.help(), _options_schema(cls)
+                description = cls.help()
+                properties = _options_schema(cls)
             name_schema = {"const": name, "description": description}
             name_schemas.append(name_schema)
             object_schemas.append(

@@ -14,7 +14,7 @@ from kairos_timesteps.errors import KairosError
 def setup(
     threads: int, device: str, deterministic: bool | str = True, local_rank: int | None = None, precision: str = "fp32"
 ) -> torch.device:
-    """Set the number of threads and deterministic algorithms, select the device, and return the device.
+    """Set the number of threads and deterministic algorithms, and return the selected device.
 
     All settings apply to the whole process, and the caller must not have computed anything before. Determinism sets
     ``CUBLAS_WORKSPACE_CONFIG`` unless it is set, and hides torch's warnings about determinism. An operation without a

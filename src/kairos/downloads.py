@@ -111,8 +111,11 @@ def warn_of_missing(experiment: Experiment) -> list[str]:
     requirements += _networks_and_captions(experiment)
     warnings = []
     for requirement in requirements:
-        is_present = requirement.exists or requirement.find
-        if not is_present():
+        if requirement.exists is not None:
+            is_present = requirement.exists()
+        else:
+            is_present = requirement.find() is not None
+        if not is_present:
             warnings.append(f"warning: {requirement.name}: {requirement.describe_absence()}")
     return warnings
 

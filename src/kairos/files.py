@@ -98,6 +98,9 @@ def write_weights(path: Path | str, weights: dict[str, Any]) -> None:
     """Write tensors by name as safetensors, as diffusers and transformers do but atomically.
 
     The tensors may be on any device, and may require gradients.
+
+    Raises:
+        RuntimeError: tensors on the CPU share memory.
     """
     from safetensors.torch import save
 

@@ -65,7 +65,7 @@ def fingerprint(roots: Iterable[str]) -> str:
 
     Raises:
         ModuleNotFoundError: the module of a root has no source.
-        ImportError: a name is imported lazily, see `_resolve`.
+        ImportError: the code uses a name that package `kairos_timesteps` lacks, see `_resolve`.
     """
     return _fingerprint(tuple(sorted(set(roots))))
 
@@ -90,9 +90,10 @@ def _without_file_name(code: str) -> str:
 
 
 def roots_of(component: "Component | LibraryComponent") -> list[str]:
-    """Return the code of a component and of the components that its options name, as roots of a fingerprint.
+    """Return the code of a component as roots of a fingerprint.
 
-    The root is the whole module of the code for a component of the pipeline, and the class for one of the library.
+    A component of the pipeline has one root, the whole module of its code. For a component of the library, the roots
+    are its class and those of the components that its options name, see `_library_roots`.
     """
     registry = getattr(component, "registry", None)  # only components of the library have one
     if registry is None:
@@ -103,8 +104,11 @@ def roots_of(component: "Component | LibraryComponent") -> list[str]:
 def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]:
     """Return the code of a component of the library and of the components that its options name.
 
-    The root of a component is its class. The components that options name are in `registry` too. An option that
-    `component`, name and plain options, lacks has its default.
+    The root of a component is its class. The components that options name are in `registry` too.
+
+    Args:
+        registry: registry of the component.
+        component: name and plain options; options that it lacks have their defaults.
     """
     entry = registry.entry(component["name"])
     roots = [entry.code]
@@ -127,15 +131,16 @@ def modules(roots: Iterable[str]) -> list[str]:
 def reached(roots: Iterable[str]) -> dict[str, str]:
     """Return the hash of every module and definition that `roots` reach, by ``"module"`` or ``"module:Name"``.
 
-    The roots are included, unless they are left out of fingerprints. The order of the result has no meaning.
+    The result includes the code that each root stands for (`_resolve`), unless it is left out of fingerprints. The
+    order of the result has no meaning.
 
     Raises:
         ModuleNotFoundError: the module of a root has no source.
-        ImportError: a name is imported lazily, see `_resolve`.
+        ImportError: the code uses a name that package `kairos_timesteps` lacks, see `_resolve`.
     """
     waiting = list(roots)  # dotted names to follow
     for root in waiting:
-        _summary(root.partition(":")[0])  # raises an error if the module does not exist
+        _summary(root.partition(":")[0])  # for the error; `_resolve` would replace a missing module by its package
     hashes: dict[str, str] = {}
     seen: set[str] = set()
     while waiting:
@@ -155,19 +160,22 @@ def reached(roots: Iterable[str]) -> dict[str, str]:
 def _resolve(target: str) -> str | None:
     """Return the ``"module"`` or ``"module:Name"`` that a dotted name stands for; None if the module is left out.
 
-    An imported name stands for what is imported, any other name for the whole module. Examples:
+    A name of a module of package `kairos` stands for the whole module. In another module, a name that the module
+    defines stands for the definition, and an imported name for what is imported. Any other name stands for the whole
+    module: an unknown one, one such as ``__name__``, and one with several imports, see `_imports`.
 
-    * ``kairos.data.batches.Batches`` stands for ``kairos.data.batches``, which is hashed as a whole.
+    * ``kairos.data.batches.Batches`` stands for ``kairos.data.batches``.
     * ``kairos_timesteps.errors.demand`` is left out.
     * ``kairos_timesteps.randomness.Stream.uniform`` stands for ``kairos_timesteps.randomness:Stream``.
+    * ``kairos_timesteps.Strategy`` stands for ``kairos_timesteps.strategy:Strategy``.
 
     Raises:
-        ImportError: the name is imported lazily, and no import under TYPE_CHECKING shows from where.
+        ImportError: package `kairos_timesteps` neither defines nor imports the name, not even under TYPE_CHECKING.
     """
-    module, *names = target.replace(":", ".").split(".")
+    module, *names = target.replace(":", ".").split(".")  # roots and a module's own definitions are "module:Name"
     while names and _path(f"{module}.{names[0]}"):  # the first names are modules, the others attributes
         module = f"{module}.{names.pop(0)}"
-    if module == _PIPELINE or _is_left_out(module):
+    if module == _PIPELINE or _is_left_out(module):  # the file of package `kairos` contains only the version
         return None
     counts_as_whole = module.startswith(f"{_PIPELINE}.")
     if counts_as_whole or not names or names[0].startswith("__"):  # such as __name__, an attribute of the module
@@ -177,8 +185,9 @@ def _resolve(target: str) -> str | None:
     if name in summary.code:
         return f"{module}:{name}"
     sources = summary.imports.get(name, [])
-    if len(sources) == 1:  # if several imports bind the name, use the whole module
+    if len(sources) == 1:
         return _resolve(".".join([*sources, *attributes]))
+    # other modules bind such names by statements, which the whole module includes; this one imports them lazily
     if module == _LIBRARY:
         raise ImportError(f"{target}: {module} does not define {name!r}; import the name there under TYPE_CHECKING")
     return module
@@ -195,7 +204,7 @@ def _is_left_out(module: str) -> bool:
 
 
 def _path(module: str) -> Path | None:
-    """Return the source file of a module without importing a package; None if the module has none.
+    """Return the source file of a module without importing its package; None if the module has none.
 
     For a module that is already imported and is not part of kairos' packages, it is the file of the import.
     """
@@ -205,7 +214,10 @@ def _path(module: str) -> Path | None:
     imported_file = getattr(sys.modules.get(module), "__file__", None)
     if imported_file:
         return Path(imported_file)
-    spec = sys.modules[package].__spec__ if package in sys.modules else importlib.util.find_spec(package)
+    if package in sys.modules:
+        spec = sys.modules[package].__spec__  # may be None; then `find_spec` raises an error
+    else:
+        spec = importlib.util.find_spec(package)
     if spec is None:
         return None
     if spec.submodule_search_locations is None:  # a module in one file, which has no submodules
@@ -225,8 +237,9 @@ def _file_in_package(module: str, this_file: str) -> Path | None:
     `this_file` is a file in package `kairos`, and an argument because tests replace ``__file__``.
     """
     package, *names = module.split(".")
-    folder = Path(this_file).parent
-    if package != _PIPELINE:
+    if package == _PIPELINE:
+        folder = Path(this_file).parent
+    else:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             return None
@@ -236,7 +249,10 @@ def _file_in_package(module: str, this_file: str) -> Path | None:
 
 @functools.cache
 def _source_file(path: Path) -> Path | None:
-    """Return the source file of the module, or else of the package, at a path without suffix; None without either."""
+    """Return the source file of the module, or else of the package, at a path without suffix; None without either.
+
+    This process looks for it once.
+    """
     candidates = (path.with_suffix(".py"), path / "__init__.py")
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
@@ -247,7 +263,7 @@ def _source(path: Path) -> str:
 
     Tests replace this function to edit the text.
     """
-    return _imported.get(path) or path.read_text(encoding="utf-8")
+    return _imported.get(path) or path.read_text(encoding="utf-8")  # an empty text that is set is read again
 
 
 def set_source(path: Path, text: str) -> None:
@@ -339,8 +355,10 @@ class _Summaries:
 
         summaries = self._read() | self._new  # read again, since another process may have added summaries
         self._new = {}
+        newest = dict(list(summaries.items())[-_MOST_SUMMARIES:])  # new ones are at the end
+        # a RuntimeError: the user has no home; a KairosError: the path is not a file
         with suppress(OSError, RuntimeError, KairosError), atomic(self._path.expanduser(), "w") as file:
-            json.dump(dict(list(summaries.items())[-_MOST_SUMMARIES:]), file, separators=(",", ":"))
+            json.dump(newest, file, separators=(",", ":"))
 
     def _read(self) -> dict[str, Any]:
         """Return the content of the file; empty without a file, or if it is damaged."""
@@ -371,6 +389,7 @@ def _summarise(module: str, path: Path, text: str) -> _Summary:
     """
     if _top(module) not in _PACKAGES:
         return _compute_summary(module, path, text)
+    # this module and Python's parser determine the summary of a text; the file's name decides about relative imports
     inputs = [_HASH_OF_THIS_MODULE, sys.version, module, path.name, text, _data_of(path)]
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     summary = _summaries.find(key)
@@ -395,15 +414,16 @@ def _compute_summary(module: str, path: Path, text: str) -> _Summary:
     for name in names:
         digest, used_names = _hash_and_used_names(parsed, name)
         code[name] = digest, sorted(used_names)
-    executed_imports = {name: sources for name, sources in parsed.imports.items() if sources}
-    imports = parsed.typing_imports | executed_imports  # an executed import replaces one under TYPE_CHECKING
+    imports = parsed.typing_imports | parsed.imports  # an executed import replaces one under TYPE_CHECKING
     return _Summary(imports, code)
 
 
 def _parse(module: str, path: Path, text: str) -> _Parsed:
-    """Parse a module, and sort its statements into definitions, imports and others.
+    """Parse a module, and sort its top-level statements into definitions, imports and others.
 
-    Code under TYPE_CHECKING never runs: its imports are kept apart, and its statements are left out.
+    A star import is one of the others, and so is a statement that contains imports, such as `try`. Docstrings are left
+    out. Code under TYPE_CHECKING never runs: its imports are kept apart, and its statements are left out. The code
+    under `else` is kept.
     """
     parsed = _Parsed(module, path, ast.parse(text))
 
@@ -411,13 +431,15 @@ def _parse(module: str, path: Path, text: str) -> _Parsed:
     executed: list[ast.stmt] = []
     for node in parsed.tree.body:
         if isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING":
-            parsed.typing_imports |= _imports(_nodes(ast.Module(node.body, [])), module, path)
+            body = ast.Module(node.body, [])  # `_nodes` takes one node; nested imports are included
+            parsed.typing_imports |= _imports(_nodes(body), module, path)
             executed += node.orelse
         else:
             executed.append(node)
     parsed.tree.body = executed
 
-    # sort the executed statements; a star import binds unknown names, so it is treated as a statement
+    # sort the executed statements; a star import is one of the others, because it binds unknown names
+    # imports within definitions and statements, such as in `try`, are left to `_hash_and_used_names`
     for node in executed:
         names = _defined_names(node)
         for name in names:
@@ -443,7 +465,10 @@ def _last_name(node: ast.AST) -> str:
 
 
 def _defined_names(node: ast.stmt) -> list[str]:
-    """Return the names that a definition or an assignment to names binds; none for any other statement."""
+    """Return the names that a definition or an assignment to names binds; none for any other statement.
+
+    An assignment that also changes an object, such as ``name, options["k"] = 1, 2``, has none either.
+    """
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return [node.name]
     if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
@@ -451,7 +476,7 @@ def _defined_names(node: ast.stmt) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # several in `a = b = 1`
     target_nodes = [target_node for target in targets for target_node in ast.walk(target)]
     if any(isinstance(target_node, (ast.Attribute, ast.Subscript)) for target_node in target_nodes):
-        return []  # changes an object, such as `options["name"] = 1`
+        return []
     return [target_node.id for target_node in target_nodes if isinstance(target_node, ast.Name)]
 
 
@@ -480,6 +505,7 @@ def _imports(nodes: Iterable[ast.AST], module: str, path: Path) -> dict[str, lis
     * ``import kairos.data.arrays as arrays`` gives `arrays` the name ``kairos.data.arrays``.
     * ``from kairos.files import atomic`` gives `atomic` two names: ``kairos.files.atomic`` and ``kairos.files``.
     * ``from .schedules import linear`` in ``plugin.noise`` gives `linear` the name ``plugin.schedules.linear``.
+    * ``from kairos_timesteps.numeric import *`` gives `*` the name ``kairos_timesteps.numeric``.
     """
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
     pairs: list[tuple[str, str]] = []  # name that an import binds, and dotted name
@@ -491,7 +517,7 @@ def _imports(nodes: Iterable[ast.AST], module: str, path: Path) -> dict[str, lis
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             names = [(alias.asname or alias.name, alias.name) for alias in node.names]
             pairs += [(bound, f"{source}.{name}".removesuffix(".*")) for bound, name in names]
-            # `name` may be a definition: then the import runs the module `source`
+            # `name` may be a module: then the import also runs `source`, its package
             pairs += [(bound, source) for bound, _ in names if _top(source) == _PIPELINE]
     imports: dict[str, list[str]] = {}
     for bound, dotted in pairs:
@@ -506,9 +532,16 @@ def _top(dotted: str) -> str:
 
 
 def _is_followed(package: str, importer: str, path: Path) -> bool:
-    """Return True for kairos' packages; in a plugin file also for its package and the files in its folder.
+    """Return True if an import of a package or module is followed.
 
-    `package` is the first part of the imported name; `importer` and `path` are name and file of the importing module.
+    Imports of kairos' packages are followed in every module. In a plugin file, imports of its own package and of module
+    files in its folder are followed too, but not those of other packages there. A plugin file is a module outside of
+    kairos' packages, the standard library and folders ``site-packages``.
+
+    Args:
+        package: first part of the imported name.
+        importer: name of the importing module.
+        path: file of the importing module.
     """
     if package in _PACKAGES:
         return True
@@ -521,7 +554,7 @@ def _is_followed(package: str, importer: str, path: Path) -> bool:
     if package == importing_package:
         return True
     file = _path(package)
-    return file is not None and file.parent == path.parent
+    return file is not None and file.parent == path.parent  # the file of a package is in a folder of its own
 
 
 def _hash_and_used_names(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
@@ -535,7 +568,7 @@ def _hash_and_used_names(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
     used = _used_names(nodes)
     first_names = {_top(dotted) for dotted in used}
 
-    # definitions of this module that the code uses, and imports of the code and of the module
+    # definitions and imports of this module that the code uses, and imports within the code
     imports = list(_imports(nodes, parsed.module, parsed.path).items())
     names_to_follow = {parsed.module} if "globals" in first_names else set()  # globals() may return any definition
     if name:
@@ -635,11 +668,12 @@ def _without_help(decorator: ast.expr) -> ast.expr:
     return decorator
 
 
-def _prints_message(node: ast.AST) -> bool:
+def _prints_message(node: ast.Call) -> bool:
     """Return True for a call ``log(...)``, ``warn(...)`` or ``x.warn(...)``; ``numpy.log(...)`` computes."""
-    if not isinstance(node, ast.Call) or _called(node) not in _MESSAGES:
-        return False
-    return _called(node) != "log" or isinstance(node.func, ast.Name)
+    called = _called(node)
+    if called == "log":
+        return isinstance(node.func, ast.Name)
+    return called in _MESSAGES
 
 
 def _called(call: ast.Call) -> str:

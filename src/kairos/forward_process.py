@@ -20,7 +20,9 @@ def select_prediction(process: LibraryComponent, prediction: str | None) -> str 
     allowed = ", ".join(choices) or "null, since the process has one prediction target"
     valid = prediction is None or prediction in choices
     demand(valid, "diffusion.prediction", f"{prediction!r} with process {process.name}", allowed)
-    return prediction or next(iter(choices), None)
+    if prediction is not None or not choices:
+        return prediction
+    return choices[0]
 
 
 def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> LibraryComponent:

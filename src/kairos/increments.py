@@ -66,8 +66,10 @@ def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> 
     t = np.asarray(t, np.float64)
     zeros, ones = np.zeros_like(t), np.ones_like(t)
     if process == "vp":
-        exponent, beta = slope * t**2 / 2 + beta_0 * t, slope * t + beta_0
-        s, sigma2 = np.exp(-exponent / 2), np.expm1(exponent)
+        beta = slope * t + beta_0
+        exponent = slope * t**2 / 2 + beta_0 * t  # integral of beta from 0 to t
+        s = np.exp(-exponent / 2)
+        sigma2 = np.expm1(exponent)
         return Ingredients(s, sigma2, -beta * s / 2, (1 + sigma2) * beta)
     if process == "ve":
         return Ingredients(ones, t, zeros, ones)
@@ -232,7 +234,7 @@ def _continuous_levels(process: str, timesteps: int, r: float) -> _Levels:
         raise ConfigError(f"process: got {process!r}, allowed: {', '.join(PROCESSES)}")
     t = np.concatenate([[0.0], t])
     form = table_8(process, t)
-    largest_drop_of_s = np.abs(np.diff(form.s, prepend=1)).max()  # s never rises
+    largest_drop_of_s = np.abs(np.diff(form.s)).max()  # s never rises
     return _Levels(
         t=t,
         s=form.s,
@@ -255,7 +257,7 @@ def _levels_of_schedule(schedule: NoiseSchedule, r: float) -> _Levels:
     """
     t = np.arange(schedule.timesteps + 1.0)  # 0 is the image
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
-    if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # not clipped
+    if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # the limit at which `make_schedule` clips
         delta, beta_0 = linear_coefficients(schedule)
         form = table_8("vp", t, beta_0, delta / schedule.timesteps)
         decay = form.s**2  # alpha-bar in continuous form

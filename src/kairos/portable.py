@@ -58,7 +58,10 @@ def machine() -> dict[str, str]:
     cpu_info = Path("/proc/cpuinfo")
     text = cpu_info.read_text() if cpu_info.exists() else ""
     model = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
-    processor = model[1] if model else (platform.processor() or platform.machine())
+    if model:
+        processor = model[1]
+    else:
+        processor = platform.processor() or platform.machine()  # the first is empty on many systems
     torch = sys.modules.get("torch")  # None in commands that do not import it
     is_limited = all(os.environ.get(name) == value for name, value in VARIABLES.items())
     if is_limited:
@@ -98,27 +101,35 @@ def is_requested(arguments: "argparse.Namespace") -> bool:
         return False  # the command reports the problem
 
 
-def _read_file_with_determinism(path: Path) -> Any:
+def _read_file_with_determinism(path: Path) -> dict[str, Any]:
     """Return the values of an experiment file, or of the first file it extends that sets `training.deterministic`.
 
     If no file sets the field, they are the values of the last file. They are not checked.
 
     Raises:
         OSError: a file cannot be read.
-        TypeError: a file contains no mapping.
+        TypeError: a file does not contain a mapping.
         ValueError: files extend each other.
         YAMLError: a file is not YAML.
     """
-    import yaml
-
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = _read_mapping(path)
     read_paths = {path.resolve()}
     while "extends" in values and "deterministic" not in values.get("training", {}):
         path = (path.parent / values["extends"]).resolve()
         if path in read_paths:
             raise ValueError(f"{path} extends itself")
         read_paths.add(path)
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _read_mapping(path)
+    return values
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file; for the errors, see `_read_file_with_determinism`."""
+    import yaml
+
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise TypeError(f"{path}: got {type(values).__name__}, allowed: a mapping")
     return values
 
 
@@ -155,6 +166,7 @@ def check() -> None:
     ineffective = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         ineffective.append("ATEN_CPU_CAPABILITY")
+    # names of AVX-512 in different releases of numpy
     if numpy_features.get("X86_V4") or numpy_features.get("AVX512_SKX"):
         ineffective.append("NPY_DISABLE_CPU_FEATURES")
     if mkl_mode is not None and mkl_mode(_CBWR_BRANCH) != _COMPATIBLE:
@@ -240,7 +252,7 @@ def _elementwise_kernel(function: Any) -> "Callable[..., Tensor | None]":
         if out is not None and out.dtype != x.dtype:
             return None
         result = torch.empty_like(x)  # memory of numpy has another alignment
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # torch does not warn of values such as sqrt(-1)
             function(x.detach().numpy(), out=result.numpy())
         if out is None:
             return result

@@ -32,7 +32,8 @@ def download_files(path: str, files: Iterable[str], cached: bool = False) -> Pat
     try:
         return Path(snapshot_download(path, allow_patterns=list(files), local_files_only=cached))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise KairosError(" ".join(str(error).split())[:300]) from None
+        one_line = " ".join(str(error).split())
+        raise KairosError(one_line[:300]) from None
 
 
 def find_network_folder(path: str, field: str, files: Iterable[str], needed: str) -> Path:
@@ -67,7 +68,7 @@ def find_network_folder(path: str, field: str, files: Iterable[str], needed: str
 
 
 def is_available(path: str, file: str = "config.json") -> bool:
-    """Return True if a network's folder, or the Hugging Face cache for a hub id, contains a file; it is not read."""
+    """Return True if a network's folder, or the Hugging Face cache for a hub id, contains a file, which is not read."""
     if not is_hub_id(path):
         return Path(path, file).is_file()
     from huggingface_hub import try_to_load_from_cache

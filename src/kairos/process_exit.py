@@ -17,8 +17,9 @@ _status = 1  # exit status of this process; 1 until `end_process` sets it, for e
 def skip_teardown() -> None:
     """Let this process end right after its atexit functions.
 
-    Python waits for threads first. Atexit functions that were registered before this call are lost, so call it before
-    imports of packages that register some.
+    Its exit status is the one of `end_process`, or 1 without that call, even after ``sys.exit(0)``. Python waits for
+    threads first. Atexit functions that were registered before this call are lost, so call it before imports of
+    packages that register some.
     """
     atexit.register(_end_at_once)
 

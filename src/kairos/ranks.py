@@ -63,7 +63,8 @@ def meet(processes: int | None = None) -> None:
             with, or one rank if it was not.
     """
     global _meetings
-    processes = processes or ranks()
+    if processes is None:
+        processes = ranks()
     if processes == 1:
         return
     _meetings += 1

@@ -162,4 +162,7 @@ def _find_component_annotation(model_field: Any) -> Any:
     for argument in (model_field.annotation, *get_args(model_field.annotation)):  # list[...], or list[...] | None
         for element in (argument, *get_args(argument)):
             annotations += getattr(element, "__metadata__", ())
-    return next((annotation for annotation in annotations if hasattr(annotation, "class_of")), None)
+    for annotation in annotations:
+        if hasattr(annotation, "class_of"):  # not `isinstance`: `kairos.components` imports this module
+            return annotation
+    return None

@@ -84,7 +84,7 @@ def in_order(
     for position, (path, record) in enumerate(parts):
         shard = record.get("shard") or {}  # empty for the result of a whole job, which the comparison below rejects
         number = shard.get("number", 0)
-        if shard.get("of", len(parts)) != len(parts):
+        if shard.get("of", len(parts)) != len(parts):  # without `of`, the comparison below raises the error
             raise KairosError(f"{path}: is one of {shard['of']} parts, but {len(parts)} are given; give all of them")
         expected = {**identity, "shard": Shard(number, len(parts)).record(count, batch_size)}
         for name, value in expected.items():

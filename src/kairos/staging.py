@@ -35,8 +35,9 @@ def staged(latents: Path) -> Iterator[Path]:
     Without a complete copy, a reason in `_reason_not_to_copy` has this effect too. A message reports folder and reason.
 
     Raises:
-        KairosError: the latents or their data set are not complete.
+        KairosError: the latents, their data set or their encoded captions are not complete.
         DamagedError: the original files do not match their records.
+        FileNotFoundError: a file that a record contains is missing.
     """
     if "KAIROS_LOCAL" not in os.environ and "SLURM_JOB_ID" not in os.environ:
         yield latents
@@ -84,6 +85,9 @@ def _files_to_copy(latents: Path, manifest: dict[str, Any], dataset: Path, datas
 
     The images of the data set are left out unless the model is trained on pixels. The encoded captions in ``text`` are
     only in the result if the latents have them.
+
+    Raises:
+        KairosError: the encoded captions are not complete.
     """
     dataset_files = dict(dataset_manifest["files"])
     reads_images = not manifest["files"]  # training on pixels
@@ -119,7 +123,7 @@ def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
     if "KAIROS_LOCAL" not in os.environ and mount(local)[0] in ("tmpfs", "ramfs"):
         return "it is in main memory"
     free = shutil.disk_usage(local).free
-    if free < 2 * size:
+    if free < 2 * size:  # as much space as the copy takes stays free
         return f"{free / 1e9:.3g} GB are free, twice {size / 1e9:.3g} are needed"
     return None
 

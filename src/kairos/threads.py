@@ -90,7 +90,7 @@ def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
     """
     slow_reads = 0  # in succession
     for index, item in enumerate(items):
-        if slow_reads == 2 and len(items) - index > 1:
+        if slow_reads == 2 and len(items) - index > 1:  # a single last read needs no threads
             _read_in_threads(read, items[index:])
             return
         start = time.perf_counter()

@@ -123,9 +123,9 @@ class Executor(plugin.Executor):
         super().run_jobs(jobs)
 
     def run_job(self, job: Any) -> None:
-        """Take over the earlier SLURM job that does a job's work, or submit the job; report every exception.
+        """Take over the earlier SLURM job that does a job's work, or submit the job; log and report exceptions.
 
-        A job that raises one is not retried. Snakemake calls this method in threads, where an exception would be lost.
+        After an exception the job is not retried. Snakemake calls this method in threads, which would lose exceptions.
         """
         try:
             if not self._take_over(job):
@@ -133,13 +133,14 @@ class Executor(plugin.Executor):
         except Exception as error:
             log(f"{job.name}: {error}")  # Snakemake's own message is hidden by `quiet` in the profile
             prevent_retry(job)
+            # not `self.report_job_error`, which reports no failed submission
             super().report_job_error(SubmittedJobInfo(job), msg=str(error))
 
     def _submit(self, job: Any) -> None:
         """Submit a job, repeatedly and without a limit while SLURM cannot accept it; a message reports each repetition.
 
-        A pause precedes each repetition. Jobs of the same rule that an unsuccessful submission left in the queue
-        without a record are cancelled after the pause.
+        A pause precedes each repetition. An unsuccessful submission may have left a job in the queue without a record.
+        Such jobs are cancelled after the pause, if the name of their rule begins with the name of this job's rule.
 
         Raises:
             WorkflowError: sbatch failed with an error outside of `TEMPORARY_SBATCH_ERRORS`, or the run is cancelled.
@@ -166,8 +167,9 @@ class Executor(plugin.Executor):
         Raises:
             WorkflowError: the run is cancelled.
             FileNotFoundError: an input does not exist.
+            DamagedError: a record is damaged.
         """
-        for record_file, record in list(self._earlier_records.items()):
+        for record_file, record in list(self._earlier_records.items()):  # a copy, since `_forget` removes entries
             job_id, outputs = record_file.stem, record["outputs"]
             if set(_outputs_of(job)).isdisjoint(outputs):
                 continue
@@ -220,8 +222,9 @@ class Executor(plugin.Executor):
         is not retried.
         """
         was_submitted = job_info.external_jobid is not None
-        if not was_submitted:  # msg: "<error of sbatch> sbatch call: <command>"
-            self._sbatch_errors[job_info.job] = " ".join(str(msg).partition("sbatch call:")[0].split())
+        if not was_submitted:
+            sbatch_error, _, _ = str(msg).partition("sbatch call:")  # msg: "<error of sbatch> sbatch call: <command>"
+            self._sbatch_errors[job_info.job] = " ".join(sbatch_error.split())  # on one line
             return
         self._forget(self._record_file(job_info))
         if self._exact and _would_diverge_again(job_info):
@@ -255,7 +258,7 @@ class Executor(plugin.Executor):
             pass
         # a report of success or error deletes the record of a job: jobs with a record have not been reported
         unreported = [job_info for job_info in active_jobs if self._record_file(job_info).exists()]
-        states = self._query_queue("%i %T") if unreported else {}  # None: no answer
+        states = self._query_queue("%i %T") if unreported else {}  # state by job id; None: no answer
         for job_info in unreported:
             job_id = job_info.external_jobid
             if states is not None:
@@ -263,6 +266,7 @@ class Executor(plugin.Executor):
             is_gone = self._misses[job_id] >= _MISSES_UNTIL_GONE  # gap 2
             is_queued_again = states is not None and states.get(job_id) in PENDING_STATES  # gap 3, if it is complete
             if (is_gone or is_queued_again) and self._is_complete(job_info):
+                # a job that is queued again must not run again
                 run_command("scancel", job_id, timeout=_COMMAND_TIMEOUT)
                 self.report_job_success(job_info)
             elif is_gone:
@@ -288,7 +292,7 @@ class Executor(plugin.Executor):
 
         Methods of this class that pause raise WorkflowError from now on.
         """
-        self._cancelled.set()
+        self._cancelled.set()  # first, so that no other thread submits a job again
         super().cancel()
         run_command("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, timeout=_COMMAND_TIMEOUT)
 
@@ -315,7 +319,7 @@ class Executor(plugin.Executor):
         return job_records_folder(self._results) / f"{job_info.external_jobid}.json"
 
     def _forget(self, record_file: Path) -> None:
-        """Delete a job's record and success file, and leave the job out of the earlier jobs."""
+        """Delete a job's record and success file, which may be missing, and remove it from the earlier jobs."""
         record_file.unlink(missing_ok=True)
         batch_script.success_file(record_file).unlink(missing_ok=True)
         self._earlier_records.pop(record_file, None)
@@ -437,7 +441,8 @@ def _does_work_of(record: dict[str, Any], job: Any) -> bool:
 def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
     """Return everything that decides a job's outputs: parameters as Snakemake compares them, and content of inputs.
 
-    Outputs of the job's group are left out of the inputs: they may or may not exist at the time of a comparison.
+    Outputs of the job's group are left out of the inputs: they may or may not exist at the time of a comparison. Large
+    inputs are described by size and modification time.
 
     Raises:
         FileNotFoundError: an input does not exist.

@@ -92,7 +92,8 @@ def compute_gradient_moments(
         ValueError: the metric has another number of tensors than the network has trained parameters.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    scale = 1.0 if metric is None else _flatten_metric(metric, parameters)
+    # factor of gradients: a number, or the root of the metric (parameters,)
+    gradient_scale = 1.0 if metric is None else _flatten_metric(metric, parameters)
     count = len(x0) // len(levels)  # images of a level
     losses = np.empty((len(levels), count))
     squared_norms = np.empty((len(levels), count))
@@ -100,6 +101,7 @@ def compute_gradient_moments(
     for level, (low, high) in enumerate(levels):
         u = low + (high - low) * Stream(seed, "analysed times").uniform(level, range(count))
         noise = Stream(seed, "analysed noise").normal(level, range(count), tuple(x0.shape[1:]))
+        # a single 0, which the first addition broadcasts to (parameters,)
         mean_gradient = torch.zeros((), dtype=torch.float64, device=x0.device)
         for i in range(count):  # one sample at a time: its gradient needs a separate backward pass
             row_in_level = slice(i, i + 1)
@@ -118,7 +120,7 @@ def compute_gradient_moments(
                     samples=SampleCoordinates(seed, level, range(i, i + 1)),
                 )
                 sample_loss = loss(prediction).sum()  # a scalar
-            gradient = scale * _flatten_gradients(sample_loss, parameters)
+            gradient = gradient_scale * _flatten_gradients(sample_loss, parameters)
             losses[level, i] = sample_loss.item()
             squared_norms[level, i] = torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
             mean_gradient = mean_gradient + gradient.double() / count

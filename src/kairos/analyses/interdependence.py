@@ -48,6 +48,10 @@ def measure_interdependence(
         A row for each pair of a trained and a measured part, grouped by trained part. Column ``trained`` is the number
         of the trained part from 0, or ``all`` for the whole process as a control, whose rows are the last.
         `_compare_losses` describes the other columns.
+
+    Raises:
+        DivergedError: a training diverges.
+        DamagedError: the checkpoint of the run is damaged.
     """
     # the snapshot, and its loss on held-out images
     snapshot = open_milestone(folder, "raw", device)
@@ -66,7 +70,7 @@ def measure_interdependence(
     def compute_losses(network: Backbone) -> list[Tensor]:
         """Compute the loss of each image on every part, (images,) each."""
         # the index of a part of the process selects its noise, which is equal before and after the training
-        return [fixed_loss.errors(network, part, u, "prediction") for part, u in enumerate(image_fractions)]
+        return [fixed_loss.errors(network, part, u, of="prediction") for part, u in enumerate(image_fractions)]
 
     # train on each part, and measure all parts
     losses_before = compute_losses(snapshot.model)

@@ -79,7 +79,8 @@ def measure_gradient_variance(
     """Compute density, loss and moments of the gradient g by time, a row per loss and level.
 
     The losses are ``training`` and ``vlb``, each with the levels in order of time. Expectations are over training
-    images, noise and times of the level, for the raw weights. Source: Kim et al. 2025, figures 2 and 6.
+    images (`options.images` random ones per level), noise and times of the level, for the raw weights. Source: Kim et
+    al. 2025, figures 2 and 6.
 
     A level has the columns ``loss``, ``level``, ``u_low``, ``u_high``, ``t`` and ``density``. The moments are
     ``loss_mean``, ``loss_variance``, ``variance`` (tr Cov g), ``squared_mean`` (||E g||²), ``noise_scale``, and
@@ -111,7 +112,7 @@ def measure_agreement(
     optimizer_state = load_optimizer_state(folder, snapshot, device)
     metrics: dict[str, Metric] = {"training": None}
     if optimizer_state is not None:
-        eps = optimizer_state["param_groups"][0]["eps"]
+        eps = optimizer_state["param_groups"][0]["eps"]  # equal in all groups
         # sorted by key, the index of the parameter
         second_moments = [state["exp_avg_sq"] for _, state in sorted(optimizer_state["state"].items())]
         metrics["preconditioned"] = [1 / (moment.sqrt() + eps) for moment in second_moments]

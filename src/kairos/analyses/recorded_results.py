@@ -95,7 +95,7 @@ def _find_best_time(rows: list[TableRow], experiment: Any) -> float:
     after step 0.
     """
     distance_and_time = []  # means over seeds, by step
-    for step in experiment.milestones[1:]:
+    for step in experiment.milestones[1:]:  # the first is step 0
         step_rows = [row for row in rows if row["method"] == experiment.baseline and row["step"] == step]
         mean_distance = np.mean([row["distance"] for row in step_rows])
         mean_time = np.mean([row["seconds"] for row in step_rows])
@@ -131,6 +131,6 @@ def compute_increments(options: IncrementsOptions, experiment: Any, results: Pat
         schedule = None if has_levels else as_process(name).schedule
         moments = process_increments.increments(process, schedule, r=options.r)
         columns = {**moments.columns(), "area": moments.area()}
-        for values in zip(*columns.values()):
+        for values in zip(*columns.values()):  # the values of one time
             rows.append({"process": name, **dict(zip(columns, values))})
     return rows

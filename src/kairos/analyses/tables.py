@@ -19,7 +19,7 @@ def measure_snapshot(
 ) -> None:
     """Measure one snapshot, and write the rows of the analysis with method, seed and step as the first columns.
 
-    `latents` is the folder of the data that the snapshot was trained on.
+    The table is the CSV file `out`. `latents` is the folder of the data that the snapshot was trained on.
 
     Raises:
         FileNotFoundError: the snapshot is missing.

@@ -85,7 +85,9 @@ class AutoencoderCodec(Codec):
         deterministic. The latents are not scaled, see `to_model_space`.
         """
         images = images.to(self.device)
-        encoded = self.model.encode(images.expand(-1, 3, -1, -1) if self.grey else images)
+        if self.grey:
+            images = images.expand(-1, 3, -1, -1)
+        encoded = self.model.encode(images)
         if hasattr(encoded, "latents"):  # AutoencoderTiny, VQModel
             return encoded.latents, None
         return encoded.latent_dist.mean, encoded.latent_dist.logvar
@@ -146,11 +148,12 @@ def load_model(folder: Path | str) -> Any:
     if class_name not in KINDS:
         raise ConfigError(f"autoencoder.path: {folder} holds {class_name!r}, allowed: {', '.join(KINDS)}")
     try:
-        with without_pipeline_packages():
-            import diffusers  # slow, and not needed to reject the folder
+        with without_pipeline_packages():  # without packages that only diffusers' pipelines need, the import is quick
+            import diffusers  # slow nevertheless, and not needed to reject the folder
 
             model_class = getattr(diffusers, class_name)  # imports its module
         diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
+        # `low_cpu_mem_usage` would need the package accelerate
         return model_class.from_pretrained(
             folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
         )

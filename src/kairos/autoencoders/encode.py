@@ -80,7 +80,7 @@ def encode(
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
 
-    # arrays, in the private folder
+    # arrays, in the private folder; the captions are opened first, because `prepare_folder` deletes the old result
     text_manifest = open_encoded_captions(text, dataset).manifest if text else None
     partial = prepare_folder(out, _ARRAYS)
     all_rows = range(len(dataset.images))
@@ -200,8 +200,9 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
 
     Args:
         parts: folders of the shards, at least one, in any order.
-        identity: settings that the shards must have been encoded with.
-        partial: the private folder.
+        identity: settings that the shards must have been encoded with. Device and version of torch may differ from
+            these, but must be equal for all shards.
+        partial: the private folder; it is deleted first.
         rows: indices of all images.
 
     Raises:
@@ -211,21 +212,21 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
     records = [open_record(part, "encode --shard KofN") for part in parts]
     batch_size = identity["batch_size"]
 
-    # check the shards: device and version of torch must equal the first shard's. This process may have others, because
+    # check the shards. Device and version of torch must equal the first shard's; this process may have others, because
     # joining computes nothing.
     shard_identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
     shard_identity["dtype"] = identity.get("dtype")  # None for float32, which is absent from the records of shards
-    order = in_order(list(zip(parts, records)), shard_identity, len(rows), batch_size)
+    ordered_positions = in_order(list(zip(parts, records)), shard_identity, len(rows), batch_size)
     for part, record in zip(parts, records):
         check_files(part, record["files"], AGAIN)
 
     # open the arrays of the shards, in the order of their images
     arrays, batches = {}, {}
     for file in records[0]["files"]:
-        shard_arrays = [ArrayFile(parts[position] / file) for position in order]
+        shard_arrays = [ArrayFile(parts[position] / file) for position in ordered_positions]
         name = Path(file).stem
         row_shape = shard_arrays[0].shape[1:]
-        arrays[name] = row_shape, shard_arrays[0].dtype
+        arrays[name] = (row_shape, shard_arrays[0].dtype)
         batches[name] = iterate_blocks(shard_arrays, batch_size)
     shutil.rmtree(partial, ignore_errors=True)  # joining cannot resume: `batches` start at the first image
 

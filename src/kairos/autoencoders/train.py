@@ -76,8 +76,9 @@ def train(
     Args:
         config: section `autoencoder`.
         dataset: the prepared data set.
-        state: file of the checkpoint, from which an interrupted training run with equal settings resumes; the caller
-            deletes it after the results are written.
+        state: file of the checkpoint, from which an interrupted training run resumes. A checkpoint of other settings,
+            data, code, torch version, number of threads or kind of device is ignored and replaced. The caller deletes
+            the file after the results are written.
         device: device of the training run.
         flips: flip each image horizontally with probability 1/2.
 
@@ -88,6 +89,7 @@ def train(
     model = build_model(config, dataset.shape).to(device).train()
     optimizer = Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
     settings = {
+        # the excluded fields do not change the steps
         "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size", "dtype"}),
         "dataset": dataset.manifest["content_sha256"],
         "code": fingerprint([__name__]),

@@ -106,14 +106,15 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
         KairosError: the autoencoder cannot be downloaded or loaded.
     """
     field = "autoencoder.path"
-    folder = find_network_folder(str(config.path), field, FILES, needed=" and ".join(FILES))
+    path = str(config.path)  # never None: a pretrained autoencoder has a path
+    folder = find_network_folder(path, field, FILES, needed=" and ".join(FILES))
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         raise ConfigError(f"{field}: {config.path!r} lacks {' and '.join(missing)} (a diffusers folder)")
     model = load_model(folder)
     resource_usage.end_startup()
     check_image_size(dataset.shape, downsampling(model), f"the autoencoder {config.path}")
-    if model.config.in_channels not in (3, dataset.shape[0]):
+    if model.config.in_channels not in (3, dataset.shape[0]):  # images have 1 or 3 channels, and 1 is repeated to 3
         raise ConfigError(
             f"{field}: {config.path!r} takes {model.config.in_channels} channels, the images have "
             f"{dataset.shape[0]}; set dataset.color"

@@ -3,7 +3,8 @@
 A subcommand's module declares its arguments without importing the code that it runs, so that ``--help`` is quick. Its
 function `run` imports that code, after the checks of the arguments: imports of torch take seconds.
 
-Exit status: 0 success, 1 failure with a message, 2 wrong usage (command line or experiment file).
+Exit status: 0 success, 1 failure with a message, 2 wrong usage (command line or experiment file), 75 a training run
+that a signal has stopped early.
 """
 
 import argparse
@@ -57,9 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand and return its exit status; an error becomes a message on standard error.
 
     The status is 2 for wrong usage and a ConfigError. It is 1 for any other KairosError, for an OSError, for a closed
-    pipe and after Ctrl-C; a closed pipe has no message. Other exceptions are programming errors and are raised. The
-    garbage collector is off until the subcommand calls `resource_usage.end_startup`, or else until it returns. Output
-    to a standard stream that is closed is discarded.
+    pipe and after Ctrl-C; a closed pipe has no message. A SystemExit has its own status, such as 75 for a training run
+    that stopped early. Other exceptions are programming errors and are raised. The garbage collector is off until the
+    subcommand calls `resource_usage.end_startup`, or else until it returns. Output to a standard stream that is closed
+    is discarded.
 
     Args:
         argv: arguments without the name of the program; None: the process's arguments.
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr = _open_null()
     try:
         return _run_subcommand(sys.argv[1:] if argv is None else argv)
-    except SystemExit as stop:  # argparse: 0 after --help, 2 after wrong usage
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after wrong usage; `StoppedEarly`: 75
         return stop.code if isinstance(stop.code, int) else 1
     except KairosError as error:
         return _fail(str(error), status=2 if isinstance(error, ConfigError) else 1)
@@ -98,11 +100,11 @@ def _run_subcommand(argv: list[str]) -> int:
 
     If the experiment is portable, environment variables that limit CPU instructions are set first. Stages in
     `FORKED_STAGES` then run in a fork of the controller's fork server, if there is one that accepts them, and the exit
-    status of the fork is returned. All other subcommands run in this process, and return 0. An unknown command prints a
-    message, with a similar command if there is one, and returns 2.
+    status of the fork is returned. All other subcommands run in this process, and return 0 or raise their errors. An
+    unknown command prints a message, with a similar command if there is one, and returns 2.
 
     Raises:
-        SystemExit: argparse has printed the help or an error.
+        SystemExit: argparse has printed the help or an error, or a training run stopped early.
     """
     from kairos import portable
     from kairos.workflow import fork_server
@@ -121,7 +123,7 @@ def _run_subcommand(argv: list[str]) -> int:
             return status
     module, _ = COMMANDS[arguments.command]
     importlib.import_module(module).run(arguments)
-    sys.stdout.flush()
+    sys.stdout.flush()  # a closed pipe raises its error here, where `main` handles it
     return 0
 
 

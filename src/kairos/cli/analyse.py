@@ -28,12 +28,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     With ``--milestone``, that snapshot is measured on the latents in the folder of results, and the measurements are
     written to the CSV file in ``--out``. Without, the results are read, and ``analyses/NAME.csv`` and ``.png`` are
-    written into their folder. The folder of results is ``--results``, or by default results/<experiment>.
+    written into their folder. The folder of results is ``--results``, or by default results/<experiment>. With
+    ``--timing``, the time of the job is recorded.
 
     Raises:
         ConfigError: the experiment has no such analysis, only one of ``--milestone`` and ``--out`` is set, or the
             analysis does not measure single snapshots.
-        KairosError: results, snapshot or latents are missing or damaged.
+        KairosError: the latents, the measurements or the training time of a run are missing, or a file is damaged.
+        FileNotFoundError: the snapshot is missing, or another result that the analysis reads.
     """
     from kairos.config import load
 

@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the JSON schema, with plugins, or check one experiment file or all files below a folder.
 
     No file is written. The check of one file also reads the data that the experiment names, the profile of a cluster
-    and earlier results. The other options have no effect on the check of a folder.
+    and earlier results. The other options have no effect on the check of a folder. A file that is not valid raises
+    ConfigError.
     """
     from kairos.config import Experiment
     from kairos.config.plugins import load_plugins
@@ -62,11 +63,13 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_file(arguments: argparse.Namespace) -> None:
     """Check an experiment file and print jobs, methods, settings and warnings.
 
-    With ``--folder``, print only the folder of results, after the check of the file alone.
+    With ``--folder``, print only the folder of results, after the check of the file alone. A warning that the distance
+    may not rank methods is printed before the jobs, other warnings at the end.
 
     Raises:
         ConfigError: the experiment is not valid, or is certain to fail. Images, memory and time limits are checked
             after jobs, methods and settings are printed.
+        KairosError: a file of the cluster's profile cannot be read.
     """
     from kairos.config import load
     from kairos.workflow.layout import Layout
@@ -84,8 +87,9 @@ def _check_file(arguments: argparse.Namespace) -> None:
     experiment, messages = configured.resolve()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
-    if warning := warning_before_run(experiment.evaluation, experiment.dataset, Path(layout.results)):
-        print(_wrap(f"warning: {warning}") + "\n")
+    ranking_warning = warning_before_run(experiment.evaluation, experiment.dataset, Path(layout.results))
+    if ranking_warning:
+        print(_wrap(f"warning: {ranking_warning}") + "\n")
 
     # tables of jobs and methods
     job_rows: _Table = [("stage", "jobs")]
@@ -95,7 +99,7 @@ def _check_file(arguments: argparse.Namespace) -> None:
 
     # settings, one per line
     settings = _describe_settings(layout, arguments.all_options)
-    if configured == experiment:  # else `messages` report the extractor that replaces auto
+    if configured == experiment:  # else `messages` report the extractor that `resolve` has chosen for auto
         extractor = experiment.evaluation.extractor
         settings["extractor"] = _describe_component(extractor, arguments.all_options)
     for name, setting in settings.items():
@@ -126,18 +130,20 @@ def _method_rows(experiment: "Experiment", all_options: bool) -> _Table:
     Args:
         all_options: True to include options that have their default value.
     """
-    parts = ["sampler", "weighting"]
+    kinds = ["sampler", "weighting"]  # of components: columns of the table, and fields of a method
     if any(method.coupling.name != "independent" for method in experiment.methods.values()):
-        parts.append("coupling")
-    rows: _Table = [("method", *parts)]
+        kinds.append("coupling")
+    rows: _Table = [("method", *kinds)]
     for name, method in experiment.methods.items():
-        cells = [_describe_component(getattr(method, part), all_options) for part in parts]
+        cells = [_describe_component(getattr(method, kind), all_options) for kind in kinds]
         rows.append((name, *cells))
     return rows
 
 
 def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
     """Return descriptions by label: ``model``, ``process``, ``seeds``, ``milestones`` (steps, segments), ``samples``.
+
+    A prediction target that the experiment does not set, and a single segment, are left out.
 
     Args:
         layout: layout of the checked experiment.
@@ -168,6 +174,7 @@ def _check_folder(folder: Path) -> None:
     Raises:
         ConfigError: the folder contains no file, or some files are not valid. The error is raised after the table, and
             its message contains the errors of all files.
+        KairosError: the snapshot in a file's `training.start_from` is damaged; no table is printed then.
     """
     from kairos.config import find_experiment_files, load
     from kairos.workflow.layout import Layout
@@ -180,7 +187,9 @@ def _check_folder(folder: Path) -> None:
             experiment, _ = load(file).resolve()
         except ConfigError as error:
             message = str(error)
-            problems.append(message if str(file) in message else f"{file}: {message}")
+            if str(file) not in message:  # most messages contain the file, but not those of `resolve`
+                message = f"{file}: {message}"
+            problems.append(message)
             continue
         layout = Layout(experiment, file)
         job_count = sum(layout.count_jobs().values())
@@ -199,7 +208,7 @@ def _describe_component(component: Component | LibraryComponent, all_options: bo
     """
     if isinstance(component, LibraryComponent):
         return _describe_value(component.plain(), component.registry, all_options)
-    defaults = type(component)(name=component.name).plain_options()
+    defaults = type(component)(name=component.name).plain_options()  # of a component with no option set
     options = component.plain_options()
     return _describe_options(component.name, options, defaults, registry=None, all_options=all_options)
 
@@ -230,6 +239,7 @@ def _describe_options(
     """
     described = []
     for option, value in options.items():
+        # compares texts: a value that is a component has all its options, and the default perhaps only some
         text = _describe_value(value, registry, all_options)
         is_default = option in defaults and text == _describe_value(defaults[option], registry, all_options)
         is_empty = value in (None, [])

@@ -71,7 +71,7 @@ def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
     """Return a function that parses a value as JSON or YAML, for argument `type` of `argparse`.
 
     JSON is tried first: the workflow writes it, and YAML reads 1e-05 as text. The function raises ConfigError for a
-    text that is neither. `option` has no dashes.
+    text that is neither; it does not check that the value is among `allowed`. `option` has no dashes.
     """
 
     def parse(text: str) -> Any:
@@ -83,6 +83,7 @@ def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError:
+            # not `rejection` itself: it is a ValueError too, whose message argparse would replace
             raise ConfigError(str(rejection(f"--{option}", repr(text), allowed))) from None
 
     return parse
@@ -100,7 +101,7 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
     Raises:
         ConfigError: the numbers of values differ.
     """
-    values_by_option = [getattr(arguments, option) or [] for option in options]
+    values_by_option = [getattr(arguments, option) or [] for option in options]  # None: the option is not set
     *required, optional = values_by_option
     count = len(required[0])
     required_differ = any(len(values) != count for values in required)
@@ -109,7 +110,9 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
         numbers = ", ".join(str(len(values)) for values in values_by_option)
         allowed = f"an equal number of each, or none of --{options[-1]}"
         raise ConfigError(f"{names}: got {numbers} values; allowed: {allowed}")
-    return list(zip(*required, optional or [None] * count))
+    if not optional:
+        optional = [None] * count
+    return list(zip(*required, optional))
 
 
 def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
@@ -130,8 +133,8 @@ def load_experiment_at(path: Path) -> tuple["Experiment", Path]:
     """Return the experiment of an experiment file or of a folder of results, and its folder of results.
 
     The folder of an experiment file is ``results/<experiment>``, and need not exist. For a folder, the experiment is
-    the newest file that the pipeline has kept for the folder. Without such a file it is the experiment in the record of
-    the newest snapshot.
+    the newest file that the pipeline in the working directory has kept for the folder. Without such a file it is the
+    experiment in the record of the newest snapshot.
 
     Raises:
         ConfigError: the path does not exist, or the file is not a valid experiment.
@@ -141,8 +144,10 @@ def load_experiment_at(path: Path) -> tuple["Experiment", Path]:
     from kairos.status.run_progress import load_outline
 
     outline = load_outline(path)
-    # an outline has no experiment if no experiment file is known for the folder of results
-    return outline.experiment or load_recorded_experiment(outline.results), outline.results
+    experiment = outline.experiment
+    if experiment is None:  # no experiment file is known for the folder of results
+        experiment = load_recorded_experiment(outline.results)
+    return experiment, outline.results
 
 
 def set_up_device(experiment: "Experiment", device: str | None = None) -> "torch.device":

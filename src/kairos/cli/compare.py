@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _write_index(arguments: argparse.Namespace) -> None:
     """Write a page that lists all experiments in a folder, with their rankings or errors, and print its path.
 
-    Experiments may lack results. Folders that contain no ``<method>/seed<N>`` are skipped. The page is ``--out``, or
-    index.html in the folder.
+    Experiments may lack results, and results that cannot be read raise no error. Folders that contain no
+    ``<method>/seed<N>`` are skipped. The page is ``--out``, or index.html in the folder.
 
     Raises:
         ConfigError: the paths are not a single folder that contains folders of results.
@@ -64,7 +64,7 @@ def _write_index(arguments: argparse.Namespace) -> None:
         try:
             experiment, _ = load_experiment_at(folder)
             results = collect(experiment, folder, unfinished=True)
-            entries[folder] = results, compare_methods(results)
+            entries[folder] = (results, compare_methods(results))
         except errors.KairosError as error:
             entries[folder] = str(error)
     out = arguments.out or root / "index.html"
@@ -76,6 +76,10 @@ def _compare(arguments: argparse.Namespace) -> None:
     """Print the table of a comparison or write it to ``--out``; print warnings and notes on standard error.
 
     Warnings come before the table, notes after it.
+
+    Raises:
+        ConfigError: the baseline is not among the methods, or not all methods have the metric.
+        KairosError: a path is not an experiment, has no valid result, or was evaluated with another protocol.
     """
     from kairos.files import write_text
     from kairos.report.compare import (
@@ -129,7 +133,7 @@ def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]
             errors.demand(path.name in experiment.methods, f"method of {folder}", path.name, allowed)
         resolved_folder = folder.resolve()
         if resolved_folder not in by_folder:
-            by_folder[resolved_folder] = collect(experiment, folder, unfinished=True), []
+            by_folder[resolved_folder] = (collect(experiment, folder, unfinished=True), [])
         results, selected_methods = by_folder[resolved_folder]
         methods_of_path = [path.name] if is_method else results.methods
         for method in methods_of_path:

@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     - `encode` reads all three and writes ``latents``, one shard of them, or the latents merged from shards.
 
     Each folder can be set by an option, such as ``--dataset`` or ``--out``; by default it is in results/<experiment>.
+    With ``--timing``, the time of the job is recorded.
 
     Raises:
         KairosError: a folder that the stage reads is missing or damaged.
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "torch.device":
-    """Set up torch and return the device of `autoencoder`, `text` or `encode`.
+    """Set up torch, see `set_up_device`, and return the device of `autoencoder`, `text` or `encode`.
 
     The device is the CPU if no network is computed, because the workflow then requests no GPU: for `autoencoder` and
     `encode` in pixel space, and if `encode` merges shards. Otherwise it is the device of the experiment.
@@ -92,8 +93,8 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
 def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
     """Prepare the images and captions of the data set, write them to `out`, and describe them.
 
-    Earlier files of the data set in `out` are deleted first. The entry of the timing record is `images`, the number of
-    images with the held-out ones.
+    Earlier files of the data set in `out` are deleted first. Start-up ends as soon as the source is open. The entry of
+    the timing record is `images`, the number of images with the held-out ones.
     """
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
@@ -115,8 +116,8 @@ def _make_autoencoder(
 ) -> Outcome:
     """Train the autoencoder or copy a pretrained one, write it to `out`, and describe it.
 
-    In pixel space only the record of an autoencoder without a network is written. The entry of the timing record is
-    `psnr`, in dB, None in pixel space.
+    In pixel space only the record of an autoencoder without a network is written. The end of start-up is marked. The
+    entry of the timing record is `psnr`, in dB, None in pixel space.
     """
     from kairos.autoencoders.train_or_load import make_autoencoder
 
@@ -133,7 +134,7 @@ def _encode_captions(
 ) -> Outcome:
     """Encode the captions of the data set, write them to `out`, and describe them.
 
-    The entry of the timing record is `captions`, the number of captions.
+    The end of start-up is marked. The entry of the timing record is `captions`, the number of captions.
 
     Raises:
         ConfigError: the experiment has no text encoder.
@@ -142,7 +143,7 @@ def _encode_captions(
 
     if experiment.text_encoder is None:
         raise rejection("text_encoder", "null", "{path: ...}, the encoder of the captions")
-    manifest = encode_captions(experiment.text_encoder, dataset, out, device)
+    manifest = encode_captions(experiment.text_encoder, dataset, out, device)  # marks the end of start-up
     shape = "×".join(map(str, manifest["condition"]["shape"]))
     return f"{manifest['count']} encoded captions, each of shape {shape}", {"captions": manifest["count"]}
 
@@ -157,8 +158,8 @@ def _encode_images(
     """Encode the images of the data set or one shard of them, or merge shards; write them to `out`, and describe them.
 
     The latents for a model that is conditioned on text refer to the folder of the captions, encoded by `kairos text`.
-    The entry of the timing record is `images`, the number of images; a shard has no entry. Folders to read that no
-    option sets are in results/<experiment>.
+    Start-up ends with the loading of the autoencoder. The entry of the timing record is `images`, the number of images;
+    a shard has no entry. Folders to read that no option sets are in results/<experiment>.
     """
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
@@ -182,7 +183,8 @@ def _encode_images(
         dtype=experiment.autoencoder.dtype,
     )
     if arguments.shard is not None:
-        return "images {first} to {end}, shard {number} of {of}".format(**manifest["shard"]), {}
+        shard = manifest["shard"]
+        return f"images {shard['first']} to {shard['end']}, shard {shard['number']} of {shard['of']}", {}
     shape = "×".join(map(str, manifest["shape"]))
     flipped = ", with flipped images" if manifest["flips"] else ""
     description = f"{manifest['kind']} of {manifest['count']} images, x0 of shape {shape}{flipped}"

@@ -71,8 +71,11 @@ def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Findi
     """
     from kairos.status import cluster_checks, tool_checks
 
-    results = Path("results") / (experiment.experiment if experiment else "")
-    tracking_uri = experiment.tracking.uri if experiment else None
+    results = Path("results")
+    tracking_uri: str | None = None
+    if experiment is not None:
+        results = results / experiment.experiment
+        tracking_uri = experiment.tracking.uri
     with ThreadPoolExecutor() as pool:
         # separate threads run these, while this one checks the cluster and imports torch
         mlflow = pool.submit(tool_checks.check_mlflow, tracking_uri)
@@ -163,7 +166,11 @@ def _check_weights() -> Finding:
 
 
 def _check_experiment(path: Path, experiment: "Experiment") -> list[Finding]:
-    """Return a finding about an experiment file and each file that its jobs read; a missing file is not usable."""
+    """Return a finding about an experiment file and each of the requirements of its jobs, see `downloads`.
+
+    A requirement is a data set, a network or a file of captions; one that is missing or damaged is not usable. All are
+    verified, which reads whole files of weights and loads data sets of the hub from the cache.
+    """
     from kairos import downloads
 
     size = f"{len(experiment.methods)} methods, {len(experiment.seeds)} seeds"

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     - `evaluate` reads npz files of samples and the reference, and writes a JSON record of metrics for each npz file. It
       logs warnings about the numbers of images.
 
-    With ``--timing``, the record of `evaluate` contains the number of files.
+    With ``--timing``, the time of the job is recorded, for `evaluate` with the number of files.
     """
     if arguments.command == "extractor":
         _build_extractor(arguments)
@@ -92,21 +92,24 @@ def run(arguments: argparse.Namespace) -> None:
 def _build_extractor(arguments: argparse.Namespace) -> None:
     """Write the folder of the feature extractor that `evaluation.extractor` selects, or that is chosen for ``auto``.
 
-    A classifier is trained on the data set, on the CPU; a published extractor is copied.
+    A classifier is trained on the data set, on the CPU; a published extractor is copied, after its download if it is
+    missing. Start-up ends before.
 
     Raises:
         ConfigError: the experiment is not valid, or its evaluation is not possible.
+        KairosError: the data set is missing, or the extractor cannot be trained or downloaded.
     """
     from kairos.config import load
 
-    experiment, _ = load(arguments.config).resolve()
+    experiment, _ = load(arguments.config).resolve()  # without the messages, which `kairos check` prints
 
     # imported after the check of the experiment file, since it takes seconds
     from kairos import resource_usage
     from kairos.data.dataset import open_dataset
     from kairos.evaluation import extractors
 
-    dataset, extractor = open_dataset(arguments.dataset), experiment.evaluation.extractor
+    dataset = open_dataset(arguments.dataset)
+    extractor = experiment.evaluation.extractor
     extractor.load()  # imports the extractor's code now, so that the timing counts the imports as start-up
     set_up_device(experiment, "cpu")
     resource_usage.end_startup()
@@ -144,7 +147,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     """Compare each file of samples with the reference, and write its record.
 
     With ``--milestone``, the record contains the validation loss of the snapshot too. Without ``--metrics``, the
-    metrics of the reference are measured, or for an npz reference the default metrics of the extractor.
+    metrics of the reference are measured, or for an npz reference the default metrics of the extractor. If a file
+    cannot be evaluated, the records of earlier files remain.
 
     Raises:
         ConfigError: options that are repeated together have different numbers of values, ``--sets`` is below 1, or

@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: ``--out`` is missing or exists; or ``hub`` finds no snapshot, or got ``--out`` without a snapshot.
+        KairosError: no run is evaluated past step 0, a file is damaged, or the package of the format is not installed.
     """
     from kairos.report.collect import collect
     from kairos.tracking import export
@@ -66,7 +67,9 @@ def _list_snapshots(path: Path, out: Path | None) -> None:
         _, folder = load_experiment_at(path)
     else:
         folder = path
-    records = [record for pattern in _SNAPSHOT_PATTERNS for record in folder.glob(f"{pattern}/milestone.json")]
+    records: list[Path] = []
+    for pattern in _SNAPSHOT_PATTERNS:
+        records += folder.glob(f"{pattern}/milestone.json")
     demand(records, "PATH", path, allowed)
     for record in sorted(records):
         print(record.parent)

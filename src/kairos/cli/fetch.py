@@ -14,12 +14,13 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Download the files that an experiment's jobs need and print the path of each; files that exist are kept.
 
-    If the jobs need no file, a line reports it. The environment variable ``HF_HUB_OFFLINE``, which would forbid
-    downloads, is removed from this process.
+    If the jobs need no file, a line reports it. Existing files are verified: damaged weights in a cache are downloaded
+    again, other damaged files are an error. The environment variable ``HF_HUB_OFFLINE``, which would forbid downloads,
+    is removed from this process.
 
     Raises:
-        KairosError: some files are missing and cannot be downloaded. All other files are downloaded before, and the
-            message contains a line for each missing one.
+        KairosError: some files are missing and cannot be downloaded, or are damaged. All other files are downloaded
+            before, and the message contains a line for each of these files.
     """
     from kairos import downloads
     from kairos.config import load
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     for requirement in requirements:
         path, problem = requirement.locate(download=True)
         if path is None:
-            reason = (problem or "it does not exist").rstrip(".")  # a semicolon follows
+            reason = problem.rstrip(".") if problem else "it does not exist"  # a semicolon follows
             problems.append(f"{requirement.name}: {reason}; {requirement.advice}")
         else:
             print(f"{requirement.name}: {path}", flush=True)

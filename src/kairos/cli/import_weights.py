@@ -32,7 +32,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Read published weights, write them as a snapshot to ``--out``, and log the command that generates images.
 
-    Files read: the weights, and the experiment file, latents or autoencoder that describe the input of the network.
+    Files read: the weights, and the experiment file, latents or autoencoder that describe the input of the network. An
+    imported snapshot in ``--out`` is replaced.
 
     Raises:
         ConfigError: an argument is not allowed, or the options do not describe the model.
@@ -42,14 +43,14 @@ def run(arguments: argparse.Namespace) -> None:
     shape = None if arguments.shape is None else _parse_shape(arguments.shape)
     demand(arguments.classes is None or arguments.classes > 0, "classes", arguments.classes, "1 or more")
     demand(arguments.step >= 0, "step", arguments.step, "0 or more")
-    demand(_is_writable(out), "out", out, "a new folder, or a folder that import-weights has written")
+    demand(_accepts_import(out), "out", out, "a new folder, or a folder that import-weights has written")
     experiment = _experiment_of_weights(arguments)
 
     # imported after the checks of the arguments, since it takes seconds
     from kairos.progress import log
     from kairos.training.import_weights import import_weights
 
-    any_method = next(iter(experiment.methods))  # all methods have the model of the weights
+    any_method = next(iter(experiment.methods))  # the model does not depend on the method
     record = import_weights(
         arguments.file,
         experiment.run_settings(any_method, seed=0),
@@ -78,10 +79,10 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def _is_writable(folder: Path) -> bool:
+def _accepts_import(folder: Path) -> bool:
     """Return True if a snapshot may be written to a folder: it does not exist, is empty, or is an imported snapshot.
 
-    Returns False for a file.
+    Returns False for a file. Permissions are not checked.
 
     Raises:
         DamagedError: milestone.json in the folder is damaged.
@@ -120,10 +121,13 @@ def _experiment_of_weights(arguments: argparse.Namespace) -> "Experiment":
 
 
 def _experiment_of_model(model: Any) -> "Experiment":
-    """Return an experiment with a model whose only method is ``imported``.
+    """Return experiment ``imported`` with a model and the only method ``imported``.
 
-    The process and the prediction target are recorded for the model's published weights; else they are the defaults. A
-    conditional model with a null class has a condition dropout of 0.1.
+    The process and the prediction target are the recorded ones of the model's published weights, or else the defaults.
+    A conditional model with a null class has a condition dropout of 0.1, so that sampling accepts guidance.
+
+    Args:
+        model: content of section `model`, which is not checked yet.
 
     Raises:
         ConfigError: the model is not valid, or is conditioned on text or low-resolution images, which only an
@@ -132,13 +136,18 @@ def _experiment_of_model(model: Any) -> "Experiment":
     from kairos.config import validate
     from kairos.training.import_weights import published_diffusion
 
-    # converted to text, since `validate` checks the model later: until then, the conditions may be any YAML
+    # converted to text, since `validate` checks the model below: until then, the conditions may be any YAML
     conditions_text = str(model.get("conditions")) if isinstance(model, dict) else ""
     for condition in ("text", "low_resolution"):
         got = f"none with a model conditioned on {condition}"
         demand(condition not in conditions_text, "config", got, "an experiment file")
-    sections: dict[str, Any] = {"methods": {"imported": {}}, "model": model, "diffusion": published_diffusion(model)}
-    experiment = validate({"experiment": "imported", **sections}, "--model")
+    values: dict[str, Any] = {
+        "experiment": "imported",
+        "methods": {"imported": {}},
+        "model": model,
+        "diffusion": published_diffusion(model),
+    }
+    experiment = validate(values, "--model")
     # published models are trained for guidance, except ADM's (null_class: false) and EDM's (ddpmpp)
     is_edm = experiment.model.name == "ddpmpp"
     has_null_class = getattr(experiment.model, "null_class", not is_edm)  # models may lack the option null_class

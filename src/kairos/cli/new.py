@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: an argument is not allowed, the file exists, or the folder of the project is not empty.
+        KairosError: images cannot be read, or the short run fails.
     """
     if arguments.command == "init":
         from kairos.workflow.project import create_project
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{arguments.folder}: {files}; `snakemake` there runs the demo")
         return
     file = arguments.file
-    if file.exists() or file.is_symlink():
+    if file.exists() or file.is_symlink():  # a link without a target does not exist
         raise ConfigError(f"{file} already exists; choose another name")
     demand(file.parent.is_dir(), "file", repr(str(file)), "a file in a folder that exists")
     _write_experiment_file(arguments)
@@ -47,10 +48,13 @@ def _write_experiment_file(arguments: argparse.Namespace) -> None:
 
     The name of the experiment is the file's without suffix, with hyphens for characters that are not allowed and
     without punctuation at its start; ``mine`` if nothing is left. A summary and the commands that check and run the
-    file are printed. The caller ensures that the file does not exist, as it would be replaced.
+    file are printed. The length is measured by a short run, which takes minutes. The caller ensures that the file does
+    not exist, as it would be replaced.
 
     Raises:
-        ConfigError: ``--minutes`` is not above 0 and below a million, or the folder cannot be used.
+        ConfigError: ``--minutes`` is not above 0 and below a million, the folder cannot be used, or the working
+            directory has no Snakefile.
+        KairosError: images cannot be read, or the short run fails.
     """
     file, minutes = arguments.file, arguments.minutes
     demand(0 < minutes < 1e6, "minutes", minutes, "more than 0, less than a million")

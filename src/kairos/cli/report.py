@@ -26,15 +26,16 @@ def run(arguments: argparse.Namespace) -> None:
     """Read the results of an experiment, and write its report or import the results into MLflow.
 
     `report` writes tables, figures and the page into the folder of results, and prints the path of the page. `track`
-    writes runs into MLflow's store and a record of the import to ``--out``. The folder is ``--results``, or by default
-    the folder of the experiment file or the folder PATH.
+    writes runs into MLflow's store and a record of the import to ``--out``; an error of the store is logged and
+    recorded, but not raised. The folder is ``--results``, or by default the folder of the experiment file or the folder
+    PATH. With ``--timing``, the time of the job is recorded.
 
     Raises:
         KairosError: results are missing. `report` with PATH accepts that, unless no training run has results.
     """
     from kairos import resource_usage
 
-    experiment, default_results = load_experiment_at(arguments.path or arguments.config)
+    experiment, default_results = load_experiment_at(arguments.path or arguments.config)  # the parser requires one
     results = arguments.results or default_results
     if arguments.command == "report":
         from kairos.report.build import build_report
@@ -45,5 +46,5 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         from kairos.tracking.track import track
 
-        track(experiment, results, arguments.out)
+        track(experiment, results, arguments.out)  # marks the end of start-up itself
     write_timing(arguments)

@@ -76,8 +76,9 @@ def run(arguments: argparse.Namespace) -> None:
     even if only a shard is generated.
 
     Raises:
-        ConfigError: options that are repeated together have different numbers of values, or the number of ``--part`` is
-            not a multiple of the number of ``--out``.
+        ConfigError: options that are repeated together have different numbers of values. It is also raised if the
+            number of ``--part`` is not a multiple of the number of ``--out``, or a setting does not fit a snapshot.
+        KairosError: a file is missing or damaged; the npz files of earlier snapshots remain.
     """
     outputs = pair_options(arguments, "milestone", "out", "grid")
     shard_files = arguments.part
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
     # `vars` contains only the settings on the command line: the others are suppressed, see `add_arguments`
     overrides = {name: value for name, value in vars(arguments).items() if name in _SETTINGS}
     if arguments.grid_images is not None:
-        overrides["grid"] = arguments.grid_images
+        overrides["grid"] = arguments.grid_images  # field `sampling.grid` is a number of images, not a file
     request = sample.SamplingRequest(
         num=arguments.num,
         seed=arguments.seed,

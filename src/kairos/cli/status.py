@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the stages of an experiment and a line per training run; ``--watch`` repeats it, ``--serve`` serves a page.
 
     Results and the controller's records are read. With ``--remove-unclaimed``, training states of earlier settings are
-    deleted; a page deletes nothing. With ``--watch`` on a terminal, the screen is cleared before each repetition.
+    deleted; a page deletes nothing. With ``--watch`` on a terminal, the screen is cleared before each repetition. The
+    repetition ends with the KeyboardInterrupt of Ctrl-C.
 
     Raises:
         ConfigError: ``--watch`` is not a number of seconds up to a day, ``--serve`` is combined with
@@ -66,10 +67,11 @@ def run(arguments: argparse.Namespace) -> None:
 def _serve(arguments: argparse.Namespace) -> None:
     """Serve a page with the state of the experiment until Ctrl-C or SIGTERM, and print its address.
 
-    A warning is logged if other machines can open the page. The page is refreshed every 5 s, or as ``--watch`` sets.
+    The files in the folder of results are served, too. A warning is logged if other machines can open them. The page is
+    refreshed every 5 s, or as ``--watch`` sets.
 
     Raises:
-        KairosError: the address or the port cannot be used.
+        KairosError: the address or the port cannot be used, or there is no such experiment.
     """
     from kairos.progress import log
     from kairos.status.server import Server
@@ -77,7 +79,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     host = arguments.host
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     with suppress(KeyboardInterrupt), open_listening_socket(host, arguments.port) as listener:
-        server = Server(listener, arguments.experiment, arguments.watch or 5.0)  # seconds
+        seconds_to_refresh = 5.0 if arguments.watch is None else arguments.watch
+        server = Server(listener, arguments.experiment, seconds_to_refresh)
         if not server.loopback:
             log(f"--host {host}: other machines can read {server.results} without a password")
         address = f"[{host}]" if ":" in host else host  # URLs have brackets around IPv6 addresses

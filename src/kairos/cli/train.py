@@ -34,13 +34,16 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Train one method with one seed, or resume its training run, and write the snapshots to ``--out``.
 
-    Files read: the experiment file and the latents. Files written to ``--out``: snapshots, checkpoint, metrics, and at
-    the end the record of the run. A signal to stop (SIGTERM, Ctrl-C) ends training after the current step, with a
-    checkpoint; the reason is logged.
+    Files read: the experiment file and the latents. Files written to ``--out``: snapshots, the state to resume from,
+    and without ``--part`` also checkpoint, metrics and record of the run. A complete run computes no step.
+
+    A request to stop ends training after the current step, with a checkpoint, and its reason is logged. Requests are
+    SIGTERM, SIGUSR1, Ctrl-C and the approaching end of a SLURM job. A second Ctrl-C ends the process at once.
 
     Raises:
-        StoppedEarly: training stopped after a signal; it is raised even if a checkpoint was written, so that the exit
-            status is not 0.
+        StoppedEarly: training stopped on request; it is raised even if a checkpoint was written, so that the exit
+            status is 75, not 0.
+        KairosError: see `_train`.
     """
     from kairos.progress import log
     from kairos.training.launch import is_reporting_process
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
         try:
             _train(arguments, stop_request)
         except StoppedEarly as stop:
-            if stop.reason and is_reporting_process():
+            if stop.reason and is_reporting_process():  # a launcher has no reason: rank 0 logs it
                 log(f"kairos: {stop.reason}; run the same command again to resume")
             raise
 
@@ -61,14 +64,15 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
     Raises:
         ConfigError: an argument is not allowed.
-        StoppedEarly: training stopped after a signal.
+        StoppedEarly: training stopped on request.
         SystemExit: a launched process failed and has reported its error.
         KairosError: training is not possible, or a launched process was killed.
     """
     from kairos.config import load
     from kairos.training import launch
 
-    experiment, method, seed = load(arguments.config), arguments.method, arguments.seed
+    experiment = load(arguments.config)
+    method, seed = arguments.method, arguments.seed
     demand(method in experiment.methods, "method", repr(method), ", ".join(experiment.methods))
     demand(seed >= 0, "seed", seed, "0 or more")
     milestones = _select_milestones(arguments, experiment)
@@ -78,7 +82,7 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
         launch.launch(experiment.training)
         return
 
-    with launch.report_first_failure():
+    with launch.report_first_failure():  # raises every error of a process without a launcher
         if is_distributed:
             launch.die_with_launcher()
         facts = _train_in_this_process(arguments, experiment, milestones, stop_request)
@@ -87,7 +91,7 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
 
 def _select_milestones(arguments: argparse.Namespace, experiment: "Experiment") -> list[int]:
-    """Return the steps of the snapshots, ascending, each once: ``--milestones`` or else the experiment's.
+    """Return the steps of the snapshots, ascending, each once: ``--milestones`` or else the experiment's, with step 0.
 
     Raises:
         ConfigError: a step is negative.
@@ -107,6 +111,7 @@ def _train_in_this_process(
 
     Raises:
         KairosError: a plugin was edited since the run began, or training is not possible.
+        StoppedEarly: training stopped on request.
     """
     from kairos.config.plugins import check_unedited
     from kairos.staging import staged
@@ -117,7 +122,7 @@ def _train_in_this_process(
     latents = arguments.latents or Path("results") / experiment.experiment / "latents"
     run_settings = experiment.run_settings(method, seed)
     check_unedited(arguments.config, method, run_settings.method)
-    import_components(run_settings)
+    import_components(run_settings)  # now, so that the timing counts the imports as start-up
     resource_usage.end_startup()
     with reporting(experiment, method, seed, out), staged(latents) as local_latents:
         return train(

@@ -100,9 +100,10 @@ def _check_store(uri: str, port: int) -> None:
 
 
 def _find_comparisons(uri: str) -> dict[str, str]:
-    """Return the path of the prepared comparison by experiment, the latest first, relative to the server's address.
+    """Return the path of the prepared comparison by experiment, relative to the server's address.
 
-    Experiments without a prepared comparison are left out.
+    The experiment that was changed last comes first; experiments without a prepared comparison are left out. An SQLite
+    database is locked meanwhile.
 
     Raises:
         KairosError: the store cannot be read.
@@ -133,8 +134,10 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]
             time.sleep(0.2)
 
     # the server has not started: report its output
-    log.seek(0)
-    lines = [line.strip() for line in log if line.strip()] or ["no answer"]
+    log.seek(0)  # the server has written to the file, and this process reads it from the start
+    lines = [line.strip() for line in log if line.strip()]
+    if not lines:
+        lines = ["no answer"]
     # last lines of tracebacks, such as "mlflow.exceptions.MlflowException: ..."
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
     reason = errors[-1] if errors else lines[-1]

@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _verify_training_run(folder: Path) -> None:
     """Check the final checkpoint, the metrics and all snapshots of a training run against their records.
 
-    The hashes of the present files are printed before they are compared.
+    The hashes of the present files are printed before they are compared. A missing folder of a snapshot is not
+    noticed.
 
     Raises:
         KairosError: the training run is not complete.
@@ -61,7 +62,7 @@ def _verify_training_run(folder: Path) -> None:
     mismatched = [name for name, digest in digests.items() if record["components"][name] != digest]
     if mismatched:
         raise DamagedError(f"{folder}: damaged or from another training run: {', '.join(mismatched)}")
-    for milestone in sorted((folder / "milestones").glob("[0-9]*")):
+    for milestone in sorted((folder / "milestones").glob("[0-9]*")):  # names are steps; .tmp-... is unfinished
         check_milestone(milestone)
 
 

@@ -22,6 +22,7 @@ def check_consistency(experiment: "Experiment") -> None:
     Raises:
         ConfigError: two fields contradict each other; the message reports the first such field, its value and what is
             allowed.
+        ValueError: a training length has no number of steps, see `Experiment.milestones`.
     """
     _check_job_counts(experiment)
     _check_conditions(experiment)
@@ -46,7 +47,8 @@ def _check_job_counts(experiment: "Experiment") -> None:
     A training run has at most one segment per snapshot after step 0. Sampling has at most one shard per batch of a
     snapshot's images in all sample sets.
     """
-    training, sampling, steps = experiment.training, experiment.sampling, list(experiment.milestones)
+    training, sampling = experiment.training, experiment.sampling
+    steps = list(experiment.milestones)
     increases = steps == sorted(set(steps))  # compared in steps, since lengths may be in images or epochs
     demand(increases, "training.milestones", training.milestones, "increasing lengths")
     trained_snapshots = len(steps) - 1  # without step 0, the untrained network, which needs no training job
@@ -61,7 +63,7 @@ def _check_job_counts(experiment: "Experiment") -> None:
 def _check_conditions(experiment: "Experiment") -> None:
     """Check that the model accepts its conditions, and that it has an embedding for dropped classes.
 
-    Only a model with the option ``null_class: false`` lacks this embedding.
+    Only a model with the option ``null_class: false`` lacks this embedding, and passes if no classes are dropped.
     """
     check_conditions_accepted(experiment.model)
     dropout = experiment.training.condition_dropout
@@ -128,9 +130,10 @@ def _check_augmentation(experiment: "Experiment") -> None:
 
     An experiment without `training.augment` passes. The model takes labels if its option `augment` is not 0.
     """
-    augment, autoencoder, model = experiment.training.augment, experiment.autoencoder.kind, experiment.model
+    augment = experiment.training.augment
     if augment is None:
         return
+    autoencoder, model = experiment.autoencoder.kind, experiment.model
     value = f"{autoencoder} with training.augment"
     demand(autoencoder == "none", "autoencoder.kind", value, "none, since it transforms pixels")
     allowed = "false, since training.augment flips images"
@@ -184,7 +187,7 @@ def _check_strategies(experiment: "Experiment") -> None:
         demand(not required_context, f"methods.{method_name}.sampler", value, "samplers that require no context")
         for component in (method.sampler, method.weighting):
             where = f"methods.{method_name}.{component.registry.kind}"  # such as methods.speed.sampler
-            checked(
+            checked(  # for its errors
                 component.registry,
                 component.name,
                 component.plain_options(),

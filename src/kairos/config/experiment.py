@@ -80,7 +80,8 @@ def _check_method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodCon
         ValueError: a name contains other characters, or is `RESERVED` for a folder of results or a row of the report.
     """
     for name in methods:
-        is_folder_name = _NAME.fullmatch(name.replace("=", "")) is not None
+        without_equals_sign = name.replace("=", "")
+        is_folder_name = _NAME.fullmatch(without_equals_sign) is not None
         if not is_folder_name or name in RESERVED:
             reserved = ", ".join(RESERVED)
             raise ValueError(f"method name {name!r}: letters, digits and _ . + - only, and none of {reserved}")
@@ -135,8 +136,12 @@ class Experiment(Section):
 
         Experiments from before these fields thereby keep their hash.
         """
-        added_later = ("plugins", "analyses", "published", "claim", "known")
-        return {name: value for name, value in serialize(self).items() if value or name not in added_later}
+        fields: dict[str, Any] = serialize(self)
+        for name in ("plugins", "analyses", "published", "claim", "known"):
+            is_unset = name in fields and not fields[name]
+            if is_unset:
+                del fields[name]
+        return fields
 
     @model_validator(mode="after")
     def _check_and_resolve(self) -> Self:
@@ -144,6 +149,7 @@ class Experiment(Section):
 
         Raises:
             ConfigError: two sections contradict each other; the message reports the first contradiction.
+            ValueError: a training length has no number of steps, see `milestones`.
         """
         dataset = self._resolve_store()
         check_listed(self.plugins, self.methods)
@@ -243,10 +249,13 @@ class Experiment(Section):
         """Choose an extractor for ``auto``; return the experiment with it and messages for the user.
 
         Raises:
-            ConfigError: the weights that `training.start_from` names are missing, or the evaluation is not possible.
+            ConfigError: the weights in `training.start_from` are missing or of another model, or the evaluation is not
+                possible.
+            DamagedError: the record of these weights is damaged.
         """
-        if start := self.training.start_from:
-            hash_start_weights(Path(start), self.model)  # only for its checks: the hash is not used here
+        start_folder = self.training.start_from
+        if start_folder:
+            hash_start_weights(Path(start_folder), self.model)  # only for its checks: the hash is not used here
         evaluation, messages = choose_extractor(self.evaluation, self.dataset, self.conditions)
         return self.model_copy(update={"evaluation": evaluation}), messages
 
@@ -271,7 +280,8 @@ class Experiment(Section):
 def validate(values: Any, source: str = "experiment") -> Experiment:
     """Check an experiment from plain values and return it, with the defaults of fields that are missing.
 
-    `source` is the origin of the values, for error messages.
+    Grids of methods are expanded, and the files in ``plugins`` imported. Field ``extends`` must have been applied
+    before. `source` is the origin of the values, for error messages.
 
     Raises:
         ConfigError: `values` is not a mapping, or some values are not valid. The message has a line with field, value
@@ -284,7 +294,7 @@ def validate(values: Any, source: str = "experiment") -> Experiment:
 
 
 def load(path: Path | str) -> Experiment:
-    """Read and check an experiment file.
+    """Read and check an experiment file and the files that it extends; import its plugins, see `validate`.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or contains values that are not valid.

@@ -47,6 +47,8 @@ _plugins: dict[str, _Plugin] = {}  # imported plugins by module name
 def load_plugins(paths: Any) -> Any:
     """Import plugin files, each once per content; return `paths`, as pydantic expects of a validator.
 
+    With plugins, this process imports diffusers from now on with the packages of its pipelines, see `quick_imports`.
+
     Raises:
         ConfigError: `paths` is not a list of paths, or a file is missing, cannot be imported, or registers a name that
             another component has.
@@ -74,7 +76,7 @@ def _load(file: str) -> None:
     if earlier_plugin and earlier_plugin.path != path:
         raise ConfigError(f"plugins: {file}: {earlier_plugin.path} is module {name!r} already; rename one of the files")
     folder = str(path.parent)
-    if folder not in sys.path:  # `_find_module` needs it there
+    if folder not in sys.path:  # for `_find_module` and the imports of the plugin
         sys.path.append(folder)  # last, so that its files replace no installed module
     if earlier_plugin and earlier_plugin.text == text:
         return
@@ -83,7 +85,7 @@ def _load(file: str) -> None:
         _plugins[name] = _Plugin(path, text)
         return
     forget(name)  # components of the earlier content
-    _plugins[name] = _Plugin(path, text)
+    _plugins[name] = _Plugin(path, text)  # `_execute` removes it if the import fails
     _execute(file, text, spec)
 
 
@@ -201,7 +203,7 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
     Raises:
         ConfigError: a component is from a plugin file that this process has imported for another experiment alone.
     """
-    if not _plugins:
+    if not _plugins:  # saves the search for the code of components
         return
     listed_modules = {Path(path).stem for path in plugins}
     for name, method in methods.items():
@@ -219,14 +221,15 @@ def source_files(paths: list[str]) -> list[str]:
     out. The caller ensures that this process has imported the plugin files.
     """
     imported_files = []
-    for name in modules(Path(path).stem for path in paths):
+    for name in modules(Path(path).stem for path in paths):  # all modules that the plugins import, sorted
         package, _, _ = name.partition(".")
         if package in _PACKAGES or package in _plugins:
             continue
         spec = importlib.util.find_spec(name)
         if spec and spec.origin:
             imported_files.append(os.path.relpath(spec.origin))
-    return [Path(path).as_posix() for path in (*dict.fromkeys(paths), *imported_files)]
+    plugin_files = list(dict.fromkeys(paths))  # each once
+    return [Path(path).as_posix() for path in plugin_files + imported_files]
 
 
 def method_codes(methods: "dict[str, MethodConfig]") -> dict[str, str]:
@@ -234,7 +237,7 @@ def method_codes(methods: "dict[str, MethodConfig]") -> dict[str, str]:
 
     Empty if the methods use no plugin.
     """
-    if not _plugins:
+    if not _plugins:  # saves the search for the code of components
         return {}
     codes = {}
     for method in methods.values():

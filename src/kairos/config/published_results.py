@@ -86,9 +86,10 @@ class PublishedConfig(Section):
         The numbers of rows in `missing` have no method, even if `methods` contains one. Without `printed`, the printed
         length of a number is its step.
         """
+        printed_lengths = self.printed or self.steps
         for row, values in self.rows.items():
             method = None if row in self.missing else self.methods.get(row, row)
-            for step, printed, value in zip(self.steps, self.printed or self.steps, values):
+            for step, printed, value in zip(self.steps, printed_lengths, values):
                 if value is not None:
                     yield PublishedNumber(row, method, step, printed, value)
 

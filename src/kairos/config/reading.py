@@ -33,7 +33,8 @@ class _Loader(_SafeLoader):
         if repeated:
             problem = f"repeated key: {', '.join(repeated)}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return dict(super().construct_mapping(node, deep))
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _describe(error: Exception) -> str:
@@ -71,8 +72,9 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
 def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> Any:
     """Merge the values of an experiment file into the values of the file that it extends.
 
-    The result has no field ``extends``. Values that are not a mapping, or have no such field, are returned unchanged.
-    `path` is the path of the file, and `extending` are files that extend it, to detect cycles.
+    The result has no field ``extends``; ``published`` and ``claim`` of the extended file are left out. Values that are
+    not a mapping, or have no such field, are returned unchanged. `path` is the path of the file, and `extending` are
+    files that extend it, to detect cycles.
 
     Raises:
         ConfigError: the file that is extended is missing or invalid, or extends this one.

@@ -49,7 +49,7 @@ class DatasetSize:
 
     @property
     def bytes_per_image(self) -> int | None:
-        """Bytes of a prepared image; None if its shape is not known."""
+        """Bytes of a prepared image, one per value; None if its shape is not known."""
         return math.prod(self.image_shape) if self.image_shape else None
 
     @property
@@ -66,6 +66,8 @@ def find_dataset_size(
     text_shape: Sequence[int] | None = None,
 ) -> DatasetSize:
     """Find shapes and numbers of an experiment's data, from prepared data if possible, else from the experiment file.
+
+    Nothing is downloaded; images that are not prepared are counted.
 
     Args:
         x0_shape: channels, height and width of the network's input, which take precedence; None: find them.
@@ -86,7 +88,8 @@ def find_dataset_size(
     descriptions: dict[str, dict[str, Any]] = {"low_resolution": {"kind": "image", "shape": list(x0_shape)}}
     descriptions |= dataset_record.get("conditions", {})
     encoder, bytes_per_text = experiment.text_encoder, 0
-    if encoder is not None and (text := _describe_text(encoder, results, text_shape or assumed.text)):
+    text = None if encoder is None else _describe_text(encoder, results, text_shape or assumed.text)
+    if encoder is not None and text is not None:  # the first condition is for the type checker alone
         descriptions["text"] = text
         bytes_per_value = 2 if encoder.dtype == "float16" else 4
         bytes_per_text = math.prod(text["shape"]) * bytes_per_value
@@ -96,8 +99,8 @@ def find_dataset_size(
         descriptions.setdefault("class", {"kind": "class", "num_classes": classes})
     missing = [name for name in experiment.conditions if name not in descriptions]
     if missing:
-        option = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]
-        advice = f"run kairos prepare (and text), or pass {option}"
+        option = {"class": "--classes N", "text": "--text TOKENS WIDTH"}.get(missing[0])  # none for a backbone's own
+        advice = "run kairos prepare (and text)" + (f", or pass {option}" if option else "")
         raise ConfigError(f"model.conditions: the shape of {', '.join(missing)} is not known yet: {advice}")
 
     return DatasetSize(
@@ -119,8 +122,9 @@ def _find_x0_shape(
 ) -> tuple[Shape, int]:
     """Find the shape of the network's input, and the number of latent arrays stored per image, 0 in pixel space.
 
-    The shape is `passed_shape`, else it is read from encoded latents, the experiment file, or its section `known`.
-    Images of low resolution add an array, and flipped images double the number.
+    The shape is `passed_shape`, else it is from the first source that contains it: encoded latents, the experiment file
+    with `image_shape`, its section `known`. Images of low resolution add an array, and flipped images double the
+    number.
 
     Raises:
         ConfigError: the shape is not known.
@@ -137,6 +141,7 @@ def _find_x0_shape(
     assumed_shape = experiment.known.shape if experiment.known else None
     shape: Any = passed_shape or latents_record.get("shape") or configured_shape or assumed_shape
     if not shape:
+        # with an image's shape, only the config.json of a pretrained autoencoder can be missing
         first_advice = f"fetch autoencoder.path ({autoencoder.path})" if image_shape else "set dataset.resolution"
         advice = f"{first_advice}, run kairos prepare and encode, or pass --shape C H W"
         raise ConfigError(f"the shape of the network's input is not known yet: {advice}")
@@ -252,9 +257,10 @@ def _describe_text(
     """
     if known_shape is not None:
         length, width = known_shape
-    elif record := _read_manifest(results / "text"):
-        return dict(record["condition"])
     else:
+        text_record = _read_manifest(results / "text")
+        if text_record:
+            return dict(text_record["condition"])
         encoder_config = _pretrained_config(config.path)
         # CLIP has a section for each of its two networks
         text_config = encoder_config.get("text_config", encoder_config)
@@ -263,4 +269,4 @@ def _describe_text(
     shape = [length, width] if config.output == "tokens" else [width]
     if not all(shape):  # a number is missing
         return None
-    return {"kind": "text", "shape": shape, "null": config.dropped}
+    return {"kind": "text", "shape": shape, "null": config.dropped}  # null: what replaces a dropped text

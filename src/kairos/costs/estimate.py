@@ -115,7 +115,7 @@ def estimate_cost(
     text_shape: Sequence[int] | None = None,
     count_network: Callable[..., NetworkCost] = count_network_cost,
 ) -> CostEstimate:
-    """Estimate the cost of an experiment without running it.
+    """Estimate the cost of an experiment without running it. Times are of training and sampling only.
 
     The experiment's folder of results in the working directory is read if it exists: it contains the shapes of prepared
     data and the times of earlier training runs.
@@ -148,7 +148,7 @@ def estimate_cost(
     outputs = output_channels(process, channels)
     network = count_network(experiment.model, data.x0_shape, data.conditions, microbatch, training.precision, outputs)
     forward_flops = network.forward_flops / microbatch  # operations for one image
-    training_flops = (network.forward_flops + network.backward_flops) / microbatch  # per image
+    training_flops = (network.forward_flops + network.backward_flops) / microbatch  # for one image
 
     # operations of a step
     passes = training.batch_size  # number of images that pass the network in a step, without the samplers' passes
@@ -164,7 +164,7 @@ def estimate_cost(
         # `cost.gradient` and `cost.forward` are numbers of images per step
         flops[name] = (passes + cost.gradient) * training_flops + cost.forward * forward_flops
 
-    # times: options take precedence over measured times
+    # times; options take precedence over measured times
     unit = step_rate.unit_of(training.device)
     rate = step_rate.rate_from_options(
         flops,
@@ -215,11 +215,11 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
     else:  # training runs that share a GPU share its hours
         training_devices = training.processes / training.trainings_per_gpu
         sampling_devices = 1
-    images_per_run = evaluation.num_samples * evaluation.sets * len(experiment.milestones)
+    images_per_run = evaluation.num_samples * evaluation.sets * len(experiment.milestones)  # step 0 is sampled too
     passes_per_nfe = 2 if sampling.guidance_scale != 1 else 1  # guidance needs a pass without conditions
     forward_passes = seed_count * images_per_run * sampling.nfe * passes_per_nfe  # passes of one image
     sampling_seconds = forward_passes * forward_flops / rate.flops_per_second
-    job_ends = [0, *(segment[-1] for segment in experiment.segments)]
+    job_ends = [0, *(segment[-1] for segment in experiment.segments)]  # steps; a job trains one segment
     steps_of_longest_job = max(end - start for start, end in pairwise(job_ends))
     return {
         "seconds_per_step": seconds_per_step,

@@ -52,8 +52,7 @@ def count_network_cost(
     """Count the cost of a forward and a backward pass of a backbone, without memory or computation for its tensors.
 
     Operations are counted in bf16 for this precision, and in fp32 for all others. In fp64, the bytes of fp32 are
-    doubled. The loss of the backward pass is
-    the mean square of the output.
+    doubled. The loss of the backward pass is the mean square of the output.
 
     Args:
         model: the backbone with its options.
@@ -74,7 +73,7 @@ def count_network_cost(
 
     from kairos import models
 
-    # counters of moved bytes, of tensors kept for the backward pass, and of operations
+    # counters of moved bytes, of tensors kept for the backward pass, and of operations; defined after importing torch
     class ByteCounter(TorchDispatchMode):
         """Sum in `bytes` the bytes that each operation reads and writes; views of tensors move no bytes."""
 
@@ -87,7 +86,7 @@ def count_network_cost(
                 self.bytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             return result
 
-    saved_storages: set[torch.UntypedStorage] = set()
+    saved_storages: set[torch.UntypedStorage] = set()  # tensors that share memory count once
 
     def record_saved(tensor: torch.Tensor) -> torch.Tensor:
         saved_storages.add(tensor.untyped_storage())

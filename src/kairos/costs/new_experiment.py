@@ -103,7 +103,7 @@ def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> 
     any_steps = 1000  # the short run has another number of steps
     draft = validate(yaml.safe_load(render_experiment(facts, steps=any_steps, seconds=0)))
     steps, seconds = _find_steps(draft, facts)
-    summary = f"4 methods of {steps} steps on {facts.image_count} images; "
+    summary = f"4 methods of {steps} steps on {facts.image_count} images; "  # the template has four methods
     summary += f"about {duration(seconds)} on this machine, as measured"
     if seconds > _TOLERANCE * 60 * minutes:
         trains_autoencoder = draft.autoencoder.kind == "train"
@@ -225,7 +225,7 @@ def _mean_step_seconds(results: Path) -> float:
     half_run_seconds = []
     for file in results.glob("*/seed0/timing.jsonl"):
         # each half ends with a checkpoint, and hence with a line
-        *_, half_way, end = [json.loads(line) for line in read_lines(file)]  # `seconds` since the start of training
+        half_way, end = [json.loads(line) for line in read_lines(file)][-2:]  # `seconds` since the start of training
         half_run_seconds.append(end["seconds"] - half_way["seconds"])
     return float(statistics.mean(half_run_seconds)) / (_SHORT_RUN["steps"] / 2)
 
@@ -249,6 +249,7 @@ def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict
     # fewer images
     image_count = min(facts.image_count, _SHORT_RUN["images"])
     factors |= dict.fromkeys(("prepare", "encode", "reference"), facts.image_count / image_count)
+    # an absolute path: the run has another working directory
     plain["dataset"] |= {"path": str(Path(facts.folder).resolve()), "limit": image_count}
 
     # fewer steps and snapshots of the methods
@@ -261,7 +262,7 @@ def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict
 def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores: int) -> None:
     """Run an experiment in a folder and log its progress; an interrupt ends Snakemake too.
 
-    `values` are the experiment, and `folder` is the working directory.
+    `values` are the experiment, and `folder` is the working directory, which gets the experiment file.
 
     Raises:
         KairosError: the run fails; the message contains the end of its output.
@@ -272,7 +273,7 @@ def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores:
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", str(folder)]
     command += ["--cores", str(cores), "--configfile", str(config)]
     command += ["--quiet", "host", "reason"]  # shows the rules, which `progress_lines` reads and a profile may hide
-    # environment: the rules call `kairos`, which is in the folder of this interpreter
+    # environment: the rules call `kairos`, which is in the folder of this interpreter; one thread, as in the Makefile
     search_path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": search_path, "OMP_NUM_THREADS": "1"}
 
@@ -280,7 +281,8 @@ def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores:
     output: list[str] = []  # all lines, for the message after a failure
     with subprocess.Popen(command, env=environment, **merged_output) as process:
         try:
-            for line in progress_lines(_record(process.stdout or (), output)):
+            lines: Iterable[str] = process.stdout or ()  # `or ()` is for the type checker alone
+            for line in progress_lines(_record(lines, output)):
                 log(line)
         except BaseException:  # an interrupt: Snakemake must end before its folder is deleted
             process.terminate()
@@ -307,7 +309,7 @@ def _record(lines: Iterable[str], recorded: list[str]) -> Iterator[str]:
 
 
 def progress_lines(output: Iterable[str], now: Callable[[], float] = time.monotonic) -> Iterator[str]:
-    """Yield a line for each stage whose first job begins in the output of Snakemake.
+    """Yield a line for each stage when its first job begins in the output of Snakemake.
 
     The line contains the name of the stage and the numbers of finished and of all jobs. If jobs are finished, it also
     contains jobs per second and the remaining time. `now` returns the time in seconds.

@@ -27,7 +27,7 @@ def find_warnings(
 
     Images are read if they are in a folder. Memory is not checked without a GPU's memory or for training on CPUs. If
     the cost cannot be estimated, because a shape is not known yet for example, this is a warning; memory and the
-    duration of jobs are then not checked.
+    duration of jobs are then not checked. The checks run, and raise errors, while the caller iterates.
 
     Args:
         profile: folder of a cluster's profile; None: time limits are not checked.
@@ -76,7 +76,7 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
         ConfigError: training needs more; the message reports the micro-batch that fits, if there is one.
     """
     training, network = estimate.experiment.training, estimate.network
-    available_gib = gpu_memory / training.trainings_per_gpu
+    available_gib = gpu_memory / training.trainings_per_gpu  # training runs that share a GPU have equal parts of it
     needed_gib = sum(estimate.memory.values()) / 2**30 + _CONTEXT_GIB
     # activations are proportional to the micro-batch: remove samples until they fit
     bytes_per_sample = network.activation_bytes / network.samples
@@ -89,6 +89,8 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
 
 def _check_images(dataset: DatasetConfig) -> Iterator[str]:
     """Check that stage prepare accepts the images, and yield a note if sizes differ or images are not square.
+
+    Only the headers of at most 20,000 images are read.
 
     * Unreadable images need ``broken: skip``.
     * ``crop: none`` needs square images.
@@ -128,9 +130,10 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
 
     # note
     if len(images.sizes) > 1 or not_square_count:
-        change = f"{not_square_count} are not square and lose {cropped_area:.0%} of their area by the crop"
         if pads:
             change = "padded"
+        else:
+            change = f"{not_square_count} are not square and lose {cropped_area:.0%} of their area by the crop"
         yield f"images: {sum(images.sizes.values())} of {len(images.sizes)} sizes; {change}"
 
 
@@ -146,7 +149,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
             are shorter than `needed_minutes`.
         KairosError: a file of the profile cannot be read.
     """
-    from kairos.workflow.snakemake_private import read_longest_limit
+    from kairos.workflow.snakemake_private import parse_runtime, read_longest_limit
 
     file = profile_file(profile)
     demand(file, "--profile", repr(str(profile)), "a folder that contains a profile.yaml")
@@ -154,7 +157,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
         # `str` is for the type checker: the file is not None here; `or {}`: an empty file
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
         training_settings = (settings.get("set-resources") or {}).get("train", {})
-        runtime = training_settings.get("runtime", training_resources(experiment)["runtime"])  # minutes
+        runtime = parse_runtime(training_settings.get("runtime", training_resources(experiment)["runtime"]))
         partitions = settings.get("kairos-partition-config")  # path of a file
         limit = math.inf  # minutes
         if partitions:
@@ -162,9 +165,9 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     except Exception as error:  # errors of YAML and of the plugin's reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     where = f"{file}: runtime of train"
-    demand(runtime <= limit, where, f"{runtime} minutes", f"at most {limit:g}, the limit in {partitions}")
+    demand(runtime <= limit, where, f"{runtime:g} minutes", f"at most {limit:g}, the limit in {partitions}")
     minutes_of_attempts = (1 + settings.get("retries", 0)) * runtime  # a retry resumes the training run
-    allowed = f"at most {minutes_of_attempts} with its retries in {file}"
+    allowed = f"at most {minutes_of_attempts:g} with its retries in {file}"
     advice = f"{allowed}: raise retries or runtime, or set training.segments"
     is_enough = needed_minutes <= minutes_of_attempts
     demand(is_enough, "training.milestones", f"a job of {needed_minutes:.0f} minutes", advice)

@@ -75,10 +75,10 @@ def _storage_table(estimate: CostEstimate) -> str:
 
     A kind without bytes has ``none``. If the number of images or captions is not known, the row has the bytes of one of
     them, or a question mark if that is not known either. The last row has the sum of the known bytes, with a note if
-    the bytes of prepared images or samples are not known.
+    others are not known.
     """
     storage, data = estimate.storage, estimate.data
-    largest_state = max(method.sampler_cost.state for method in estimate.methods.values())
+    largest_state = max(method.sampler_cost.state for method in estimate.methods.values())  # bytes
     largest_checkpoint = checkpoint_bytes(estimate.network) + largest_state
     notes = {
         "checkpoints": f"2 of {format_bytes(largest_checkpoint)} per training run",
@@ -102,7 +102,7 @@ def _storage_table(estimate: CostEstimate) -> str:
             size_text, note = "?", "the size of an image is not known"
         rows.append((_ROW_NAMES.get(kind, kind), size_text, note))
     total = sum(size for size in storage.values() if size is not None)
-    is_incomplete = None in (storage["dataset"], storage["samples"])
+    is_incomplete = None in storage.values()
     rows.append(("all", format_bytes(total), "without unknown sizes" if is_incomplete else ""))
     return table(rows, left=(0, 2))
 
@@ -137,7 +137,10 @@ def _method_table(estimate: CostEstimate) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes with a binary unit, at most TiB, such as ``12.5 MiB``."""
+    """Return a number of bytes with a binary unit, at most TiB, and three significant digits, such as ``1.23 GiB``.
+
+    From 1000 units on, and below 1024 bytes, the number is rounded to an integer.
+    """
     if size < 1024:
         return f"{size:.0f} B"
     units = ["KiB", "MiB", "GiB", "TiB"]
@@ -145,5 +148,5 @@ def format_bytes(size: float) -> str:
     while size >= 1024 and len(units) > 1:
         size /= 1024
         units.pop(0)
-    digits = ".0f" if size >= 1000 else ".3g"  # .3g would write 1000 as 1e+03
+    digits = ".0f" if size >= 999.5 else ".3g"  # .3g rounds 999.5 to 1000 and writes 1e+03
     return f"{size:{digits}} {units[0]}"

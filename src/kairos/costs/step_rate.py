@@ -56,6 +56,7 @@ def rate_from_options(
 
     Args:
         flops: floating-point operations of a step, by method.
+        devices: number of devices of a training run, which share the operations.
         steps_per_second: steps per second of the cheapest method; None: not set.
         tflops: peak speed of a GPU, 10^12 floating-point operations per second; None: not set.
         utilisation: fraction of the peak speed that training reaches.
@@ -85,11 +86,14 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
     """Return the speed of the experiment's earlier training runs; None if no training run recorded its time.
 
     The duration of a method's step is the median over the method's runs. For a method without a timed run it follows
-    from its operations and the median speed of the other methods. If complete runs have recorded their devices, the
-    unit is CPU if all of them are CPUs, else GPU.
+    from its operations and the median speed of the other methods. The operations per second are of one device, and the
+    source contains the number of runs and their devices. If complete runs have recorded their devices, the unit is CPU
+    if all of them are CPUs, else GPU. Incomplete runs are included in the times.
 
     Args:
-        flops: floating-point operations of a step, by method.
+        results: folder of the experiment's results.
+        flops: floating-point operations of a step, by method. Runs of other methods are ignored.
+        devices: number of devices of a training run, also assumed for the earlier runs.
         unit: ``GPU`` or ``CPU``, the kind of device if no training run recorded it.
     """
     # times and devices of the timed runs

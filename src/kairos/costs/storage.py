@@ -53,12 +53,14 @@ def estimate_storage(
     run_count = method_count * seed_count
     snapshot_count = run_count * len(experiment.milestones)
 
+    # one seed of all methods
     checkpoint_bytes_of_seed = sum(_CHECKPOINTS * (checkpoint_bytes(network) + state) for state in state_bytes)
     weight_bytes = network.saved_values * network.bytes_per_value
     snapshot_bytes = 2 * weight_bytes + _SMALL_FILES  # raw and averaged weights
     grid_images = round(_PNG_RATIO * experiment.sampling.grid)  # the PNG takes the bytes of this number of images
     images_per_snapshot = evaluation.num_samples * evaluation.sets + grid_images
-    device = "cuda" if training.device.startswith("cuda") else "cpu"  # auto: the CPU, which writes more lines
+    # auto: the CPU, which writes more lines
+    device = "cuda" if training.device.startswith("cuda") else "cpu"
     lines_per_run = experiment.milestones[-1] // log_interval(training.log_every, device)
 
     storage = _estimate_data_storage(experiment, data)

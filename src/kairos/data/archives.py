@@ -72,6 +72,7 @@ class ZipArchive:
             raise ConfigError(f'{where} is not {{"labels": [[name, class], ...]}} or null ({error})') from None
         if not labels:
             return {}
+        # `type`, not `isinstance`: true and false are integers in Python
         invalid = [label for label in labels.values() if type(label) is not int or label < 0]
         if invalid:
             raise ConfigError(f"{where} holds the class {invalid[0]!r}, allowed: integers from 0")
@@ -92,6 +93,7 @@ class ZipArchive:
         try:
             return self._open().read(name)
         except _READ_ERRORS as error:
+            # in one line; some errors have no text
             raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 
     def _open(self) -> zipfile.ZipFile:
@@ -119,7 +121,7 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
     if config.files is None:
         return names, labels
     path, line_value = _split_list_option(config.files)
-    # names without suffix (Taming's lists of CelebA-HQ contain names of arrays, .npy); complete names take precedence
+    # keys without suffix, since Taming's lists of CelebA-HQ name arrays (.npy); then complete names, which replace them
     index_by_name = {os.path.splitext(name)[0]: index for index, name in enumerate(names)}
     index_by_name |= {name: index for index, name in enumerate(names)}
     listed = list(dict.fromkeys(_read_list(path, line_value)))  # each name once

@@ -49,7 +49,7 @@ class ArrayFile:
         if file_size < self._first_byte + self.shape[0] * self._row_size:
             raise ValueError(f"ends after {file_size} bytes")
         self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
+        weakref.finalize(self, os.close, self._file)  # closes the file when this object is deleted
         self._arguments = path, writable, start
 
     def __reduce__(self) -> Any:
@@ -73,7 +73,7 @@ class ArrayFile:
         indices = indices.reshape(-1)  # a single index becomes (1,)
 
         def read_run(run: tuple[int, int]) -> None:
-            start, end = run
+            start, end = run  # positions in `indices`, and so in `rows`
             run_bytes = rows_as_bytes[start * self._row_size : end * self._row_size]
             self._transfer(os.preadv, run_bytes, first_row=int(indices[start]))
 
@@ -112,7 +112,8 @@ def row_indices(index: Any, count: int) -> np.ndarray:
     """Convert an integer, slice, mask or array of indices to row indices from 0, int64: () for an integer, else (n,).
 
     Args:
-        index: index of an array with `count` rows; negative indices count from the end.
+        index: index of an array with `count` rows; negative indices count from the end, and the length of a mask is not
+            checked.
         count: number of rows.
 
     Raises:
@@ -123,7 +124,7 @@ def row_indices(index: Any, count: int) -> np.ndarray:
     indices = np.asarray(index)
     if indices.dtype == bool:
         indices = np.flatnonzero(indices)
-    indices = indices.astype(np.int64)
+    indices = indices.astype(np.int64)  # also an empty list, which numpy makes an array of floats
     if ((indices < -count) | (indices >= count)).any():
         raise IndexError(f"row {indices} of {count}")
     return indices % count

@@ -123,7 +123,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     x = _fine_positions(width, taps, images.device)
     y = _fine_positions(height, taps, images.device)
     positions = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
-    # positions of the image that appear there, (n, fine height, fine width) each
+    # positions of the image that appear there, (n, fine height, fine width) each; `positions` are row vectors
     source_x, source_y = ((positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
     # grid_sample expects -1 and 1 at the edges of `fine`. They are fine.shape / 2 fine pixels from the centre, which
     # are fine.shape / 4 pixels of the image.

@@ -99,7 +99,10 @@ class Batches:
                 data = pending.popleft().result()
                 if step + _PREFETCHED_STEPS < end:
                     pending.append(reader.submit(read, step + _PREFETCHED_STEPS))
-                yield self._to_device(step, *(data.to(self.device) if isinstance(data, PackedTensors) else data))
+                if isinstance(data, PackedTensors):
+                    yield self._to_device(step, *data.to(self.device))
+                else:
+                    yield self._to_device(step, *data)
 
     def _read_packed(self, step: int) -> "PackedTensors":
         """Read the data of a step into one buffer on the CPU, which is pinned if the device is a GPU of CUDA."""
@@ -110,10 +113,10 @@ class Batches:
 
         Their forms are described at `Latents.read_rows` and `Batch.visit`. The conditions are the stored ones of
         `conditions`; `_to_device` adds the others. Images are flipped with probability 1/2 if the latents have flipped
-        images.
+        images. In every visit, condition ``text`` is a random caption of the image.
 
         No arithmetic of torch runs here: its thread pool belongs to the main thread, and this may be the reader's
-        thread.
+        thread. `Stream` computes with numpy on the CPU.
         """
         visit_arrays = self._visit(step)
         image_indices = self.latents.train[visit_arrays["item"]]
@@ -121,7 +124,7 @@ class Batches:
         if self.latents.can_flip:
             flips = Stream(self.seed, "flips").uniform(step, self.sample_indices).numpy() < 0.5
         caption_numbers = None
-        if "text" in self.conditions:  # a random caption of the image in every visit
+        if "text" in self.conditions:  # `Captions.caption_indices` takes them modulo the image's number of captions
             caption_numbers = Stream(self.seed, "captions").integers(step, 2**32, self.sample_indices).numpy()
 
         rows = self.latents.read_rows(image_indices, flips)
@@ -188,15 +191,16 @@ class PackedTensors:
         layout: list[dict[str, tuple[int, torch.dtype, torch.Size]]] = []
         size = 0  # bytes so far
         for tensors in groups:
-            layout.append({})
+            slots = {}
             for name, values in tensors.items():
-                layout[-1][name] = size, values.dtype, values.shape
+                slots[name] = (size, values.dtype, values.shape)
                 size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
+            layout.append(slots)
         # copy them to views of the buffer
         packed = PackedTensors(torch.empty(size, dtype=torch.uint8, pin_memory=pin), layout)
         for tensors, copies in zip(groups, packed.unpack(), strict=True):
             for name, values in tensors.items():
-                copies[name].numpy()[...] = values.numpy()  # torch's thread pool belongs to the main thread
+                copies[name].numpy()[...] = values.numpy()  # by numpy: torch's threads belong to the main thread
         return packed
 
     def to(self, device: torch.device) -> list[dict[str, Tensor]]:

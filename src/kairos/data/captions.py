@@ -78,13 +78,15 @@ def open_captions(folder: Path, command: str) -> Captions:
 def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
     """Convert the captions of each image to `content`, `ends` and `firsts` of `Captions`, by their names in `ARRAYS`.
 
-    A lone surrogate becomes a question mark.
+    `firsts` has an entry for each image and, last, the number of captions. A lone surrogate becomes a question mark.
     """
-    # "replace": lone surrogates, which a JSON file may contain, have no UTF-8 bytes
-    texts = [text.encode("utf-8", "replace") for image_captions in captions for text in image_captions]
+    texts: list[bytes] = []
+    for image_captions in captions:
+        # "replace": lone surrogates, which a JSON file may contain, have no UTF-8 bytes
+        texts += [text.encode("utf-8", "replace") for text in image_captions]
     content = np.frombuffer(b"".join(texts), np.uint8)
     ends = np.cumsum([len(text) for text in texts]).astype(np.int64)
-    firsts = np.cumsum([0, *map(len, captions)]).astype(np.int64)
+    firsts = np.cumsum([0, *(len(image_captions) for image_captions in captions)]).astype(np.int64)
     return dict(zip(ARRAYS, (content, ends, firsts)))
 
 
@@ -187,11 +189,16 @@ def captions_from_column(name: str, cells: list[Any]) -> list[list[str]]:
     Raises:
         ConfigError: a cell contains something else.
     """
-    lists = [cell if isinstance(cell, list) else [cell] for cell in cells]
-    invalid = [text for texts in lists for text in texts if not isinstance(text, str | None)]
-    if invalid:
-        raise ConfigError(f"dataset.captions: {name!r} holds {str(invalid[0])[:40]}, allowed: texts or lists of texts")
-    return [clean_texts(texts) for texts in lists]
+    captions = []
+    for cell in cells:
+        texts = cell if isinstance(cell, list) else [cell]
+        for text in texts:
+            if not isinstance(text, str | None):
+                raise ConfigError(
+                    f"dataset.captions: {name!r} holds {str(text)[:40]}, allowed: texts or lists of texts"
+                )
+        captions.append(clean_texts(texts))
+    return captions
 
 
 def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dict[str, int]]:
@@ -245,7 +252,7 @@ def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCa
 
     Raises:
         KairosError: the folder is missing, not complete, or belongs to another data set.
-        DamagedError: a file ends early, or is not an array.
+        DamagedError: the manifest is damaged, or an array file ends early or is not an array.
     """
     command = f"text --config F --dataset {dataset.folder} --out {folder}"
     manifest = open_record(folder, command)

@@ -63,7 +63,7 @@ def to_float(images: "torch.Tensor") -> "torch.Tensor":
 
     channels_first = images.permute(0, 3, 1, 2)
     if channels_first.device.type == "cpu":
-        # keeps the strides of grey images: torch selects the convolution, and with it the bits, by them
+        # `contiguous` changes no strides of grey images; torch selects the convolution, and so the bits, by strides
         return channels_first.contiguous().float() / 127.5 - 1
     return channels_first.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1  # one kernel for both
 
@@ -99,12 +99,13 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
 
     Raises:
         KairosError: the folder is missing or not complete, or an array file is missing.
-        DamagedError: an array file ends early.
+        DamagedError: the manifest is damaged, or an array file ends early.
     """
     folder = Path(folder)
     command = f"prepare --config F --out {folder}"
     manifest = open_record(folder, command)
     conditions = {name: open_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
+    # [:] reads the indices of the images into memory; conditions stay on disk
     train = open_array(folder / "train.npy", command)[:]
     heldout = open_array(folder / "heldout.npy", command)[:]
     captions = open_captions(folder, command) if "captions" in manifest else None

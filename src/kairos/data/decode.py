@@ -58,10 +58,10 @@ def to_pixels(
         KairosError: the image is not square and `crop` is ``none``, or it is too large for padding.
     """
     image = _to_eight_bit(image).convert("L" if color == "grey" else "RGB")
-    # side of the square to cut out
     if crop == "adm":
         assert resolution is not None  # DatasetConfig checks that
         image = _resize_short_side(image, resolution, RESAMPLING[resample])
+    # side of the square to cut out
     width, height = image.size
     if crop == "none" and width != height:
         raise KairosError(f"dataset.crop: {name} is {width}×{height} pixels, crop none takes square images only")

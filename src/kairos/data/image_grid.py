@@ -35,8 +35,9 @@ def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int
     cell_width = width * factor + GAP
     empty_cells = rows * columns - count
     cells = np.pad(images, ((0, empty_cells), (0, GAP), (0, GAP), (0, 0)), constant_values=255)
-    picture = cells.reshape(rows, columns, cell_height, cell_width, channels).swapaxes(1, 2)
-    picture = picture.reshape(rows * cell_height, columns * cell_width, channels)
+    grid = cells.reshape(rows, columns, cell_height, cell_width, channels)
+    # after the swap: (rows, cell height, columns, cell width, channels)
+    picture = grid.swapaxes(1, 2).reshape(rows * cell_height, columns * cell_width, channels)
     return picture[:-GAP, :-GAP]  # without the lines at the lower and right edge
 
 

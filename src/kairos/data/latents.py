@@ -144,8 +144,10 @@ class Latents:
         z = to_float(rows["pixels"]) if "pixels" in rows else rows["mean"]
         if noise is not None and self.stochastic:
             std = (0.5 * rows["logvar"]).exp()
-            # addcmul rounds once less than a product and a sum, whose bits a CPU keeps
-            z = z + std * noise if z.device.type == "cpu" else torch.addcmul(z, std, noise)
+            if z.device.type == "cpu":
+                z = z + std * noise
+            else:
+                z = torch.addcmul(z, std, noise)  # one kernel; rounds once less, so that the bits are not the CPU's
         return self._in_model_space(z)
 
     def compute_low_resolution(self, rows: dict[str, Tensor]) -> Images:
@@ -164,7 +166,9 @@ class Latents:
         shift, scale = self.manifest["shift_factor"], self.manifest["scaling_factor"]
         # a GPU skips the shift 0 and the scale 1 of pixels, to save the launch of two kernels
         on_cpu = z.device.type == "cpu"
-        x0: Images = z - shift if on_cpu or shift != 0 else z
+        x0: Images = z
+        if on_cpu or shift != 0:
+            x0 = x0 - shift
         if on_cpu or scale != 1:
             x0 = x0 * scale
         return x0
@@ -219,7 +223,9 @@ class Latents:
         """
         count = min(len(self.train), _MOST_MEASURED)
         positions = np.linspace(0, len(self.train) - 1, count).astype(np.int64)
-        rows = {name: values.double() for name, values in self.read_rows(self.train[positions]).items()}
+        rows = {}
+        for name, values in self.read_rows(self.train[positions]).items():
+            rows[name] = values.double()  # for the sums over many numbers; `compute_x0` makes pixels float32
         # law of total variance: the variance of the means plus the mean of the variances
         variance = self.compute_x0(rows).var(correction=0)
         if "logvar" in rows:
@@ -241,7 +247,7 @@ def open_latents(folder: Path | str) -> Latents:
     Raises:
         KairosError: the folder, its data set or its encoded captions are missing or incomplete, or do not belong
             together.
-        DamagedError: an array file ends early.
+        DamagedError: a manifest is damaged, or an array file ends early.
     """
     folder = Path(folder)
     command = f"encode --config F --out {folder}"

@@ -74,6 +74,10 @@ class LinkedImages:
 
     Attributes:
         shape: (count, height, width, channels); the images are uint8.
+
+    Raises:
+        KairosError: an array file of the folder is missing.
+        DamagedError: an array file ends early.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], command: str):
@@ -97,8 +101,9 @@ class LinkedImages:
 
         Raises:
             IndexError: an index is out of range.
-            KairosError: the source cannot be opened on this machine.
-            DamagedError: an image is missing or differs from the one that stage prepare read.
+            KairosError: the source cannot be opened on this machine, or an image no longer fits `dataset.crop`.
+            DamagedError: an image differs from the one that stage prepare read, or any image of the data set is missing
+                or has another name.
         """
         rows = row_indices(index, len(self))
         image_dtype = np.dtype((np.uint8, self.shape[1:]))
@@ -131,7 +136,8 @@ class LinkedImages:
 
         Raises:
             KairosError: the source cannot be opened on this machine, or the image no longer fits `dataset.crop`.
-            DamagedError: the image is missing or differs from the one that stage prepare read.
+            DamagedError: the image differs from the one that stage prepare read, or any image of the data set is
+                missing or has another name.
         """
         index = int(self._indices[row])  # index of the image in the source
         config = self._config

@@ -94,6 +94,7 @@ class _ImageWriter:
         self._path, self._most = path, most
         self._count = 0
         self._file = create_array(path, (most, *shape), np.uint8)
+        # the hash begins with the header that the file has if `most` images are appended
         header = io.BytesIO()
         write_npy_header(header, (most, *shape), np.dtype(np.uint8))
         self._hash = hashlib.sha256(header.getvalue())
@@ -116,7 +117,8 @@ class _ImageWriter:
 def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
     """Write the folder of a data set, and return its manifest.
 
-    An earlier data set in `out` is deleted once the source is open. Messages report the progress.
+    An earlier data set in `out` is deleted once the source is open. Messages report the progress. The caller ensures
+    that `dataset.store` is ``copy`` or ``refer``: ``auto`` would copy the images.
 
     Raises:
         ConfigError: the source cannot be used as configured, images differ in size and no resolution is configured, or
@@ -128,10 +130,7 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
 
 
 def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
-    """Write the folder of a data set from a source that is already open, and return its manifest; see `prepare`.
-
-    The caller ensures that `dataset.store` is ``copy`` or ``refer``: ``auto`` would copy the images.
-    """
+    """Write the folder of a data set from a source that is already open, and return its manifest; see `prepare`."""
     _delete_old_files(out)
     selected, unmatched_counts = _select_images(config, source)
     decoded = _decode_images(config, source, selected, out)
@@ -231,7 +230,7 @@ def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], di
         Increasing indices of the images in the source, and the counts of `captions.select_captioned`.
 
     Raises:
-        KairosError: no image, or no held-out image of another path, has a caption.
+        KairosError: no held-out image of another path has a caption; or see `captions.select_captioned`.
     """
     usable, unmatched_counts = captioning.select_captioned(source, config)
     first_heldout = source.count - source.heldout_count
@@ -242,7 +241,7 @@ def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], di
         raise KairosError(
             f"dataset.heldout_captions: {captions!r} has none of the {source.heldout_count} held-out images"
         )
-    limit = config.limit or first_heldout  # without a limit: all
+    limit = first_heldout if config.limit is None else config.limit  # without a limit: all
     limited = _random_subset(train, limit, config.split_seed, stream="limit")
     return [*limited, *heldout], unmatched_counts
 

@@ -47,7 +47,7 @@ def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
     """
     for name in manifest["files"]:
         os.replace(out / PARTIAL / name, out / name)
-    sync_to_disk(out)
+    sync_to_disk(out)  # the files must be durable before the manifest records them
     write_json(out / "manifest.json", manifest)
     shutil.rmtree(out / PARTIAL, ignore_errors=True)
 

@@ -162,7 +162,8 @@ class DatasetConfig(Section):
     @property
     def caption_files(self) -> list[str]:
         """Paths of the JSON files of captions, of training and then of held-out images; a shared file occurs twice."""
-        return [str(section.captions) for section in self.sections if str(section.captions).endswith(".json")]
+        captions = [section.captions for section in self.sections]
+        return [path for path in captions if path is not None and path.endswith(".json")]
 
     def check_count(self, count: int) -> None:
         """Raise ConfigError if `dataset.images` is set and is not the source's number of images, `count`."""

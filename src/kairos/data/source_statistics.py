@@ -45,8 +45,8 @@ def count_images(config: DatasetConfig) -> ImageCounts:
     """Count the images and classes of a data set, without preparing it.
 
     The counts follow `dataset.limit` and `dataset.heldout`. With a limit, the size of the smallest class is the one
-    expected in a random subset, rounded down. Broken images are counted. If the source cannot be read, the counts are
-    None, and `ImageCounts.unknown` contains the reason.
+    expected in a random subset, rounded down. Broken images and images without captions are counted. If the source
+    cannot be read, the counts are None, and `ImageCounts.unknown` contains the reason.
 
     Raises:
         ConfigError: the number of images is known, and is not `dataset.images`.
@@ -58,12 +58,12 @@ def count_images(config: DatasetConfig) -> ImageCounts:
     except (ConfigError, OSError, ValueError, LookupError) as error:  # errors of arrow are of the latter two types
         return ImageCounts(unknown=" ".join(str(error).split()))
     config.check_count(count)
-    used_count = min(count, config.limit or count)
+    used_count = count if config.limit is None else min(count, config.limit)
     heldout_count = 0 if isinstance(config.heldout, str) else config.heldout_count(used_count)
-    smallest = min(class_sizes.values()) * used_count // count if class_sizes else None
-    return ImageCounts(
-        train=used_count - heldout_count, smallest=smallest, count=used_count, classes=len(class_sizes) or None
-    )
+    if not class_sizes:
+        return ImageCounts(train=used_count - heldout_count, count=used_count)
+    smallest = min(class_sizes.values()) * used_count // count
+    return ImageCounts(train=used_count - heldout_count, smallest=smallest, count=used_count, classes=len(class_sizes))
 
 
 # Each of the following functions returns the number of images, and the number of images by class, a dictionary that is
@@ -112,13 +112,20 @@ def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
 
     Raises:
         ConfigError: the split is not in the cache.
+        LookupError, OSError, ValueError: a file is damaged, or lacks the column of labels.
     """
     import pyarrow as pa
 
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets")).expanduser()
     # OWNER___my_images/<configuration>/<version>/<hash>/my_images-train-00000-of-00002.arrow
-    files = sorted(cache.glob(f"{_cache_folder_name(str(config.path))}/*/*/*/*-{config.split}*.arrow"))
+    folder_pattern = f"{_cache_folder_name(str(config.path))}/*/*/*"
+    files = sorted(
+        [
+            *cache.glob(f"{folder_pattern}/*-{config.split}.arrow"),
+            *cache.glob(f"{folder_pattern}/*-{config.split}-[0-9]*-of-[0-9]*.arrow"),
+        ]
+    )
     if not files:
         raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; run kairos fetch")
     files_of_one_version = [str(file) for file in files if file.parent == files[0].parent]
@@ -210,6 +217,7 @@ def _is_grey(image: Any) -> bool:
     from PIL import ImageChops
 
     red, *others = image.convert("RGB").split()
+    # `getbbox` returns None if the difference is 0 everywhere
     return not any(ImageChops.difference(red, other).getbbox() for other in others)
 
 

@@ -71,8 +71,8 @@ def open_source(config: DatasetConfig) -> Source:
 
     Raises:
         ConfigError: the folder, file, data set or column does not exist, or contains no image. Also if the number of
-            images is not `dataset.images`, if captions cannot be read, or if held-out images have classes, conditions
-            or files that do not fit the others.
+            images, without held-out images from another path, is not `dataset.images`. Also if captions cannot be read,
+            or if held-out images have classes, conditions or files that do not fit the others.
         KairosError: `datasets` cannot load the data set.
     """
     opener = OPENERS[config.source]
@@ -90,6 +90,7 @@ def open_source(config: DatasetConfig) -> Source:
         raise type(error)(message) from None
     if config.files:
         _check_disjoint(config, source, heldout)
+    # without a file of their own, the held-out images have their captions in `dataset.captions`, too
     return _append_heldout(source, heldout, one_caption_file=config.heldout_captions is None)
 
 
@@ -166,6 +167,7 @@ def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
             f"dataset.heldout: its images have the classes {heldout.classes}, allowed: classes of the training images "
             f"({train.classes}){detail}"
         )
+    # labels and classes of a source are both None or both set; the type checker needs all three tests
     if train.classes is None or heldout.classes is None or train.labels is None:
         return None
     # element i is the number among the training classes of held-out class i
@@ -216,7 +218,7 @@ def _open_folder(config: DatasetConfig) -> Source:
     """Open all images below a folder; if all are in two or more direct subfolders, the subfolders are the classes.
 
     There are no classes otherwise. Hidden files and folders are skipped. Images are named by their relative paths and
-    sorted by name, or are the listed ones in the order of `dataset.files`.
+    sorted by name, or are the listed ones in the order of `dataset.files`. A class without a listed image is left out.
 
     Raises:
         ConfigError: the folder does not exist or contains no image, or the list of files cannot be used.
@@ -231,6 +233,7 @@ def _open_folder(config: DatasetConfig) -> Source:
     subfolders = [name.split("/")[0] for name in names]
     all_in_subfolders = all("/" in name for name in names)
     has_classes = all_in_subfolders and len(set(subfolders)) >= 2
+    # the class name of each image; empty without classes
     names, class_names = select_listed_files(config, names, labels=subfolders if has_classes else [])
     labels, classes = None, None
     if class_names:
@@ -247,8 +250,8 @@ def _open_folder(config: DatasetConfig) -> Source:
 def _open_zip(config: DatasetConfig) -> Source:
     """Open the images in a zip, which is not unpacked, with the classes in its dataset.json, if it has labels.
 
-    The classes are named 0 to the largest label. Images are sorted by name, or are the listed ones in the order of
-    `dataset.files`.
+    Images are sorted by name, or are the listed ones in the order of `dataset.files`. The classes are named 0 to the
+    largest label of these images.
 
     Raises:
         ConfigError: the zip is missing or contains no image, or its labels or the list of files cannot be used.
@@ -307,6 +310,7 @@ def _open_parquet(config: DatasetConfig) -> Source:
     try:
         table = _load_dataset("parquet", data_files=files, split="train")
     except (DatasetGenerationError, OSError, ValueError) as error:
+        # the message of DatasetGenerationError does not contain its cause
         raise KairosError(f"dataset.path: {path!r} cannot be read as parquet ({error.__cause__ or error})") from None
 
     def name(index: int) -> str:
@@ -351,7 +355,7 @@ def _open_hub(config: DatasetConfig) -> Source:
 def _load_dataset(source: str, **options: Any) -> Any:
     """Load a `datasets.Dataset` from a hub id, or in a format such as ``parquet``.
 
-    The progress bars of `datasets` stay off in this process.
+    `datasets` writes the rows to its cache if they are not there yet. Its progress bars stay off in this process.
     """
     from datasets import disable_progress_bars, load_dataset
 

@@ -131,7 +131,7 @@ def train_on_task(
     """
     name = f"{kind}{options.features}"
     shape = tuple(dataset.images.shape[1:])
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU: no generator of a GPU is saved
         torch.manual_seed(derived_seed(options.seed, f"{kind} weights"))
         model = Classifier(shape, classes, options.channels, options.features)
     _optimise(kind, model, options, dataset, task)
@@ -157,6 +157,7 @@ def _optimise(kind: str, model: Classifier, options: ClassifierOptions, dataset:
 
     The images of a batch are drawn with replacement, from a stream named after `kind`. The loss is the cross entropy.
     """
+    # the weight decay is torch's default for AdamW
     optimizer = AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
     order = Stream(options.seed, f"{kind} order")

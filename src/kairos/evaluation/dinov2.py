@@ -39,7 +39,8 @@ def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path)
     try:
         model = AutoModel.from_pretrained(options.path)
     except (OSError, ValueError) as error:
-        raise KairosError(missing_network_message(options.path, " ".join(str(error).split()))) from None
+        reason = " ".join(str(error).split())  # on one line
+        raise KairosError(missing_network_message(options.path, reason)) from None
     model_type = model.config.model_type
     if model_type != "dinov2":
         raise KairosError(f"evaluation.extractor.path: got a {model_type} in {options.path!r}, allowed: a dinov2")

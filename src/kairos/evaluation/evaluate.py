@@ -1,6 +1,6 @@
 """Stage `evaluate`: distances of samples from real images, and the validation loss, with the evaluation protocol."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,14 @@ def run(
 
     Threads, device and determinism of this process are set as in the first snapshot's training run. Without a snapshot
     one thread computes, deterministically, on a GPU if one is usable. The reference fixes the extractor's precision.
+    Marks the end of start-up, see `resource_usage.end_startup`.
 
     Args:
         jobs: samples to evaluate.
         reference: folder or reference.json of stage reference, or an npz file of real images.
-        extractor: folder of the extractor, ``inception`` or ``dinov2``; None: ``../extractor``, relative to the
-            reference's folder, or with an npz reference the extractor that the metrics are defined for.
+        extractor: folder of the extractor, ``inception`` or ``dinov2``, see `cache_published_extractor`. None:
+            ``../extractor``, relative to the reference's folder, or with an npz reference the extractor that the
+            metrics are defined for.
         latents: folder of the latents for the validation loss; None: ``../../../../latents``, relative to the snapshot.
         sets: with an npz reference: number of sets that the samples are split into.
         metric_names: with an npz reference: names of metrics; None or empty: the default metrics of the extractor.
@@ -79,7 +81,7 @@ def run(
     # set up the process, and open extractor and reference
     milestones = [job.milestone for job in jobs if job.milestone is not None]
     if milestones:  # threads and determinism as in training
-        _, snapshot_record = load_settings(milestones[0], overrides={})
+        _, snapshot_record = load_settings(milestones[0], overrides={})  # checks the record, too
         device = set_up_device(snapshot_record)
     else:
         device = compute.setup(1, "auto")
@@ -127,7 +129,7 @@ def _extractor_of_metrics(names: list[str]) -> str:
     """Return the one extractor that metrics are defined for; metrics that are defined for any extractor are ignored.
 
     Raises:
-        ConfigError: no metric is defined for one extractor, or two metrics are defined for different ones.
+        ConfigError: a name is unknown, no metric is defined for one extractor, or two metrics for different ones.
     """
     extractors = {METRICS.find(name).extractor for name in names} - {""}  # empty: any extractor
     if len(extractors) != 1:
@@ -159,8 +161,8 @@ def _print_warnings(files_by_warning: dict[str, list[str]], printed: list[str]) 
 def cache_published_extractor(name: str) -> Path:
     """Return the folder of a published extractor in `metrics.CACHE`, after building it if it is missing or damaged.
 
-    The folder is replaced as a whole, because other evaluations may read it at the same time. Building may download
-    weights.
+    The cache is in the working directory. The folder is replaced as a whole, because other evaluations may read it at
+    the same time. Building may download weights.
 
     Raises:
         KairosError: the weights are missing and cannot be downloaded.
@@ -169,7 +171,7 @@ def cache_published_extractor(name: str) -> Path:
     try:
         manifest = open_record(folder, "evaluate")
         check_files(folder, manifest["files"], "run the evaluation again")
-    except KairosError:
+    except KairosError:  # missing or damaged; the message is not shown
         with atomic_folder(folder) as new_folder:
             build_extractor(EXTRACTORS.select({"name": name}), dataset=None, folder=new_folder)
     return folder
@@ -193,7 +195,8 @@ def evaluate(
         latents: folder of the latents; None: ``../../../../latents``, relative to the snapshot.
 
     Raises:
-        KairosError: too few images, or the samples lack something that a metric needs.
+        KairosError: too few images, the samples lack something that a metric needs, or files are missing, damaged or
+            do not belong together, see `_open_training_latents`.
     """
     samples = open_samples(job.samples)
     needs = reference.comparison.needs
@@ -247,7 +250,7 @@ def _compute_losses(
     results: dict[str, Any] = {}
     for metric in reference.comparison.metrics:
         if "milestone" in metric.needs:
-            compute_loss = metric.load()
+            compute_loss = metric.load()  # not `build`, which would add the metric's options as first argument
             results |= compute_loss(snapshot, latents, settings, extractor.device)
     return results
 
@@ -255,7 +258,7 @@ def _compute_losses(
 def pair_with_captions(file: str, samples: SamplesFile, indices: range) -> Iterable[tuple[np.ndarray, list[str]]]:
     """Return batches of the images `indices` with the captions that they were generated from.
 
-    The batches can be iterated once.
+    Invalid bytes of a caption are replaced. The batches can be iterated once.
 
     Raises:
         KairosError: the samples file contains no captions.
@@ -265,8 +268,12 @@ def pair_with_captions(file: str, samples: SamplesFile, indices: range) -> Itera
         raise KairosError(
             f"{file}: contains no captions, which metric clip needs; evaluate samples of a model with condition text"
         )
-    texts = ([text.decode("utf-8", "replace") for text in batch.tolist()] for batch in iterate_rows(captions, indices))
-    return zip(iterate_rows(samples.images, indices), texts)
+
+    def text_batches() -> Iterator[list[str]]:
+        for batch in iterate_rows(captions, indices):
+            yield [text.decode("utf-8", "replace") for text in batch.tolist()]
+
+    return zip(iterate_rows(samples.images, indices), text_batches())
 
 
 def pair_with_real_images(
@@ -312,11 +319,13 @@ def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) 
     if num_samples is None:
         set_size = images // sets
         set_count = sets if set_size > 0 else 0
+        least_images = sets  # one image per set
     else:
         set_size = num_samples
         set_count = images // num_samples
+        least_images = num_samples
     if set_count == 0:
-        raise KairosError(f"{file}: got {images} images, allowed: at least {num_samples or sets}, one full set")
+        raise KairosError(f"{file}: got {images} images, allowed: at least {least_images}, one full set")
     warnings = []
     unused = images - set_count * set_size
     if unused > 0:
@@ -362,8 +371,8 @@ def _open_training_latents(
     weights, whose data are unknown. The caller ensures that the job has a snapshot.
 
     Raises:
-        KairosError: the samples were generated from another snapshot, or the latents are not the snapshot's or lack a
-            condition of its model.
+        KairosError: the samples were generated from another snapshot, or the latents are missing, are not the
+            snapshot's, or lack a condition of its model.
     """
     assert job.milestone is not None
     snapshot = (record["identity"], record["step"])

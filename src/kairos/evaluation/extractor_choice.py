@@ -37,6 +37,7 @@ def choose_extractor(
     Raises:
         ConfigError: the images are too few or lack labels that extractor or conditions need. The weights are missing
             and cannot be downloaded. A metric or the reference lacks something. The message has a line per problem.
+            Another number of images than `dataset.images` is reported alone.
     """
     counts = count_images(dataset)
     messages: list[str] = []
@@ -59,7 +60,7 @@ def choose_extractor(
     # numbers and labels of the images
     if "class" in conditions and not counts.unknown and counts.smallest is None:
         problems.append("model.conditions: got class, but the images have no labels; allowed: images with labels")
-    problems += _too_few_images(evaluation, dataset, counts)
+    problems += _image_count_problems(evaluation, dataset, counts)
 
     # weights, metrics and reference; the first problem among them is reported
     try:
@@ -101,7 +102,10 @@ def _resolve_auto(evaluation: EvaluationConfig, counts: ImageCounts) -> tuple[st
 
 
 def _classifier_obstacle(counts: ImageCounts) -> str:
-    """Return why ``auto`` trains no classifier on the images; empty if it does."""
+    """Return why ``auto`` trains no classifier on the images; empty if it does.
+
+    While the images are unknown, it is assumed that ``auto`` trains none. The text then begins with ``assumed``.
+    """
     if counts.unknown:
         return "assumed, because the images are unknown yet; set the extractor, so that it does not change later"
     if counts.smallest is None:
@@ -139,7 +143,7 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
     return [f"warning: the extractor's job will download {source}; run kairos fetch to download it now"]
 
 
-def _too_few_images(evaluation: EvaluationConfig, dataset: DatasetConfig, counts: ImageCounts) -> list[str]:
+def _image_count_problems(evaluation: EvaluationConfig, dataset: DatasetConfig, counts: ImageCounts) -> list[str]:
     """Return an error message for each number of images that is too small for a feature covariance of full rank.
 
     The checked numbers are images per set and real images: training images with reference ``train``, all images with

@@ -60,6 +60,8 @@ class Extractor:
     def compute_layers(self, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
         """Return the values of all layers of the images by name, each flattened to float32 (n, width), on the CPU.
 
+        TF32 is forbidden in this process afterwards, see `compute.precision`.
+
         Args:
             images: uint8 (n, height, width, channels).
 
@@ -106,7 +108,7 @@ def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: 
     """Open the folder of stage `extractor`, after a comparison of its files with their hashes, and load the network.
 
     Raises:
-        KairosError: the folder contains no extractor.
+        KairosError: the folder contains no extractor, or its network cannot be loaded.
         DamagedError: a file is missing or has changed.
     """
     manifest = open_record(folder, f"extractor --config F --dataset DIR --out {folder}")

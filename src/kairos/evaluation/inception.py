@@ -51,10 +51,11 @@ class Inception(FeatureExtractorInceptionV3):
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        for layer in list(self.modules()):
+        for layer in list(self.modules()):  # a list, because the loop replaces modules
             if isinstance(layer, BasicConv2d):
                 layer.conv = fuse_conv_bn_eval(layer.conv, layer.bn)
                 layer.bn = nn.Identity()
+        # torchvision's name of TensorFlow's mixed_6
         self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
 
     def _keep_spatial(self, module: Any, inputs: Any, output: Tensor) -> None:

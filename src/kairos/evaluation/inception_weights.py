@@ -62,7 +62,8 @@ def find_network(path: str) -> tuple[str, bool]:
         return path, True
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None  # such as facebook/dinov2-large
     if not is_hub_id:
-        raise KairosError(missing_network_message(path, "the folder does not exist"))
+        reason = "the folder has no config.json" if Path(path).is_dir() else "the folder does not exist"
+        raise KairosError(missing_network_message(path, reason))
     if _offline():
         reason = "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set"
         raise KairosError(missing_network_message(path, reason))
@@ -103,9 +104,9 @@ def missing_weights_message(path: Path, why: str) -> str:
 
 
 def matches_hash_in_name(path: Path, name: str = "") -> bool:
-    """Return True if the SHA-256 of a file begins with the hex digits in its name, or in `name`, or if there are none.
+    """Return True if the SHA-256 of a file begins with the hex digits in its name, or if the name has no digits.
 
-    A name contains the digits, eight or more, in the form ``-6726825d.pth``.
+    The digits, eight or more, have the form ``-6726825d.pth``. `name`, unless it is empty, replaces the file's name.
     """
     digest = re.search(r"-([0-9a-f]{8,})\.", name or path.name)
     return digest is None or sha256_file(path).startswith(digest[1])
@@ -128,7 +129,7 @@ def download(url: str, path: Path) -> None:
             progress = Progress(_mebibytes(size), f"fetch {name}", "MiB")
             while chunk := response.read(_CHUNK):
                 file.write(chunk)
-                progress.advance(_mebibytes(file.tell()) - progress.done)
+                progress.advance(_mebibytes(file.tell()) - progress.done)  # since the last call
             progress.close()
             # errors inside the context keep the file from appearing at `path`
             file.flush()  # before the file is hashed

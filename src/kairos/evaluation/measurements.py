@@ -49,16 +49,16 @@ class MomentSums:
     @property
     def mean_and_covariance(self) -> Gaussian:
         """Mean (d,) and unbiased covariance (d, d), as by numpy.cov, of all added vectors, two or more; float64."""
-        mean = self._sum / self.count
-        covariance = (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
-        return (self._shift + mean).numpy(), covariance.numpy()
+        shifted_mean = self._sum / self.count
+        covariance = (self._products - self.count * torch.outer(shifted_mean, shifted_mean)) / (self.count - 1)
+        return (self._shift + shifted_mean).numpy(), covariance.numpy()
 
 
 class Spool:
     """Vectors that are added in batches, in a temporary file; `rows` reads them once all are added."""
 
     def __init__(self) -> None:
-        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115  (deleted with the rows)
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115  (deleted with this object)
         self._shape = (0, 0)
 
     def add(self, values: Features) -> None:
@@ -66,13 +66,14 @@ class Spool:
         self._shape = (self._shape[0] + len(values), values.shape[1])
         is_empty = self._file.tell() == 0
         if is_empty:
-            self._write_header()
+            self._write_header()  # `rows` corrects its number of vectors
         self._file.write(values.numpy().tobytes())
 
     def rows(self) -> ArrayFile:
         """Return all added vectors, float32 (n, d), which are read from the file on access.
 
-        At least one batch must have been added. The file is deleted with this object; the rows remain readable.
+        At least one batch must have been added, and none can be added afterwards. The file is deleted with this object;
+        the rows remain readable.
         """
         # only now the number of vectors is known; the header has the length of the first one, since both are padded
         self._file.seek(0)

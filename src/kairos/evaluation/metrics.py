@@ -140,8 +140,8 @@ def indices_to_store(count: int) -> NDArray[np.int64]:
 def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStatistics:
     """Return statistics from the cache `.kairos/cache`, after computing and storing them if the cache lacks them.
 
-    Two processes may compute one file at the same time. The later rename replaces the file as a whole. A damaged file
-    is computed again, with a message.
+    The cache is in the working directory. Two processes may compute one file at the same time. The later rename
+    replaces the file as a whole. A damaged file is computed again, with a message.
 
     Args:
         key: JSON value that identifies the statistics: hashes of images, extractor and code, and the measurements.
@@ -262,6 +262,7 @@ def isc(options: MetricOptions, statistics: ImageStatistics, comparison: Compari
     from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric  # its import takes a second
 
     splits = _iterate_vectors(statistics.logits, SPLIT)
+    # one call per split: torch-fidelity's option is the number of splits, not their size
     scores = [isc_features_to_metric(logits, splits=1, shuffle=False) for logits in splits]
     return {"isc": stats.fmean(score[KEY_METRIC_ISC_MEAN] for score in scores)}
 

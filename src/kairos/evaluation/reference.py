@@ -86,7 +86,7 @@ def build_reference(
 
     The files are statistics.npz and reference.json. The statistics of the real images are also stored in the cache, see
     `metrics.load_or_compute`. The temporary copy of the data set's images is deleted. Messages report the rows and
-    warnings.
+    warnings. Marks the end of start-up, see `resource_usage.end_startup`.
 
     Args:
         evaluation: section `evaluation`.
@@ -95,7 +95,8 @@ def build_reference(
         out: folder to write.
 
     Raises:
-        KairosError: too few images for the extractor's features, or an external file that lacks something.
+        KairosError: a folder is missing or damaged, there are too few images for the extractor's features, or an
+            external file lacks something.
     """
     prepared = open_dataset(dataset)
     opened_extractor = open_extractor(extractor, device, evaluation.precision)
@@ -190,7 +191,7 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
     """Open an npz file of real images or published moments as reference; the statistics are cached by its content.
 
     The record contains default settings, and None as number of images per set: evaluations split the samples into a
-    number of sets.
+    number of sets. A warning about few images is printed.
 
     Args:
         path: the npz file.
@@ -198,7 +199,7 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
         metric_names: names of metrics; None or empty: the default metrics of the extractor, with the validation loss.
 
     Raises:
-        ConfigError: a metric does not fit the extractor, or not exactly one metric ranks methods.
+        ConfigError: a metric is unknown or does not fit the extractor, or not exactly one metric ranks methods.
         KairosError: the file lacks something that the metrics need, or contains too few images for the extractor.
     """
     kind = extractor.manifest["kind"]
@@ -342,7 +343,7 @@ def _score_heldout(
 ) -> dict[str, Any]:
     """Return the columns of the metrics for one set of images, and the standard deviation of each column.
 
-    The standard deviation of the distance is a bootstrap's. The other columns have None.
+    Standard deviations are in columns ``<column>_spread``: of the distance a bootstrap's, of other columns None.
 
     Args:
         images: function that yields the images in batches; with captions it is called twice.
@@ -400,21 +401,21 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
     dimension = int(np.prod(latents.shape))
     fitted_count = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
     order = random_order(Stream(seed, "gaussian images"), len(latents.train))
-    selected = latents.train[order[:fitted_count].sort().values.numpy()]
+    selected = latents.train[order[:fitted_count].sort().values.numpy()]  # sorted: read in the order of the file
     batches = []
     for indices in iterate_rows(selected, range(fitted_count)):
         noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(indices), latents.shape)
         batches.append(latents.load_x0(indices, noise=noise).flatten(1))
-    rows = torch.cat(batches)  # (n, d)
-    mean = rows.mean(0)
-    rows -= mean
+    centred = torch.cat(batches)  # (n, d)
+    mean = centred.mean(0)
+    centred -= mean  # in place, because it may fill 512 MB
 
     def images_of_set(number: int) -> Iterator[np.ndarray]:
         for image_indices in iterate_rows(range(count), range(count)):  # consecutive ranges
             z = Stream(seed, "gaussian draws").normal(number, image_indices, (fitted_count,))
             # the covariance of x0 is the sample covariance of the latents, which is never formed; its rank is n - 1, or
             # the number of dimensions if that is smaller
-            x0 = mean + z @ rows / (fitted_count - 1) ** 0.5
+            x0 = mean + z @ centred / (fitted_count - 1) ** 0.5
             yield to_uint8(codec.decode(x0.view(-1, *latents.shape)))
 
     return fitted_count, images_of_set

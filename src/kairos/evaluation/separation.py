@@ -51,7 +51,7 @@ def reason_not_to_rank(reference: Mapping[str, Any]) -> str | None:
         return None
     real_score = f"{real[metric]:.4g} ± {real_deviation:.2g}"
     gaussian_score = f"{gaussian[metric]:.4g} ± {gaussian_deviation:.2g}"
-    if "n_samples" in real:
+    if "n_samples" in real:  # in every row of stage reference
         real_score = f"{real['n_samples']} real held-out images score {real_score}"
     return (
         f"{metric} cannot rank methods on these images: {real_score}, not clearly below the {gaussian_score} of a "
@@ -68,7 +68,8 @@ def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, res
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.
-        results: folder of the experiment's results. Rows there are used if they were computed with equal settings.
+        results: folder of the experiment's results. Rows there are used if they were computed with equal options of
+            the extractor, number of samples and reference.
     """
     if evaluation.primary_metric != "distance":
         return None

@@ -401,6 +401,9 @@ def needs_of_real_images(metrics: Iterable[MetricOptions]) -> set[str]:
 def default_metrics(extractor: str, heldout: bool) -> list[str]:
     """Return the names of the metrics of an experiment that lists none.
 
+    They are the extractor's Fréchet distance and KID; with Inception, the Inception score; with held-out images, the
+    validation loss.
+
     Args:
         extractor: name of the extractor.
         heldout: True if images are held out.
@@ -498,6 +501,7 @@ def check_metrics(metrics: list[MetricOptions], extractor: str) -> None:
     for metric in metrics:
         name, required = metric.name, metric.extractor
         if required and extractor not in (required, "auto"):
+            # the ConfigError that `demand` raises, but with a message of another form
             raise ValueRejected(f"evaluation.metrics: {name} needs evaluation.extractor {required}, got {extractor}")
         demand(names.count(name) == 1, "evaluation.metrics", f"{name} twice", "each once")
     ranking_metrics = set(names) & set(FRECHET_METRICS)

@@ -32,7 +32,7 @@ def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
     """
     inner_cells = max(cells - 2, 0)  # without the first and the last
     inner_strata = min(strata, inner_cells)
-    inner_edges = np.unique(np.round(np.linspace(1, cells - 1, inner_strata + 1)))  # edges in cells
+    inner_edges = np.unique(np.round(np.linspace(1, cells - 1, inner_strata + 1)))  # edges in cells, each once
     edges = np.concatenate([[0], inner_edges, [cells]]) / cells  # edges as fractions
     return list(itertools.pairwise(edges.tolist()))
 
@@ -104,7 +104,7 @@ def build_fixed_loss(
     """Build the loss on `settings.images` held-out images (or all, if there are fewer), equal for all methods.
 
     The images are a random choice by the seed. They and their conditions are in memory on the CPU. If latents have a
-    variance, their noise is drawn by the seed too.
+    variance, their noise is drawn by the seed too. The caller ensures that images are held out.
 
     Args:
         milestone: opened snapshot, whose process and conditions are used.

@@ -113,7 +113,10 @@ def vb(options: VbOptions, prediction: Prediction) -> PerSample:
     process, x0, t = prediction.process, prediction.x0, prediction.t
     mean = prediction.mean.detach()
     v = prediction.output[:, x0.shape[1] :].to(x0.dtype)  # the channels after the mean's channels
-    log_beta, log_posterior_variance, x0_factor = (shaped(table[t], x0) for table in _posterior(process, x0.device))
+    log_betas, log_posterior_variances, x0_factors = _posterior(process, x0.device)  # by timestep
+    log_beta = shaped(log_betas[t], x0)
+    log_posterior_variance = shaped(log_posterior_variances[t], x0)
+    x0_factor = shaped(x0_factors[t], x0)
     # v interpolates the logarithm, from the posterior's variance at v = -1 to beta at v = 1
     log_variance = log_posterior_variance + (v + 1) / 2 * (log_beta - log_posterior_variance)
     error = x0 - process.estimate(mean.to(x0.dtype), prediction.x_t, t)
@@ -146,8 +149,9 @@ def _rounded_nll(x: Images, error: Images, log_variance: Images) -> Images:
     # x - error, these edges are error - 1/255 and error + 1/255.
     below = _normal_cdf((error - 1 / 255) * inverse_deviation)
     above = _normal_cdf((error + 1 / 255) * inverse_deviation)
-    below = torch.where(x < -0.999, 0.0, below)  # the first level, -1
-    above = torch.where(x > 0.999, 1.0, above)  # the last level, 1
+    # x is a level up to rounding: only the first, -1, is below -0.999, and only the last, 1, is above 0.999
+    below = torch.where(x < -0.999, 0.0, below)
+    above = torch.where(x > 0.999, 1.0, above)
     return -(above - below).clamp_min(1e-12).log()
 
 
@@ -156,7 +160,7 @@ def _normal_cdf(x: Tensor) -> Tensor:
     return (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh()) / 2
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)  # as for `_vlb_weights`
 def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return ln beta, ln of the posterior's variance, and the factor of x0 in its mean, float64 (T,) on the device.
 
@@ -165,7 +169,7 @@ def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tens
     """
     schedule = process.schedule
     alphas_cumprod = torch.from_numpy(schedule.alphas_cumprod)
-    previous_alphas_cumprod = alphas_cumprod.roll(1)
+    previous_alphas_cumprod = alphas_cumprod.roll(1)  # a copy: `alphas_cumprod` shares the memory of the schedule
     previous_alphas_cumprod[0] = 1.0  # the image, before the first timestep
     betas = torch.from_numpy(schedule.betas)
     x0_factor = previous_alphas_cumprod.sqrt() * betas / (1 - alphas_cumprod)

@@ -47,7 +47,8 @@ def write_milestone(
     """Write the folder of a snapshot atomically, in place of an existing one.
 
     The files are the average weights in ``ema/``, the raw weights in ``raw/``, the strategy's table ``strategy.csv``,
-    and the record ``milestone.json`` with the hashes of all other files. Folder ``scheduler/`` contains `scheduler`.
+    and the record ``milestone.json`` with the hashes of all other files. Unless `scheduler` is None, its configuration
+    is in folder ``scheduler/``.
 
     Args:
         folder: folder of the snapshot.
@@ -70,7 +71,9 @@ def write_milestone(
 
 
 def check_milestone(folder: Path) -> dict[str, Any]:
-    """Check the files that a snapshot's record lists against it, and return the record.
+    """Compare the files that a snapshot's record lists with their hashes there, and return the record.
+
+    All files are read. Further files are not checked.
 
     Raises:
         KairosError: the folder contains no snapshot.
@@ -82,7 +85,7 @@ def check_milestone(folder: Path) -> dict[str, Any]:
 
 
 def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """Load the averaged weights of a snapshot, from which another training run starts, by name and on the CPU.
+    """Check a snapshot, and load its averaged weights, from which another run starts, by name and on the CPU.
 
     Args:
         folder: folder of the snapshot.
@@ -99,7 +102,8 @@ def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, 
 
     check_milestone(folder)
     loaded = load_file(folder / "ema" / WEIGHTS)
-    if problem := describe_mismatch(weights, loaded):
+    problem = describe_mismatch(weights, loaded)  # empty if they fit
+    if problem:
         raise KairosError(f"training.start_from: the weights in {folder} do not fit the model; {problem}")
     return loaded
 
@@ -107,7 +111,8 @@ def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, 
 def hash_start_weights(folder: Path, model: "BackboneOptions") -> str:
     """Return a hash of the weights that `load_start_weights` loads, from the snapshot's record alone.
 
-    An option that one of the two backbones lacks is treated as None.
+    The weights are neither read nor compared with the record. Backbones are compared by name and `_SHAPE_OPTIONS`; an
+    option that one of the two lacks is treated as None.
 
     Args:
         folder: folder of the snapshot.
@@ -131,6 +136,7 @@ def hash_start_weights(folder: Path, model: "BackboneOptions") -> str:
                 f"training.start_from: got model.{name}: {snapshot_model.get(name)} in {str(folder)!r}, allowed: "
                 f"{expected_model.get(name)}, the value in this experiment"
             )
+    # the raw weights and the other files do not decide the start
     ema_hashes = {name: sha256 for name, sha256 in record["files"].items() if name.startswith("ema/")}
     return sha256_json(ema_hashes)
 
@@ -155,7 +161,9 @@ class Snapshot:
 
 
 def open_milestone(folder: Path, weights: str = "ema", device: "torch.device | str" = "cpu") -> Snapshot:
-    """Check all files of a snapshot against its record, and load one of its networks.
+    """Check all files of a snapshot against its record, and load one of its networks, in evaluation mode.
+
+    Torch's global generator advances, see `models.load`.
 
     Args:
         folder: folder of the snapshot.

@@ -94,6 +94,7 @@ def load(
         ConfigError: see `build`.
         KairosError: the folder contains no weights; further cases: see `build`.
         RuntimeError: the weights have other names or shapes than the backbone.
+        SafetensorError: the file of weights is damaged.
     """
     from safetensors.torch import load_file
 

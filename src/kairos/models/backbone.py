@@ -36,7 +36,7 @@ class NullText(nn.Module):
                 f"model.conditions: got text of shape {shape} per image, allowed with this model: {allowed}"
             )
         if null != "empty":
-            value = torch.randn(shape) / shape[-1] ** 0.5
+            value = torch.randn(shape) / shape[-1] ** 0.5  # each vector, of shape[-1] numbers, has a norm of about 1
         elif description.get("empty") is not None:
             value = torch.tensor(description["empty"], dtype=torch.float32)
         else:

@@ -17,7 +17,7 @@ _SUM_SCALE = math.sqrt(0.5)  # keeps the variance of a sum of two branches
 
 def _build_norm(channels: int) -> nn.GroupNorm:
     """Return a group normalisation with at most 32 groups, of at least 4 channels each if possible."""
-    most_groups = min(32, channels // 4)
+    most_groups = min(32, channels // 4)  # 0 below 4 channels; the next line then returns a group for each channel
     groups = math.gcd(most_groups, channels)  # divides the channels, as GroupNorm demands
     return nn.GroupNorm(groups, channels, eps=1e-6)
 
@@ -215,13 +215,13 @@ class DDPMpp(Backbone):
         for layer in self.enc.values():
             x = layer(x, embedding) if isinstance(layer, ResidualBlock) else layer(x)
             skips.append(x)
-        *decoder_blocks, final_norm, final_conv = self.dec.items()  # pairs of name and module
+        *decoder_blocks, (_, final_norm), (_, final_conv) = self.dec.items()  # pairs of name and module
         for name, block in decoder_blocks:
             if "_block" in name:  # the other blocks change the resolution or are the bottleneck
                 x = torch.cat([x, skips.pop()], dim=1)
             x = block(x, embedding)
-        normalised = final_norm[1](x)
-        output: Tensor = final_conv[1](nn.functional.silu(normalised))
+        normalised = final_norm(x)
+        output: Tensor = final_conv(nn.functional.silu(normalised))
         return output
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

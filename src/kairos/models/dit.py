@@ -38,7 +38,10 @@ class AdaLNBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, *attention_arguments: Tensor) -> Tensor:
-        """Return tokens (batch, tokens, width) of tokens x, with the embedding c (batch, width) of t and conditions."""
+        """Return tokens (batch, tokens, width) of tokens x, with the embedding c (batch, width) of t and conditions.
+
+        Further arguments are passed to the attention.
+        """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1), *attention_arguments)
         output: Tensor = x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))

@@ -63,7 +63,7 @@ class MDT(DiT):
         # set before the base class builds the blocks, whose attention has one row per offset between two patches
         self._offset_count = (2 * rows - 1) * (2 * columns - 1) + _UNUSED_OFFSETS
         super().__init__(options, shape, conditions, outputs)
-        self.pos_embed.requires_grad_()
+        self.pos_embed.requires_grad_()  # trained, unlike the positions of DiT
         self.decoder_pos_embed = nn.Parameter(self.pos_embed.detach().clone())
         self.sideblocks = nn.ModuleList([self.build_block()])
         initialise(self.sideblocks)
@@ -109,7 +109,8 @@ class MDT(DiT):
         """
         # encoder, on the visible patches alone
         # indexing, not gather and scatter: their deterministic kernels on a GPU sort an index for every number
-        image_and_patch = torch.arange(len(visible), device=visible.device)[:, None], visible
+        image_index = torch.arange(len(visible), device=visible.device)[:, None]  # (batch, 1)
+        image_and_patch = (image_index, visible)
         visible_tokens = tokens[image_and_patch]  # (batch, visible patches, width)
         offset_rows = self._offset_rows[visible[:, :, None], visible[:, None]]  # a row for each pair of visible patches
         for block in blocks:

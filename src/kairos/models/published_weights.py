@@ -20,7 +20,8 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
     (LDM).
 
     Raises:
-        KairosError: the file is missing, contains more than tensors and numbers, or contains no weights.
+        KairosError: the file is missing or damaged, contains more than tensors and numbers, or contains no weights.
+            Also if the averaged or the raw weights are present without a tensor.
     """
     content = _open_weights(path)
     average, raw = _find_state_dicts(content)
@@ -41,9 +42,13 @@ def _find_state_dicts(content: dict[str, Any]) -> tuple[Any, Any]:
         return _split_latent_diffusion(content["state_dict"])
     if isinstance(average, dict) and isinstance(average.get("shadow"), dict):  # ddpm-torch
         return average["shadow"], raw
-    if not isinstance(raw, dict) and not isinstance(average, dict):  # the file is a state dict itself
+    if not isinstance(average, dict):
+        average = None
+    if not isinstance(raw, dict):
+        raw = None
+    if average is None and raw is None:  # the file is a state dict itself
         return None, content
-    return average if isinstance(average, dict) else None, raw if isinstance(raw, dict) else None
+    return average, raw
 
 
 def _select_tensors(state_dict: dict[str, Any]) -> Weights:

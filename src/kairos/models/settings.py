@@ -54,8 +54,8 @@ class SizedOptions(BackboneOptions):
         """
         size = str(values.get("size", cls.model_fields["size"].default))  # for YAML, the name 64 is a number
         demand(size in cls.sizes, "size", size, f"one of {', '.join(cls.sizes)}")
-        unset = {name: value for name, value in cls.sizes[size].items() if values.get(name) is None}
-        return {**values, "size": size, **unset}
+        published = {name: value for name, value in cls.sizes[size].items() if values.get(name) is None}
+        return {**values, "size": size, **published}
 
 
 def _declare_size(default: str, sizes: Any) -> Any:

@@ -31,7 +31,8 @@ class UNet(Backbone):
     def __init__(self, options: UNetOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         _, height, width = shape
-        self._factor = factor = 2 ** (len(options.widths) - 1)
+        factor = 2 ** (len(options.widths) - 1)  # the levels halve sides that it divides
+        self._factor = factor
         if not options.pad and (height % factor or width % factor):
             raise KairosError(
                 f"model.pad: got false with images of {height}x{width}, allowed: sizes that are multiples of {factor} "
@@ -68,7 +69,7 @@ class UNet(Backbone):
             norm_num_groups=options.norm_groups,
             attn_norm_num_groups=options.norm_groups,
             norm_eps=options.norm_eps,
-            attention_head_dim=options.head_channels or None,
+            attention_head_dim=options.head_channels or None,  # None: one head of the full width
             downsample_padding=options.padding,
             time_embedding_dim=4 * options.channels,
             flip_sin_to_cos=is_adm,

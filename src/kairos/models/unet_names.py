@@ -122,7 +122,8 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
         value = weights[published_names[name]]
         projection = re.search(r"\.to_([qkv])\.", name)  # such as .to_q.
         if projection and value.numel() == 3 * current.numel():  # q, k and v are one weight in the file
-            value = _select_projection(value, current, "qkv".index(projection[1]), options)
+            number = "qkv".index(projection[1])  # 0, 1 or 2
+            value = _select_projection(value, current, number, options)
         if value.numel() == current.numel():  # a convolution with kernel 1 and a linear layer have different shapes
             value = value.reshape(current.shape)
         converted[name] = value
@@ -181,7 +182,7 @@ def _ddpm_torch_name(name: str, layout: _Layout) -> str:
     parameter = _translate(weight.parameter, _DDPM_TORCH_NAMES)
     if weight.side == "mid":
         return f"middle.{_middle_index(weight)}.{parameter}"
-    level = f"{weight.side}samples.level_{layout.level_of(weight)}"
+    level = f"{weight.side}samples.level_{layout.level_of(weight)}"  # downsamples or upsamples
     if weight.is_resampling:
         # a change of resolution follows the blocks of a level, as a pair of which the second module is the convolution
         blocks_before = layout.blocks if weight.side == "down" else layout.blocks + 1
@@ -214,7 +215,7 @@ def _adm_name(name: str, layout: _Layout) -> str:
     block = weight.block * (layout.blocks + 1) + index_in_level
     module = 1 if weight.is_attention else 0
     if weight.side == "up":
-        if weight.is_resampling:
+        if weight.is_resampling:  # after the residual block and, if there is one, the attention
             module = 2 if layout.has_attention(weight) else 1
         return f"output_blocks.{block}.{module}.{_translate(weight.parameter, _ADM_NAMES)}"
     parameter = weight.parameter

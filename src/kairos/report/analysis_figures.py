@@ -51,6 +51,8 @@ _TITLES: dict[Any, str] = {  # title by name of a loss or of a column
 def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: Path) -> None:
     """Write table and figure of an analysis into the folder ``analyses`` of the results, each atomically.
 
+    The table is written first, and stays if the figure fails.
+
     Raises:
         KairosError: the table of a snapshot, or the training time of a run, is missing.
         FileNotFoundError: another result that the analysis reads, such as an evaluation, is missing.
@@ -62,10 +64,11 @@ def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: P
 
 
 def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw variance of the gradient and loss over time, a line per snapshot and a row of panels per method.
+    """Draw variance of the gradient and loss over time, a line per step and a row of panels per method.
 
     The first two panels of a row show variance and loss of the training loss, the others for the VLB loss. The
-    background is the density of the drawn timesteps at the last snapshot of the method.
+    background is the density of the drawn timesteps at the last snapshot of the method. Lines and density are means
+    over the seeds.
     """
     methods_with_rows = list(table.groupby("method", sort=False))
     colors = _snapshot_colors(table)
@@ -111,7 +114,7 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
         last_means = _last_snapshot_rows(rows).groupby("area", sort=False).mean(numeric_only=True)
         labels = []
         for area, values in last_means.iterrows():
-            process_share = 100 * (values["u_high"] - values["u_low"])
+            process_share = 100 * (values["u_high"] - values["u_low"])  # ends of the area as fractions of the process
             # The density is the mean of T p(t) over the area's cells. Its product with their share of all T cells is
             # the sum of p(t) over these cells.
             draw_share = process_share * values["density"]
@@ -123,7 +126,7 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
 
 
 def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw cosines between gradients at levels of ln SNR, at the last four snapshots; each method has two rows.
+    """Draw cosines between gradients at levels of ln SNR, at the last snapshots, at most four; a method has two rows.
 
     The lower row shows size and noise of the gradient by level, at all snapshots. Estimates that are not positive are
     left out. The last panel needs rows of loss ``preconditioned``, measured in Adam's metric.
@@ -134,7 +137,8 @@ def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
     row_count, column_count = 2 * len(methods), _AGREEMENT_STEPS
     width, height = 11.5, 5.2 * len(methods)
     figure, grid = create_figure(width, height, row_count, column_count, column_space=0.9, row_space=0.75)
-    for (upper, lower), method in zip(grid.reshape(len(methods), 2, column_count), methods):
+    rows_by_method = grid.reshape(len(methods), 2, column_count)  # each method has an upper and a lower row of axes
+    for (upper, lower), method in zip(rows_by_method, methods):
         rows = plain[plain["method"] == method]
         _draw_cosines(figure, upper, rows, last_steps, method)
         # rows and column of each panel in the lower row
@@ -159,9 +163,10 @@ def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
 def _draw_cosines(
     figure: Figure, panels: Sequence[Axes], rows: pd.DataFrame, steps: Sequence[int], method: str
 ) -> None:
-    """Draw the matrix of cosines between the gradients of two levels, a panel per snapshot, with a colour bar.
+    """Draw the matrix of cosines between the gradients of two levels, a panel per step, with a colour bar.
 
-    `steps` has at least one step, and `panels` at least one axes per step.
+    Cosines are means over the seeds. `rows` are those of `method`, which is only the title. `steps` has at least one
+    step, and `panels` at least one axes per step. Further panels stay empty; the caller removes them.
     """
     for axes, step in zip(panels, steps):
         mean = rows[rows["step"] == step].groupby("level").mean(numeric_only=True)  # over seeds; a row per level
@@ -181,13 +186,14 @@ def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure
     figure, panels = _create_panels(table, ["method", "step"], columns=3, width=3.6, height=3.6, row_space=0.95)
     for axes, (method, step), rows in panels:
         mean = rows.groupby(["trained", "part"], sort=False)[["before", "change"]].mean()
-        percentages = 100 * (mean["change"] / mean["before"]).unstack("part")  # rows: trained, columns: part
+        # rows: trained, columns: part, both in the order of the table, whose last trained part is the whole process
+        percentages = 100 * (mean["change"] / mean["before"]).unstack("part")
         intervals = sorted({*zip(rows["u_low"], rows["u_high"])})  # fractions of the process
         names = [f"{100 * low:.0f}–{100 * high:.0f} %" for low, high in intervals]
         norm = SymLogNorm(1, vmin=-1000, vmax=1000)  # linear from -1 % to 1 %
         _draw_matrix(axes, percentages, columns=names, rows=[*names, "all"], norm=norm)
         for (row, column), value in np.ndenumerate(percentages.to_numpy()):
-            is_dark = value > 100 or value < -20  # the colour of the cell
+            is_dark = value > 100 or value < -20  # the colour of the cell: purple darkens earlier than orange
             text = f"{value:+.1f}" if abs(value) < 10 else f"{value:+.0f}"
             color = "white" if is_dark else INK
             axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
@@ -199,7 +205,8 @@ def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure
 def _draw_density(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw the trained density p(t) w(t) over its mean, a line per snapshot and a panel per method.
 
-    The dashed line is p(t) over its mean, at the last snapshot. The y axis is logarithmic and common to all panels.
+    The dashed line is p(t) over its mean, at the last snapshot. The y axis is logarithmic and equal in all panels;
+    values below 0.02 are outside of it.
     """
     colors, process = _snapshot_colors(table), experiment.diffusion.process.name
     figure, panels = _create_panels(table, ["method"], columns=4, width=2.3, height=2.3, row_space=0.9)
@@ -210,7 +217,7 @@ def _draw_density(table: pd.DataFrame, experiment: Experiment) -> Figure:
         axes.plot(last_density.index, last_density, color=INK, **_DASHED)
         axes.set(title=method, ylim=(0.02, 1.5 * highest), ylabel="relative to uniform")
         axes.set(**time_axis_settings(process) | {"yscale": "log"})
-        style_log_axis(axes)  # after the limits, which the ticks depend on
+        style_log_axis(axes)  # again: the ticks depend on the limits
     _draw_snapshot_legend(figure, colors, Line2D([], [], color=INK, **_DASHED, label="p(t) alone, without weights"))
     return figure
 
@@ -305,7 +312,7 @@ def _create_panels(
     """Create a figure with a grid that has a panel for every group of a table.
 
     `columns` is the largest number of columns of the grid. `width` and `height` of a panel, and `row_space`, are in
-    inches.
+    inches. A panel is up to 0.75 inches wider than `width`.
 
     Returns:
         The figure; and an iterator over axes, key (a tuple with a value per column of `by`) and rows of each group, in
@@ -314,8 +321,13 @@ def _create_panels(
     groups = list(table.groupby(by, sort=False))
     columns = min(columns, len(groups))
     rows = math.ceil(len(groups) / columns)
-    figure_width, figure_height = (width + 0.75) * columns, grid_height(rows, height, row_space)
-    figure, grid = create_figure(figure_width, figure_height, rows, columns, column_space=0.75, row_space=row_space)
+    column_space = 0.75  # inches
+    # one space more than there are between the columns: it widens the panels
+    figure_width = (width + column_space) * columns
+    figure_height = grid_height(rows, height, row_space)
+    figure, grid = create_figure(
+        figure_width, figure_height, rows, columns, column_space=column_space, row_space=row_space
+    )
     for axes in grid.flat[len(groups) :]:
         axes.remove()
     return figure, ((axes, key, group) for axes, (key, group) in zip(grid.flat, groups))
@@ -364,7 +376,8 @@ def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Experi
     """Draw the distance of each method against relative time, with a band of one standard deviation over seeds.
 
     The snapshot before training (step 0) is left out. A line is labelled with its method. With one seed there is no
-    band. The function makes the y axis logarithmic, and sets limits and labels of both axes.
+    band. The function makes the y axis logarithmic, labels both axes, and sets the limits of the x axis. The caller
+    ensures that the table contains the baseline.
     """
     labels: list[Label] = []
     for method, look in assign_looks(list(table["method"].unique()), experiment.baseline).items():

@@ -35,7 +35,7 @@ def build_report(experiment: Experiment, folder: Path, unfinished: bool = False)
     if results.missing:
         with TemporaryDirectory() as temporary:
             draw_figures(results, Path(temporary))
-            write_text(unfinished_page, render_page(results, Path(temporary)))
+            write_text(unfinished_page, render_page(results, Path(temporary)))  # the page contains its figures
         return unfinished_page
     with atomic_folder(folder / "figures") as figures:
         draw_figures(results, figures)
@@ -62,7 +62,9 @@ def summary_csv(results: Results) -> str:
     measured_columns = [name for name in chain.from_iterable(records) if not name.endswith("_sets")]
     fixed_and_measured_columns = dict.fromkeys([*fixed_columns, *measured_columns])  # each name once, in this order
     columns = [*fixed_and_measured_columns, *OPTIONAL_PROTOCOL, *LAST_COLUMNS]
-    table = pd.concat([results.table, pd.DataFrame(_reference_rows(results), dtype=object)])
+    # dtype object: an integer in a column with missing values would become a float
+    reference_table = pd.DataFrame(_reference_rows(results), dtype=object)
+    table = pd.concat([results.table, reference_table])
     return table.reindex(columns=columns).to_csv(index=False, lineterminator="\n")
 
 

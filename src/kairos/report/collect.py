@@ -170,8 +170,8 @@ class MethodMeasurements:
     def common_measurements(self) -> "MethodMeasurements":
         """Measurements up to the last snapshot that all methods have, of the seeds that all methods have there.
 
-        All seeds and the lines in `missing` are kept if no seed is evaluated for all methods at that snapshot.
-        Otherwise `missing` is empty.
+        A method has a snapshot if it is evaluated for any seed. If no seed is evaluated for all methods at the last
+        one, all seeds and the lines in `missing` are kept. Otherwise `missing` is empty.
 
         Raises:
             KairosError: no snapshot after step 0 is evaluated for all methods.
@@ -298,6 +298,8 @@ class Results:
 def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False) -> Results:
     """Read the results of every method and seed of an experiment.
 
+    If every evaluation has other sampling or evaluation settings than the experiment, all are included with a note.
+
     Args:
         experiment: the experiment.
         folder: its results folder.
@@ -325,7 +327,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
         _read_run(expected, method, seed, reference, unfinished)
         for method, seed in product(experiment.methods, experiment.seeds)
     ]
-    runs_with_errors = _without_other_protocols(runs_with_errors, expected)
+    runs_with_errors = _remove_outdated_evaluations(runs_with_errors, expected)
     for _, errors in runs_with_errors:
         if errors and not unfinished:
             raise errors[0]
@@ -338,15 +340,15 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
         raise KairosError(
             f"{folder}: no training run is evaluated past step 0 yet; `kairos status` shows progress{reason}"
         )
-    experiment = _restrict_to_runs(experiment, runs)
+    experiment_of_runs = _restrict_to_runs(experiment, runs)
     return Results(
-        experiment=experiment,
+        experiment=experiment_of_runs,
         folder=folder,
         runs=tuple(runs),
         reference=reference,
         dataset=dataset,
         autoencoder=autoencoder,
-        jobs=_read_job_records(folder, experiment),
+        jobs=_read_job_records(folder, experiment_of_runs),
         missing=tuple(missing),
         outdated=outdated,
         notes=_describe_differences(runs, expected),
@@ -370,6 +372,9 @@ def load_real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
 
     The images are uint8 (n, height, width, channels), n at most `count`. The label is ``real, held out`` or ``real,
     trained on``.
+
+    Raises:
+        KairosError: the data set is missing or damaged.
     """
     dataset = open_dataset(results.folder / "dataset")
     if len(dataset.heldout):
@@ -408,7 +413,10 @@ def _describe_missing(run: RunResults, errors: list[KairosError]) -> str:
 
 
 def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...]:
-    """Describe each change of settings that makes results outdated, in a line with the runs that it concerns."""
+    """Describe each change of settings that makes results outdated, in a line with the runs that it concerns.
+
+    A line lists up to three changes of one snapshot, and of more than 12 runs only the first five.
+    """
     runs_by_changes = defaultdict[str, list[str]](list)
     for run, errors in runs_with_errors:
         outdated_errors = [error for error in errors if isinstance(error, OutdatedError)]
@@ -434,7 +442,7 @@ def _read_run(
 
     If `unfinished`, only snapshots of the run that wrote the one with the highest step are kept. Until this run has
     ended, the result's record is the record of its last snapshot, in the form of training.json; it is empty without
-    snapshots.
+    snapshots. If not `unfinished`, the snapshots are not checked to be of one run.
 
     Raises:
         KairosError: timing.jsonl is damaged.
@@ -456,7 +464,8 @@ def _read_run(
         # an unfinished run may have the two files of an earlier run, which are ignored
         if not unfinished or record_at_end["identity"] == record.get("identity"):
             if unfinished:
-                _read(metrics_file_at_end, "train", _read_json_lines)  # raises an error if the file is damaged
+                # raises an error now if the file is damaged; an error in a figure would end the report
+                _read(metrics_file_at_end, "train", _read_json_lines)
             record, metrics_file = record_at_end, metrics_file_at_end
     # training times by step
     timing_file = folder / "timing.jsonl"
@@ -491,7 +500,8 @@ def _read_snapshots(
     for step in expected.experiment.milestones:
         with _collect_error(errors):
             path = folder / "milestones" / step_name(step) / "milestone.json"
-            if changes := expected.find_changes(method, seed, path):
+            changes = expected.find_changes(method, seed, path)  # none if the record is missing or damaged
+            if changes:
                 raise OutdatedError(format_changes(changes))
             snapshot = _read_snapshot(expected, folder, step, reference)
             if unfinished:
@@ -511,7 +521,7 @@ def _select_run(snapshots: list[SnapshotResults], identity: str, errors: list[Ka
     return selected
 
 
-def _without_other_protocols(
+def _remove_outdated_evaluations(
     runs_with_errors: list[_RunWithErrors], expected: ExpectedSettings
 ) -> list[_RunWithErrors]:
     """Remove evaluations whose sampling or evaluation settings differ from the experiment's, and add an error for each.
@@ -525,7 +535,8 @@ def _without_other_protocols(
         valid_snapshots: list[SnapshotResults] = []
         outdated_errors: list[KairosError] = []
         for snapshot in run.snapshots:
-            if changes := expected.find_evaluation_changes(snapshot.evaluation):
+            changes = expected.find_evaluation_changes(snapshot.evaluation)
+            if changes:
                 outdated_errors.append(OutdatedError(format_changes(changes)))
             else:
                 valid_snapshots.append(snapshot)
@@ -546,7 +557,8 @@ def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) ->
     for run in runs:
         name = f"{run.method} seed {run.seed}"
         snapshot = run.last_snapshot
-        if evaluation_changes := format_changes(expected.find_evaluation_changes(snapshot.evaluation)):
+        evaluation_changes = format_changes(expected.find_evaluation_changes(snapshot.evaluation))
+        if evaluation_changes:
             runs_by_reason[evaluation_changes].append(name)
         identities = expected.identities(run.method, run.seed)  # empty: unknown, such as without latents
         if identities and snapshot.record["identity"] not in identities:

@@ -69,8 +69,8 @@ def join_experiments(
     for (results, methods), label in zip(selection, _experiment_labels(selection)):
         new_names = {method: f"{label}/{method}" if len(selection) > 1 else method for method in methods}
         rows = results.table[results.table["method"].isin(methods)]
-        column = metric or results.primary_metric
-        rows = rows.assign(metric=column, **_loss_settings(results, column))
+        compared_column = metric or results.primary_metric  # must be equal for all experiments
+        rows = rows.assign(metric=compared_column, **_loss_settings(results, compared_column))
         tables.append(rows.assign(experiment=label, method=rows["method"].map(new_names)))
         names += new_names.values()
     table = pd.concat(tables)
@@ -97,7 +97,8 @@ def join_experiments(
 def _choose_baseline(names: list[str], requested: str | None, default: str | None) -> str:
     """Return the first name that matches the requested method; without a request the default one, else the first name.
 
-    A method matches with or without its experiment, as in ``experiment/method``. `default` may be absent from `names`.
+    A method matches with or without its experiment, as in ``experiment/method``. A default that matches no name is
+    replaced by the first name.
 
     Raises:
         ConfigError: the requested method is not among the names.
@@ -217,7 +218,7 @@ def build_comparison_table(
 
 
 def _no_seeds_error(measurements: MethodMeasurements) -> KairosError:
-    """Return the error for methods that no seed compares: values that are not positive, or no common seed."""
+    """Return the error for methods without a seed that has positive values of all of them, with the reason."""
     names = ", ".join(measurements.methods)
     if _seeds_without_ratios(measurements):
         return KairosError(
@@ -300,7 +301,8 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
     """
     for (results, _), label in zip(selection, _experiment_labels(selection)):
         ranks_by_distance = (metric or results.primary_metric) == results.metric
-        if ranks_by_distance and (reason := reason_not_to_rank(results.reference)):
+        reason = reason_not_to_rank(results.reference) if ranks_by_distance else None
+        if reason:
             yield f"{label}: {reason} {ADVICE}"
 
 

@@ -89,7 +89,8 @@ def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     settings = time_axis_settings(results.experiment.diffusion.process.name) | {"ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
         title = f"Loss per timestep, {scale} axis"
-        draw_method_lines(axes, looks, losses, settings | {"title": title, "yscale": scale}, labelled=scale == "log")
+        labelled = scale == "log"  # the labels of the right panel serve both panels
+        draw_method_lines(axes, looks, losses, settings | {"title": title, "yscale": scale}, labelled=labelled)
     if baseline is None:
         return figure
     # one panel as wide as the second row
@@ -112,7 +113,8 @@ def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
 def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> Figure:
     """Draw the primary metric of every method against optimiser steps, or against training time if `over_time`.
 
-    Methods without a look are a grey band. Reference rows are dashed lines. The y axis is logarithmic.
+    Methods without a look are a grey band. Reference rows are dashed lines. The y axis is logarithmic. Points without a
+    known value or time are left out.
     """
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
@@ -126,7 +128,8 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
         curve = curves[method]
         x = curve.seconds / unit_seconds if over_time else curve.steps
         label = _draw_distance_curve(axes, curve, x, method, look)
-        right_end = max(right_end, label.x or 0.0)  # `x` of these labels is not None
+        assert label.x is not None  # labels of these curves have an x
+        right_end = max(right_end, label.x)
         labels.append(label)
     other_curves = [curve for method, curve in curves.items() if method not in looks]
     if other_curves:
@@ -140,7 +143,7 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
     else:
         axes.set_xlabel(f"training step ({results.experiment.training.batch_size} images each)")
         _style_step_axis(axes, np.array(results.experiment.milestones, float))
-    if right_end > 0:
+    if right_end > 0:  # 0: no time after step 0 is known
         axes.set_xlim(right=right_end * 1.01)
     label_lines(axes, labels)
     return figure
@@ -175,8 +178,8 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, l
 def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> Label:
     """Draw the range and the median of the curves of methods without a look, and return the label of the range.
 
-    The caller writes the label. `unit_seconds` are the seconds per unit of the x axis, the training time averaged over
-    methods; None: x is the step.
+    The caller writes the label. The x axis is the training time averaged over methods, in units of `unit_seconds`; if
+    it is None, the x axis is the step.
     """
     means = pd.concat([pd.Series(curve.mean, curve.steps) for curve in curves], axis=1).sort_index()
     x = means.index.to_numpy(float)
@@ -220,7 +223,8 @@ def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str,
 
     Returns:
         Method by value of an option, by name without the option, by option. For example, methods ``a-k=1`` and
-        ``a-k=2`` give ``{"k": {"a": {"1": "a-k=1", "2": "a-k=2"}}}``. Other methods are left out.
+        ``a-k=2`` give ``{"k": {"a": {"1": "a-k=1", "2": "a-k=2"}}}``. A method with several options is listed under
+        each of them. Other methods are left out.
     """
     groups: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for method in methods:
@@ -233,9 +237,10 @@ def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str,
 def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the primary metric at each method's last snapshot against each option of a sweep, a panel per option.
 
-    A line connects the methods that differ in this option alone. If a panel has more than 12 lines, five are labelled
-    and the others are grey. A baseline outside of the sweep is a dashed line. The x axis is numeric if all values of
-    the option are numbers; otherwise the values are evenly spaced in order.
+    A line connects the methods that differ in this option alone. Points are means over seeds. If a panel has more than
+    12 lines, five are labelled and the others are grey. A baseline outside of the sweep is a dashed line. The x axis is
+    numeric if all values of the option are numbers; otherwise the values are evenly spaced in order. The y axis is
+    logarithmic.
     """
     lines_by_option = group_swept_methods(results.methods)
     height = grid_height(len(lines_by_option), panel_height=2.6, row_space=0.8)
@@ -249,7 +254,7 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
             labels.append(Label(final_value, baseline, MUTED))
             axes.axhline(final_value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         lowest, highest = min(positions.values()), max(positions.values())
-        spans_decades = lowest > 0 and highest > 20 * lowest
+        spans_decades = lowest > 0 and highest > 20 * lowest  # not for evenly spaced values: their positions begin at 0
         axes.set(xscale="log" if spans_decades else "linear", yscale="log", xlabel=option)
         axes.set_ylabel(results.primary_metric)
         axes.set_xticks(list(positions.values()), list(positions))
@@ -268,8 +273,9 @@ def _draw_sweep_lines(
 ) -> list[Label]:
     """Draw the lines of a panel of a swept option, and return their labels.
 
-    A line has the look of its first method that has one. Lines that are not labelled are thin, grey and without bars,
-    and have one label in common. The caller makes the y axis logarithmic, and writes the labels.
+    A point is a method's mean at its last snapshot, and its bar is the standard deviation there, see `Curve`. A line
+    has the look of its first method that has one. Lines that are not labelled are thin, grey and without bars, and have
+    one label in common. The caller makes the y axis logarithmic, and writes the labels.
 
     Args:
         lines: for each line, named without the option, its methods by value of the option.
@@ -317,7 +323,10 @@ def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
 
     Otherwise a position is the value's index in the order of the methods.
     """
-    values = list(dict.fromkeys(value for method_by_value in lines.values() for value in method_by_value))
+    values_of_lines: list[str] = []
+    for method_by_value in lines.values():
+        values_of_lines += method_by_value
+    values = list(dict.fromkeys(values_of_lines))  # each value once
     numbers = pd.to_numeric(pd.Series(values), errors="coerce")  # NaN: not a number
     if numbers.isna().any():
         return {value: index for index, value in enumerate(values)}
@@ -327,8 +336,9 @@ def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
 def draw_strategies(results: Results, looks: dict[str, Look], column: str, label: str, scale: str) -> Figure:
     """Draw a column of the strategy tables, multiplied by T, at every snapshot, with a panel per method.
 
-    All panels have one y axis, and a dashed line at 1. A note above each panel reports how far a learned sampler has
-    moved.
+    A strategy that does not change has one line. All panels have equal limits of the y axis, and a dashed line at 1. A
+    line may leave a linear axis, see `_set_common_linear_limit`. A note above each panel reports how far a learned
+    sampler has moved.
 
     Args:
         results: results of the experiment.
@@ -343,7 +353,7 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
     # the grid, without panels for which there is no method
     columns = min(_STRATEGY_COLUMNS, len(methods))
     rows = math.ceil(len(methods) / columns)
-    height = 2.25 * rows - 0.55  # inches
+    height = 2.25 * rows - 0.55  # inches: about 1.75 per panel, and 0.5 between rows
     figure, grid = create_figure(8.7, height, rows, columns, column_space=0.3, row_space=0.5)
     for axes in grid.flat[len(methods) :]:
         axes.remove()
@@ -388,7 +398,7 @@ def _set_common_linear_limit(panels: Sequence[Axes], highest_values: Sequence[fl
     """
     limit, median = max(highest_values), float(np.median(highest_values))
     if limit > _FLATTENING * median:
-        limit = _FLATTENING * median / 2
+        limit = _FLATTENING * median / 2  # half: the threshold itself would still flatten most panels
     for axes, highest in zip(panels, highest_values, strict=True):
         axes.set_ylim(0, limit * 1.08)
         if highest > limit:
@@ -436,8 +446,11 @@ def _movement_note(runs: list[RunResults]) -> str:
     The distance is the largest over seeds, see `distance_from_start`. Below `NOT_MOVED`, or if no record has the
     distance, the text is ``has not moved``; it is ``fixed`` if the sampler does not learn.
     """
-    distances = [distance for distance in map(distance_from_start, runs) if distance is not None]
-    if not distances:
+    distances_or_none = [distance_from_start(run) for run in runs]
+    distances = [distance for distance in distances_or_none if distance is not None]
+    if not distances:  # None for every run: the sampler does not learn
         return "fixed"
-    largest = max(distances)
-    return f"moved by {largest:.2f}" if largest >= NOT_MOVED else "has not moved"
+    largest = np.fmax.reduce(distances)  # without NaN, if a record has the distance
+    if largest >= NOT_MOVED:
+        return f"moved by {largest:.2f}"
+    return "has not moved"  # also for NaN: no record has the distance

@@ -41,6 +41,9 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
     * ``training_loss``: a metrics.jsonl of any run that is not empty.
     * ``image_by_image_samples``: saved samples of all snapshots.
     * ``metric_vs_option``: a sweep.
+
+    Raises:
+        KairosError: a metrics.jsonl is damaged.
     """
     conditions = set(results.experiment.conditions)
     grid_files = [snapshot.grid_file for _, snapshot in results.run_snapshots]
@@ -58,6 +61,10 @@ def draw_figures(results: Results, folder: Path) -> None:
     """Draw every available figure in the common style, and write NAME.png and NAME.svg into the existing `folder`.
 
     Files of these names are replaced.
+
+    Raises:
+        KairosError: a file that a figure shows is missing or damaged, or methods are to be selected without a common
+            snapshot (see `select_shown_methods`).
     """
     looks = plot_style.assign_looks(select_shown_methods(results), results.baseline)
     for name, draw in available_figures(results).items():
@@ -65,4 +72,5 @@ def draw_figures(results: Results, folder: Path) -> None:
             figure = draw(results, looks)
             box = plot_style.tight_bounding_box(figure)  # once: savefig would draw the figure again for each file
             figure.savefig(folder / f"{name}.png", dpi=plot_style.DPI, bbox_inches=box)
+            # no date: equal results give equal bytes
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches=box)

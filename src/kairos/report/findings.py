@@ -142,6 +142,8 @@ def find_warnings(results: Results) -> Iterator[str]:
     - Methods are ranked by another metric, and distances end no lower than a Gaussian's.
     - An evaluation has a warning, or a run is not bit-exact; a run whose record has no reason is treated as bit-exact.
     - There is only one seed, or training times are missing.
+
+    More than 12 warnings about unmoved samplers, or about the primary metric, are shortened to five and a count.
     """
     unmoved_warnings = list(_find_unmoved_samplers(results))
     yield from _shorten(unmoved_warnings, "training runs have samplers that learn but have not moved from their start")
@@ -167,7 +169,10 @@ def find_warnings(results: Results) -> Iterator[str]:
 
 
 def _find_unmoved_samplers(results: Results) -> Iterator[str]:
-    """Yield a warning for each training run whose sampler learns but has not moved from its start."""
+    """Yield a warning for each training run whose sampler learns but has not moved from its start.
+
+    An unknown distance is treated as not moved, and shown as a dash.
+    """
     for run in results.runs:
         if has_not_moved(run):
             distance = format_number(distance_from_start(run))
@@ -226,7 +231,7 @@ def _find_metric_warnings(method: str, curve: Curve, gaussian: float | None) -> 
     if gaussian is not None and final_value >= gaussian:
         limit = f"not below a Gaussian fitted to the data, {format_number(gaussian)}"
         yield f"{method} ends at {format_number(final_value)}, {limit}."
-    for before, after in pairwise(range(len(curve.mean))):
+    for before, after in pairwise(range(len(curve.mean))):  # indices of neighbouring snapshots
         if curve.mean[after] - curve.mean[before] > curve.std[before] + curve.std[after]:
             start = f"{curve.steps[before]:,.0f} ({format_number(curve.mean[before])})"
             end = f"{curve.steps[after]:,.0f} ({format_number(curve.mean[after])})"

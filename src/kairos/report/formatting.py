@@ -23,7 +23,8 @@ def load_template(file: Path, **filters: Any) -> jinja2.Template:
     """Load a jinja2 template with additional `filters`.
 
     In ``.html.jinja`` templates, values are escaped and an undefined variable is an empty text. In all other templates
-    an undefined variable is an error.
+    an undefined variable is an error. Templates cannot include or extend others. A line with only a block tag leaves no
+    text.
     """
     is_html = file.name.endswith(".html.jinja")
     undefined = jinja2.Undefined if is_html else jinja2.StrictUndefined
@@ -36,14 +37,14 @@ def format_number(value: float | None, digits: int = 3) -> str:
     """Format a number with `digits` significant digits, or as a whole number with separated thousands.
 
     Whole numbers, and numbers with at least `digits` digits before the point, have no decimals: 12,345.6 becomes
-    ``12,346``. None, NaN and infinity become a dash.
+    ``12,346``. Numbers below 0.0001 have an exponent, such as ``1.20e-05``. None, NaN and infinity become a dash.
     """
     if value is None or not math.isfinite(value):
         return NONE
     has_digits_before_point = abs(value) >= 10 ** (digits - 1)  # at least `digits` of them
     if has_digits_before_point or value == int(value):
         return f"{value:,.0f}"
-    return f"{value:#.{digits}g}"  # "#" keeps zeros at the end, as in 0.500
+    return f"{value:#.{digits}g}".removesuffix(".")  # "#" keeps zeros, as in 0.500, and a point, as in 100. for 99.96
 
 
 def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -> str:
@@ -55,7 +56,8 @@ def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -
     """
     if value is None or not math.isfinite(value):
         return NONE
-    if std is None or not 1e-9 * abs(value) < std < math.inf:  # smaller ones are rounding errors
+    rounding_error = 1e-9 * abs(value)
+    if std is None or not rounding_error < std < math.inf:  # "not" includes NaN
         return format_number(value, digits)
     order_of_magnitude = math.floor(math.log10(std))  # 0 for 1 to 9.9, -1 for 0.1 to 0.99
     # two significant digits: 0.12, of order -1, has 2 decimals, and 1.2, of order 0, has 1

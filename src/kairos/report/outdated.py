@@ -135,7 +135,9 @@ class ExpectedSettings:
             changes = self._compare_stage_hashes(section, changes, record, path)
         if record["seed"] != seed:
             changes.append(Change("seed", record["seed"], seed))
-        return changes or self._find_latents_change(method, seed, record)
+        if changes:  # these changes may be the reason for other latents
+            return changes
+        return self._find_latents_change(method, seed, record)
 
     def find_rounding_changes(self, method: str, record: Record) -> list[Change]:
         """Find the settings that have changed since a snapshot and that change no more than rounding."""
@@ -162,16 +164,19 @@ class ExpectedSettings:
         evaluation_before = _select_fields(evaluation["protocol"], _EVALUATION_FIELDS)
         evaluation_now = {name: getattr(settings, name) for name in _EVALUATION_FIELDS}
         validation = evaluation.get("validation") or {}
-        if image_count := validation.get("images"):
+        image_count = validation.get("images")
+        if image_count:
             evaluation_before["loss_images"] = image_count
             # the data set may have fewer held-out images than requested; without its manifest, the recorded number
             # is the limit
             heldout_count = self._read_manifest("dataset").get("heldout_count", image_count)
             evaluation_now["loss_images"] = min(settings.loss_images, heldout_count)
-        if losses_by_time := validation.get("per_timestep"):
+        losses_by_time = validation.get("per_timestep")
+        if losses_by_time:
             evaluation_before["strata"] = len(losses_by_time) - 2  # the first and the last cell are separate strata
-            cells = self.experiment.diffusion.process.get("timesteps", CELLS)
-            evaluation_now["strata"] = min(settings.strata, max(cells - 2, 0))
+            # a process without timesteps is divided into a fixed number of cells
+            cell_count = self.experiment.diffusion.process.get("timesteps", CELLS)
+            evaluation_now["strata"] = min(settings.strata, max(cell_count - 2, 0))
         sampling_before = self._recorded_sampling_settings(evaluation["protocol"])
         return _compare_settings(
             now={"sampling": self._sampling_settings, "evaluation": evaluation_now},
@@ -192,9 +197,12 @@ class ExpectedSettings:
         return {"scheduler": solver, **_select_fields(protocol, other_fields)}
 
     def _compute_identities(self, method: str, seed: int) -> list[str]:
-        """Compute the present identities of a run, one per kind of device.
+        """Compute the present identities of a run, one per kind of device that ``training.device`` allows.
 
         The list is empty before the latents exist, and if the weights of ``training.start_from`` are missing.
+
+        Raises:
+            DamagedError: the record of ``training.start_from`` is damaged.
         """
         latents = self._read_manifest("latents")
         if not latents:
@@ -209,11 +217,10 @@ class ExpectedSettings:
     def _collect_settings(self, method: str) -> Record:
         """Collect the settings that decide the results of a method, by section; `methods` has this method alone."""
         dataset = self.plain["dataset"]
+        autoencoder = self.plain["autoencoder"] | {"dtype": self.experiment.autoencoder.dtype}  # plain values lack it
         return {
             "dataset": {name: value for name, value in dataset.items() if name not in _NO_EFFECT},
-            "autoencoder": _select_used_fields(
-                self.plain["autoencoder"] | {"dtype": self.experiment.autoencoder.dtype}
-            ),
+            "autoencoder": _select_used_fields(autoencoder),
             "text_encoder": self.plain["text_encoder"],
             "model": self.plain["model"],
             "diffusion": self.plain["diffusion"],
@@ -250,6 +257,7 @@ class ExpectedSettings:
     def _find_all_changes(self, method: str, record: Record) -> list[Change]:
         """Find all settings that decide the results of a method and differ from a snapshot's record.
 
+        Changes of no more than rounding are included.
         Options that are newer than the record are treated as recorded with their defaults. The method that the record
         names is compared with `method`, even if its name differs.
         """
@@ -286,14 +294,15 @@ class ExpectedSettings:
         return [change for change in changes if _section(change) != section or change.field in _READ_BY_ENCODE]
 
     def _find_latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
-        """Return the change of the latents' hash since a run, as a list; it is empty without a change.
+        """Return the change of the latents' hash since the run of a snapshot's record, as a list.
 
-        The run's training.json contains the hash, so the list is empty until the run has ended.
+        The list is empty without a change, or if a hash is unknown. The run's hash is in training.json; until the run
+        has ended, this file is missing or of an earlier run.
         """
         run_record = glance(self.results / method / f"seed{seed}" / "training.json")
-        if run_record.get("identity") != record["identity"]:
+        if run_record.get("identity") != record["identity"]:  # missing, or of another run than the snapshot
             return []
-        before = run_record.get("parts", {}).get("data")
+        before = run_record.get("parts", {}).get("data")  # part `data` is the hash of the latents
         now = self._read_manifest("latents").get("content_sha256")
         if not before or not now or before == now:
             return []
@@ -316,7 +325,7 @@ def _select_used_fields(autoencoder: Record) -> Record:
             used: Sequence[str] = ("kind",)
         case "pretrained":
             used = ("kind", "path", "scaling", "encode_batch_size", "dtype")
-        case _:  # train
+        case _:  # train: `path` and `scaling` are for pretrained ones, and `shards` does not change the latents
             used = [name for name in autoencoder if name not in ("path", "scaling", "shards")]
     return {name: autoencoder[name] for name in used if name in autoencoder}
 
@@ -382,6 +391,8 @@ def _is_newer(file: Path, other: Path) -> bool:
 def read_samples_protocol(path: Path) -> Record:
     """Read the protocol in a file of samples, without its images; it is empty if the file is damaged.
 
+    The result is shared by all calls for an unchanged file, so the caller must not change it.
+
     Raises:
         FileNotFoundError: there is no file.
     """
@@ -407,7 +418,8 @@ def _decode_text_array(content: bytes) -> str:
 
     It is faster than numpy, which parses headers as Python code; numpy reads the other forms of the file.
     """
-    start = 10 + int.from_bytes(content[8:10], "little")  # the header's length is at byte 8 in version 1 of the format
+    # version 1 of the format: 8 bytes that identify it, 2 bytes with the header's length, the header, the data
+    start = 10 + int.from_bytes(content[8:10], "little")
     if content[:8] == b"\x93NUMPY\x01\x00" and b"'<U" in content[:start]:
         return content[start:].decode("utf-32-le").rstrip("\0")
     return str(np.lib.format.read_array(io.BytesIO(content), allow_pickle=False))

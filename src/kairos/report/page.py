@@ -26,10 +26,11 @@ _ROWS_SHOWN = 30  # rows shown of a longer table
 def render_page(results: Results, figures: Path) -> str:
     """Render the report as one HTML document that contains its images.
 
-    The folder `figures` contains the drawn figures. Figures of analyses are read from the results folder.
+    The folder `figures` contains every available figure, drawn before. Figures of analyses are read from the results
+    folder; a missing one is left out.
 
     Raises:
-        KairosError: no snapshot after step 0 is evaluated for all methods.
+        KairosError: no snapshot after step 0 is evaluated for all methods, or a metrics.jsonl is damaged.
     """
     comparisons = compare_methods(results)
     shared_provenance, varying_provenance = _split_provenance(results)
@@ -94,7 +95,8 @@ def _tabulate_curves(results: Results, looks: dict[str, Look]) -> dict[str, dict
     values_by_method = {}
     for method in sorted(results.methods, key=lambda method: method not in looks):  # False sorts before True
         curve = build_curve(results.measurements, method)
-        values_by_method[method] = dict(zip(curve.steps, zip(curve.mean, curve.std)))
+        means_with_stds = zip(curve.mean, curve.std)
+        values_by_method[method] = dict(zip(curve.steps, means_with_stds))
     return values_by_method
 
 
@@ -135,11 +137,12 @@ def _solver_settings(protocol: Record) -> Record:
 
     A solver that is not registered in this version of kairos has its name alone.
     """
-    solver = protocol["scheduler"]
+    solver = protocol["scheduler"]  # its name; its options are separate fields of the protocol
     if solver not in SOLVERS:  # not registered here: its options are unknown
         return {"name": solver}
-    option_names = SOLVERS[solver].model_fields
-    return {"name": solver, **{name: protocol[name] for name in option_names if name in protocol and name != "name"}}
+    option_names = [name for name in SOLVERS[solver].model_fields if name != "name"]
+    options = {name: protocol[name] for name in option_names if name in protocol}
+    return {"name": solver, **options}
 
 
 def _validation_size(results: Results) -> tuple[int, int] | None:

@@ -154,7 +154,7 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
 
 def _height_in_axes(axes: Axes, y: float) -> float:
     """Convert a height in data coordinates to a fraction of the axes' height."""
-    pixels = axes.transData.transform((1, y))  # any x does: it does not change the height
+    pixels = axes.transData.transform((1, y))  # any x > 0 does: the height is equal, and a log axis has no 0
     _, height = axes.transAxes.inverted().transform(pixels)
     return float(height)
 
@@ -178,8 +178,10 @@ def style_log_axis(axes: Axes) -> None:
     decades = np.log10(high / low)
     if decades < 0.6:
         axes.yaxis.set_major_locator(MaxNLocator(6))  # evenly spaced, up to 6 intervals
+    elif decades < 3:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))  # three ticks in each decade
     else:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,)))  # in each decade
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
 

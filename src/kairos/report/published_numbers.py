@@ -90,7 +90,8 @@ def published_csv(results: Results) -> str:
 def compute_accelerations(results: Results) -> Iterator[Acceleration]:
     """Compute SpeeD's acceleration of every other method over the baseline, up to the last common snapshot.
 
-    If the experiment has no baseline, the first method replaces it.
+    Measured accelerations are by the primary metric, which may be ``val_loss``. If the experiment has no baseline, the
+    first method replaces it.
     """
     common = results.measurements.common_measurements
     baseline = results.baseline or results.methods[0]
@@ -104,7 +105,8 @@ def compute_accelerations(results: Results) -> Iterator[Acceleration]:
 def judge_claim(results: Results) -> str:
     """Return two sentences that compare the measured cost factor, up to the last common snapshot, with a paper's claim.
 
-    The text is empty if the experiment has no claim, or if results of the claim's method or baseline are missing.
+    The measured factor is by the primary metric. The text is empty if the experiment has no claim, or if results of the
+    claim's method or baseline are missing.
     """
     claim = results.experiment.claim
     if claim is None or not {claim.method, claim.baseline} <= {*results.methods}:
@@ -128,8 +130,8 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     """
     _, interval_or_missed_seeds = formatting.format_factor(factor)
     if factor is None or factor.missed_seed_count:
-        return interval_or_missed_seeds or "in no seed"
-    if not factor.low < factor.high:  # NaN with one seed
+        return interval_or_missed_seeds or "in no seed"  # empty without a factor, and with one seed
+    if not factor.low < factor.high:  # one seed: both are NaN
         return "which one seed cannot confirm or refute"
     if factor.low >= claimed:
         outcome = "confirmed"
@@ -141,11 +143,12 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
 
 
 def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
-    """Compare a published number with the measured one at its step, or at the last step if that step has no snapshot.
+    """Compare a published number with the measured one at its step, or at the last milestone if its step is none.
 
-    Mean and standard deviation are over the seeds that have a value. If no seed has one, or no method reproduces the
-    row of the table, both are NaN and the obstacle is the reason. Step 0 is treated as not measured. If the table
-    contains best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
+    Mean and standard deviation are in the paper's unit, over the seeds that have a value. The obstacle then lists the
+    settings that differ from the paper's, and `block.differs`. If no seed has a value, or no method reproduces the row
+    of the table, both are NaN and the obstacle is the reason. Step 0 is treated as not measured. If the table contains
+    best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
     """
     not_measured = NumberComparison(block, row, measured=np.nan, std=np.nan, obstacle="not measured yet")
     if row.method is None:
@@ -156,15 +159,16 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
     if snapshots.empty:
         return not_measured
     # the measured values of all seeds, in the paper's unit
+    # "fid" stands for the experiment's Fréchet distance, whatever its features
     column = results.metric if block.column == "fid" else block.column
     values = results.measurements.values_of(row.method, column)  # (seeds, steps)
     values = values.drop(columns=0, errors="ignore")  # papers have no untrained network
     if block.best_so_far:
         values = values.cummin(axis=1)
-    no_values = pd.Series(dtype=float)  # the column of step 0 is dropped
-    values_at_step = values.get(step, no_values) / block.scale
-    if values_at_step.isna().all():
+    is_measured = step in values and values[step].notna().any()  # step 0 has no column
+    if not is_measured:
         return replace(not_measured, obstacle=f"{column} is not measured")
+    values_at_step = values[step] / block.scale
     protocol = snapshots.iloc[0]  # the first seed's protocol, which stands for all
     settings = {  # measured and published
         "extractor": (protocol["extractor"], block.extractor),
@@ -192,7 +196,7 @@ def _describe_unequal_settings(settings: dict[str, tuple[Any, Any]]) -> list[str
     """
     descriptions = []
     for name, (measured, published) in settings.items():
-        if published not in (None, measured):
+        if published is not None and published != measured:
             descriptions.append(f"{name} {measured}, published {published}")
     return descriptions
 

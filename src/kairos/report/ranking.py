@@ -172,18 +172,19 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     descending_curves = curves
     if common.higher_is_better:
         descending_curves = [replace(curve, values_by_seed=-curve.values_by_seed) for curve in curves]
-    baseline = common.methods.index(common.baseline) if common.baseline else None
+    baseline_index = common.methods.index(common.baseline) if common.baseline else None
     comparisons = []
     for index, (method, curve) in enumerate(zip(common.methods, curves)):
         ratio_to_baseline = step_factor = time_factor = None
-        if baseline is not None:
-            curve_pair = descending_curves[index], descending_curves[baseline]
-            step_factor = compute_cost_factor(*curve_pair, cost="steps")
-            time_factor = compute_cost_factor(*curve_pair, cost="seconds_by_seed")
-            if index != baseline:
-                ratio_to_baseline = _select_ratio(ratios, index, baseline)
+        if baseline_index is not None:
+            descending_curve = descending_curves[index]
+            descending_baseline = descending_curves[baseline_index]
+            step_factor = compute_cost_factor(descending_curve, descending_baseline, cost="steps")
+            time_factor = compute_cost_factor(descending_curve, descending_baseline, cost="seconds_by_seed")
+            if index != baseline_index:
+                ratio_to_baseline = _select_ratio(ratios, index, baseline_index)
         better_count = int(ends_better[:, index].sum())  # methods that end better than this one
-        worse_count = int(ends_better[index].sum())
+        worse_count = int(ends_better[index].sum())  # methods that this one ends better than
         losses = {name: common.values_of(method, name).iloc[:, -1] for name in VALIDATION_LOSSES}
         comparison = MethodComparison(
             method=method,
@@ -251,7 +252,7 @@ def correct_after_holm(p_values: np.ndarray, test_count: int | None = None) -> n
     # the k-th smallest p-value, k = 0, 1, ..., is multiplied by n - k
     products = np.take_along_axis(p_values, order, axis=-1) * (n - np.arange(p_values.shape[-1]))
     corrected = np.maximum.accumulate(products, axis=-1).clip(max=1)
-    original_order = order.argsort(axis=-1)
+    original_order = order.argsort(axis=-1)  # the inverse of the permutation `order`
     return np.take_along_axis(corrected, original_order, axis=-1)
 
 
@@ -371,7 +372,7 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
     baseline_costs = _costs_of_targets(baseline, cost, targets)
     method_costs = _costs_of_targets(curve, cost, targets)
     has_clock = np.isfinite(getattr(curve, cost)).all()
-    # only the snapshot before training has a cost of 0
+    # only the snapshot before training has a cost of 0; a cost that is unknown, NaN, is not above 0 either
     baseline_has_improved = (baseline_costs > 0).all()
     method_starts_there = (method_costs == 0).any()
     if not has_clock or not baseline_has_improved or method_starts_there:

@@ -53,7 +53,7 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
         pictures.append((method, load_sample_grid(results.runs_of(method)[0].last_snapshot.grid_file)))
     columns = min(4, len(pictures))
     rows = math.ceil(len(pictures) / columns)
-    height = 2.65 * rows - 0.25  # inches
+    height = 2.65 * rows - 0.25  # inches: about 2.3 per panel, and 0.4 between rows
     figure, grid = create_figure(9.5, height, rows, columns, column_space=0.15, row_space=0.4)
     for axes, (title, pixels) in zip(grid.flat, pictures):
         _show_image(axes, pixels)
@@ -88,12 +88,13 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
     panel_height = panel_width * (len(methods) * image_height) / (len(steps) * image_width)
     figure, grid = create_figure(figure_width, panel_height, 1, image_count, column_space=0.1)
     for index, axes in enumerate(grid[0]):
-        pixels = tile_images(images[:, index], columns=len(steps)).squeeze()
+        pixels = tile_images(images[:, index], columns=len(steps)).squeeze()  # gray ones without a channel dimension
         extent = (0, len(steps), len(methods), 0)  # left, right, bottom, top: an image has size 1
         axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest", extent=extent, aspect="auto")
         axes.set_title(f"image {index + 1}", fontsize=9.5, color=MUTED)
         axes.set_xticks(np.arange(len(steps)) + 0.5, [f"{step:,}" for step in steps], fontsize=8)
-        axes.set_yticks(np.arange(len(methods)) + 0.5, [] if index else methods, fontweight="bold")
+        method_labels = methods if index == 0 else []  # only left of the first panel
+        axes.set_yticks(np.arange(len(methods)) + 0.5, method_labels, fontweight="bold")
         axes.tick_params(length=0, grid_alpha=0)
         axes.spines[:].set_visible(False)
     return figure
@@ -125,7 +126,8 @@ def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure
     )
     # a column of images per name
     columns = {}
-    if factor := results.experiment.dataset.low_resolution:
+    factor = results.experiment.dataset.low_resolution
+    if factor:
         columns["low resolution"] = to_uint8(reduce_resolution(dataset.load_tensor(sources), factor))
     columns["real"] = dataset.images[sources]
     for method in methods:

@@ -149,9 +149,9 @@ def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compar
         names = [title, compared.title]
         descriptions = [_wrap_lines(lines, width=72), _wrap_lines(compared.lines, width=72)]
     text_height = 0.17 * max(map(len, descriptions))  # inches; the panels' titles are below the text
-    name_top = _inches_above_panels(0.83 + text_height)
-    line_height = _inches_above_panels(0.75 + text_height)  # the middle of the name's letters
-    description_top = _inches_above_panels(0.51 + text_height)
+    name_top = _fraction_above_panels(0.83 + text_height)
+    line_height = _fraction_above_panels(0.75 + text_height)  # the middle of the name's letters
+    description_top = _fraction_above_panels(0.51 + text_height)
     for column, (name, description) in enumerate(zip(names, descriptions)):
         left = 0.52 * column  # fraction of the figure's width
         indent = 0.0
@@ -172,7 +172,7 @@ def _wrap_lines(lines: Sequence[str], width: int) -> list[str]:
     return wrapped
 
 
-def _inches_above_panels(inches: float) -> float:
+def _fraction_above_panels(inches: float) -> float:
     """Return a height above the panels of a strategy's figure as a fraction of the figure's height."""
     return 1 + inches / _STRATEGY_HEIGHT
 
@@ -204,7 +204,8 @@ def _draw_filled_curve(
         logarithmic: make the y axis logarithmic if any value is positive.
         compared_values: values of the dashed curves, each (T,).
     """
-    curve, *compared_curves = [np.where(np.isfinite(array), array, np.nan) for array in (values, *compared_values)]
+    curve = np.where(np.isfinite(values), values, np.nan)  # matplotlib leaves a gap at NaN
+    compared_curves = [np.where(np.isfinite(compared), compared, np.nan) for compared in compared_values]
     bottom = _set_value_limits(axes, np.concatenate([curve, *compared_curves]), logarithmic)
     if len(t) <= _STAIRS:
         edges = np.arange(len(t) + 1) - 0.5  # a step is centred at its timestep
@@ -277,7 +278,7 @@ def draw_increments(increments: Increments, title: str) -> Figure:
         grid[0, 1],
         increments,
         title="Growth of that variance by t",
-        logarithmic=increments.process == "edm",
+        logarithmic=increments.process == "edm",  # only there it grows over orders of magnitude
         lines=[_Line("", increments.change, _ORANGE)],
     )
     _draw_increment_panel(
@@ -291,7 +292,7 @@ def draw_increments(increments: Increments, title: str) -> Figure:
         grid[1, 1],
         increments,
         title="Mean, in multiples of x0",
-        logarithmic=not is_exploding,
+        logarithmic=not is_exploding,  # the mean of a variance-exploding process is 0
         lines=[
             _Line("size of the mean", abs(increments.mean), _BLUE),
             _Line("its upper bound", increments.mean_squared_bound**0.5, INK, _DASHES),
@@ -327,7 +328,8 @@ def _draw_increment_panel(
     axes.set(xscale="log" if is_exploding else "linear", yscale="log" if logarithmic else "linear")
     for line in lines:
         values = line.values[visible]
-        axes.plot(t, values, color=line.color, linestyle=line.dash, linewidth=1.6, label=line.label or None)
+        legend_label = line.label or None  # None: the legend leaves the line out
+        axes.plot(t, values, color=line.color, linestyle=line.dash, linewidth=1.6, label=legend_label)
     axes.set(xlim=(t[0], t[-1]), title=title, xlabel="time t")
     _shade_areas(axes, increments)
     if not any(line.values.any() for line in lines):
@@ -367,7 +369,7 @@ def _mark_boundaries(axes: Axes, increments: Increments) -> None:
     for time, height, note in boundaries:
         if time is None:
             continue
-        pixels = axes.transData.transform((time, high))
+        pixels = axes.transData.transform((time, high))  # any height does: it does not change x
         x_in_axes, _ = axes.transAxes.inverted().transform(pixels)
         has_room_on_right = x_in_axes < 0.6
         axes.annotate(

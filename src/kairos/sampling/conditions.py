@@ -28,7 +28,8 @@ def select_condition_sources(
         indices: indices of the generated images.
         descriptions: descriptions of the model's conditions.
         labels: ``balanced`` takes the images in order and begins again after the last one, so that generated image i
-            has position i modulo their number. ``data`` draws them at random, with replacement.
+            has position i modulo their number. ``data`` draws them at random, with replacement. Other values are
+            treated as ``balanced``.
         seed: seed of the random choice for ``data``; each image's choice depends on the seed and its index alone.
     """
     has_other_than_class = any(item["kind"] != "class" for item in descriptions.values())
@@ -82,7 +83,7 @@ class ImageConditions:
             return self(indices)[name].numpy()
         source_indices, caption_numbers = self._select_sources(self.latents, indices)
         captions = self.latents.dataset.captions
-        if captions is None or self.descriptions[name]["kind"] != "text":
+        if captions is None or self.descriptions[name]["kind"] != "text":  # not a caption
             condition_of_dataset = self.latents.dataset.conditions[name]  # a row per image
             return condition_of_dataset[source_indices]
         texts = captions.texts(captions.caption_indices(source_indices, caption_numbers))
@@ -98,7 +99,8 @@ class ImageConditions:
             caption_numbers = Stream(self.seed, "sample_captions").integers(0, _CAPTION_NUMBERS, indices).numpy()
         else:
             # only captions use the numbers, and with captions `select_condition_sources` takes these images
-            images_per_round = len(latents.heldout) or len(latents.train)
+            has_heldout = len(latents.heldout) > 0
+            images_per_round = len(latents.heldout if has_heldout else latents.train)
             caption_numbers = np.arange(indices.start, indices.stop) // images_per_round
         source_indices = select_condition_sources(latents, indices, self.descriptions, self.labels, self.seed)
         return source_indices, caption_numbers
@@ -130,6 +132,7 @@ def load_conditions(
     if not needs_latents:
         return ImageConditions(required, latents=None, labels=labels, seed=seed)
     if not latents.is_dir():
+        # any of the names would do: all conditions are taken from the images
         raise KairosError(
             f"condition {names[-1]!r} is taken from real images, but the folder {latents} does not exist; "
             f"{_PASS_LATENTS}"
@@ -148,7 +151,7 @@ def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], 
         folder: folder of the latents, for the error message.
 
     Raises:
-        KairosError: a condition is missing, or has another shape or text encoder.
+        KairosError: a condition is missing or differs, for example in its shape or text encoder.
     """
     for name in descriptions:
         available = _comparable(latents.manifest["conditions"].get(name, {}))

@@ -169,7 +169,7 @@ class _SnapshotSampler:
         # images
         progress = Progress(len(self.rows), self.label, "image")
         for indices, kept_count in iterate_batches(self.rows, self.options.batch_size):
-            with torch.inference_mode():
+            with torch.inference_mode():  # ends before `yield`, so that it does not apply to the caller
                 batch_conditions = {name: values.to(device) for name, values in self.conditions(indices).items()}
                 predictor = build_guided_predictor(
                     process, snapshot.model, batch_conditions, self.record["conditions"], self.guidance

@@ -76,7 +76,8 @@ def write_samples(
         arrays[_CONDITION + name] = batches
     with atomic(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, content in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:  # `open` writes a constant date
+            # `open` writes a constant date; the size, which may be above 2 GiB, is not known yet
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 if isinstance(content, np.ndarray):
                     np.lib.format.write_array(member, content, allow_pickle=False)
                 else:
@@ -187,7 +188,7 @@ def _unpack_array(archive: zipfile.ZipFile, member_info: zipfile.ZipInfo) -> Arr
     """Unpack a compressed array into a temporary file and open it; zipfile compares the checksum."""
     with archive.open(member_info) as member, tempfile.NamedTemporaryFile() as unpacked:
         shutil.copyfileobj(member, unpacked, _BLOCK)
-        unpacked.flush()
+        unpacked.flush()  # the next line opens the file again by its name
         return ArrayFile(Path(unpacked.name))  # open before the file is deleted; the kernel keeps it until it is closed
 
 

@@ -218,8 +218,8 @@ class SamplingConfig(Section):
         """Check the fields of guidance against each other and the model's conditions.
 
         A scale other than 1 needs conditions, and training that drops them (`dropout` above 0). With scale 1 the other
-        fields are null. The interval ascends from 0 or more. `kairos.sampling.sample` checks the number of guided
-        channels, since it knows the shape of x0.
+        fields are null. The interval ascends from 0 or more. The number of guided channels is checked in
+        `kairos.sampling.sample`, where the shape of x0 is available.
 
         Raises:
             ConfigError: a field does not fit.

@@ -39,7 +39,8 @@ def ddpm(
     x = grid[0].noise * noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
         x0, variance_channels = predict_x0.with_variance_channels(x, point)
-        # fraction of epsilon that the mean keeps; DDIM without noise keeps all of it
+        # the mean of q in terms of x0 and epsilon: its factor of epsilon is noise(end) · sqrt(SNR(point) / SNR(end));
+        # DDIM without noise keeps all of epsilon
         epsilon_fraction = _snr_ratio_root(point, end)
         x = end.signal * x0 + end.noise * epsilon_fraction * _epsilon(x, x0, point)
         if end.noise > 0:
@@ -107,7 +108,8 @@ def edm(
     """
     x = grid[0].noise * noise(0)
     intervals = len(grid) - 1
-    gamma = min(options.s_churn / intervals, 2**0.5 - 1)  # relative increase of the noise level by churn
+    # relative increase of the noise level by churn; at most sqrt(2) - 1, as in the algorithm
+    gamma = min(options.s_churn / intervals, 2**0.5 - 1)
     largest_churned = math.inf if options.s_max is None else options.s_max
     is_heun = options.evaluations == 2
     for k, (point, end) in enumerate(pairwise(grid), 1):

@@ -88,6 +88,7 @@ def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
     is_flow = np.isclose(signal + noise, 1)
     scale = np.where(is_flow, 1.0, signal)
     grid_signal, grid_noise = signal / scale, noise / scale
+    # `times` is no list: elements keep their dtype, which distinguishes timesteps (integers) from continuous times
     return list(map(GridPoint, times, grid_signal.tolist(), grid_noise.tolist(), scale.tolist()))
 
 
@@ -106,7 +107,7 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int
         ascending = np.round(np.linspace(0, timesteps - 1, steps))
     else:
         ascending = np.array([timesteps - 1])
-    return ascending.astype(np.int64)[::-1].copy()
+    return ascending.astype(np.int64)[::-1].copy()  # torch accepts no negative strides
 
 
 def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") -> Array:

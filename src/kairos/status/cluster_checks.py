@@ -19,6 +19,7 @@ _OPEN_FILES = 1024  # number of files that a job must be able to open at once
 _GPU_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")
 
 _LOCKED = 3  # exit status of the code below if another process holds the lock
+# code that tries a lock; the file is open for writing, which lockf requires for an exclusive lock
 _TRY_LOCK = f"""
 import fcntl, sys
 with open(sys.argv[1], "r+b") as file:
@@ -32,11 +33,11 @@ with open(sys.argv[1], "r+b") as file:
 def check_slurm(profile: Path = PROFILE) -> list[Finding]:
     """Check that SLURM answers, list its partitions, and check partition and account of the profile.
 
-    The findings are SLURM's partitions, a failure if SLURM lacks a partition of the profile, and the account. No
-    partition is compared if the profile has none or SLURM lists none.
+    The findings are SLURM's partitions (a failure if there are none), a failure if SLURM lacks a partition of the
+    profile, and the account. No partition is compared if the profile has none or SLURM lists none.
 
-    There is a single finding in four cases. It is a success without SLURM's commands and without a configured cluster,
-    since such a machine is usable. It is a failure if the profile cannot be read, or if SLURM does not answer.
+    There is a single finding in four cases. It is a success if SLURM's commands are missing, and if they are installed
+    but no cluster is configured. It is a failure if the profile cannot be read, or if SLURM does not answer.
 
     Args:
         profile: folder of the profile that jobs will be submitted with.
@@ -89,7 +90,7 @@ def _check_account(profile: Path, requested: str | None) -> Finding:
 
 
 def profile_file(profile: Path) -> Path | None:
-    """Return the file in a profile's folder that Snakemake reads; None: there is none."""
+    """Return profile.yaml of a profile's folder, else its config.yaml, as Snakemake does; None: there is neither."""
     for name in ("profile.yaml", "config.yaml"):
         if (profile / name).is_file():
             return profile / name
@@ -114,6 +115,7 @@ def _default_resources(profile: Path) -> dict[str, str]:
         resources = settings.get("default-resources") or {}
         if isinstance(resources, list):  # such as ["slurm_partition=gpu", "mem_mb=4000"]
             resources = dict(item.split("=", 1) for item in resources)
+        # Snakemake evaluates resources as expressions, so that a name may have quotes within the text: "'gpu'"
         return {name: str(value).strip("'\"") for name, value in dict(resources).items() if value}
     except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
         raise KairosError(f"{file}: default-resources cannot be read: {' '.join(str(error).split())}") from None
@@ -122,7 +124,8 @@ def _default_resources(profile: Path) -> dict[str, str]:
 def check_job(visible: int) -> list[Finding]:
     """Check that torch finds the number of GPUs that SLURM has allocated to this job; without a job the check succeeds.
 
-    There is a single finding. `visible` is the number of GPUs that torch finds.
+    There is a single finding. `visible` is the number of GPUs that torch finds. The allocated number is read from
+    environment variables, see `_count_assigned_gpus`.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
@@ -187,7 +190,7 @@ def check_locks(results: Path) -> list[Finding]:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-lock-") as file:
                 fault = _try_lock(function, file)
         except OSError as error:
-            fault = f"{error.strerror}"
+            fault = str(error.strerror)  # None for an error without a number
         if not fault and function == "flock":
             fault = _find_local_lock_options(folder)
         if fault:
@@ -223,7 +226,7 @@ def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> s
         OSError: this process cannot lock the file.
     """
     lock = getattr(fcntl, function)
-    command = [sys.executable, "-S", "-c", _TRY_LOCK, file.name, function]
+    command = [sys.executable, "-S", "-c", _TRY_LOCK, file.name, function]  # -S: starts faster, without packages
     lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     # the other process must fail to lock the file now, and succeed after the release
     status_while_locked = subprocess.run(command, capture_output=True, check=False).returncode
@@ -231,7 +234,9 @@ def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> s
     status_after_release = subprocess.run(command, capture_output=True, check=False).returncode
     if status_while_locked == _LOCKED and status_after_release == 0:
         return ""
-    return "another process was not kept out" if status_while_locked == 0 else "another process could not try"
+    if status_while_locked == 0:
+        return "another process was not kept out"
+    return "another process could not try"
 
 
 def check_limits() -> list[Finding]:

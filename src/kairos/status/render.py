@@ -43,7 +43,9 @@ _TEMPLATES = jinja2.Environment(
 
 
 def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
-    """Return the status of an experiment, in lines of at most 120 columns, without a newline at the end.
+    """Return the status of an experiment as lines, without a newline at the end.
+
+    Lines have at most 120 columns, except lines with long paths.
 
     Args:
         experiment: the experiment's file, or its folder of results.
@@ -56,9 +58,10 @@ def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
     """
     status = _collect_status(experiment)
     states = find_unclaimed_states(status["outline"], status["runs"])
-    freed_bytes = count_freed_bytes(states)  # before the states are deleted
+    bytes_by_state = {state: count_freed_bytes([state]) for state in states}  # before the states are deleted
     if remove_unclaimed:
-        delete_states(states)
+        states = delete_states(states)
+    freed_bytes = sum(bytes_by_state[state] for state in states)
     template = _TEMPLATES.get_template("lines.txt.jinja")
     text = template.render(
         status, experiment=experiment, states=states, freed_bytes=freed_bytes, removed=remove_unclaimed
@@ -90,6 +93,7 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
         rows = [_build_row(run, outputs, logs) for run, outputs in zip(context["runs"], context["outputs"])]
         context["rows"], context["rows_by_method"] = rows, _group_by_method(rows)
     except Exception as error:  # a file may be half written: the next request may succeed
+        # None: the template shows the error without a table, although the outline may have been read
         context |= {"outline": None, "fault": f"{type(error).__name__}: {error}"}
     return _TEMPLATES.get_template("page.html.jinja").render(context)
 
@@ -161,7 +165,7 @@ def _find_newest_metrics(run_folder: Path) -> Path | None:
     write_times = {}  # nanoseconds
     for folder in folders:
         metrics_file = folder / "metrics.jsonl"
-        with suppress(FileNotFoundError, NotADirectoryError):  # not every folder has the file
+        with suppress(FileNotFoundError, NotADirectoryError):  # `.state` contains files, too
             write_times[metrics_file] = os.stat(metrics_file).st_mtime_ns
     return max(write_times, key=lambda file: write_times[file], default=None)
 
@@ -169,7 +173,8 @@ def _find_newest_metrics(run_folder: Path) -> Path | None:
 def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
     """Return (points, step, loss): an SVG polyline, 30 units high, and its last point; None if there is no loss.
 
-    Each point averages some lines. x is the step, and y nearly the logarithm of the loss. The file must exist.
+    Each point, also the last one, is the mean of some lines. x is the step, and y nearly the logarithm of the loss. The
+    file must exist.
     """
     stat = metrics_file.stat()
     return _compute_loss_curve(metrics_file, stat.st_size, stat.st_mtime_ns)
@@ -190,8 +195,10 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
     # If lines remain, the last `lines_per_point` lines are a further group. It overlaps the group before.
     if len(grouped) < len(points):
         grouped = np.concatenate([grouped, points[-lines_per_point:]])
-    steps, losses = grouped.reshape(-1, lines_per_point, 2).mean(axis=1).T  # means of each group of lines
-    heights = np.arcsinh(1000 * losses)  # close to a logarithm, but defined for losses up to 0 too
+    means = grouped.reshape(-1, lines_per_point, 2).mean(axis=1)  # (points, 2): mean step and loss of each group
+    steps, losses = means.T
+    # nearly log(2000 * loss) for losses above 0.01, but also defined for losses up to 0
+    heights = np.arcsinh(1000 * losses)
     value_range = heights.min(), heights.max() + 1e-9  # not empty for a constant loss
     heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))  # y in an SVG increases downwards
     polyline = " ".join(f"{x:.6g},{y:.1f}" for x, y in zip(steps, heights))
@@ -201,9 +208,10 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
 def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
     """Return steps and losses of some lines of metrics.jsonl, float64 (lines, 2), from blocks spread over `size` bytes.
 
-    Lines are in the order of the file, and no step is repeated. The array is empty if no line has a loss.
+    Lines are in the order of the file, and no step is repeated. A small file is read completely. The array is empty if
+    no line has a loss.
     """
-    distance = _double_until_few(_BLOCK, size)  # bytes
+    distance = _double_until_few(_BLOCK, size)  # bytes between the beginnings of blocks; blocks of a small file touch
     last_position = max(size - _BLOCK, 0)
     positions = [*range(0, size - _BLOCK, distance), last_position]
     with open(metrics_file, "rb") as file:
@@ -214,7 +222,10 @@ def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
 
 
 def _double_until_few(unit: int, length: int) -> int:
-    """Return `unit` times the smallest power of two that divides `length` into at most `_CURVE_POINTS` units."""
+    """Return `unit` times the smallest power of two that divides `length` into at most `_CURVE_POINTS` units.
+
+    A growing length therefore keeps the borders of its units, or every second one.
+    """
     while unit * _CURVE_POINTS < length:
         unit *= 2
     return unit

@@ -94,7 +94,9 @@ class RunOutputs:
         for name in _SHARED_HASHES:
             if name in reference and protocol.get(name) != reference[name]:
                 return False
-        return self._is_of_present_run(path, protocol) and not expected.find_evaluation_changes(evaluation)
+        if not self._is_of_present_run(path, protocol):  # also a damaged evaluation, which has no protocol
+            return False
+        return not expected.find_evaluation_changes(evaluation)
 
     def _is_grid_valid(self, path: Path) -> bool:
         """Return True if the samples of an image grid are valid.
@@ -136,10 +138,10 @@ def _list_files_by_step(folder: Path, suffix: str) -> list[Path]:
 
 
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
-    """Return lines with the complete and missing stages, messages of missing stages, and the numbers of other files.
+    """Return lines of text: complete and missing stages, messages of missing stages, counts of samples and evaluations.
 
-    The last line contains the numbers of samples and evaluations. A stage is complete if its record in
-    `_STAGE_RECORDS` exists. `outputs` are from all training runs.
+    A stage is complete if its record in `_STAGE_RECORDS` exists, whatever its settings are. `outputs` are from all
+    training runs.
     """
     complete = [stage for stage, record in _STAGE_RECORDS.items() if (outline.results / record).is_file()]
     missing = [stage for stage in _STAGE_RECORDS if stage not in complete]
@@ -152,16 +154,16 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
 
 
 def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
-    """Return the error, or the progress of the last minute, at the end of each stage's log.
+    """Return the error, or the progress of the last minute, at the end of each stage's log, without the stage's name.
 
     An error is the text ``failed: ...`` in lines of at most 120 columns. Progress is the line ``now: ...``, cut at 120
-    columns. A stage with neither has no line.
+    columns: the last line, whatever it is, of a log written in the last minute. A stage with neither has no line.
     """
     messages = []
     for stage in stages:
         log = logs / f"{_STAGE_LOGS.get(stage, stage)}.log"
         lines = read_last_lines(str(log))
-        # an error ends the command, so that the rest of the log belongs to its message
+        # an error ends the command, so that all lines after it belong to its message
         error_index = next((index for index, line in enumerate(lines) if line.startswith(_ERROR)), None)
         if error_index is not None:
             message = " ".join(line.strip() for line in lines[error_index:])

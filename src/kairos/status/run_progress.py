@@ -96,7 +96,7 @@ def _find_kept_experiment(results: Path) -> Path | None:
     """
     if results.resolve() != (Path("results") / results.name).resolve():
         return None
-    any_hash = "?" * 16
+    any_hash = "?" * 16  # 16 characters: `*` would also find files of an experiment named `<name>-other`
     kept_files = Path(".kairos/config").glob(f"{results.name}-{any_hash}.yaml")
     return max(kept_files, key=os.path.getmtime, default=None)
 
@@ -154,7 +154,7 @@ class RunProgress:
 def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
     """Return the progress of all training runs of an experiment, in the order of `outline.trainings`.
 
-    `jobs` are the experiment's jobs in SLURM's queue.
+    `jobs` are the experiment's jobs in SLURM's queue. If a run is in several jobs, the last of them is used.
     """
     job_of_run = {training: job for job in jobs for training in job.trainings}
     job_by_number = {job.number: job for job in jobs}
@@ -180,14 +180,14 @@ def _assess_run(
     """
     # the record of the run's end, and the step at which the run is complete
     folder = outline.run_folder(method, seed)
-    begun_identity = progress.get("identity")
+    begun_identity = progress.get("identity")  # of the run that was begun last; the record may be of an earlier one
     record = glance(folder / "training.json")
     if begun_identity and record.get("identity", begun_identity) != begun_identity:
         record = {}  # the run has started again with other settings; a record without an identity is kept
     last_milestone = outline.milestones[-1] if outline.milestones else None
     last_step = _find_last_step(last_milestone, record, progress)
 
-    # the state without the logs; any record is complete if no number of steps is known
+    # the state without the logs; any record is complete if no number of steps is known, and one without steps is not
     is_complete = bool(record) and (last_step is None or record.get("steps", -1) >= last_step)
     state = _find_state(folder, progress, job, is_complete)
     if state not in _ACTIVE:
@@ -218,7 +218,7 @@ def _assess_run(
         state=state,
         step=_find_completed_steps(folder, record, progress),
         last_step=last_step,
-        rate=(progress.get("rate") or None) if state == "running" else None,
+        rate=(progress.get("rate") or None) if state == "running" else None,  # a rate of 0 is treated as unknown
         location=_find_location(state, progress, job),
         note=note,
         logs=logs,
@@ -286,7 +286,7 @@ def _find_changed_settings(outline: Outline, method: str, seed: int, begun_ident
     snapshot = find_first_snapshot(folder)
     published_identity = outline.expected.snapshot_record(snapshot).get("identity") if snapshot else None
     if begun_identity and begun_identity != published_identity:
-        # a newer run has begun and published nothing yet: its snapshots, in its state folder, are compared
+        # a newer run has begun and published nothing yet: its snapshots are in its state folder, named by 16 digits
         snapshot = find_first_snapshot(folder / ".state" / begun_identity[:16])
     if snapshot is None:
         return ""
@@ -300,7 +300,7 @@ def find_first_snapshot(folder: Path) -> Path | None:
     belongs to a training run or a state.
     """
     milestones = folder / "milestones"
-    for name in list_names(milestones):
+    for name in list_names(milestones):  # steps with leading zeros, such as 0000400; other names are temporary
         record = milestones / name / "milestone.json"
         if name[:1].isdigit() and record.exists():
             return record
@@ -318,17 +318,18 @@ def list_names(folder: Path) -> list[str]:
 def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str, ...]) -> str:
     """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add.
 
-    A running run has a note only if its last update is older than five minutes or SLURM's state is not RUNNING. A run
-    that failed or stopped has the message of its progress file or, without one, the last line of its log. A run that
-    waits has the last line of its log. Only the first file of `logs` is read.
+    A queued run has SLURM's reason, and a dead run the age of its last update. A running run has a note only if its
+    last update is older than five minutes or SLURM's state is not RUNNING. A run that failed or stopped has the message
+    of its progress file or, without one, the last line of its log. A run that waits has the last line of its log. Only
+    the first file of `logs` is read.
     """
     if state == "queued" and job is not None:
-        return job.reason if job.reason != "None" else ""
+        return job.reason if job.reason != "None" else ""  # squeue writes "None" for no reason
     if state == "dead":
         return f"no process holds its lock; last update {format_age(progress['updated'])}"
     if state in _TROUBLE:
         return str(progress.get("message") or read_last_line(logs))
-    if job is not None and job.state != "RUNNING":
+    if job is not None and job.state != "RUNNING":  # such as COMPLETING
         return job.state.lower()
     if state == "running":
         is_silent = time.time() - progress["updated"] > _SILENT_SECONDS
@@ -363,12 +364,12 @@ def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
     """Return True if the process that wrote a progress file as running is still alive.
 
     While SLURM lists the job that wrote the file as pending or running, the queue alone decides: the file must be newer
-    than the start of the job. Otherwise a lock that is held decides. Locks may not reach other machines, so for 30 s a
-    progress file of another machine, or without a host, also shows that the process is alive.
+    than the start of the job. Otherwise the process is alive if its lock is held. Locks may not reach other machines,
+    so for 30 s a progress file of another machine, or without a host, also shows that the process is alive.
     """
-    has_written_file = job is not None and job.number == str(progress.get("job"))
+    has_written_file = job is not None and job.number == str(progress.get("job"))  # no job has the number "None"
     waits_or_runs = job is not None and (job.pending or job.state == "RUNNING")
-    if job is not None and has_written_file and waits_or_runs:
+    if job is not None and has_written_file and waits_or_runs:  # `job is not None` is for the type checker alone
         # an older progress file is from before SLURM requeued the job
         return job.begun is not None and progress["updated"] >= job.begun
     if is_locked(lock):
@@ -403,10 +404,12 @@ class RunLogs:
 
     def __init__(self, results: Path):
         self._workflow_logs: dict[str, list[str]] = {}  # paths by training run, such as uniform_seed0
-        with suppress(OSError):
+        with suppress(OSError):  # no job has written a log yet
             for name in os.listdir(results / "logs"):
-                if match := _LOG_NAME.fullmatch(name):
-                    self._workflow_logs.setdefault(match[1], []).append(f"{results}/logs/{name}")
+                match = _LOG_NAME.fullmatch(name)
+                if match:
+                    run_name = match[1]
+                    self._workflow_logs.setdefault(run_name, []).append(f"{results}/logs/{name}")
         self._slurm_folders = [folder.as_posix() for folder in Path(".snakemake/slurm_logs").glob("*_train*")]
 
     def find(self, method: str, seed: int, job: str | None) -> tuple[str, ...]:
@@ -420,6 +423,7 @@ class RunLogs:
             slurm_logs += glob.glob(f"{folder}/{method}_{seed}/*.log")
             if job is not None:
                 slurm_logs += glob.glob(f"{folder}/{job}.log")  # the log of a job with several training runs
+        # the newest of each kind
         return tuple(max(logs, key=os.path.getmtime) for logs in (workflow_logs, slurm_logs) if logs)
 
 
@@ -432,7 +436,8 @@ def read_last_line(logs: tuple[str, ...]) -> str:
 def read_last_lines(log: str) -> list[str]:
     """Return the lines in the last 2000 bytes of a log file, of which the first may be incomplete.
 
-    The list is empty if the file does not exist or cannot be read. An empty file has one empty line.
+    Blank lines at both ends are left out. The list is empty if the file does not exist or cannot be read. An empty file
+    has one empty line.
     """
     with suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL))

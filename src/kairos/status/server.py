@@ -43,7 +43,7 @@ class Server(ThreadingTCPServer):
 
     def __init__(self, listener: socket.socket, experiment: Path, interval: float):
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
-        self.socket.close()  # the base class has created one; the listener replaces it
+        self.socket.close()  # the base class has created one, which is not bound; the listener replaces it
         self.socket = listener
         self.experiment = experiment
         self.interval = interval
@@ -51,7 +51,7 @@ class Server(ThreadingTCPServer):
         self.loopback = bool(_THIS_MACHINE.fullmatch(listener.getsockname()[0]))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing if a browser closes its connection."""
+        """Log no error of a request: most are browsers that close their connection."""
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -74,7 +74,8 @@ class _Handler(SimpleHTTPRequestHandler):
         if self.path.partition("?")[0] != "/":
             return super().send_head()
         moment = time.monotonic() // (server.interval / 2)  # requests within half an interval get one page
-        body = render_page(server.experiment, server.interval, moment).encode(errors="replace")
+        page = render_page(server.experiment, server.interval, moment)
+        body = page.encode(errors="replace")  # a file's name may contain bytes that are not UTF-8
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -93,9 +94,10 @@ class _Handler(SimpleHTTPRequestHandler):
             target_parts = file.relative_to(self.server.results.resolve()).parts
         except (OSError, ValueError, RuntimeError):  # no such file, outside of the results, invalid name, or link cycle
             return ""
-        # a quoted slash (%2F) is part of no name
-        is_hidden = any(part.startswith(".") or "/" in part for part in (*parts, *target_parts))
-        return str(file) if file.is_file() and not is_hidden else ""
+        names = (*parts, *target_parts)  # in the URL, and in the path of the file that a link leads to
+        is_hidden = any(name.startswith(".") for name in names)
+        has_quoted_slash = any("/" in name for name in names)  # %2F, which is part of no name
+        return str(file) if file.is_file() and not is_hidden and not has_quoted_slash else ""
 
     def end_headers(self) -> None:
         """Send the headers that all responses have in common, and end the header section."""

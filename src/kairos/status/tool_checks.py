@@ -49,9 +49,9 @@ def check_mlflow(configured: str | None) -> list[Finding]:
     """
     uri = tracking_uri(configured)
     path = find_database_file(uri)
-    fault = _why_read_only(path) if path else None
+    fault = _why_read_only(path) if path else None  # a server is tested by the request alone
     status = "opened"
-    if path and not path.exists():  # opening it would create it
+    if path and not path.exists():  # no request, which would create it; `fault` is about its folder
         status = "does not exist yet, the first import creates it"
     elif not fault:
         succeeded, answer = _run_python(_ASK_MLFLOW, MLFLOW_TRACKING_URI=uri)

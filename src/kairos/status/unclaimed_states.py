@@ -16,7 +16,8 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
     """Return the folders of states whose settings or code differ from the experiment's; sorted for each run.
 
     States of runs that are active, or whose lock is held, are left out, because such a run may have earlier settings.
-    The list is empty without latents, since identities depend on them, or if only a folder of results is known.
+    States of methods and seeds that are not in `runs` are not found. The list is empty without latents, since
+    identities depend on them, or if only a folder of results is known.
 
     Raises:
         ConfigError: the weights of ``training.start_from`` are missing, and a run that is not active has states.
@@ -66,12 +67,15 @@ def count_freed_bytes(states: list[Path]) -> int:
     return sum(file.st_size for file in files if file.st_nlink == 1)
 
 
-def delete_states(states: list[Path]) -> None:
-    """Delete the folders of states, except states of a run that a process is training.
+def delete_states(states: list[Path]) -> list[Path]:
+    """Delete the folders of states, except states of a run that a process is training; return the deleted ones.
 
-    The lock of the run is held meanwhile, so that no process begins to train it. Nothing reports the kept states.
+    The lock of the run is held meanwhile, so that no process begins to train it; its file is created if it is missing.
     """
+    deleted = []
     for state in states:
         with suppress(BlockingIOError), open(state.parent / "lock", "a") as lock:  # the error: the lock is held
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(state)
+            deleted.append(state)
+    return deleted

@@ -79,6 +79,7 @@ def load_pretrained(path: Any, cls: Any, field: str, weights: bool = False) -> A
             return cls.from_pretrained(path, local_files_only=True)
         model, loading = cls.from_pretrained(path, local_files_only=True, output_loading_info=True)
         if loading["missing_keys"]:
+            # caught below
             raise ValueError(f"lacks weights: {', '.join(sorted(loading['missing_keys'])[:3])} ...")
         return model.eval()
     except Exception as error:  # damaged folders raise errors of many types
@@ -107,7 +108,8 @@ class TextEncoder:
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Return the number of tokens of each text, with start and end tokens, before truncation."""
-        return [len(ids) for ids in self.tokenizer(texts, verbose=False)["input_ids"]]
+        token_ids = self.tokenizer(texts, verbose=False)["input_ids"]  # verbose would warn of long texts
+        return [len(ids) for ids in token_ids]
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> Tensor:
@@ -120,7 +122,7 @@ class TextEncoder:
         tokens = self.tokenizer(texts, **options)
         ids = tokens["input_ids"].to(self.device)
         mask = tokens["attention_mask"].to(self.device)  # (n, length), 0 for padding
-        if self.model.config.model_type in _CLIP:
+        if self.model.config.model_type in _CLIP:  # without the mask, see the docstring of this module
             outputs = self.model(input_ids=ids)
             states: Tensor = outputs.last_hidden_state if self.output == "tokens" else outputs.pooler_output
             return states.float().cpu()
@@ -164,35 +166,39 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
     )
 
 
-def _select_length(config: TextEncoderConfig, tokenizer: Any, network: Any) -> int:
+def _select_length(config: TextEncoderConfig, tokenizer: Any, network_config: Any) -> int:
     """Return the number of tokens to which texts are padded: the configured one, or the most that the encoder takes.
 
     A configured number may exceed the limit of the tokenizer, but not the limit of the network. A network that declares
-    no limit, such as T5, takes any number below a million.
+    no limit, such as T5, takes any number below a million. `network_config` is the network's configuration of
+    transformers.
 
     Raises:
         ConfigError: the configured number is too large, or none is configured and the encoder has no limit.
     """
-    longest = getattr(network, "max_position_embeddings", _UNLIMITED)  # T5 has relative positions and no limit
-    length = config.length or min(tokenizer.model_max_length, longest)
+    longest = getattr(network_config, "max_position_embeddings", _UNLIMITED)  # T5 has relative positions and no limit
+    length = config.length
+    if length is None:
+        length = min(tokenizer.model_max_length, longest)
     if length > longest or length >= _UNLIMITED:
         limit = "a number" if longest == _UNLIMITED else f"at most {longest}"
         raise ConfigError(f"text_encoder.length: got {config.length or 'null'}, allowed with {config.path!r}: {limit}")
     return length
 
 
-def _check_tokenizer(tokenizer: Any, network: Any, is_clip: bool, path: str) -> None:
+def _check_tokenizer(tokenizer: Any, network_config: Any, is_clip: bool, path: str) -> None:
     """Check that a tokenizer belongs to a network: its vocabulary, its padding, and the end token that CLIP pools by.
 
-    `network` is the network's configuration. The wrong end token in configurations of early CLIP networks is accepted.
+    `network_config` is the network's configuration of transformers. The wrong end token that early CLIP networks have
+    there is accepted.
 
     Raises:
         ConfigError: the tokenizer has more tokens than the network or no padding token, or CLIP's network has another
             end token.
     """
     end = tokenizer.eos_token_id
-    has_unknown_tokens = len(tokenizer) > network.vocab_size
-    has_wrong_end = is_clip and network.eos_token_id not in (_FORMER_CLIP_END, end)
+    has_unknown_tokens = len(tokenizer) > network_config.vocab_size
+    has_wrong_end = is_clip and network_config.eos_token_id not in (_FORMER_CLIP_END, end)
     if has_unknown_tokens or has_wrong_end or tokenizer.pad_token is None:
         properties = f"{len(tokenizer)} tokens, padding {tokenizer.pad_token}, end {end}"
         raise ConfigError(

@@ -28,13 +28,14 @@ def write_tensorboard(results: Results, out: Path) -> None:
     Each training run has a folder, ``<out>/<method>/seed<seed>``.
 
     Raises:
-        KairosError: TensorBoard is not installed.
+        KairosError: TensorBoard is not installed, or metrics.jsonl of a run is damaged.
     """
     tensorboard = _import_package("tensorboard", "torch.utils.tensorboard")
     for run in results.runs:
         with tensorboard.SummaryWriter(str(out / run.method / f"seed{run.seed}")) as writer:
             for point in run_content.collect_points(run):
-                writer.add_scalar(point.key, point.value, point.step, point.timestamp / 1000)
+                seconds = point.timestamp / 1000  # since 1970
+                writer.add_scalar(point.key, point.value, point.step, seconds)
             for snapshot in run.snapshots:
                 image = load_sample_grid(snapshot.grid_file)
                 writer.add_image("samples", image, snapshot.step, dataformats="HWC")
@@ -43,10 +44,11 @@ def write_tensorboard(results: Results, out: Path) -> None:
 def write_wandb(results: Results, out: Path) -> None:
     """Write offline runs of Weights & Biases, one per training run, a group per method; ``wandb sync`` sends them.
 
-    Curves and sample grids are logged by step, without recorded times. The project has the name of the experiment.
+    Curves and sample grids are logged by step, without recorded times. A grid is left out if no curve has a point at
+    its step. The project has the name of the experiment.
 
     Raises:
-        KairosError: wandb is not installed.
+        KairosError: wandb is not installed, or metrics.jsonl of a run is damaged.
     """
     wandb = _import_package("wandb", "wandb")
     for run in results.runs:
@@ -59,7 +61,7 @@ def write_wandb(results: Results, out: Path) -> None:
             mode="offline",
             config=run_content.flatten_parameters(results.experiment, run.method, run.seed),
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
-            reinit="finish_previous",
+            reinit="finish_previous",  # this process writes several runs, one after another
         ) as wandb_run:
             # Weights & Biases accepts steps in ascending order only
             points = sorted(run_content.collect_points(run), key=attrgetter("step"))
@@ -99,7 +101,7 @@ def write_hub_folder(snapshot: Path, out: Path) -> None:
         dataset = {}
     autoencoder_folder = results / "autoencoder"
     autoencoder = glance(autoencoder_folder / "manifest.json")
-    # a record of imported weights may have None, which differs from "", a missing hash
+    # a record of imported weights may have the hash None, which must not equal the hash of a missing manifest, ""
     has_autoencoder = autoencoder.get("sha256", "") == record["autoencoder_sha256"]
 
     # files

@@ -79,9 +79,9 @@ class Reporter(threading.Thread):
         self._has_warned = False
 
     def finish(self, seconds: float) -> None:
-        """Send the remaining points, and return after at most `seconds`.
+        """Let the thread send the remaining points, and return when it ends, or after `seconds`.
 
-        A slower thread is reported by a message, and ends with the process.
+        A slower thread is reported by a message, unless a failed report was, and ends with the process.
         """
         self._training_ended.set()
         self.join(seconds)
@@ -137,7 +137,7 @@ class Reporter(threading.Thread):
             return
         identity = progress["identity"]
         if self._run_id is None and progress["state"] in ("stopped", "failed"):
-            return  # the run may have ended before its identity was known
+            return  # a run that ends before it computes its identity leaves the identity of an earlier job in the file
         if identity is None:  # the run has not written a step yet
             return
         end = self._read_metrics(self._out / ".state" / identity[:16])
@@ -156,7 +156,8 @@ class Reporter(threading.Thread):
     def _send_points(self, client: mlflow_store.Client, identity: str) -> str:
         """Send the unsent points to the MLflow run of this training run, clear them, and return the run's id.
 
-        The first call, and a call after an error, find or create the MLflow run and log everything that it lacks.
+        The first call, and a call after an error, find or create the MLflow run, and log the parameters and unsent
+        points that it lacks.
         """
         run_id = self._run_id
         if run_id is None:
@@ -174,9 +175,14 @@ class Reporter(threading.Thread):
         name = run_content.mlflow_experiment_name(self._experiment)
         experiment_id = mlflow_store.find_or_create_experiment(client, name)
         content = run_content.build_training_run(
-            self._experiment, self._method, self._seed, identity, self._unsent, tags={}
+            self._experiment,
+            self._method,
+            self._seed,
+            identity,
+            self._unsent,
+            tags={},  # the import sets them
         )
-        settling = 0 if self._training_ended.is_set() else _SETTLING_SECONDS
+        settling = 0 if self._training_ended.is_set() else _SETTLING_SECONDS  # the end of the run waits: no pause then
         start_milliseconds = round(1000 * self._begun)
         run = mlflow_store.find_or_create_run(
             client, experiment_id, content, start=start_milliseconds, settling=settling
@@ -224,7 +230,7 @@ class Reporter(threading.Thread):
 
     def _choose_stride(self, first_line: bytes) -> int:
         """Return the lines of metrics.jsonl per point, from the first line and the length of the complete run."""
-        # the length of the complete run never changes the stride, so the import creates equal points
+        # not from the present number of lines: the import, which reads the complete file, must have the same stride
         steps_between_lines = json.loads(first_line)["step"]  # the first line is written after this number of steps
         line_count = self._experiment.milestones[-1] // steps_between_lines
         return run_content.choose_stride(line_count)

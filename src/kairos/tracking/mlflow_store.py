@@ -29,13 +29,16 @@ _EARLIEST_FIRST = "attributes.start_time ASC"  # MLflow orders equal times by ru
 
 
 def tracking_uri(configured: str | None) -> str:
-    """Return the store's URI: the configured one, else MLFLOW_TRACKING_URI, else a database in this folder."""
+    """Return the store's URI: the configured one, else MLFLOW_TRACKING_URI, else a database in the working directory.
+
+    An empty text is treated as not set.
+    """
     return configured or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 def find_database_file(uri: str) -> Path | None:
     """Return the absolute path of an SQLite database's file; None: the store is something else."""
-    match = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)
+    match = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)  # sqlite:///mlflow.db, sqlite+pysqlite:////tmp/mlflow.db
     return Path(match[1]).absolute() if match else None
 
 
@@ -68,7 +71,7 @@ def redact_credentials(text: str, uri: str) -> str:
         if not value:
             continue
         for secret in (value, unquote_plus(value)):
-            quoted_parameter = rf"\b{re.escape(name)}=(['\"]?){re.escape(secret)}\1"
+            quoted_parameter = rf"\b{re.escape(name)}=(['\"]?){re.escape(secret)}\1"  # \1: equal quotes, or none
             text = re.sub(quoted_parameter, f"{name}=***", text)
     return text
 
@@ -79,7 +82,7 @@ def _user_info(uri: str) -> str:
     is_database = scheme.partition("+")[0] in _DATABASE_SERVERS  # such as postgresql+psycopg2
     pattern = r"[^/?#]*@"
     if is_database:  # SQLAlchemy, unlike HTTP clients, allows "/", "?" and "#" in a password
-        pattern = rf"[^:/]*:[^@]*@|{pattern}"
+        pattern = rf"[^:/]*:[^@]*@|{pattern}"  # user:pass/word@, or the pattern without a password
     match = re.match(pattern, rest)
     return match[0] if match else ""
 
@@ -189,15 +192,15 @@ def find_or_create_experiment(client: Client, name: str) -> str:
 def find_or_create_run(client: Client, experiment: str, content: RunContent, start: int, settling: float = 0.0) -> Run:
     """Return the MLflow run with the identifying tags of `content`; it is created if it does not exist.
 
-    If several processes created the run at once, the first one is kept. The others are moved to MLflow's trash: the
-    results contain all of their content, and the import logs what is missing.
+    If there are several such runs, because processes created them at once, the earliest is kept. The others are moved
+    to MLflow's trash: the results contain all of their content, and the import logs what is missing.
 
     Args:
         client: client of the store.
         experiment: id of the MLflow experiment.
         content: content of the run; a new run receives only its name and its identifying tags.
         start: start of a new run, in milliseconds since 1970.
-        settling: seconds to wait for runs that other processes create at the same time.
+        settling: seconds to wait after the creation, for runs that other processes create at the same time.
     """
     from mlflow import MlflowException
 
@@ -242,7 +245,7 @@ def create_run(client: Client, experiment: str, content: RunContent, start: int)
 
 
 def log_missing(client: Client, run: Run, content: RunContent) -> None:
-    """Log the content that a run does not have.
+    """Log the parameters, points and tags that a run does not have; the name and identifying tags are not compared.
 
     A value that differs from the recorded value of its step is logged with a later timestamp, so that MLflow shows it.
     Tags are overwritten, except the commit. Parameters that the run has are kept, since MLflow cannot change them. The
@@ -275,6 +278,7 @@ def _find_missing_points(client: Client, run: Run, points: Sequence[Point]) -> l
         for metric in client.get_metric_history(run.info.run_id, key):
             key_and_step = key, metric.step
             timestamp_and_value = metric.timestamp, metric.value
+            # of several values of a step, MLflow shows the one with the latest timestamp
             latest[key_and_step] = max(latest.get(key_and_step, timestamp_and_value), timestamp_and_value)
 
     missing = []

@@ -71,8 +71,8 @@ def build_experiment_run(results: "Results") -> RunContent:
 
     The reference rows are distances of images without a trained network, such as held-out images. Their metric keys are
     ``reference/<row>/<metric>``, at step 0 and the earliest start of a training run; a run without a recorded start is
-    treated as started on 2000-01-01. The tag contains the commit of the first training run. The caller ensures that the
-    results contain a run.
+    treated as started on 2000-01-01. The parameters are only the names of the methods and of the backbone. The commit
+    in the tags is the first training run's. The caller ensures that the results contain a run.
     """
     name = results.experiment.experiment
     reference_values: dict[str, Any] = {}
@@ -121,8 +121,9 @@ def identify_training_run(experiment: "Experiment", method: str, seed: int, iden
 def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
     """Return the settings that decide a training run, by dotted names; method, seed and strategy come first.
 
-    Settings that an extension of the run may change, and settings that are None, are left out. Values are texts, cut to
-    6000 characters.
+    Only four settings of the data set and the kind of autoencoder are included, so that runs can differ with
+    equal parameters. Settings that an extension of the run may change, and settings that are None, are left out. Values
+    are texts, cut to 6000 characters.
     """
     nested = {
         "method": method,
@@ -134,7 +135,7 @@ def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict
         "dataset": experiment.dataset.model_dump(mode="json", include={"source", "path", "resolution", "flips"}),
         "autoencoder": {"kind": experiment.autoencoder.kind},
     }
-    return {key: str(value)[:_PARAM_LIMIT] for key, value in flatten(nested)}
+    return {key: str(value)[:_PARAM_LIMIT] for key, value in flatten(nested)}  # `flatten` leaves out None
 
 
 def choose_stride(line_count: int) -> int:
@@ -175,7 +176,8 @@ def collect_points(run: "RunResults") -> list[Point]:
 
     The last line of each stride of metrics.jsonl is read, see `choose_stride`; lines after the last whole stride are
     left out. If its training time is known and not 0, the last snapshot also has a point ``seconds_per_step``: the mean
-    over all its steps. A run without a recorded start is treated as started on 2000-01-01.
+    over all its steps. Evaluations follow the metrics, so steps are not in order. A run without a recorded start is
+    treated as started on 2000-01-01.
 
     Raises:
         KairosError: metrics.jsonl is damaged.

@@ -28,11 +28,12 @@ def track(experiment: Experiment, folder: Path, out: Path) -> None:
 
     An error of the store is logged and recorded, but not raised. If `tracking.enabled` is false, only the record is
     written. `_import_results` returns the record of an import. Otherwise the record contains ``imported`` (False),
-    ``error`` and, if the store failed, its ``uri`` without credentials. `folder` is the folder of the experiment's
-    results, and `out` the JSON file of the record.
+    ``error`` and, if the store failed, its ``uri`` without credentials. The end of start-up is marked, see
+    `resource_usage.end_startup`. `folder` is the folder of the experiment's results, and `out` the JSON file of the
+    record.
 
     Raises:
-        KairosError: the results are incomplete.
+        KairosError: the results are incomplete, also if `tracking.enabled` is false.
     """
     results = collect(experiment, folder)
     if not experiment.tracking.enabled:
@@ -51,10 +52,10 @@ def track(experiment: Experiment, folder: Path, out: Path) -> None:
 
 
 def _import_results(results: Results, uri: str) -> dict[str, Any]:
-    """Import results into a store, and return the record of the import.
+    """Import results into a store, log the progress, and return the record of the import.
 
     The first requests have a short time limit, so that a missing server is reported soon. An SQLite database is locked
-    during the import.
+    during the import. The end of start-up is marked when MLflow is imported.
 
     Returns:
         ``imported`` (True), ``uri`` without credentials, ``experiment`` (name of the MLflow experiment), ``parent`` (id
@@ -163,8 +164,11 @@ def _is_complete(run: mlflow_store.Run, digest: str) -> bool:
 
 
 def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str:
-    """Return the hash of everything that a training run's MLflow run is built from, the importing code included."""
-    # reading the files takes a fraction of the time of building the points of the curves
+    """Return the hash of everything that a training run's MLflow run is built from, the importing code included.
+
+    The files of the run are read, but its curves are not built.
+    """
+    # the bytes of files stand for the points of the curves, which would take several times as long to build
     snapshots = [
         [snapshot.step, snapshot.measured_values, sha256_file(snapshot.grid_file)] for snapshot in run.snapshots
     ]
@@ -201,7 +205,7 @@ def _import_training_run(store: _Store, parent_id: str, results: Results, run: R
         points=run_content.collect_points(run),
         tags=run_content.build_tags(results, run) | {"mlflow.parentRunId": parent_id},
     )
-    mlflow_run = store.find_or_create(content)
+    mlflow_run = store.find_or_create(content)  # `present`, if there is one
     run_id = str(mlflow_run.info.run_id)
     # MLflow reads the whole run to log its first artifact, which is fast before the run has metrics
     for snapshot in run.snapshots:

@@ -49,7 +49,7 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
 
 
 def build_note(results: Results) -> str:
-    """Return the comparison of methods in Markdown: the outcome, and a table of methods, lowest distance first.
+    """Return the comparison of methods in Markdown: the outcome, and a table, lowest value of the primary metric first.
 
     The heading lists at most five methods. The table is cut to the rows that fit into a tag. If the results cannot be
     compared, the note is the reason.
@@ -93,7 +93,10 @@ def comparison_path(experiment_id: str) -> str:
 
 
 def find_prepared_comparisons(client: Client) -> dict[str, str]:
-    """Return the path of each prepared comparison by the name of its MLflow experiment, the latest change first."""
+    """Return the path of each prepared comparison by the name of its MLflow experiment, the latest change first.
+
+    Only the 1000 experiments that were changed last are searched.
+    """
     experiments = client.search_experiments(order_by=["last_update_time DESC"])
     return {
         experiment.name: comparison_path(experiment.experiment_id)

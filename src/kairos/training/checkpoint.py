@@ -89,11 +89,11 @@ def component_hashes(content: dict[str, Any]) -> dict[str, str]:
 def _hash_value(value: Any) -> str:
     """Return the SHA-256 of a nested value, in hex digits; it does not depend on the order of keys."""
     digest = hashlib.sha256()
-    _feed(digest, value)
+    _add_to_digest(digest, value)
     return digest.hexdigest()
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _add_to_digest(digest: Any, value: Any) -> None:
     """Add a nested value to a digest: tensors by type, shape and bytes, dictionaries in the sorted order of their keys.
 
     A list and a tuple of equal items add equal bytes. Keys are added as text, and other values, such as numbers, by
@@ -106,10 +106,10 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             digest.update(f"{{{key}:".encode())  # the brackets here and below keep different nestings apart
-            _feed(digest, value[key])
+            _add_to_digest(digest, value[key])
     elif isinstance(value, (list, tuple)):
         digest.update(f"[{len(value)}".encode())
         for item in value:
-            _feed(digest, item)
+            _add_to_digest(digest, item)
     else:
         digest.update(repr(value).encode())

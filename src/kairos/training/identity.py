@@ -28,8 +28,9 @@ _JOB_SETTINGS = ("milestones", "segments", "checkpoint_every", "log_every")
 def trajectory_settings(training: "TrainingConfig", method: "MethodConfig") -> dict[str, Any]:
     """Return the settings of section `training` that decide the trajectory of a method, as plain values.
 
-    The number of processes is included only if the method's coupling declares the fact `by_rank`: each rank then
-    couples its slice of the batch. The path `start_from` is included; `compute_identity` replaces it.
+    Milestones, segments, checkpoints, logging and hardware are left out. The number of processes is included only if
+    the method's coupling declares the fact `by_rank`: each rank then couples its slice of the batch. The path
+    `start_from` is included; `compute_identity` replaces it.
     """
     ignored = {*_HARDWARE_SETTINGS, *_JOB_SETTINGS}
     if method.coupling.facts.get("by_rank"):

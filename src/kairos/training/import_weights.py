@@ -19,13 +19,16 @@ from kairos_timesteps.errors import ConfigError, KairosError
 
 
 def _learned_variance(schedule: str = "linear") -> dict[str, Any]:
-    """Return section `diffusion` of a discrete process whose network also predicts the variance."""
+    """Return section `diffusion` of a discrete process whose network also predicts the variance, by loss term `vb`."""
     process = {"name": "discrete", "schedule": schedule, "variance": "learned_range"}
     return {"process": process, "losses": ["mse", "vb"]}
 
 
 def _scaled_linear(beta_start: float, beta_end: float, **options: int) -> dict[str, Any]:
-    """Return section `diffusion` of a discrete process whose square root of beta is linear, as in latent diffusion."""
+    """Return section `diffusion` of a discrete process whose square root of beta is linear, as in latent diffusion.
+
+    `options` are further options of the process.
+    """
     betas = {"schedule": "scaled_linear", "beta_start": beta_start, "beta_end": beta_end}
     return {"process": {"name": "discrete", **betas, **options}}
 
@@ -75,12 +78,14 @@ def import_weights(
 
     The shape of x0 comes from `latents`, else from `autoencoder`, else from `shape`. A snapshot in `out` is replaced.
 
-    The record has method ``imported``, seed 0 and 0 images seen. The table of the strategy contains uniform timesteps.
-    Hashes of autoencoder and data set, and `sigma_data`, are None in the record where they are unknown.
+    The record has method ``imported``, seed 0 and 0 images seen. The snapshot's strategy is ``uniform``. Hashes of
+    autoencoder and data set, and `sigma_data`, are None in the record where they are unknown. If the autoencoder is
+    unknown, x0 of 1 or 3 channels is treated as pixels, which the snapshot's scheduler for diffusers clips.
 
     Args:
         file: weights, see `models.published_weights.read_published`.
-        run: settings with the model and diffusion of the weights; its experiment must contain section `sampling`.
+        run: settings with the model and diffusion of the weights. Its experiment must contain section `sampling`,
+            which sampling reads from the snapshot's record.
         out: folder of the snapshot.
         latents: folder of latents that the weights fit; provides shape, conditions, hashes of autoencoder and data set,
             and `sigma_data`.
@@ -119,7 +124,7 @@ def import_weights(
     # model with the published weights
     process = build_process(run.diffusion.process, run.diffusion.prediction, sources["sigma_data"])
     model = models.build(run.model, shape, descriptions, output_channels(process, shape[0]))
-    averaged_weights = _load_published(model, file)
+    averaged_weights = _load_published(model, file)  # the model itself receives the raw weights
 
     # record
     condition_records = {}
@@ -136,14 +141,16 @@ def import_weights(
     record = {
         "identity": sha256_json(identity_parts), "method": "imported", "seed": 0, "step": step, "images_seen": 0,
         **identity_parts,
+        # as the record of a run whose sampler does not learn; a and b are parameters of a learned Beta density
         "learned": False, "strategy": {"updates": None, "a": None, "b": None, "tv_from_start": 0.0},
-        "provenance": build_provenance(run.model, run.training, torch.device("cpu"), library_versions(), []),
+        "provenance": build_provenance(run.model, run.training, torch.device("cpu"), library_versions(), earlier=[]),
     }  # fmt: skip
 
     # snapshot
     columns = Strategy("uniform", process).table()  # the density of the published training is unknown
-    # without a recorded autoencoder, x0 of 1 or 3 channels is treated as pixels, which diffusers' scheduler clips
-    has_pixels = sources["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)
+    # "pixels" is the hash of an experiment without an autoencoder; None: the autoencoder is unknown
+    may_be_pixels = sources["autoencoder_sha256"] in (None, "pixels")
+    has_pixels = may_be_pixels and shape[0] in (1, 3)  # grey or colour images
     scheduler = scheduler_config(process, clip=has_pixels)
     write_milestone(out, model, averaged_weights, record, columns=columns, scheduler=scheduler)
     return record

@@ -95,7 +95,7 @@ class StopRequest:
             StoppedEarly: a stop was requested already.
         """
         self._has_begun = True
-        if self.reason:
+        if self.reason:  # a library may have caught the error of `_handle`
             raise StoppedEarly(f"{self.reason}: stopped before the first step")
         self._job_end = end_of_slurm_job()
 
@@ -230,7 +230,7 @@ class ProgressFile:
             "message": "", "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
         }  # fmt: skip
-        # until the first update, the file shows where the previous job ended
+        # a job that fails before its first update writes where the previous job ended
         previous = glance(self._path)
         previous_fields = {name: previous[name] for name in ("identity", "step", "seconds") if name in previous}
         self._content |= cast(Progress, previous_fields)

@@ -80,8 +80,8 @@ def is_first_failure(error: BaseException) -> bool:
     """Return True if this process is the one to report why the training run failed.
 
     A process without a launcher always reports. An error of communication is never reported, since another rank has
-    caused it. The first rank of a machine that calls this function with another error reports; its second call returns
-    True too. If the launcher's folder is gone, no rank reports.
+    caused it. The first rank of a machine that calls this function with another error reports, and creates the file
+    ``failed`` in the launcher's folder; its second call returns True too. If the folder is gone, no rank reports.
     """
     folder = os.environ.get(_FOLDER)
     if local_rank() is None or folder is None:
@@ -177,17 +177,24 @@ def _launch_ranks(training: "TrainingConfig") -> None:
 def _torchrun_options(training: "TrainingConfig") -> list[str]:
     """Return torchrun's options for the numbers of machines and ranks, their rendezvous and the handled signals.
 
+    The rendezvous is at the address in environment variable `_ADDRESS`, which `_launch_machines` sets. Without it, the
+    machine is treated as the only one. torchrun itself handles only SIGQUIT; the caller handles all other
+    signals.
+
     The caller ensures that the number of processes is a multiple of the number of machines.
     """
     address = os.environ.get(_ADDRESS)
+    # --local-addr: by default it is the machine's full name, which other processes may not be able to resolve
     if address:
+        # the address is also the id of the rendezvous, which has to be equal on all machines
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", address]
         rendezvous += ["--local-addr", socket.gethostname()]
     else:  # a single machine
         rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
     ranks_per_node = training.processes // training.nodes
     ranks = ["--nnodes", str(training.nodes), "--nproc-per-node", str(ranks_per_node)]
-    # by default torchrun kills the ranks on SIGTERM, SIGINT and SIGHUP, before they can write a checkpoint
+    # by default torchrun kills the ranks on SIGTERM, SIGINT and SIGHUP, before they can write a checkpoint;
+    # of its defaults only SIGQUIT is kept
     return [*rendezvous, *ranks, "--signals-to-handle", "SIGQUIT"]
 
 
@@ -210,9 +217,9 @@ def _end_process() -> None:
 def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None:
     """End the launcher with the exception for the exit status of the rank that ended first, see `launch`.
 
-    A reported error has priority over a request to stop, which has priority over every other status. A
-    negative status is minus the number of the signal that killed the rank. `stop_requested` is True if the launcher has
-    forwarded a request to stop.
+    A reported error has priority over a request to stop, which has priority over every other status. A negative status
+    is minus the number of the signal that killed the rank. `stop_requested` is True if the launcher has forwarded a
+    request to stop.
 
     Raises:
         SystemExit, StoppedEarly, KairosError: always one of them.
@@ -318,6 +325,7 @@ def _srun_command(nodes: int) -> list[str]:
         )
     first_number = re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # of 64(x2): 64 on 2 machines
     cpu_count = first_number[0] if first_number else "1"
+    # --overlap: use CPUs of this process's step; --wait: seconds after the first launcher's end to kill the others
     return [
         "srun", "--jobid", job, "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
         f"--cpus-per-task={cpu_count}", "--cpu-bind=none", "--wait=60", "--quiet",

@@ -30,8 +30,8 @@ from kairos_timesteps.randomness import Stream, derived_seed
 def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | None]:
     """Train up to step `end`, and yield after each step its line of metrics.jsonl, or None if the step logs nothing.
 
-    Metrics are computed over the global batch. Steps that do not log leave the largest gradient norm on the device, so
-    that the caller can check it later by `training.is_finite`.
+    Metrics are computed over the global batch. Every step seeds torch's generators. Steps that do not log leave the
+    largest gradient norm on the device, so that the caller can check it later by `training.is_finite`.
 
     Args:
         training: state of the run, which the steps update.
@@ -50,7 +50,7 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
         draw, noise = _draw_timesteps_and_noise(training, batch)
 
         # forward and backward passes
-        if not training.model.training:
+        if not training.model.training:  # `train` visits all modules: call it only if needed
             training.model.train()
         for parameter in training.parameters:
             parameter.grad = None
@@ -237,14 +237,15 @@ def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Tensor
     if math.isinf(largest_norm):
         return norm
     if norm.device.type == "cpu":
-        # `clip_grads_with_norm_` multiplies by this factor, or by 1 if it is larger; the second case is left out.
+        # `clip_grads_with_norm_` multiplies by the smaller of this factor and 1. A multiplication by 1 is skipped.
         # For a norm of NaN the comparison is False, and the gradients become NaN.
         is_small = bool(largest_norm / (norm + 1e-6) >= 1)
         if not is_small:
             nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
         return norm
-    # the factor min(1, largest_norm / (norm + 1e-6)); torch divides a number by a tensor with two kernels, a reciprocal
-    # and a product, also if the number is 1
+    # On a GPU the comparison would synchronise, so the gradients are always multiplied by
+    # min(1, largest_norm / (norm + 1e-6)). The division is written as torch's two kernels, a reciprocal and a product,
+    # because the product with 1 can be left out.
     factor = (norm + 1e-6).reciprocal_()
     if largest_norm != 1:
         factor *= largest_norm
@@ -261,7 +262,9 @@ def predict_and_compute_losses(
     t: Times,
     conditions: dict[str, Tensor],
 ) -> tuple[Prediction, dict[str, PerSample]]:
-    """Compute a network's prediction for noised images, and the unweighted loss terms by name, each (batch,).
+    """Compute a network's prediction for noised images, and the loss terms by name, each (batch,).
+
+    The loss terms have neither the strategy's weights nor their option `scale`.
 
     Args:
         training: provides forward process, losses and precision.
@@ -319,8 +322,8 @@ def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gr
     """
     batch_size, completed_steps = training.settings.batch_size, draw.step + 1
     probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}
-    rank_means = torch.stack([result.objective, *(term.mean() for term in result.terms.values()), gradient_norm])
-    objective, *rank_term_means, norm = rank_means.tolist()  # synchronises once
+    rank_values = torch.stack([result.objective, *(term.mean() for term in result.terms.values()), gradient_norm])
+    objective, *rank_term_means, norm = rank_values.tolist()  # synchronises once; `norm` is equal on all ranks
     # what this rank adds to the means over the global batch; the objective contains the number of ranks as a factor
     fraction_of_batch = len(draw.x0) / batch_size
     summands = [objective / distributed.ranks(), *(mean * fraction_of_batch for mean in rank_term_means)]

@@ -57,15 +57,18 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
     """Return the number of images of a forward and backward pass that fits into memory, by trying.
 
     Tries `largest`, at most this rank's slice of the batch, and then the powers of two below it. Returns the first size
-    that fits, or 0 if a single image does not fit. The passes replace the gradients of the parameters; weights and
-    optimiser are unchanged.
+    that fits, or 0 if a single image does not fit, or already the optimiser's moments do not. The passes replace the
+    gradients of the parameters; weights and optimiser are unchanged.
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()
     reserved: list[torch.Tensor] = []
     if not training.optimizer.state:
         # the optimiser allocates its moments in the first step: Adam keeps two values per parameter
-        reserved = [torch.empty_like(parameter) for parameter in training.parameters for _ in range(2)]
+        try:
+            reserved = [torch.empty_like(parameter) for parameter in training.parameters for _ in range(2)]
+        except torch.OutOfMemoryError:
+            return 0
     # all exponents with 2**exponent < largest: largest - 1 has b bits, so it is at least 2**(b - 1) and below 2**b
     exponents = range((largest - 1).bit_length())
     powers_of_two: list[int] = [2**exponent for exponent in reversed(exponents)]
@@ -90,7 +93,8 @@ def _try_passes(training: TrainingState, size: int) -> None:
     batch = next(training.batches.steps(training.step, training.step + 1))
     x0 = batch.x0[:size]
     conditions = {name: values[:size] for name, values in batch.conditions.items()}
-    t = training.process.times(torch.full((size,), 0.5, dtype=torch.float64)).to(training.device)
+    u = torch.full((size,), 0.5, dtype=torch.float64)  # any value in [0, 1): all times need equal memory
+    t = training.process.times(u).to(training.device)
     samples = SampleCoordinates(training.seed, training.step, range(size))
     # images also serve as noise, and losses have no weights, because only the memory of the passes counts;
     # the backward pass of `ddp_network` would wait for other ranks

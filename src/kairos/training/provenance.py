@@ -34,8 +34,8 @@ def build_provenance(
     """Return the provenance of a result: versions, device and processes, and whether the result is exact, with reasons.
 
     ``inexact_because`` is a list of reasons as texts, and ``exact`` is True if it is empty. ``device`` is the name of
-    the GPU, or ``cpu``; ``threads`` and ``processes`` are the present numbers. Unknown versions are None. The
-    provenance contains nothing that differs between machines with equal packages: the CPU is recorded with the times.
+    the GPU, or ``cpu``; ``threads`` and ``processes`` are the present numbers. Unknown versions are None. ``machine``
+    is the architecture: the model of the CPU is left out, so that it does not change the provenance.
 
     Args:
         model: the backbone.
@@ -53,9 +53,9 @@ def build_provenance(
         inexact_because.append("training.compile: autotuning may choose other kernels on another run")
     if not training.deterministic:
         inexact_because.append("training.deterministic is off")
-    # each micro-batch has its own dropout stream; without them the number of processes decides the streams.
-    # A backbone without option `dropout` has none.
-    has_dropout = getattr(model, "dropout", 0.0) > 0
+    # With `microbatch`, a micro-batch has its own dropout stream. Without it, the slice of a process has one, so the
+    # number of processes changes the dropout masks.
+    has_dropout = getattr(model, "dropout", 0.0) > 0  # some backbones have no option `dropout`
     if distributed.ranks() > 1 and has_dropout and training.microbatch is None:
         inexact_because.append(
             "training.processes: dropout differs between numbers of processes; training.microbatch ends that"

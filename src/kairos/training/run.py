@@ -58,8 +58,9 @@ def train(
 
     Unless `milestones_only` is set, the record, the last checkpoint, metrics and times are published too. The run
     resumes from the state of an earlier call with equal identity. If that call has reached all milestones and its last
-    checkpoint exists where it is needed, no step is computed. Every rank calls this function. Rank 0 alone writes
-    files, except that a failed rank records its failure.
+    checkpoint exists where it is needed, no step is computed, unless `RunFolder.prepare` starts over. Threads and
+    determinism are set for the whole process. Every rank calls this function. Rank 0 alone writes files, except that a
+    failed rank records its failure.
 
     Args:
         run: settings of the training run.
@@ -204,7 +205,8 @@ def _set_up_process(
         except BaseException as error:
             if launch.is_first_failure(error):
                 retry_may_help = not isinstance(error, DivergedError)
-                progress.write_end("failed", str(error) or type(error).__name__, again=retry_may_help)
+                message = str(error) or type(error).__name__  # a KeyboardInterrupt, for example, has no text
+                progress.write_end("failed", message, again=retry_may_help)
             raise
         if is_first:
             progress.write_end("complete")
@@ -260,7 +262,7 @@ class TrainingJob:
         """
         training = self.training
         self._resume(latest_step=missing[0])
-        if training.step == 0 and 0 in milestones:
+        if training.step == 0 and 0 in milestones:  # at step 0, `_resume` has deleted all snapshots
             self._write_snapshot()
         self._begin_steps()
         self._run_steps(milestones)
@@ -306,7 +308,7 @@ class TrainingJob:
                 is_last = training.step == last_milestone
                 is_milestone = training.step in milestones
                 is_checkpoint = training.step % checkpoint_interval == 0
-                stops_now = not is_last and collective_stop.after_step(self.longest_save)
+                stops_now = not is_last and collective_stop.after_step(self.longest_save)  # the last step ends the run
                 if is_last or is_milestone or is_checkpoint or stops_now:
                     metrics_file.flush()  # a checkpoint contains the hash of the file
                     self._save(with_snapshot=is_milestone)

@@ -74,8 +74,8 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a training run, so that one process at a time trains it; `state_folder` is created.
 
     The kernel releases the lock when its holder dies. If the file system's locks end at the machine, the progress file
-    shows whether a job on another machine is training. The file ``lock`` describes its holder, for the messages of
-    other processes.
+    shows whether a job on another machine is training; watching it may take 12 s. The file ``lock`` describes the last
+    holder, for the messages of other processes.
 
     Args:
         state_folder: ``.state`` of the run's folder.
@@ -83,13 +83,14 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
 
     Raises:
         KairosError: another process trains this run, or the file system has no locks.
+        DamagedError: the progress file lacks a field.
     """
     state_folder.mkdir(parents=True, exist_ok=True)
-    with open(state_folder / "lock", "a+", encoding="utf-8") as file:
+    with open(state_folder / "lock", "a+", encoding="utf-8") as file:  # unlike "w+", keeps the holder's description
         # flock also works between machines on NFS (Linux 2.6.12 and later) and other file systems mounted with locks;
         # try for 1 s, because `kairos status` takes the lock for moments
         if not try_lock(file, timeout=1.0, conflict="two jobs training here at once", moved="results"):
-            file.seek(0)
+            file.seek(0)  # "a+" opens a file at its end
             holder = file.read().strip()  # written below by the process that holds the lock
             problem = f"{state_folder.parent}: another process ({holder}) is training here"
             if not wait:
@@ -98,11 +99,12 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         _reject_job_on_another_machine(state_folder)
         this_process = f"pid {os.getpid()} on {socket.gethostname()}"
-        if job := os.environ.get("SLURM_JOB_ID"):
+        job = os.environ.get("SLURM_JOB_ID")
+        if job:
             this_process += f", SLURM job {job}"
         file.truncate(0)
         file.write(this_process)
-        file.flush()
+        file.flush()  # other processes read it during the block
         yield
 
 
@@ -123,6 +125,7 @@ def _reject_job_on_another_machine(state_folder: Path) -> None:
             progress = read_json(path)
         except (OSError, DamagedError):
             return
+        # a missing field raises DamagedError, see `read_json`
         is_on_this_machine = progress["host"] == socket.gethostname()
         has_ended = progress["state"] != "running"
         is_stale = time.time() - progress["updated"] > _STALE_SECONDS
@@ -164,9 +167,9 @@ class RunFolder:
         """Prepare the state for a request, and return the milestones up to which steps have to be computed.
 
         These are the milestones without an intact snapshot. The last milestone is returned if only the last checkpoint
-        is missing, unless `milestones_only` is set. A completed request that is marked ``start_over`` begins at step 0
-        again: the state is deleted. Temporary files of killed jobs are deleted. Messages report a start from step 0 and
-        damaged files. The caller holds the lock of the run.
+        is missing, unless `milestones_only` is set. A completed request that the controller has marked ``start_over``
+        begins at step 0 again: the state is deleted. Temporary files of killed jobs are deleted. Messages report a
+        start from step 0 and damaged files. The caller holds the lock of the run.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
@@ -299,13 +302,13 @@ class RunFolder:
     def resume(self, latest_step: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
         """Return the newest intact checkpoint, and cut metrics and timing back to it; None: start from step 0.
 
-        Checkpoints of later steps are deleted, also damaged ones. A start from step 0 also deletes the snapshots. All
-        files are unchanged if a KairosError is raised.
+        Checkpoints of later steps are deleted, also damaged ones. A start from step 0 also deletes the snapshots.
+        Attribute `resumed_under` becomes the checkpoint's. All files are unchanged if a KairosError is raised.
 
         Args:
             latest_step: ignore later checkpoints.
             device: device of its tensors.
-            accept_versions: accept a checkpoint that other library versions computed, and record these versions in
+            accept_versions: accept a checkpoint that other library versions computed, and add these versions to
                 `resumed_under`.
 
         Raises:

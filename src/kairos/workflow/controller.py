@@ -43,6 +43,7 @@ from kairos.workflow.layout import FROZEN_VARIABLE, Layout, Segment, create_layo
 from kairos.workflow.snakemake_private import (
     hash_inputs_once,
     is_recorded_as_complete,
+    merge_config,
     set_jobs_per_group,
     touch_without_pauses,
 )
@@ -95,16 +96,15 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     files = workflow.config_settings.configfiles
     has_values = bool(workflow.config_settings.config)  # of --config
     if len(files) < 2 and not has_values:
+        # read again: `load` rejects repeated keys, of which Snakemake has kept the last ones in `config`
         return load(files[0] if files else _DEFAULT_EXPERIMENT)
     if files:
         merged = apply_extends(dict(config), Path(files[-1]))
         return validate(merged, " + ".join(map(str, files)))
-    from snakemake.utils import update_config  # as Snakemake itself merges --config into a file
-
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
-    update_config(values, config)
+    merge_config(values, config)
     merged = apply_extends(values, Path(_DEFAULT_EXPERIMENT))
     return validate(merged, f"{_DEFAULT_EXPERIMENT} with --config")
 
@@ -128,7 +128,7 @@ def _lock_results(results: Path) -> IO[str]:
     # Snakemake's locks outlive its process
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (a+: keeps the content, the process that has the lock)
     if not try_lock(file, timeout=0, conflict="two runs working at once", moved="this folder"):
         file.seek(0)
         raise KairosError(f"{results}: another run ({file.read().strip()}) computes these results; wait for its end")
@@ -147,7 +147,7 @@ def _remove_leftovers(layout: Layout) -> None:
     Snakemake's metadata contain the job. Nothing is removed on a file system without locks, without an error here.
     """
     results = Path(layout.results)
-    with suppress(KairosError), _lock_results(results):
+    with suppress(KairosError), _lock_results(results):  # an error of the lock, or a damaged tracking.json
         for success in job_records_folder(results).glob("*.done"):
             success.with_suffix(".json").unlink(missing_ok=True)
             success.unlink()
@@ -195,7 +195,7 @@ def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
         return list_data_files(layout) or None
     names_and_sizes_of_sections = []
     for section in dataset.sections:
-        root = Path(str(section.path))
+        root = Path(str(section.path))  # a folder always has a path; `str` is for the type checker
         files = [file for file in root.rglob("*") if file.is_file()]
         names_and_sizes = [(file.relative_to(root).as_posix(), file.stat().st_size) for file in files]
         names_and_sizes_of_sections.append(sorted(names_and_sizes))
@@ -245,7 +245,7 @@ def starts(workflow: Any, layout: Layout) -> None:
 
 
 def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
-    """Mark the completed requests of jobs that are forced or whose outputs were deleted; unmark all other requests.
+    """Mark the requests that start over, see `_requests_to_start_over`; unmark all other completed requests.
 
     The mark of ``complete/0-400.json`` is the file ``complete/0-400.start_over``.
 
@@ -254,7 +254,7 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
     """
     completed: dict[Path, Request] = {}
     for path in results.glob("*/seed*/.state/*/complete/*.json"):
-        training_folder = path.parents[3].as_posix()  # */seed*
+        training_folder = path.parents[3].as_posix()  # results/<experiment>/<method>/seed<seed>
         completed[path] = training_folder, tuple(read_json(path)["milestones"])
     starting_over = _requests_to_start_over(workflow, set(completed.values()))
     for path, request in completed.items():
@@ -266,10 +266,10 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
 
 
 def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Request]:
-    """Return the completed requests whose jobs will run because the user has forced them or has deleted an output.
+    """Return the requests of completed jobs that will run because the user has forced them or has deleted an output.
 
-    Deleted outputs count only if every pending job of that training run was completed before: recorded as complete by
-    Snakemake, and its request in `completed`.
+    A job is completed if Snakemake has recorded it as complete and its request is in `completed`. Deleted outputs
+    matter only if all jobs of their training run that will run are completed.
     """
     jobs_by_training: dict[str, list[Any]] = defaultdict(list)
     for job in workflow.dag.needrun_jobs():
@@ -310,11 +310,11 @@ def _end_on_signals(scheduler: Any) -> None:
     """End the run on SIGINT, SIGTERM and, unless it is ignored as with nohup, on SIGHUP.
 
     No further job starts. The running jobs get SIGTERM, on which training runs write a checkpoint. The processes that
-    remain after `_SECONDS_TO_END` are killed.
+    remain after `_SECONDS_TO_END` are killed. Further signals have no effect.
     """
     # Snakemake waits on SIGTERM until its jobs are done. It relies on a terminal to send SIGINT to the jobs too, and
     # ignores SIGINT if a script has started it in the background.
-    received: SimpleQueue[int] = SimpleQueue()  # its `put` may interrupt any code of the main thread
+    received: SimpleQueue[int] = SimpleQueue()  # unlike Queue, its `put` may interrupt any code, also itself
     handled = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         handled.append(signal.SIGHUP)
@@ -336,6 +336,7 @@ def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
     terminated: set[psutil.Process] = set()
     while True:  # until this process ends, because jobs may start further processes
         is_late = time.time() - _interruption_times[0] > _SECONDS_TO_END
+        # these include the fork server and its jobs
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if is_late:
@@ -376,7 +377,8 @@ def failed(workflow: Any, layout: Layout) -> None:
     Snakemake's metadata of the failed jobs are deleted.
     """
     for job in workflow.scheduler.failed:
-        # Snakemake's metadata contain outputs that it has deleted itself, as if the user had deleted them
+        # Snakemake has deleted the outputs of these jobs. With metadata, the next run would assume that the user has
+        # deleted them, and would restart training runs.
         workflow.persistence.cleanup(job)
     if _interruption_times:
         _report_interruption(layout)
@@ -400,7 +402,7 @@ def _report_interruption(layout: Layout) -> None:
 def _report_failed_jobs(workflow: Any) -> None:
     """Log the first log file and its last line for each unfinished job that has written a log in this run.
 
-    The first line tells the user how to continue; it is logged even if there are no such jobs.
+    The first message, which is logged even without such jobs, tells the user how to continue.
     """
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():

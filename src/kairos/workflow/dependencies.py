@@ -111,11 +111,16 @@ def _data_stages(experiment: Experiment) -> dict[str, Dependencies]:
 
 
 def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
-    """Return the settings of section `autoencoder` that the results of stage autoencoder depend on."""
+    """Return the settings of section `autoencoder` that the results of stage autoencoder depend on.
+
+    A trained autoencoder has all settings but ``path``, ``shards`` and ``dtype``. The other kinds have only the kind
+    and, if pretrained, ``path`` and ``scaling``.
+    """
     if autoencoder.kind == "none":
         return {"kind": autoencoder.kind}
     if autoencoder.kind == "pretrained":
         return {"kind": autoencoder.kind, "path": autoencoder.path, "scaling": autoencoder.scaling}
+    # `path` is of a pretrained autoencoder; stage encode alone uses `shards` and `dtype`
     return _dump(autoencoder, leave_out=("path", "shards", "dtype"))
 
 
@@ -137,7 +142,7 @@ def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """Return the dependencies of the stages extractor, reference and evaluate, by stage.
 
     Stage evaluate has no fields: the reference, an input of its jobs, depends on them. An experiment that lists no
-    metrics depends on the code of all metrics.
+    metrics depends on the code of all metrics, of which stage reference has only the metrics of images.
     """
     evaluation = experiment.evaluation
     computing = _computing(experiment)
@@ -166,7 +171,6 @@ def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """
     stages = {}
     for analysis in experiment.analyses:
-        settings = analysis.plain()
         code = analysis.module()
         if isinstance(analysis, SnapshotOptions):
             # a measurement is of one snapshot of one method: the selection of methods and snapshots does not change it
@@ -175,7 +179,7 @@ def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
             measure_fields = {"asked": measured, **_computing(experiment)}
             stages[f"measure_{analysis.name}"] = Dependencies(measure_fields, measure_modules)
         methods = {name: _dump(method) for name, method in experiment.methods.items()}
-        analyse_fields = {"asked": settings, "methods": methods}
+        analyse_fields = {"asked": analysis.plain(), "methods": methods}
         stages[f"analyse_{analysis.name}"] = Dependencies(analyse_fields, ["kairos.report.analysis_figures", code])
     return stages
 

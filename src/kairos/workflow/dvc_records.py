@@ -52,8 +52,9 @@ def write_dependencies(config: Path, out: Path) -> None:
 
     The stages of training runs have an entry for each method. The file keeps its modification time if nothing changed.
 
-    If the experiment file is params.yaml and dvc.yaml exists, the methods are first written into dvc.yaml and the
+    If `config` is the path ``params.yaml`` and dvc.yaml exists, the methods are first written into dvc.yaml and the
     plugin files into workflow/dvc.yaml. If dvc.yaml exists, its stages are then checked, for every experiment file.
+    The experiment is also frozen.
 
     Args:
         config: the experiment file.
@@ -86,7 +87,8 @@ def _check_stages(layout: Layout, config: Path) -> None:
         ConfigError: dvc.yaml lacks a stage.
     """
     stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"]
-    if missing := set(layout.shared_stages) - set(stages):
+    missing = set(layout.shared_stages) - set(stages)
+    if missing:
         advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
         raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
 
@@ -111,7 +113,7 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
 
 
 def _update_methods(methods: list[str]) -> None:
-    """Set the `method:` lines of dvc.yaml: the method names if params.yaml has a grid, else `${methods}`.
+    """Set the `method:` lines of dvc.yaml: `${methods}`, or the names if params.yaml inherits them or has a grid.
 
     A file without such lines, or with these values already, is left as it is, without an error. The names in `methods`
     have grids expanded.
@@ -120,15 +122,16 @@ def _update_methods(methods: list[str]) -> None:
         KairosError: this call has changed dvc.yaml, which DVC has read before. The message tells the user to commit the
             file and run the command again.
     """
-    written_methods = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8"))["methods"]
-    has_grid = list(written_methods) != methods
-    # DVC expands ${methods} from params.yaml, but no grids
-    names = json.dumps(methods) if has_grid else "${methods}"
+    written_methods = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8")).get("methods", {})
+    # DVC expands ${methods} from params.yaml, but neither a grid nor methods of the file that params.yaml extends
+    are_all_written = list(written_methods) == methods
+    names = "${methods}" if are_all_written else json.dumps(methods)
     text = _STAGES.read_text(encoding="utf-8")
+    # such as "      method: ${methods}"; a function, because a text could contain escapes of `re.sub`
     updated = re.sub(r"(?m)^( +method: ).*$", lambda match: match[1] + names, text)
     if updated != text:
         write_text(_STAGES, updated)
-        source = f"lists the methods of the grids in {RECORDED}" if has_grid else f"reads the methods from {RECORDED}"
+        source = f"reads the methods from {RECORDED}" if are_all_written else f"lists the methods of {RECORDED}"
         raise KairosError(f"{_STAGES} now {source}; commit it and run the command again")
 
 
@@ -145,7 +148,7 @@ def _update_plugin_files(plugins: list[str]) -> None:
     text = _FIRST.read_text(encoding="utf-8")
     plugin_files = "".join(f", {json.dumps(file)}" for file in source_files(plugins))
     deps_line = r"(?m)^( +deps: \[params\.yaml, src/kairos, library/src/kairos_timesteps).*\]$"
-    updated = re.sub(deps_line, rf"\1{plugin_files}]", text)
+    updated = re.sub(deps_line, lambda match: f"{match[1]}{plugin_files}]", text)
     if updated != text:
         write_text(_FIRST, updated)
         message = f"{_FIRST} now lists the plugin files of {RECORDED}"
@@ -187,13 +190,13 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
     """
     stages = (*layout.shared_stages, *dependencies.TRAINING_STAGES, "report")
     demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
-    rules = layout.stage_rules(stage)
 
     # a stage of training runs
     if stage in dependencies.TRAINING_STAGES:
         if method not in layout.methods or seed not in layout.experiment.seeds:
             allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
             raise rejection(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
+        rules = layout.stage_rules(stage)
         rules_of_segments = [f"{rule}{segment.suffix}" for rule in rules for segment in layout.segments]
         checksum_files = [layout.checksum_file(stage, method, seed, segment) for segment in layout.segments]
         return rules_of_segments, checksum_files
@@ -202,10 +205,13 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
     if method is not None or seed is not None:
         got = f"--method {method} --seed {seed}"
         raise rejection(f"ledger run {stage}", got, "neither, as all training runs share this stage")
-    if stage == "report":  # DVC has no stages for the analyses and the import into MLflow, which is of this machine
-        analysis_rules = [rule for rule in layout.count_jobs() if rule.startswith(("measure_", "analyse_"))]
+    if stage == "report":
+        # DVC has no stages for the analyses, nor for the import into MLflow, whose database is not shared
+        all_rules = layout.count_jobs().keys()
+        analysis_rules = [rule for rule in all_rules if rule.startswith(("measure_", "analyse_"))]
         targets = ["report", "track"] if layout.experiment.tracking.enabled else ["report"]
         return [*analysis_rules, *targets], targets
+    rules = layout.stage_rules(stage)
     # rule encode joins the shards of rule encode_parts, which has wildcards and is therefore not a target
     return rules, [rule for rule in rules if not rule.endswith("_parts")]
 
@@ -280,7 +286,7 @@ def adopt() -> None:
 
     # check that neither Snakemake nor DVC would run anything; an error does not undo the adoption
     _check_up_to_date("adopt: the recorded results do not belong to this working tree.")
-    _run_tool("dvc", "repro", str(_FIRST))  # writes the table that `dvc status` compares, which shows a failure
+    _run_tool("dvc", "repro", str(_FIRST))  # writes the table of dependencies; after a failure, `dvc status` fails
     if _run_tool("dvc", "status", "--quiet").returncode:
         raise KairosError("adopt: files differ from dvc.lock; `dvc status` lists them")
     log(f"adopted: {layout.results}/report.html; nothing to rerun for snakemake and dvc")
@@ -301,7 +307,7 @@ def _pull() -> None:
     if _run_tool("dvc", "pull").returncode:
         name, location = remotes.stdout.split()[:2]  # line: name and location of the first remote
         reason = "it cannot be reached from here, or `dvc push` was not run where the results were recorded"
-        advice = _SET_REMOTE.replace("add --local", "add --force --local")
+        advice = _SET_REMOTE.replace("add --local", "add --force --local")  # replaces the remote that exists
         raise KairosError(f"adopt: the recorded data are not all at {location} (remote {name}): {reason}. {advice}")
 
 
@@ -370,7 +376,8 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
         raise KairosError(f"--against: {lock} cannot be read ({error}); pass the dvc.lock of a recording") from None
     outputs = [(stage, output) for stage in stages.values() for output in stage.get("outs", [])]
     digests: dict[str, str] = {}
-    different: set[str] = set()  # of all outputs, because the reason for a difference may be an input
+    # paths of all outputs that differ, before the first result: the reason for a difference may be an input
+    different: set[str] = set()
     for _, output in outputs:
         path = output["path"]
         if not _has_clock_times(path):
@@ -412,22 +419,27 @@ def _is_temporary(file: Path) -> bool:
 
 def _has_clock_times(path: str) -> bool:
     """Return True if an output contains clock times, so that it differs in every run."""
-    return not set(Path(path).parts).isdisjoint(_CLOCK_TIMES)
+    return any(part in _CLOCK_TIMES for part in Path(path).parts)
 
 
 def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
     """Return why an output of a stage differs, as one line: settings or code, else its inputs and the machine.
+
+    If none of them differ, the line reports that no record gives the reason.
 
     Args:
         stage: entry of the stage in the lock file.
         lock: the lock file.
         different: paths of all outputs that differ.
     """
-    if changed := _changed_params(stage, lock):
-        return f"changed settings or code: {', '.join(changed)}"
-    # an input has changed if it is an output that differs, or a file in one
-    inputs = [dependency["path"] for dependency in stage.get("deps", [])]
-    changed_inputs = [path for path in inputs if any(Path(path).is_relative_to(output) for output in different)]
+    changed_params = _changed_params(stage, lock)
+    if changed_params:
+        return f"changed settings or code: {', '.join(changed_params)}"
+    changed_inputs = []
+    for dependency in stage.get("deps", []):
+        path = dependency["path"]  # an output that differs, a file in one, or neither
+        if any(Path(path).is_relative_to(output) for output in different):
+            changed_inputs.append(path)
     reasons = [f"follows from {', '.join(changed_inputs)}"] if changed_inputs else []
     reasons += _compare_machines(lock, stage)
     return "; ".join(reasons) or "no record gives the reason"
@@ -488,6 +500,9 @@ def _list_machines(results: Path) -> list[dict[str, str]]:
     """Return CPU, instruction set and versions of each machine that computed an experiment, each machine once.
 
     They are in the order of the sorted paths of the timing files. Timing files without a machine are skipped.
+
+    Raises:
+        DamagedError: a timing file is damaged.
     """
     machines = [read_json(path).get("machine") for path in sorted(results.glob("timing/**/*.json"))]
     by_content = {json.dumps(machine, sort_keys=True): machine for machine in machines if machine is not None}

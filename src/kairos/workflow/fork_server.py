@@ -101,7 +101,7 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
         listener.listen(_MOST_WAITING)
         code = _SERVER.format(listener.fileno(), str(config), sorted(set(forked_stages)), folder)
         server = subprocess.Popen(
-            [sys.executable, "-P", "-c", code],
+            [sys.executable, "-P", "-c", code],  # -P: sys.path without the working directory
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -184,7 +184,10 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: 
     """Import the modules for the jobs of some stages, and fork a job for each client until the controller has ended.
 
     The function runs in the server's process, and in the process of each job, which it ends with the job's exit status.
-    A server that must not fork, because it uses a GPU or has further threads, ends at once.
+    A server that must not fork, because it uses a GPU or has further threads, ends after the imports.
+
+    The time of the imports is recorded, see `_import_modules`. If the experiment is portable, environment variables
+    that limit CPU instructions are set before.
 
     Args:
         main: function that runs a command line and returns its exit status.
@@ -196,14 +199,14 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: 
     gc.disable()  # imports are faster without it; in a job `kairos.resource_usage.end_startup` enables it again
     if portable.is_requested(Namespace(config=config)):
         portable.set_variables()
-    conditions = _process_conditions()
+    conditions = _process_conditions()  # with these variables, and without the signals blocked below: as in clients
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a job's first signals wait until its handlers are set
     _import_modules(config, stages)
     # a fork could not use a GPU that is initialised, and would lack other threads
     thread_count = len(os.listdir("/proc/self/task"))
     can_fork = thread_count == 1 and not sys.modules["torch"].cuda.is_available()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended guardians are removed without a wait
-    with socket.socket(fileno=listener) as clients:
+    with socket.socket(fileno=listener) as clients:  # closed at the end in a job's process too
         request = _fork_jobs(clients, conditions) if can_fork else None
         if request is None:  # this process is the server
             shutil.rmtree(folder, ignore_errors=True)
@@ -224,25 +227,39 @@ def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
     source_times = _source_times()
     controller_pipe = 0  # standard input, which becomes readable when the controller ends
     while controller_pipe not in _wait_until_readable(controller_pipe, clients.fileno()):
-        with (
-            suppress(OSError, ValueError, KeyError, TypeError),
-            clients.accept()[0] as client,
-        ):  # a faulty request is not accepted
-            _, streams, _, _ = socket.recv_fds(client, len(_REQUEST), maxfds=3)
-            try:
-                request: Request = json.loads(client.makefile(encoding="utf-8").readline())
-                # the server may have imported more modules since, but no file of the first ones may have changed
-                is_unchanged = source_times.items() <= _source_times().items()
-                is_acceptable = is_unchanged and request["conditions"] == conditions
-                if is_acceptable and os.fork() == 0:
-                    _guard(client)  # returns in the job's process alone
-                    for number, stream in enumerate(streams):
-                        os.dup2(stream, number)
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a faulty request is not accepted
+            client, _ = clients.accept()
+            with client:
+                request = _fork_job(client, conditions, source_times)
+                if request is not None:
                     return request
-            finally:  # a stream that stays open would keep its reader, such as `tee`, from ending
-                for stream in streams:
-                    os.close(stream)
     return None
+
+
+def _fork_job(client: socket.socket, conditions: list[Any], source_times: dict[str, int]) -> Request | None:
+    """Receive a request, and fork a guardian and a job if it is acceptable, see `_fork_jobs`.
+
+    Returns:
+        The request, in the process of its job. None in the server.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: the connection or the request is faulty.
+    """
+    _, streams, _, _ = socket.recv_fds(client, len(_REQUEST), maxfds=3)
+    try:
+        request: Request = json.loads(client.makefile(encoding="utf-8").readline())
+        # the server may have imported more modules since, but no file of the first ones may have changed
+        is_unchanged = source_times.items() <= _source_times().items()
+        is_acceptable = is_unchanged and request["conditions"] == conditions
+        if is_acceptable and os.fork() == 0:
+            _guard(client)  # returns in the job's process alone
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+            return request
+        return None
+    finally:  # a stream that stays open would keep its reader, such as `tee`, from ending
+        for stream in streams:
+            os.close(stream)
 
 
 def _wait_until_readable(*descriptors: int) -> list[int]:
@@ -257,9 +274,11 @@ def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
     The other signals have the effect that they have in a new Python process. The client's resource usage is added to
     the job's. The process ends with the exit status of the command line.
     """
-    # TextIO, the declared type of sys.stdout, lacks the method; the files of sys are TextIOWrapper
+    # as Python buffers at its start. TextIO, the declared type of sys.stdout, lacks the method
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-    sys.argv, sys.path[:] = request["sys"]
+    arguments, paths = request["sys"]
+    sys.argv = arguments
+    sys.path[:] = paths
     resource_usage.inherited.update(request["usage"])
     for number in _SIGNALS:
         if number in request["ignored"]:
@@ -276,8 +295,8 @@ def _guard(client: socket.socket) -> None:
     """Fork the job, and return in the job's process alone.
 
     The guardian, which stays in this process, accepts the request, forwards the client's signals, and sends the job's
-    exit status at the end. If the client ends first, the job is killed. If the server ends first, the guardian is
-    killed. If the guardian ends first, the job gets SIGTERM.
+    exit status at the end. If the client ends first, the job is killed; it gets SIGTERM if its request was not
+    accepted yet. If the server ends first, the guardian is killed. If the guardian ends first, the job gets SIGTERM.
     """
     die_with_parent(signal.SIGKILL)
     guardian = os.getpid()
@@ -289,11 +308,11 @@ def _guard(client: socket.socket) -> None:
             if os.getppid() == guardian:
                 return
             os._exit(1)  # the guardian ended before `die_with_parent` took effect
-        job_end = os.pidfd_open(job)
+        job_descriptor = os.pidfd_open(job)  # becomes readable when the job ends
         client.sendall(_ACCEPTED)
-        while job_end not in _wait_until_readable(client.fileno(), job_end):
+        while job_descriptor not in _wait_until_readable(client.fileno(), job_descriptor):
             message = client.recv(1)
-            # a client that has ended without a signal for the job was killed
+            # a byte is the number of a signal; without a byte, the client has ended
             os.kill(job, message[0] if message else signal.SIGKILL)
         _, wait_status = os.waitpid(job, 0)
         status = os.waitstatus_to_exitcode(wait_status)  # negative: number of the signal that ended the job
@@ -312,7 +331,7 @@ def _import_modules(config: str, stages: list[str]) -> None:
     experiment = load(config)
     names = {"kairos.training.run", "kairos.staging", "kairos.tracking.live"}
     if experiment.autoencoder.kind != "none" and not _AUTOENCODER_STAGES.isdisjoint(stages):
-        names.add("kairos.autoencoders.train")
+        names.add("kairos.autoencoders.train")  # imports diffusers
     for stage in set(stages) - {"measure", "analyse"}:  # analyses need nothing more than a training run does
         for method in experiment.methods:
             names.update(find_dependencies(stage, experiment, method).modules)
@@ -332,7 +351,7 @@ def _process_conditions() -> list[Any]:
     environment = {name: value for name, value in os.environ.items() if name not in _SHELL_VARIABLES}
     umask = os.umask(0)  # can only be read by setting it
     os.umask(umask)
-    blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))  # blocks no further signal
     first_path = 0 if sys.flags.safe_path else 1  # else sys.path begins with the script's folder
     return [sys.prefix, sys.path[first_path:], environment, os.getcwd(), umask, blocked]
 

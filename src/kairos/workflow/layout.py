@@ -130,7 +130,9 @@ class Layout:
             count = self.experiment.sampling.shards
         elif stage == "encode" and self.experiment.autoencoder.kind != "none":
             count = self.experiment.autoencoder.shards
-        return [f"{number}of{count}" for number in range(1, count + 1)] if count > 1 else []
+        if count <= 1:
+            return []
+        return [f"{number}of{count}" for number in range(1, count + 1)]
 
     def stage_rules(self, stage: str) -> list[str]:
         """Return a stage's rule names without suffixes of segments: STAGE and, if it is split, ``STAGE_parts``."""
@@ -177,11 +179,13 @@ class Layout:
         for stage in (*self.shared_stages, *dependencies.TRAINING_STAGES):
             count = training_job_count if stage in dependencies.TRAINING_STAGES else 1
             counts[stage] = count
-            if shards := self.shards(stage):
-                counts[f"{stage}_parts"] = count * len(shards)
+            shard_count = len(self.shards(stage))
+            if shard_count > 0:
+                counts[f"{stage}_parts"] = count * shard_count
         for name in self.analyses:
-            if files := self.measurement_files(name):
-                counts[f"measure_{name}"] = len(files)
+            measurement_count = len(self.measurement_files(name))
+            if measurement_count > 0:
+                counts[f"measure_{name}"] = measurement_count
         for name in self.analyses:
             counts[f"analyse_{name}"] = 1
         counts["report"] = 1
@@ -220,7 +224,7 @@ class Layout:
         """Return the files that the table of an analysis is computed from.
 
         These are its measurements at snapshots. An analysis that reads strategies or evaluations instead depends on
-        the records of all snapshots of all training runs. The list is empty for an analysis that reads neither.
+        the records of all snapshots of all training runs. The list is empty for an analysis that reads none of these.
         """
         files = self.measurement_files(analysis)
         # for results that an analysis reads: path of a snapshot's record in the folder of a run
@@ -278,14 +282,14 @@ class Layout:
         """
         stage = rule.removesuffix("_parts")
         is_shard_rule = rule != stage
-        job_name = stage
+        timing_name = stage
         if stage.startswith("measure_"):
-            job_name += ".{method}.seed{seed}.{step}"
+            timing_name += ".{method}.seed{seed}.{step}"
         elif segment is not None:
-            job_name += f"/{{method}}_seed{{seed}}/{segment.number}"
+            timing_name += f"/{{method}}_seed{{seed}}/{segment.number}"
         if is_shard_rule:
-            job_name = f"{_SHARDS_FOLDER}/{job_name}.{{shard}}"
-        timing = f"{self.results}/timing/{job_name}.json"
+            timing_name = f"{_SHARDS_FOLDER}/{timing_name}.{{shard}}"
+        timing = f"{self.results}/timing/{timing_name}.json"
         return {**self.dependency_params(stage), "timing": timing, "config": self.config_argument}
 
     def dependency_params(self, stage: str) -> dict[str, Callable[[Any], Any]]:
@@ -301,9 +305,13 @@ class Layout:
         def collect(method: str | None) -> dict[str, Any]:
             return dependencies.collect_params(stage, self.experiment, method)
 
-        # a lambda in the comprehension below would see only the last name
+        # a function defined in the comprehension below would see only the last name
         def build_function(name: str) -> Callable[[Any], Any]:
-            return lambda wildcards: collect(wildcards.method if depends_on_method else None)[name]
+            def find_value(wildcards: Any) -> Any:
+                method = wildcards.method if depends_on_method else None
+                return collect(method)[name]
+
+            return find_value
 
         # the names of the fields are equal for all methods
         names = dependencies.find_dependencies(stage, self.experiment, self.methods[0]).fields
@@ -316,7 +324,8 @@ class Layout:
     def sampling_options(self, wildcards: Any, output: Any) -> str:
         """Return the options of ``kairos sample`` for section `sampling`; Snakemake does not record them.
 
-        Every field but `shards` is an option, with JSON or a text as its value, quoted for the shell.
+        They are equal for all jobs. The arguments are unused: Snakemake does not record the result of a function that
+        takes `output`. Every field but `shards` is an option, with JSON or a text as its value, quoted for the shell.
         """
         sampling = self.experiment.sampling.model_dump(mode="json", exclude={"shards"})
         sampling["grid_images"] = sampling.pop("grid")  # the field's name differs from the option's, --grid-images

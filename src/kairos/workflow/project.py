@@ -30,7 +30,8 @@ def create_project(folder: Path) -> list[str]:
     is_empty = folder.is_dir() and not any(folder.iterdir())
     demand(is_empty or not folder.exists(), "DIR", repr(str(folder)), "an empty or new folder")
     for name in _COPIED:
-        source, target = installed() / name, folder / name.removeprefix("workflow/")
+        source = installed() / name
+        target = folder / name.removeprefix("workflow/")
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, target)

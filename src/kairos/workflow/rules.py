@@ -114,11 +114,11 @@ def training_resources(experiment: Experiment) -> dict[str, Any]:
     training = experiment.training
     processes = processes_per_node(experiment)
     resources: dict[str, Any] = {"mem_mb": scaled_by_attempt(_TRAINING_MB * processes), "runtime": _TRAINING_MINUTES}
-    if training.processes > 1:  # else SLURM may spread the GPUs of one machine over several
+    if training.processes > 1:  # without `nodes`, SLURM may spread the GPUs of one machine over several
         resources["nodes"] = training.nodes
     if gpus_per_job(experiment) == 0:
         if training.nodes > 1:
-            resources["tasks"] = training.nodes
+            resources["tasks"] = training.nodes  # the default is 1, and SLURM allocates no machine without a task
     elif training.nodes > 1 or training.trainings_per_gpu > 1:
         resources["gres"] = f"gpu:{processes}"
     else:

@@ -18,7 +18,10 @@ _ACTIONS = {
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the actions `list`, `show` and `increments`, each with its arguments; one of them is required."""
+    """Declare the actions `list`, `show` and `increments`, each with its arguments; one of them is required.
+
+    The parsed arguments have the action in `action`. All commands' functions take `name`, which is not used here.
+    """
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     parsers = {}
     for action, (_, help) in _ACTIONS.items():
@@ -76,8 +79,8 @@ def _add_increments_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Import the plugins of ``--plugin``, and run `list`, `show` or `increments`.
 
-    All of them print a table by default. With ``--format`` or ``--out``, `show` and `increments` print or write a CSV,
-    or write a figure.
+    All of them print text by default. With ``--format`` or ``--out``, `show` and `increments` print or write a CSV, or
+    write a figure.
     """
     plugins = getattr(arguments, "plugin", [])  # `increments` has no plugins
     if plugins:

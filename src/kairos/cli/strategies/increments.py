@@ -22,7 +22,7 @@ _TABLE_COLUMNS = {  # header by attribute of `Increments`
 def run(arguments: argparse.Namespace) -> None:
     """Compute the increments of a process, and show them as table, CSV or figure, see `output.write_output`.
 
-    No file is read. A warning is logged if ``--schedule`` has no effect.
+    No file is read. A warning is logged if ``--schedule`` has no effect, and for each warning of the discrete process.
 
     Raises:
         ConfigError: the process or the schedule is unknown, or ``--timesteps`` or ``--r`` is not allowed.
@@ -79,7 +79,8 @@ def _render_table(result: Increments, title: str) -> str:
 def _describe_areas(result: Increments, title: str) -> dict[str, str]:
     """Return lines about the process, by label: where its areas begin, and number and share of increments in each area.
 
-    The labels are ``process``, ``slows at``, ``converges``, and the areas that have increments.
+    The labels are ``process``, ``slows at``, ``converges``, and the areas that have increments. If an area does not
+    begin at any time, the line contains the reason, or ``not reached``.
 
     Args:
         title: process, schedule and number of timesteps, for the first line.

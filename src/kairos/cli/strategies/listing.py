@@ -3,13 +3,14 @@
 import argparse
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from kairos_timesteps import options
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
-from kairos_timesteps.preset_table import TABLE
+from kairos_timesteps.preset_table import TABLE as PRESETS
 from kairos_timesteps.registry import Registry
 
 # sampler+weighting pairs of papers and their code; a sampler or weighting alone is a method as well
@@ -29,38 +30,46 @@ _WIDTH = 118  # columns of name and text
 def run(arguments: argparse.Namespace) -> None:
     """Print samplers, weightings, couplings, presets, unavailable strategies, and combinations, each under a title.
 
-    Each name is followed by its description, and below it by its options with their defaults.
+    Each name is followed by its description, and below it by its options with their defaults. The code of all
+    components is imported.
     """
     unavailable = {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}
-    sections: dict[str, Iterable[tuple[str, str]]] = {
-        f"samplers, with options and defaults; fixed ones also have {describe_options(_SHARED_OPTIONS)}": _entries(
-            SAMPLERS
-        ),
-        "weightings, with options and defaults": _entries(WEIGHTINGS),
-        "couplings of noise with images, with options and defaults": _entries(COUPLINGS),
-        "presets, options of other trainers with their defaults; kairos strategies show NAME": _presets(),
+    shared_options = describe_options(_SHARED_OPTIONS)  # fixed samplers are the subclasses of FixedDensity
+    samplers_title = f"samplers, with options and defaults; fixed ones also have {shared_options}"
+    sections: dict[str, Collection[tuple[str, str]]] = {
+        samplers_title: list(_entries(SAMPLERS)),
+        "weightings, with options and defaults": list(_entries(WEIGHTINGS)),
+        "couplings of noise with images, with options and defaults": list(_entries(COUPLINGS)),
+        "presets, options of other trainers with their defaults; kairos strategies show NAME": list(_presets()),
         "not available, with the reason": unavailable.items(),
         "combinations from papers; every sampler can be combined with every weighting": COMBINATIONS.items(),
     }
-    preset_names = [row.name for row in TABLE]
-    # the names of couplings and of weightings that are not available are shorter than the longest of these
-    name_width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS, *preset_names)))
+    name_width = max(len(name) for name, _ in chain(*sections.values()))
     for title, entries in sections.items():
         print(title)
-        for name, text in entries:  # the name is "" for the options of the component above
-            indent = "" if name else "  "  # options are indented below the description of their component
-            label = name
-            for line in textwrap.wrap(text, _WIDTH - name_width):  # no line for a component without options
-                print(f"  {label:{name_width}}  {indent}{line}")
-                label = ""  # only the first line has the name
+        _print_entries(entries, name_width)
         print()
     print("kairos strategies show NAME prints density and weights of a strategy")
+
+
+def _print_entries(entries: Iterable[tuple[str, str]], name_width: int) -> None:
+    """Print names in a column of `name_width` characters, each with its text, which is wrapped; no line if it is empty.
+
+    The text of an entry without a name, the options of the component above, is indented.
+    """
+    for name, text in entries:
+        indent = "" if name else "  "
+        label = name
+        for line in textwrap.wrap(text, _WIDTH - name_width):
+            print(f"  {label:{name_width}}  {indent}{line}")
+            label = ""  # only the first line has the name
 
 
 def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
     """Yield name and description of each component, and then its options with defaults, with "" in place of a name.
 
-    Options that all fixed samplers share are omitted. The text is empty for a component without further options.
+    For fixed samplers, the options that all of them share are omitted. The text is empty for a component without
+    further options.
     """
     for name, entry in registry.items():
         yield name, entry.help
@@ -71,7 +80,7 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
 
 def _presets() -> Iterator[tuple[str, str]]:
     """Yield name and formula of each preset, and then its options, if it has any, with "" in place of a name."""
-    for row in TABLE:
+    for row in PRESETS:
         yield row.name, row.help
         if row.options:
             yield "", describe_options(row.options)

@@ -21,7 +21,8 @@ def write_output(
     """Write the output in the requested format to a file or the terminal.
 
     The format is ``--format``, or else follows from the suffix of ``--out``, .csv or .png. Otherwise it is a table. A
-    figure without ``--out`` is written into the working directory, and its path is logged.
+    figure without ``--out`` is written into the working directory, and its path is logged. An existing file is
+    replaced.
 
     Args:
         name: name of a PNG file without suffix, if ``--out`` is not set.
@@ -37,7 +38,7 @@ def write_output(
         from kairos.report import strategy_figures
 
         path = out or Path(f"{name}.png")
-        strategy_figures.write_png(lambda: picture(strategy_figures), path)
+        strategy_figures.write_png(lambda: picture(strategy_figures), path)  # draws in its own style
         if out is None:
             log(f"kairos: written to {path}; --out sets another file")
         return

@@ -47,7 +47,8 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
     path: Path = arguments.checkpoint
     if (path / "milestone.json").is_file():
         return _view_of_snapshot(path / "milestone.json", arguments)
-    if record_files := sorted(path.glob(_RECORD_PATTERN)):  # sorted by step: names of snapshots have leading zeros
+    record_files = sorted(path.glob(_RECORD_PATTERN))  # sorted by step: names of snapshots have leading zeros
+    if record_files:
         return _view_of_snapshot(record_files[-1], arguments)
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
@@ -67,13 +68,19 @@ def _find_snapshots_of_run(file: Path, content: dict[str, Any]) -> list[Path]:
 
     Records in the checkpoint's folder come first, then records in the folder above, each sorted by path. A checkpoint
     of another training loop has no identity, hence no snapshots.
+
+    Raises:
+        DamagedError: a record in one of the folders is damaged.
     """
     if "identity" not in content:
         return []
-    folders = (file.parent, file.parent.parent)  # the folder of the training run is one of them
-    record_files = [record_file for folder in folders for record_file in sorted(folder.glob(_RECORD_PATTERN))]
-    identity = content["identity"]  # hash of everything that decides the trajectory of a run
-    return [record_file for record_file in record_files if read_json(record_file)["identity"] == identity]
+    records_of_run = []
+    for folder in (file.parent, file.parent.parent):  # the folder of the training run is one of them
+        for record_file in sorted(folder.glob(_RECORD_PATTERN)):
+            # the identity is a hash of everything that decides the trajectory of a run
+            if read_json(record_file)["identity"] == content["identity"]:
+                records_of_run.append(record_file)
+    return records_of_run
 
 
 def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
@@ -81,7 +88,7 @@ def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
 
     Raises:
         ConfigError: the arguments contradict the record.
-        DamagedError: the snapshot's strategy.csv or an entry of its record is damaged or missing.
+        DamagedError: the snapshot's record or its strategy.csv is damaged, or strategy.csv is missing.
     """
     record = read_json(record_file)
     file = record_file.with_name("strategy.csv")
@@ -103,7 +110,7 @@ def _read_checkpoint(file: Path) -> dict[str, Any]:
     """Return the content of a checkpoint; entry ``strategy`` is the state of the strategy, ``step`` its step.
 
     The file is a checkpoint of kairos, or a file that another training loop has saved with torch. The latter contains
-    `Strategy.state_dict()`, alone or as entry ``strategy``; its other content is left out.
+    `Strategy.state_dict()`, alone or as entry ``strategy``; its other content is left out. Tensors are on the CPU.
 
     Raises:
         KairosError: the file is neither.
@@ -175,7 +182,8 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
     recorded_sampler, recorded_weighting = method["sampler"]["name"], method["weighting"]["name"]
     if arguments.strategy is not None:
         sampler, weighting = parse_name(arguments.strategy)
-        names_only_sampler = arguments.strategy.strip() in SAMPLERS  # then the weighting may be any
+        # `parse_name` completes the name of a sampler by a default weighting, which need not be the recorded one
+        names_only_sampler = arguments.strategy.strip() in SAMPLERS
         agrees = sampler == recorded_sampler and (names_only_sampler or weighting == recorded_weighting)
         if not agrees:
             problem = f"got {arguments.strategy!r}, but the checkpoint contains {recorded_sampler}+{recorded_weighting}"

@@ -111,8 +111,13 @@ def _describe_component(component: dict[str, Any]) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Show a strategy or preset, or two of them with ``--compare``, as table, CSV or figure.
 
-    The output goes to the terminal or to ``--out``. Only the folder or the checkpoint in ``--checkpoint`` is read. A
-    warning is logged for each fault of a strategy, such as a negative weight.
+    The output goes to the terminal or to ``--out``; a figure without ``--out`` is written into the working directory.
+    Only the folder or the checkpoint in ``--checkpoint`` is read. A warning is logged for each fault of a strategy,
+    such as a negative weight, and for each warning of its process.
+
+    Raises:
+        ConfigError: see `build_views`.
+        KairosError: the checkpoint is missing, damaged or does not contain the strategy.
     """
     views = build_views(arguments)
     for view in views:
@@ -152,11 +157,13 @@ def _figure_lines(view: View) -> list[str]:
 def build_views(arguments: argparse.Namespace) -> list[View]:
     """Return the view of the strategy or preset that the arguments name, and the view of the one in ``--compare``.
 
-    With ``--checkpoint``, the list contains only the view of the recorded strategy.
+    With ``--checkpoint``, the list contains only the view of the recorded strategy. Otherwise the strategies are shown
+    in their initial state.
 
     Raises:
-        ConfigError: the arguments contradict one another, the two do not have the same time, or ``--context`` contains
-            a property that neither depends on.
+        ConfigError: a name, an option or a value is not allowed, or the arguments contradict one another. It is also
+            raised for presets with different times, and for a property in ``--context`` that no shown strategy uses.
+        KairosError: see `build_recorded_view`.
     """
     if arguments.checkpoint is not None:
         for option in ("progress", "compare", "compare-set", "context"):
@@ -177,7 +184,7 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
         if arguments.compare is not None:
             views.append(build_initial_view(compared_arguments(arguments), context))
     notes = [note for view in views for note in view.notes]
-    # `select_context` has added a note "tokens = 4096" for each property that a sampler depends on
+    # only the notes show which properties a view has used: `select_context` adds "tokens = 4096" for each of them
     unused = [name for name in context if not any(note.startswith(f"{name} =") for note in notes)]
     demand(not unused, "context", ", ".join(unused), "properties that the strategy depends on, such as tokens of shift")
     return views
@@ -185,7 +192,7 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
 
 def is_preset(name: str | None) -> bool:
     """Return True for names of presets, ``trainer:option``; False for other names and None."""
-    return ":" in (name or "")
+    return name is not None and ":" in name
 
 
 def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -274,8 +281,8 @@ def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
     """Return sampler, weighting and forward process, with their options, from the arguments of the command.
 
     Sampler and weighting contain only the options of ``--set``, without defaults. The process is ``discrete`` by
-    default, and its option `sigma_data`, if it has one, is 0.5 by default. ``--schedule`` and ``--timesteps`` override
-    these options of the process in ``--set``.
+    default, and its option `sigma_data`, if it has one, is 0.5 by default. The first prediction target of the process
+    is the default. ``--schedule`` and ``--timesteps`` override these options of the process in ``--set``.
 
     Raises:
         ConfigError: the name is missing or unknown, or an option is unknown or ambiguous.
@@ -298,7 +305,11 @@ def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
 
 
 def build_process_with_warnings(component: LibraryComponent, prediction: str | None) -> Process:
-    """Build a forward process, and print its warnings to standard error, such as a process that ends before noise."""
+    """Build a forward process, and print its warnings to standard error, such as a process that ends before noise.
+
+    Raises:
+        ConfigError: the process needs `sigma_data`, and its option has no value.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         process = build_process(component, prediction)
@@ -328,7 +339,11 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
         demand(equals, set_option, repr(setting), "OPTION=VALUE, such as sampler.k=5")
-        matches = [full_name for full_name in full_names if key in (full_name, full_name.partition(".")[2])]
+        matches = []
+        for full_name in full_names:
+            _, _, option = full_name.partition(".")
+            if key in (full_name, option):
+                matches.append(full_name)
         if len(matches) > 1:
             raise ConfigError(f"--{set_option} {key}: the option is ambiguous; allowed: {' or '.join(matches)}")
         if not matches:
@@ -343,7 +358,8 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
 def parse_scalar(text: str, option: str, setting: str) -> Any:
     """Return a value in YAML; a text that Python reads as a number, such as 1e-3, 1e3 or inf, is that number.
 
-    YAML reads these as texts. Those with an integer value below `_MOST_EXACT` are integers: 1e3 is 1000.
+    YAML reads these as texts. Those with an integer value below `_MOST_EXACT` are integers: 1e3 is 1000. A list or a
+    mapping in YAML is returned, too.
 
     Args:
         option: command-line option without dashes that contains the setting, for the error message.
@@ -383,7 +399,8 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
         weighting=but_name(weighting_settings),
     )
     curriculum, curriculum_notes = _curriculum_context(sampler, sampler_name, arguments.progress)
-    properties, context_notes = select_context(sampler, f"sampler {sampler_name}", context or {})
+    provided = {} if context is None else context
+    properties, context_notes = select_context(sampler, f"sampler {sampler_name}", provided)
     notes = [*curriculum_notes, *context_notes, *_state_notes(sampler, weighting)]
     with np.errstate(all="ignore"):  # `find_faults` reports what is not finite
         columns = table(sampler, weighting, **properties, **curriculum)
@@ -441,7 +458,8 @@ def _curriculum_length(sampler: Any) -> int:
     if getattr(sampler, "of", None) == "steps":  # schedule: `values` are the steps at which its components begin
         last_start: float = max(sampler.values)
         return round(last_start)
-    return max(map(_curriculum_length, getattr(sampler, "components", ())), default=0)
+    component_lengths = [_curriculum_length(component) for component in getattr(sampler, "components", ())]
+    return max(component_lengths, default=0)
 
 
 def _render_table(views: list[View]) -> str:
@@ -463,14 +481,16 @@ def _render_table(views: list[View]) -> str:
     # a row per range of times
     ranges = timestep_ranges(len(first.columns["t"]))
     shares = [_effective_shares(view, ranges) for view in views]
-    largest_share = max(filter(np.isfinite, shares[0]), default=0.0)  # 0 if all shares are NaN: no bars
-    for index, (timesteps, times) in enumerate(zip(ranges, _describe_ranges(first.columns["t"], ranges))):
+    finite_shares = [share for share in shares[0] if np.isfinite(share)]
+    largest_share = max(finite_shares, default=0.0)  # 0 if all shares are NaN: no bars
+    range_texts = _describe_ranges(first.columns["t"], ranges)
+    for index, timesteps in enumerate(ranges):
         masses = [f"{100 * view.columns['p'][timesteps].sum():.2f} %" for view in views]
         with np.errstate(invalid="ignore", over="ignore"):  # weights may be infinite, which `find_faults` reports
             weights = [f"{view.columns['w'][timesteps].mean():.4g}" for view in views]
         percentages = [f"{100 * view_shares[index]:.2f} %" for view_shares in shares]
         bar = text_bar(shares[0][index], largest_share)
-        rows.append([times, *masses, *weights, *percentages, bar])
+        rows.append([range_texts[index], *masses, *weights, *percentages, bar])
 
     # descriptions above the table, sums below it
     descriptions = ["".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views]
@@ -489,7 +509,7 @@ def _describe_ranges(t: Array, ranges: list[slice]) -> list[str]:
         ranges: ranges of timesteps.
     """
     ends = [(f"{t[timesteps.start]:.5g}", f"{t[timesteps.stop - 1]:.5g}") for timesteps in ranges]
-    width = max(len(end) for first_and_last in ends for end in first_and_last)
+    width = max(max(len(first), len(last)) for first, last in ends)
     texts = []
     for first, last in ends:
         text = first.rjust(width)

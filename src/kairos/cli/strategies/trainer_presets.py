@@ -50,8 +50,9 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
     arguments_of_views = [arguments]
     if arguments.compare is not None:
         arguments_of_views.append(compared_arguments(arguments))
-    # the preset of each view, or None for a strategy
-    presets = [_build_preset(view) if is_preset(view.strategy) else None for view in arguments_of_views]
+    presets = []  # of each view, None for a strategy
+    for view_arguments in arguments_of_views:
+        presets.append(_build_preset(view_arguments) if is_preset(view_arguments.strategy) else None)
 
     # the process of the presets' time
     units = {preset.name: _time_unit(_ROWS[preset.name]) for preset in presets if preset is not None}
