@@ -180,7 +180,7 @@ def published(moment: Moment, name: str, count: int) -> list[Way]:
     sampler.advantage = lambda change: rewards.append(advantage(change)) or rewards[-1]
     gradients: dict[str, list[Any]] = {part: [] for part in ("", ", batch's part", ", samples' part")}
     tables = []
-    warm_up = sampler.options.queue
+    warm_up = sampler.queue
     for number in range(warm_up + count):
         x0, conditions = moment.batch(number)
         draw = strategy.draw(x0)
@@ -196,14 +196,14 @@ def published(moment: Moment, name: str, count: int) -> list[Way]:
         score = torch.stack(torch.autograd.grad(log_density.sum(), [a, b]), 1).numpy()
         coefficient = rewards[-1].float()
         if name == "adaptive_official":
-            coefficient = coefficient + sampler.options.entropy * density.entropy().detach()
+            coefficient = coefficient + sampler.entropy * density.entropy().detach()
         whole = coefficient.numpy()[:, None]
         for part, factor in zip(gradients, (whole, whole.mean(0), whole - whole.mean(0)), strict=True):
             gradients[part].append([half.mean(0) for half in halves(score * factor)])
         parts = zip(halves(bins_of(draw.fractions)), halves(rewards[-1].double().numpy()))
         tables.append([sums_by_bin(*part) for part in parts])
     table = np.array(tables)  # (count, halves, sums and numbers, BINS)
-    cost = (2 * len(sampler.features)) / moment.size + 2 * sampler.options.selected
+    cost = (2 * len(sampler.features)) / moment.size + 2 * sampler.selected
     return [
         *(
             Way(f"{name}: policy gradient{part}", cost, count, mean_of(np.array(values, np.float64)), profile=False)
@@ -239,7 +239,7 @@ def of_gradients(moment: Moment, name: str, options: dict[str, Any], count: int)
     samples = BINS * max(2, half // BINS) * 2
     if name == "first_order":
         return Way("first order", 3 * 2 * samples / moment.size, count, mean_of(values))
-    label = f"gradient rms, {sampler.options.norm}"
+    label = f"gradient rms, {sampler.norm}"
     return Way(label, 3 * samples / moment.size, count, lambda selected: np.sqrt(values[selected].mean(0)))
 
 

@@ -26,7 +26,7 @@ STEPS = 320
 
 def microseconds(name: str) -> tuple[list[float], list[float]]:
     """Return the microseconds of every `draw` and of every `observe`, after 32 warm-up steps."""
-    options = {"start": 1} if "start" in SAMPLERS[name].options.__dataclass_fields__ and "loss" in name else {}
+    options = {"start": 1} if "start" in SAMPLERS[name].component.options and "loss" in name else {}
     strategy = kairos_timesteps.Strategy(f"{name}+min_snr", "cosine", prediction="v", sampler=options)
     x0, losses, draws, observed = torch.zeros(256, 3, 32, 32), torch.rand(256), [], []
     for _ in range(32 + STEPS):
@@ -48,7 +48,7 @@ def main() -> None:
     print(f"# python {platform.python_version()}, torch {torch.__version__}, cpu {platform.machine()}, {STEPS} steps")
     print("sampler,mean,median,observe_median")
     for name in SAMPLERS:
-        if not issubclass(SAMPLERS[name].load(), MeasuresNetwork):  # for these: benchmarks/overhead.py
+        if not issubclass(SAMPLERS[name].component, MeasuresNetwork):  # for these: benchmarks/overhead.py
             draws, observed = microseconds(name)
             print(
                 f"{name},{statistics.mean(draws):.0f},{statistics.median(draws):.0f},{statistics.median(observed):.0f}"

@@ -40,6 +40,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from kairos.data.dataset import PreparedDataset
+from kairos.data.random_order import random_order
 from kairos.evaluation import classifier, extractors, measurements, metrics
 from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import write_json
@@ -60,7 +61,7 @@ Train = Callable[[Any, PreparedDataset, Path], dict[str, Any]]
 def load(folder: Path, name: str, train: int, heldout: int) -> PreparedDataset:
     """Return a data set of randomly selected images in the form that stage prepare gives."""
     table = pq.read_table(folder / FILES[name])
-    rows = Stream(0, "benchmark images").permutation(len(table))[: train + heldout].numpy()
+    rows = random_order(Stream(0, "benchmark images"), len(table))[: train + heldout].numpy()
     table = table.take(rows)
     column = next(column for column in table.column_names if column != "label")
     images = np.stack([np.asarray(Image.open(io.BytesIO(cell["bytes"]))) for cell in table[column].to_pylist()])

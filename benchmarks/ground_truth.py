@@ -34,6 +34,7 @@ from result_file import write_rows
 from torch import Tensor, nn
 
 from kairos_timesteps.base import TableDensity
+from kairos_timesteps.options import parse
 from kairos_timesteps.strategy import Strategy
 
 PERIOD = 10  # steps between two looks at a sampler's density
@@ -181,7 +182,7 @@ class Fixed(TableDensity):
     """A sampler with a fixed table of masses, with or without importance weights."""
 
     def __init__(self, strategy: Strategy, p: Tensor, corrected: bool):
-        super().__init__(strategy.sampler.options, strategy.process.schedule)
+        super().__init__(parse(TableDensity, {}), strategy.process.schedule)
         self.set_masses(p.numpy())
         self.importance = corrected
 

@@ -112,7 +112,7 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
     from kairos.data.latents import open_latents
     from kairos.evaluation.settings import LossSettings
     from kairos.evaluation.validation import validation_loss
-    from kairos.forward_process import build_process
+    from kairos.forward_process import build_process, output_channels
     from kairos.milestones import open_milestone
 
     system = SYSTEMS[name]
@@ -162,7 +162,7 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
     process = build_process(experiment.diffusion.process, experiment.diffusion.prediction, 0.5)
     with torch.device("meta"):
         whole = validate({**published(name)}, name).model
-        model = models.build(whole, system.shape, system.conditions, process.channels(system.shape[0]))
+        model = models.build(whole, system.shape, system.conditions, output_channels(process, system.shape[0]))
     counted = sum(value.numel() for value in model.parameters())
     return [{**row, "published": system.parameters, "parameters": counted} for row in rows]
 

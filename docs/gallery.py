@@ -83,8 +83,7 @@ def doc(code: Any) -> str:
 
 def component(registry: Registry, name: str, properties: Mapping[str, Any], draw: bool = True) -> Part:
     """Describe one sampler, weighting or coupling; returns Markdown and the pictures."""
-    entry = registry[name]
-    code = entry.options if "$$" in doc(entry.options) else entry.load()
+    code = registry[name].component
     common = _COMMON if registry is SAMPLERS else {}
     specific = {key: its for key, its in properties.items() if its != common.get(key)}
     table = fields(specific) if specific else "No options of its own."
@@ -150,7 +149,7 @@ def _svg(drawing: Figure, box: Any) -> bytes:
 
 
 _uniform = described(schema()["$defs"]["MethodConfig"]["properties"]["sampler"])["uniform"]["properties"]
-_COMMON = {key: its for key, its in _uniform.items() if key in options.dump(FixedDensity.Options())}
+_COMMON = {key: its for key, its in _uniform.items() if key in options.dump(FixedDensity)}
 PARTS = {
     "levels": levels,
     "example": lambda: pictured("speed+change_aware"),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kairos.data.arrays import ArrayFile, create_array, open_array, truncate_array
-from kairos_timesteps.errors import DamagedError, KairosError
+from kairos.files import DamagedError
+from kairos_timesteps.errors import KairosError
 
 
 @pytest.fixture

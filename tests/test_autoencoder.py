@@ -17,7 +17,8 @@ from kairos.autoencoders.train_or_load import make_autoencoder, psnr
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
-from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from kairos.files import DamagedError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 CPU = torch.device("cpu")

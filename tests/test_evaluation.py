@@ -15,9 +15,10 @@ from kairos.cli import main
 from kairos.data.dataset import open_dataset
 from kairos.evaluation import evaluate, extractors
 from kairos.evaluation.settings import EXTRACTORS, METRICS, ExtractorOptions, MetricOptions
+from kairos.files import DamagedError
 from kairos.sampling.samples_file import open_samples, write_samples
 from kairos.sampling.settings import SOLVERS, SolverOptions
-from kairos_timesteps.errors import DamagedError, KairosError
+from kairos_timesteps.errors import KairosError
 
 
 def read_samples(path: Path) -> tuple[np.ndarray, dict]:

@@ -21,9 +21,8 @@ from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid
 from kairos.training.loop import train_steps
 from kairos_timesteps.base import Learned, MeasuresNetwork
-from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import COUPLINGS, PROCESSES, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import POINTS
-from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.registry import Registry
 from kairos_timesteps.strategy import Strategy
@@ -95,7 +94,7 @@ def latents(tmp_path_factory):
 
 def resolve_combination(combination: dict) -> dict:
     """Switch off options that the sampler lacks, and take process and model from the loss."""
-    sampler = SAMPLERS[combination["sampler"]].options.__dataclass_fields__
+    sampler = SAMPLERS[combination["sampler"]].component.options
     row = dict(combination)
     row["points"] = combination["points"] if "points" in sampler else "random"
     row["importance"] = combination["importance"] and "importance" in sampler
@@ -140,7 +139,7 @@ def make_experiment(combination: dict) -> dict:
 
 
 def _known(registry, name: str, options: dict) -> dict:
-    return {key: value for key, value in options.items() if key in registry[name].options.__dataclass_fields__}
+    return {key: value for key, value in options.items() if key in registry[name].component.options}
 
 
 def count_synchronisations(combination: dict, latents) -> list[Counter]:
@@ -184,7 +183,7 @@ def check_synchronisations(combination: dict, latents) -> None:
 
 def is_fixed(registry: Registry, name: str) -> bool:
     """True for a sampler or weighting that does not learn."""
-    return not issubclass(registry[name].load(), Learned)
+    return not issubclass(registry[name].component, Learned)
 
 
 def cover_each_value() -> list[dict]:
@@ -193,7 +192,7 @@ def cover_each_value() -> list[dict]:
     Slow values are not combined: large backbones, further losses, and samplers that measure the network.
     """
     losses = AXES["loss"][1:]
-    measuring = [name for name in SAMPLERS if issubclass(SAMPLERS[name].load(), MeasuresNetwork)]
+    measuring = [name for name in SAMPLERS if issubclass(SAMPLERS[name].component, MeasuresNetwork)]
     following = [name for name in SAMPLERS if not is_fixed(SAMPLERS, name) and name not in measuring]
     fixed = [name for name in SAMPLERS if is_fixed(SAMPLERS, name)]
     samplers = [*following, *fixed][: len(BACKBONES) + len(losses)] + measuring

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kairos_timesteps.base import TableDensity
+from kairos_timesteps.options import parse
 
 NOISE, FLAT, SLOW = ground_truth.problems(12)
 
@@ -15,7 +16,7 @@ class Fixed(TableDensity):
     """A density given as a table, with importance weights or without."""
 
     def __init__(self, strategy, p, corrected):
-        super().__init__(strategy.sampler.options, strategy.process.schedule)
+        super().__init__(parse(TableDensity, {}), strategy.process.schedule)
         self.set_masses(p.numpy())
         self.importance = corrected
 

@@ -13,7 +13,8 @@ from kairos.evaluation import extractors, inception_weights, metrics
 from kairos.evaluation.evaluate import EvaluationJob, cache_published_extractor, run
 from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.settings import FidOptions, InceptionOptions, IscOptions, SfidOptions
-from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from kairos.files import DamagedError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 
 def test_missing_inception_weights_are_reported(tmp_path):

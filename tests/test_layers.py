@@ -3,6 +3,7 @@
 import graphlib
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import grimp
@@ -11,6 +12,7 @@ from kairos.components import Components
 from kairos_timesteps.registry import Registry
 
 ROOT = Path(__file__).parents[1]
+LIBRARY = ROOT / "library/src/kairos_timesteps"
 DECLARATION = re.compile(r"= (Registry|Components)\(")  # of the components of one kind
 
 
@@ -55,6 +57,19 @@ def test_no_package_imports_itself_through_others():
         if importer != imported and {importer, imported}.isdisjoint({"kairos"}):
             packages.setdefault(importer, set()).add(imported)
     declaring = {module for module, _ in list_registered_code()}
-    assert {"kairos_timesteps.diffusion.registries", "kairos.models.settings", "kairos.training.settings"} <= declaring
+    assert {"kairos_timesteps.registry", "kairos.models.settings", "kairos.training.settings"} <= declaring
     assert len(list_registered_code()) > 80
     graphlib.TopologicalSorter(packages).prepare()  # raises CycleError if there is a cycle
+
+
+def test_each_module_of_the_library_is_public_or_forbidden_to_the_pipeline():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    listed = re.search(r"Public modules of the library:(.+?)\.\n", page, re.DOTALL)
+    assert listed
+    public = set(re.findall(r"`(\w+)`", listed[1]))
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    name = "the pipeline imports public modules of the library alone"
+    (contract,) = (each for each in settings["contracts"] if each["name"] == name)
+    forbidden = {module.removeprefix("kairos_timesteps.") for module in contract["forbidden_modules"]}
+    modules = {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in LIBRARY.rglob("*.py")} - {"__init__"}
+    assert public | forbidden == modules and not public & forbidden

@@ -19,8 +19,9 @@ from kairos.data.prepare import prepare
 from kairos.data.source_statistics import count_images
 from kairos.data.sources import open_source
 from kairos.downloads import list_requirements
+from kairos.files import DamagedError
 from kairos.workflow import controller
-from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import config, folder_config, random_image, write_images
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

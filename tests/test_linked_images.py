@@ -22,9 +22,9 @@ from kairos.data.latents import open_latents
 from kairos.data.linked_images import TEMPORARY_COPY, delete_temporary_copy
 from kairos.data.prepare import prepare
 from kairos.data.sources import open_source
-from kairos.files import check_files, sha256_file
+from kairos.files import DamagedError, check_files, sha256_file
 from kairos.staging import staged
-from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import folder_config, random_image, write_images
 from test_tables import config, hub_cache, write_parquet  # noqa: F401  (a fixture)
 

@@ -16,7 +16,7 @@ from kairos.costs.estimate import estimate_cost
 from kairos.costs.network import count_network_cost
 from kairos.costs.rendering import estimate_values, format_bytes, render_estimate
 from kairos.models.settings import BACKBONES
-from kairos_timesteps.base import Cost, FixedDensity, MeasuresNetwork, Sampler
+from kairos_timesteps.base import Cost, MeasuresNetwork, Sampler
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
@@ -147,8 +147,8 @@ class Honest(Silent):
 
 
 def test_a_new_sampler_defines_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Silent", "Honest"):
-        monkeypatch.setitem(SAMPLERS, name.lower(), Entry(FixedDensity.Options, f"{__name__}:{name}"))
+    for sampler in (Silent, Honest):
+        monkeypatch.setitem(SAMPLERS, sampler.__name__.lower(), Entry(sampler))
     methods = {name: {"sampler": name} for name in ("uniform", "silent", "honest")}
     values = {**experiment(methods, dataset__color="grey"), "autoencoder": {"kind": "none"}}
     estimate = estimate_cost(validate(values)).methods

@@ -23,7 +23,7 @@ from kairos.milestones import open_milestone
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.section import field
 from kairos.training.settings import AVERAGES
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES
 from kairos_timesteps.errors import ConfigError
 from training_case import (
     build_training,

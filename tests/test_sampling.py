@@ -13,7 +13,7 @@ from kairos.sampling import generate, sample
 from kairos.sampling.conditions import load_conditions
 from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
-from kairos_timesteps.diffusion import registries
+from kairos_timesteps import components
 from kairos_timesteps.errors import KairosError
 from training_case import build_model, make_process
 
@@ -46,7 +46,7 @@ def optimal_network(process, mean=MEAN, std=STD):
 
 def solver_settings(name, options, process_name="discrete"):
     """Return a solver with its options, with the spacing that an experiment on the process has."""
-    process = LibraryComponent.select(registries.PROCESSES, PROCESSES[process_name])
+    process = LibraryComponent.select(components.PROCESSES, PROCESSES[process_name])
     return resolve_solver(SOLVERS.select({"name": name, **options}), process)
 
 
@@ -316,7 +316,7 @@ def test_equals_diffusers_flow_match_euler(name):
     process = process_of(name)
     predict = optimal_network(process, 0.2, 0.5)
     x0, visited = sample_with_kairos("euler", {}, name, 28, predict)
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=process.options.shift)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=process.shift)
     scheduler.set_timesteps(sigmas=(np.arange(28, 0, -1) / 28).tolist())
     expected = sample_with_diffusers(scheduler, predict, [level.t for level in visited], NOISE[0])
     print("difference flow", float((x0 - expected).abs().max()))

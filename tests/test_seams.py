@@ -50,10 +50,9 @@ from kairos.training.settings import (
     ScheduleOptions,
 )
 from kairos_timesteps.base import Sampler, Weighting
-from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import COUPLINGS, PROCESSES, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.couplings import Coupling
 from kairos_timesteps.diffusion.processes import Process
-from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import ConfigError
 from training_case import experiment, make_latents, train
 
@@ -78,9 +77,9 @@ def register_component(monkeypatch):
 def register_library_component(monkeypatch):
     """Function that registers a component of the library for the duration of a test."""
 
-    def register(registry, name, attribute):
+    def register(registry, name, component):
         monkeypatch.setitem(registry, name, None)  # removed after the test
-        registry.add(name, f"test_seams:{attribute}")
+        registry.register(name)(component)
 
     return register
 
@@ -106,8 +105,8 @@ class Ramp(Weighting):
 
 
 def test_a_registered_sampler_and_weighting_are_used(register_library_component, latents, tmp_path):
-    register_library_component(SAMPLERS, "edges", "Edges")
-    register_library_component(WEIGHTINGS, "ramp", "Ramp")
+    register_library_component(SAMPLERS, "edges", Edges)
+    register_library_component(WEIGHTINGS, "ramp", Ramp)
     train(experiment({"new": {"sampler": "edges", "weighting": "ramp"}}), "new", 0, tmp_path, latents, [0, 2])
     table = (tmp_path / "milestones" / "0000002" / "strategy.csv").read_text().splitlines()
     assert table[-1].split(",")[2:] == ["2", repr(2 * float(table[-1].split(",")[1])).removesuffix(".0")]
@@ -121,7 +120,7 @@ class Mirrored(Coupling):
 
 
 def test_a_registered_coupling_changes_loss_and_identity(register_library_component, latents, tmp_path):
-    register_library_component(COUPLINGS, "mirrored", "Mirrored")
+    register_library_component(COUPLINGS, "mirrored", Mirrored)
     plain = experiment({"new": {"coupling": "mirrored"}, "uniform": {}})
     identities = {train(plain, name, 0, tmp_path / name, latents, [0, 3])["identity"] for name in ("new", "uniform")}
     first, second = (read_metrics(tmp_path / name)[-1]["mse"] for name in ("new", "uniform"))
@@ -151,7 +150,7 @@ class Angle(Process):
 
 @pytest.mark.parametrize("method", ["uniform", "adaptive"])
 def test_a_run_trains_on_a_registered_continuous_process(register_library_component, latents, tmp_path, method):
-    register_library_component(PROCESSES, "angle", "Angle")
+    register_library_component(PROCESSES, "angle", Angle)
     plain = experiment(
         {"uniform": {}, "adaptive": {"sampler": {"name": "adaptive", "frequency": 1}}}, diffusion={"process": "angle"}
     )

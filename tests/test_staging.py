@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from kairos.data.latents import open_latents
-from kairos.files import hash_folder, read_json, write_json
+from kairos.files import DamagedError, hash_folder, read_json, write_json
 from kairos.staging import staged
-from kairos_timesteps.errors import DamagedError
 from training_case import make_latents
 
 

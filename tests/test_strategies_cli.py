@@ -20,11 +20,11 @@ from kairos_timesteps.base import FixedDensity, Weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, make_schedule
 from kairos_timesteps.lookup import parse_name, table
-from kairos_timesteps.registry import Entry, NoOptions
+from kairos_timesteps.registry import Entry
 
 # samplers with mass at all timesteps
 POSITIVE_SAMPLERS = [name for name in SAMPLERS if name not in ("listed", "cosine_interpolated")]
-NEED_NO_TORCH = [name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity)]
+NEED_NO_TORCH = [name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity)]
 NEED_NO_TORCH += [
     f"uniform+{name}" for name in WEIGHTINGS if name not in ("edm2", "coarse_to_fine")
 ]  # networks learn these two
@@ -249,7 +249,7 @@ class Negative(Weighting):
 def test_faulty_weights_and_densities_give_a_warning(
     kairos_strategies, tmp_path, monkeypatch, arguments, warning, format
 ):
-    monkeypatch.setitem(WEIGHTINGS, "negative", Entry(NoOptions, "test_strategies_cli:Negative"))
+    monkeypatch.setitem(WEIGHTINGS, "negative", Entry(Negative))
     status, out, err = kairos_strategies("show", *arguments, "--format", format, "--out", tmp_path / "file")
     assert status == 0 and not out and (tmp_path / "file").stat().st_size > 1000
     assert err.count("\n") == 1 and err.startswith("kairos: warning: ") and warning in err

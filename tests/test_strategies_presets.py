@@ -8,7 +8,7 @@ import kairos_timesteps
 from kairos.cli.strategies.trainer_presets import PROCESS_BY_TIME_UNIT, build_preset_view
 from kairos.library_components import LibraryComponent
 from kairos.strategy_file import parse_strategy_csv
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE
 
 

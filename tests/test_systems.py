@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kairos import models
 from kairos.config import load, validate
 from kairos.costs.dataset_size import find_dataset_size
-from kairos.forward_process import build_process
+from kairos.forward_process import build_process, output_channels
 from kairos.sampling.settings import resolve_solver
 from kairos.sampling.time_grids import build_time_grid
 
@@ -30,7 +30,7 @@ def test_a_system_has_its_published_size(name):
     experiment, system = load(FILES / f"{name}.yaml"), SYSTEMS[name]
     assert experiment.experiment == name and {"speed", "adaptive"} < set(experiment.methods)
     diffusion = experiment.diffusion
-    outputs = build_process(diffusion.process, diffusion.prediction, 0.5).channels(system.shape[0])
+    outputs = output_channels(build_process(diffusion.process, diffusion.prediction, 0.5), system.shape[0])
     experiment.model.load()  # import before FakeTensorMode changes torch
     with FakeTensorMode():  # tensors with shapes and without content
         network = models.build(experiment.model, system.shape, system.conditions, outputs)

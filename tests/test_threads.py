@@ -20,7 +20,8 @@ from kairos.data.dataset import open_dataset
 from kairos.data.linked_images import delete_temporary_copy
 from kairos.data.prepare import prepare, write_dataset
 from kairos.data.sources import Source, open_source
-from kairos_timesteps.errors import DamagedError, KairosError
+from kairos.files import DamagedError
+from kairos_timesteps.errors import KairosError
 from test_data import config, random_image, write_images
 from test_tables import hub_cache, write_parquet  # noqa: F401  (a fixture)
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from kairos.cli import main
 from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
-from kairos.files import read_json, sha256_bytes, write_text
+from kairos.files import DamagedError, read_json, sha256_bytes, write_text
 from kairos.milestones import check_milestone, open_milestone
 from kairos.training import checkpoint
 from kairos.training.job import StoppedEarly, StopRequest
 from kairos.training.run_folder import RunFolder
-from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 from specifications import Specification, examples, specifications
 from training_case import experiment, make_latents, train, train_command, write_experiment
 

@@ -21,7 +21,7 @@ from kairos.models.settings import BACKBONES
 from kairos.training import run
 from kairos.training.settings import read_run_settings
 from kairos.training.state import TrainingState
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES
 
 
 def make_latents(folder: Path, count: int = 200) -> Path:

@@ -41,8 +41,7 @@ from kairos.training.loop import train_steps
 from kairos.training.run import train
 from kairos.training.settings import read_run_settings
 from kairos_timesteps.base import FixedDensity
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.strategy import Strategy
 
@@ -205,7 +204,7 @@ class Correct:
 
     def graphed(self) -> dict[str, Any]:
         """Check that a CUDA graph of a fixed strategy's draw gives the draw of another step when it is replayed."""
-        worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity)]
+        worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity)]
         x0 = torch.zeros(self.batch, *self.shape)
         for name in names:
             strategy, step = Strategy(name, "cosine"), torch.zeros((), dtype=torch.int64, device=self.device)

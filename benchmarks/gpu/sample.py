@@ -33,13 +33,13 @@ from gpu_kit import (
 )
 
 from kairos import compute, models
-from kairos.forward_process import build_process
+from kairos.forward_process import build_process, output_channels
 from kairos.library_components import LibraryComponent
 from kairos.models.settings import BACKBONES
 from kairos.sampling.generate import DataPrediction, Guidance, build_guided_predictor, make_noise_source
 from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES
 
 DIT = {"name": "dit", "conditions": ["class"]}
 MODELS = {
@@ -76,7 +76,8 @@ class SampledBatch:
         self.process = build_process(process, plain["diffusion"]["prediction"], 0.5)
         self.precision, self.device = precision, device
         torch.manual_seed(0)
-        network = models.build(BACKBONES.select(plain["model"]), shape, CLASSES, self.process.channels(shape[0]))
+        outputs = output_channels(self.process, shape[0])
+        network = models.build(BACKBONES.select(plain["model"]), shape, CLASSES, outputs)
         move(network.parameters())
         self.solver = resolve_solver(SOLVERS.select({"name": scheme}), process)
         self.grid = build_time_grid(self.process, steps, self.solver)

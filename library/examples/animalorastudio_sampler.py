@@ -28,7 +28,7 @@ class KairosSampler:
         )
         if self.strategy.sampler.importance:
             raise ValueError(f"{name} has importance weights, which the protocol cannot return")
-        self.requires_token_counts = "tokens" in self.strategy.sampler.required_context(self.strategy.sampler.options)
+        self.requires_token_counts = "tokens" in self.strategy.sampler.requires_context
         self.recorded = False
 
     def sample(self, bs: int, device: Any, *, token_counts: Tensor | None = None) -> Tensor:

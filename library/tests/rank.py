@@ -41,7 +41,7 @@ def train(name):
         "floor": 0.1,
         "min_count": 1,
     }
-    fields = SAMPLERS[name.split("+")[0]].options.__dataclass_fields__
+    fields = SAMPLERS[name.split("+")[0]].component.options
     options = {key: value for key, value in small_options.items() if key in fields}
     strategy = Strategy(name, "cosine", timesteps=20, sampler=options)
     images = torch.randn(GLOBAL_BATCH, 2, 4, 4, dtype=torch.float64)

@@ -5,7 +5,6 @@ included without a change here. A specification differs from `Strategy("uniform+
 or two of sampler, weighting and process; a call differs from ``draw(x0)`` in one or two arguments.
 """
 
-import dataclasses
 import os
 import types
 import typing
@@ -24,7 +23,7 @@ import kairos_timesteps.weightings.fixed
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import POINTS
-from kairos_timesteps.options import but_name, public_name
+from kairos_timesteps.options import Option, but_name
 from kairos_timesteps.registry import Registry
 from kairos_timesteps.samplers.adaptive import Adaptive
 from kairos_timesteps.samplers.fixed import Clts
@@ -34,7 +33,7 @@ from kairos_timesteps.samplers.losses import LossSecondMoment, SmoothedLosses
 from kairos_timesteps.strategy import Strategy
 from kairos_timesteps.weightings.uncertainty import Uncertainty
 
-FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity))
+FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity))
 COMBINED = ("range", "shift", "mixture", "by_group", "schedule")
 LEARNED = sorted(set(SAMPLERS) - set(FIXED))
 DEPENDS_ON_IMAGES = ("adaptive", "adaptive_official")
@@ -138,7 +137,7 @@ class Specification:
         """Names of the context that a draw requires."""
         by_epochs = self.sampler.get("points") == "epochs"
         name = self.sampler["name"]
-        required = SAMPLERS[name].load().required_context(SAMPLERS.parse(name, but_name(self.sampler)))
+        required = SAMPLERS[name].component.required_context(SAMPLERS.parse(name, but_name(self.sampler)))
         return required | ({"item", "items", "epoch"} if by_epochs else set())
 
     def holds(self, key: str, value: Any) -> bool:
@@ -170,18 +169,18 @@ def _numbers(bounds: dict[str, float], integer: bool) -> SearchStrategy[Any]:
     return st.sampled_from(above if "gt" in bounds else [low, *above])
 
 
-def _values(hint: Any, metadata: typing.Mapping[str, Any]) -> SearchStrategy[Any]:
+def _values(hint: Any, one: Option) -> SearchStrategy[Any]:
     """Return values that an option's type, choices and bounds allow."""
-    if metadata["choices"]:
-        return st.sampled_from(list(metadata["choices"]))
+    if one.choices:
+        return st.sampled_from(list(one.choices))
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return st.one_of(*(_values(member, metadata) for member in typing.get_args(hint)))
+        return st.one_of(*(_values(member, one) for member in typing.get_args(hint)))
     if hint is type(None):
         return st.none()
     if hint is bool:
         return st.booleans()
     if hint in (int, float):
-        return _numbers(metadata["bounds"], hint is int)
+        return _numbers(one.bounds, hint is int)
     raise TypeError(f"no values for an option of type {hint}: add it to RESTRICTED")
 
 
@@ -199,10 +198,9 @@ def options_of(draw: Any, registry: Registry, name: str, depth: int, top: bool) 
 
     Importance weights and points belong to the whole sampler, so that only the `top` level gets them.
     """
-    component, values = registry[name].load(), {}
-    hints = typing.get_type_hints(component.Options)
-    for one in dataclasses.fields(component.Options):
-        key = public_name(one)
+    component, values = registry[name].component, {}
+    for one in component.options.values():
+        key = one.public_name
         if key in ("importance", "points") and not top:
             continue
         small = issubclass(component, SMALL_IN) and key in SMALL
@@ -213,7 +211,7 @@ def options_of(draw: Any, registry: Registry, name: str, depth: int, top: bool) 
             values[key] = draw(_density(depth - 1) if key == "density" else _parts(name, values, depth - 1))
         else:
             selected = _restricted(component, one.name)
-            values[key] = draw(_values(hints[one.name], one.metadata) if selected is None else selected)
+            values[key] = draw(_values(one.type, one) if selected is None else selected)
     if name == "schedule":  # the unit of the starts depends on their values
         values["of"] = "progress" if values["parts"][-1]["start"] < 1 and len(values["parts"]) > 1 else "steps"
     return values

@@ -26,8 +26,8 @@ from kairos_timesteps.time_convention import TimeConvention
 from small_loop import IMAGES, TinyNetwork, equal_bits
 from specifications import Call, Specification, but_name, context_of, examples, specifications
 
-LEARNED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), Learned))
-MEASURING = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), MeasuresNetwork))
+LEARNED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, Learned))
+MEASURING = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, MeasuresNetwork))
 COUNT = 4  # samples of a micro-batch
 
 
@@ -1306,7 +1306,7 @@ def small_sampler(name):
         small_options["width"] = 0.1
     if name == "by_group":
         small_options["parts"] = [{"name": "uniform", "group": "all"}]
-    fields = SAMPLERS[name].options.__dataclass_fields__
+    fields = SAMPLERS[name].component.options
     return {"name": name, **{key: value for key, value in small_options.items() if key in fields}}
 
 

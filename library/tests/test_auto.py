@@ -6,17 +6,17 @@ import torch
 
 import kairos_timesteps
 from components_by_name import make_sampler, make_weighting
-from kairos_timesteps.diffusion import registries
+from kairos_timesteps.components import PROCESSES
 from kairos_timesteps.diffusion.schedule import error_ratio, make_schedule
 from kairos_timesteps.weightings.fixed import level_measure
 from test_couplings import couple, digits
 from test_measured import Known, T
 
 PROCESSES = {
-    "cosine": registries.PROCESSES.build("discrete", {"schedule": "cosine"}, "v"),
-    "linear": registries.PROCESSES.build("discrete", {"schedule": "linear"}, "epsilon"),
-    "flow": registries.PROCESSES.build("flow", {}, "flow"),
-    "edm": registries.PROCESSES.build("edm", {"sigma_data": 0.5}, "x0"),
+    "cosine": PROCESSES.build("discrete", {"schedule": "cosine"}, "v"),
+    "linear": PROCESSES.build("discrete", {"schedule": "linear"}, "epsilon"),
+    "flow": PROCESSES.build("flow", {}, "flow"),
+    "edm": PROCESSES.build("edm", {"sigma_data": 0.5}, "x0"),
 }
 
 

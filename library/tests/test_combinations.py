@@ -20,7 +20,6 @@ import kairos_timesteps
 from kairos_timesteps.base import Learned
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.options import public_name
 from small_loop import BATCH, IMAGES, SmallLoop
 from specifications import (
     DEPENDS_ON_IMAGES,
@@ -285,16 +284,16 @@ def test_draws_with_a_weighting_have_its_weights_in_many_combinations(name, data
 @st.composite
 def wrong_values(draw: Any, kind: type) -> tuple[str, Any]:
     """Draw an option's public name and a value that its type, choices or bounds do not allow."""
-    one = draw(st.sampled_from(dataclasses.fields(kind)))
+    one = draw(st.sampled_from([*kind.options.values()]))
     wrong = [{"no": "option"}, lambda: None]
-    bounds, choices = one.metadata["bounds"], one.metadata["choices"]
+    bounds, choices = one.bounds, one.choices
     if bounds and not choices:
         wrong += [math.nan, math.inf, "many"]
         outside = {"ge": -1, "gt": 0, "le": 1, "lt": 0}
         wrong += [bound + outside[side] for side, bound in bounds.items()]
     if choices:
         wrong += ["none of them"]
-    return public_name(one), draw(st.sampled_from(wrong))
+    return one.public_name, draw(st.sampled_from(wrong))
 
 
 @st.composite
@@ -305,11 +304,11 @@ def wrong_specifications(draw: Any) -> tuple[dict[str, Any], dict[str, Any], str
         Specification(sampler, weighting).build()
     except ConfigError:
         reject()  # incompatible options
-    with_options = [c for c in components_of(sampler) if dataclasses.fields(SAMPLERS[c["name"]].options)]
+    with_options = [c for c in components_of(sampler) if SAMPLERS[c["name"]].component.options]
     selected = draw(st.sampled_from([*with_options, weighting]))
     registry = WEIGHTINGS if selected is weighting else SAMPLERS
-    kind = registry[selected["name"]].options
-    if not dataclasses.fields(kind) or draw(st.integers(0, 4)) == 0:
+    kind = registry[selected["name"]].component
+    if not kind.options or draw(st.integers(0, 4)) == 0:
         key, value = "no_such_option", 1
     else:
         key, value = draw(wrong_values(kind))

@@ -13,7 +13,7 @@ from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import spline
 
-FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity))
+FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity))
 BATCH = torch.zeros(16, 1, 2, 2)
 U = np.linspace(0, 1, 1001)
 
@@ -220,7 +220,7 @@ def test_points_of_epochs_are_even_over_items_and_over_visits():
         ({"name": "range", "density": {"name": "beta", "c": 1}}, "density: unknown option 'c'"),
         ({"name": "range", "density": 3}, "density: got 3, allowed: a sampler's name"),
         ({"name": "range", "low": 0.5, "high": 0.5}, "low < high"),
-        ({"name": "range", "density": {"name": "uniform", "end": 100}, "low": 0.5}, "where the density has no mass"),
+        ({"name": "range", "density": {"name": "uniform", "end": 100}, "low": 0.5}, "where the density has mass"),
         ({"name": "mixture", "parts": []}, r"parts: got \[\], allowed: a list of samplers"),
         ({"name": "mixture", "parts": [{"name": "beta"}]}, r"parts\[0\].share: got nothing"),
         ({"name": "mixture", "parts": [{"name": "beta", "share": 0}]}, r"share: got \[0\]"),

@@ -14,7 +14,7 @@ from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.components import sampler as register_sampler
 from kairos_timesteps.components import weighting as register_weighting
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.options import option
+from kairos_timesteps.options import Component, option
 from kairos_timesteps.registry import Registry
 
 pytestmark = pytest.mark.usefixtures("unregistered_names")
@@ -175,15 +175,16 @@ def test_what_cannot_be_a_component_is_rejected_with_a_reason(define, message):
         define()
 
 
-def test_a_component_added_by_its_import_path_replaces_no_other():
+def test_a_component_replaces_no_other():
     registry = Registry("thing")
-    registry.add("first", "module:First", help="a")
-    registry.add("first", "module:First", help="b")  # a module that is executed again
-    assert registry["first"].help == "b"
+    first, again, second = (type(name, (Component,), {"__module__": "module"}) for name in ("First", "First", "Second"))
+    registry.register("first", help="a")(first)
+    registry.register("first", help="b")(again)  # a module that is executed again
+    assert registry["first"].help == "b" and registry["first"].component is again
     with pytest.raises(ConfigError, match="thing first: module:First has this name"):
-        registry.add("first", "module:Second")
+        registry.register("first")(second)
     with pytest.raises(ConfigError, match="thing: name: got 'a thing'"):
-        registry.add("a thing", "module:Second")
+        registry.register("a thing")
     assert [*registry] == ["first"] and registry["first"].code == "module:First"
 
 
@@ -208,13 +209,14 @@ def test_names_are_listed_by_kind():
 THREADS = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 
 sys.setswitchinterval(1e-6)
 start = threading.Barrier(8)
 
 def read(number):
     start.wait()
+    from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+
     return SAMPLERS.entry("adaptive").code, WEIGHTINGS.entry("min_snr").code, len(SAMPLERS)
 
 with ThreadPoolExecutor(8) as pool:
@@ -222,5 +224,5 @@ with ThreadPoolExecutor(8) as pool:
 """
 
 
-def test_threads_that_read_a_registry_first_find_all_components():
+def test_threads_that_import_the_registries_first_find_all_components():
     subprocess.run([sys.executable, "-c", THREADS], check=True)

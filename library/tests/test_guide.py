@@ -42,7 +42,7 @@ def test_the_guide_lists_every_coupling():
 
 def test_the_guide_lists_the_samplers_that_measure_the_network_and_those_that_are_reweighted():
     kinds = rows("Samplers")
-    measuring = {name for name, entry in SAMPLERS.items() if issubclass(entry.load(), MeasuresNetwork)}
+    measuring = {name for name, entry in SAMPLERS.items() if issubclass(entry.component, MeasuresNetwork)}
     reweighted = {name for name in SAMPLERS if kairos_timesteps.Strategy(name).sampler.importance}
     assert set(kinds["measure the network in `observe`"]) == measuring
     assert set(kinds["reweighted"]) == reweighted

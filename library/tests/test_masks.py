@@ -8,13 +8,13 @@ from kairos_timesteps.base import Learned
 from kairos_timesteps.components import SAMPLERS
 from small_loop import IMAGES, TinyNetwork, equal_bits
 
-LEARNED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), Learned))
+LEARNED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, Learned))
 
 
 def small_options(name):
     """Return options with which a strategy learns in its first steps."""
     options = {"frequency": 1, "start": 1, "feature_timesteps": 5, "bins": 4, "min_count": 1}
-    return {key: value for key, value in options.items() if key in SAMPLERS[name].options.__dataclass_fields__}
+    return {key: value for key, value in options.items() if key in SAMPLERS[name].component.options}
 
 
 class Conditional(TinyNetwork):

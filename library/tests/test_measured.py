@@ -257,7 +257,7 @@ def build(name, batch=8, prediction="epsilon"):
     torch.manual_seed(0)
     network = _Timeless(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.2), nn.Conv2d(4, 2, 1)))
     small_options = {"frequency": 2, "start": 1, "history": 1, "length": 10, "feature_timesteps": 10, "divide": False}
-    known_options = SAMPLERS[name.split("+")[0]].options.__dataclass_fields__
+    known_options = SAMPLERS[name.split("+")[0]].component.options
     options = {key: value for key, value in small_options.items() if key in known_options}
     strategy = Strategy(name, "cosine", timesteps=20, prediction=prediction, sampler=options)
     return strategy, network, torch.optim.Adam(network.parameters(), lr=1e-2), torch.randn(batch, 2, 5, 3)

@@ -78,8 +78,6 @@ def test_golden_values():
     assert NOISE.beta(3, range(5), a, b).tolist() == pytest.approx(
         [0.5484569139044632, 0.029306799157832526, 1.0, 7.912266806606418e-176, 0.9999929194664037], rel=1e-6
     )
-    assert NOISE.permutation(12).tolist() == [0, 4, 8, 11, 6, 1, 5, 3, 7, 10, 9, 2]
-    assert NOISE.permutation(12, 5).tolist() == [11, 10, 1, 0, 6, 9, 8, 2, 4, 5, 3, 7]
     assert derived_seed(1, "weights") == 2218878379593219762
 
 
@@ -224,16 +222,6 @@ def test_beta_numbers_of_tiny_parameters_are_finite():
     values = NOISE.beta(0, range(n), torch.full((n,), 1e-3), torch.full((n,), 2e-3))  # practically 0 or 1
     assert values.isfinite().all() and values.min() >= 0 and values.max() <= 1
     assert values.mean().item() == pytest.approx(1 / 3, abs=0.005)
-
-
-def test_permutations_are_random_and_independent():
-    for count in (0, 1, 2, 1000, 2**16 + 3):
-        assert torch.equal(NOISE.permutation(count).sort().values, torch.arange(count))
-    first, second = NOISE.permutation(10**5, 0), NOISE.permutation(10**5, 1)
-    assert (first == second).sum() < 10
-    assert abs(np.corrcoef(first, second)[0, 1]) < 0.015 and abs(np.corrcoef(first, np.arange(10**5))[0, 1]) < 0.015
-    firsts = torch.bincount(torch.stack([NOISE.permutation(6, epoch)[0] for epoch in range(3000)]), minlength=6)
-    assert scipy.stats.chisquare(firsts).pvalue > 0.01
 
 
 @pytest.mark.parametrize("index", [range(3, 8), torch.arange(3, 8)])

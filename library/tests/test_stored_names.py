@@ -76,7 +76,7 @@ def test_random_streams_keep_their_names():
 
 
 def test_noise_of_measurements_keeps_its_names():
-    after = {SAMPLERS[name].load().noise_after for name in ("adaptive", "adaptive_official")}
+    after = {SAMPLERS[name].component.noise_after for name in ("adaptive", "adaptive_official")}
     assert strings({"gradient": 2, "_losses": 3, "_measure": 1}) | after == MEASUREMENTS
 
 
@@ -105,6 +105,6 @@ def test_every_learned_component_is_listed():
         name
         for registry in (SAMPLERS, WEIGHTINGS)
         for name, entry in registry.items()
-        if issubclass(entry.load(), kairos_timesteps.base.Learned)
+        if issubclass(entry.component, kairos_timesteps.base.Learned)
     }
     assert learned - {"auto"} == set(STATE_KEYS) - {"auto"}

@@ -20,7 +20,7 @@ import dataclasses
 import importlib
 from collections import UserDict
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from pydantic import ConfigDict, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
@@ -201,7 +201,7 @@ class Selection:
             if isinstance(self.components, Registry):
                 entry = self.components[name]
                 description = entry.help or self.components.kind
-                properties = _library_schema(entry.options)
+                properties = _library_schema(entry.component)
             else:
                 cls = self.components[name]
                 description = cls.help()
@@ -235,26 +235,18 @@ def _options_schema(cls: type[Component]) -> dict[str, Any]:
 _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 
 
-def _library_schema(options_class: type) -> dict[str, Any]:
+def _library_schema(component: type[options.Component]) -> dict[str, Any]:
     """Return the JSON schemas of the options of a component of the library, by the names in an experiment file."""
     schemas = {}
-    types = get_type_hints(options_class)
-    for option in dataclasses.fields(options_class):
-        option_type = types[option.name]
-        choices = option.metadata["choices"]
-        if choices:
-            is_nullable = type(None) in get_args(option_type)
-            schema: dict[str, Any] = {"enum": spellings(choices, nullable=is_nullable)}
+    for option in component.options.values():
+        if option.choices:
+            is_nullable = type(None) in get_args(option.type)
+            schema: dict[str, Any] = {"enum": spellings(option.choices, nullable=is_nullable)}
         else:
-            schema = TypeAdapter(option_type).json_schema()
-        for bound, limit in option.metadata["bounds"].items():
+            schema = TypeAdapter(option.type).json_schema()
+        for bound, limit in option.bounds.items():
             schema[_BOUNDS[bound]] = limit
-        schema["description"] = option.metadata["help"]
-        if option.default_factory is dataclasses.MISSING:
-            schema["default"] = option.default
-        else:
-            schema["default"] = option.default_factory()
-        schemas[options.public_name(option)] = schema
+        schemas[option.public_name] = {**schema, "description": option.help, "default": option.default}
     return schemas
 
 

@@ -9,8 +9,7 @@ from kairos.forward_process import select_prediction
 from kairos.library_components import LibraryComponent
 from kairos.losses.settings import LOSSES, LossOptions, check_losses
 from kairos.section import Section, field
-from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import COUPLINGS, PROCESSES, SAMPLERS, WEIGHTINGS
 
 _Loss = Annotated[LossOptions, component(LOSSES)]
 

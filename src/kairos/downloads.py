@@ -18,11 +18,11 @@ from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation import inception_weights
 from kairos.evaluation.settings import ClipOptions, DinoOptions, InceptionOptions
-from kairos.files import read_json, sha256_file
+from kairos.files import DamagedError, read_json, sha256_file
 from kairos.pretrained import download_files, is_available, is_hub_id
 from kairos.progress import log
 from kairos.text_encoders.settings import FILES, PREPROCESSOR, WEIGHTS
-from kairos_timesteps.errors import DamagedError, KairosError
+from kairos_timesteps.errors import KairosError
 
 OFFLINE = "HF_HUB_OFFLINE"  # environment variable that switches hub access off
 _CONFIG = "config.json"

@@ -17,11 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kairos_timesteps.errors import DamagedError, KairosError
+from kairos_timesteps.errors import KairosError
 
 # constants of Linux, for renameat2
 _AT_FDCWD = -100  # relative paths start at the working directory
 _RENAME_EXCHANGE = 2  # exchange the two paths
+
+
+class DamagedError(KairosError):
+    """A file that is truncated or whose content does not match its checksum."""
 
 
 def sha256_bytes(data: bytes) -> str:

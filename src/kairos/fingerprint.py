@@ -13,7 +13,6 @@ short command's time. A summary that is missing or damaged is computed again.
 """
 
 import ast
-import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -105,25 +104,20 @@ def roots_of(component: "Component | LibraryComponent") -> list[str]:
 def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]:
     """Return the code of a component of the library and of the components that its options name.
 
-    The root is the definition of a class that a decorator registered, or else the module of the code. The components
-    that options name are in `registry` too.
+    The root of a component is its class. The components that options name are in `registry` too.
 
     Args:
         registry: registry of the component.
         component: name and plain options; options that it lacks have their defaults.
     """
-    from kairos_timesteps import options
-
     entry = registry.entry(component["name"])
-    roots = [entry.module if entry.component is None else entry.code]
-    for option in dataclasses.fields(entry.options):
-        if not option.metadata.get("component"):
+    roots = [entry.code]
+    for option in entry.component.options.values():
+        if not option.component:
             continue
-        value = component.get(options.public_name(option), option.default)
+        value = component.get(option.public_name, option.default)
         selected = value if isinstance(value, list) else [value]
         for choice in selected:  # a name, or a dictionary of name and options
-            if choice is dataclasses.MISSING:  # the option has no default
-                continue
             selected_component = {"name": choice} if isinstance(choice, str) else choice
             roots += _library_roots(registry, selected_component)
     return roots
@@ -202,10 +196,9 @@ def _resolve(target: str) -> str | None:
 def _is_left_out(module: str) -> bool:
     """Return True if a module computes nothing and is therefore left out of fingerprints.
 
-    Modules in packages with a name in `_LEFT_OUT` are left out too, and the modules ``registries`` and ``settings`` of
-    kairos' packages.
+    Modules in packages with a name in `_LEFT_OUT` are left out too, and the modules ``settings`` of kairos' packages.
     """
-    selects_code = _top(module) in _PACKAGES and module.endswith((".registries", ".settings"))
+    selects_code = _top(module) in _PACKAGES and module.endswith(".settings")
     is_in_left_out_package = module.startswith(tuple(f"{name}." for name in _LEFT_OUT))
     return selects_code or module in _LEFT_OUT or is_in_left_out_package
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from kairos.library_components import LibraryComponent
+from kairos_timesteps.components import PROCESSES
 from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Flow, Process
-from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import demand
 
 
@@ -51,6 +51,11 @@ def build_process(process: LibraryComponent, prediction: str | None, sigma_data:
     """
     built: Process = with_sigma_data(process, sigma_data).build(prediction)
     return built
+
+
+def output_channels(process: Process, channels: int) -> int:
+    """Return the number of output channels of the network: with a learned variance, twice the image's."""
+    return channels * (2 if process.schedule.variance == "learned_range" else 1)
 
 
 def scheduler_config(process: Process, clip: bool) -> dict[str, Any] | None:

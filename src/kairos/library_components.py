@@ -6,10 +6,10 @@ This module imports no pydantic, so that `kairos strategies` starts quickly.
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from kairos_timesteps import options
-from kairos_timesteps.options import Options
 from kairos_timesteps.registry import Registry, split
 
 
@@ -20,12 +20,12 @@ class LibraryComponent:
     Attributes:
         registry: registry of the library with the component.
         name: name of the component.
-        options: checked options of the component.
+        options: checked options of the component, as attributes.
     """
 
     registry: Registry = dataclasses.field(repr=False, compare=False)
     name: str
-    options: Options
+    options: SimpleNamespace
 
     @classmethod
     def select(cls, registry: Registry, values: Mapping[str, Any]) -> "LibraryComponent":
@@ -55,11 +55,11 @@ class LibraryComponent:
         return self.registry.entry(self.name).module
 
     def load(self) -> Any:
-        """Import the class of the component and return it."""
-        return self.registry.entry(self.name).load()
+        """Return the class of the component."""
+        return self.registry.entry(self.name).component
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:
-        """Import the class of the component and construct it from the options and the arguments."""
+        """Construct the component from the options and the arguments."""
         return self.load()(self.options, *arguments, **keywords)
 
     def plain(self) -> dict[str, Any]:
@@ -68,4 +68,4 @@ class LibraryComponent:
 
     def plain_options(self) -> dict[str, Any]:
         """Return the options as plain values by their names in an experiment file, defaults included."""
-        return options.dump(self.options)
+        return options.dump(self.load(), self.options)

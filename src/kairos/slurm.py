@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from kairos.files import read_json
-from kairos_timesteps.errors import DamagedError
+from kairos.files import DamagedError, read_json
 
 NO_CLUSTER = "DNS SRV lookup failed"  # in the output of SLURM's commands on machines without a configured cluster
 PENDING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of jobs that have not started

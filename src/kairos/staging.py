@@ -15,9 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kairos.files import atomic_folder, open_record, read_json, sha256_file, sha256_json, write_json
+from kairos.files import DamagedError, atomic_folder, open_record, read_json, sha256_file, sha256_json, write_json
 from kairos.progress import log
-from kairos_timesteps.errors import DamagedError
 
 # by name of a folder in the copy: the original folder, and the hashes of the files to copy by name
 Copied = dict[str, tuple[Path, dict[str, str]]]

@@ -161,7 +161,7 @@ class Attached:
         _ATTACHED.add(self)
         LOG.info("%s: %s", strategy.name, time.describe())
         self._reported = False
-        if not strategy.sampler.required_context(strategy.sampler.options):
+        if not strategy.sampler.requires_context:
             self._report({})
 
     def _reset(self) -> None:
@@ -311,7 +311,7 @@ class Attached:
     def _identity(self) -> dict[str, Any]:
         """Return the settings that a state and this object must share."""
         strategy = self.strategy
-        options = {"sampler": dump(strategy.sampler.options), "weighting": dump(strategy.weighting.options)}
+        options = {"sampler": dump(strategy.sampler), "weighting": dump(strategy.weighting)}
         return {"name": strategy.name, "seed": strategy.seed, "time": self.time.name, **options}
 
     def detach(self) -> None:

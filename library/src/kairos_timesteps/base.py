@@ -103,11 +103,10 @@ class Stateful(Component):
         Attributes that are numpy arrays now stay numpy arrays.
 
         Raises:
-            ValueError: the component has no state, and `state` is not empty.
+            ConfigError: the component has no state, and `state` is not empty.
             KeyError: `state` lacks a value.
         """
-        if state and not self.kept:
-            raise ValueError(f"{type(self).__name__} has no state, got {sorted(state)}")
+        demand(self.kept or not state, f"{type(self).__name__}: state", sorted(state), "none: it has no state")
         for name in self.kept:
             value, present = state[name.lstrip("_")], getattr(self, name)
             if hasattr(value, "cpu"):
@@ -140,6 +139,9 @@ class Sampler(Stateful):
         options: the sampler's checked options.
         schedule: noise schedule, for samplers that depend on it.
         seed: seed of initial weights and random shifts.
+
+    Attributes:
+        requires_context: context names that every draw must pass.
     """
 
     floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
@@ -156,6 +158,7 @@ class Sampler(Stateful):
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule)
         self.seed = seed
+        self.requires_context = self.required_context(options)
         self._nodes: Tables | None = None
         kind = type(self)
         defined = kind.cdf is not Sampler.cdf or kind.quantile is not Sampler.quantile
@@ -421,6 +424,11 @@ class Weighting(Stateful):
         if self._table is None:  # of a discrete process
             self._table = Tables(self.weights().astype(np.float32))
         return self._table.like(t)[0][t]
+
+    @property
+    def is_factor(self) -> bool:
+        """True if weighted losses are losses times factors that do not depend on them: `apply` is not overridden."""
+        return type(self).apply is Weighting.apply
 
     def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
         """Return weights x importance x losses; learned weightings override it to add their terms.

@@ -58,7 +58,7 @@ def density(name: str, process: Any = "flow", *, help: str = "", **options: Any)
         return decorator
     from kairos_timesteps.diffusion.adapters import as_process  # imports torch
 
-    demand(issubclass(SAMPLERS.entry(name).load(), FixedDensity), "density", name, "samplers of a fixed density")
+    demand(issubclass(SAMPLERS.entry(name).component, FixedDensity), "density", name, "samplers of a fixed density")
     built = build_pair(as_process(process), (name, "none"), options, None)[0]
     built.decorator = decorator  # for a module or a notebook cell that is executed again
     return built
@@ -125,7 +125,7 @@ class _FunctionDensity(FixedDensity):
         """Call the function with its options and the context that it names."""
         user, available = f"sampler {type(self).__name__}", {"step": 0, **context}
         needed = {name: required(name, available.get(name), user) for name in self.context_names}
-        values = self.function(p, **{name: getattr(self.options, name) for name in self.parameters}, **needed)
+        values = self.function(p, **{name: getattr(self, name) for name in self.parameters}, **needed)
         return same_kind(values, p)  # a function of numpy alone returns an array for a tensor on the CPU
 
     def __call__(self, function: F) -> F:
@@ -142,7 +142,7 @@ class _FunctionWeighting(Weighting):
 
     def formula(self, snr: Values) -> Values:
         """Call the function with its options."""
-        factors: Values = self.function(snr, **{name: getattr(self.options, name) for name in self.parameters})
+        factors: Values = self.function(snr, **{name: getattr(self, name) for name in self.parameters})
         return factors
 
     def __call__(self, snr: Any, step: Any = 0) -> Any:

@@ -1,26 +1,27 @@
-"""Registries of samplers, weightings and couplings; any sampler goes with any weighting.
+"""Samplers, weightings, couplings and forward processes by name; any sampler goes with any weighting.
 
-A component is one class: its options, paper and formula are declared there, and a decorator registers it.
+A component is one class: its options, paper and formula are declared there, and a decorator registers it. The imports
+here register the components of the library. They import no torch.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from kairos_timesteps import couplings, samplers, weightings  # noqa: F401  # they register their components
+from kairos_timesteps.diffusion import processes  # noqa: F401
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.registry import Registry
+from kairos_timesteps.registry import (
+    COUPLINGS,
+    PROCESSES,
+    SAMPLERS,
+    WEIGHTINGS,
+    Registry,
+    coupling,
+    sampler,
+    weighting,
+)
 
-_SAMPLERS = (
-    "fixed", "log_snr", "combined", "speed", "losses", "info_noise", "gradients", "adaptive", "adaptive_official"
-)  # fmt: skip
-_WEIGHTINGS = ("fixed", "change_aware", "coarse_to_fine", "uncertainty")
-
-SAMPLERS = Registry("sampler", *(f"kairos_timesteps.samplers.{name}" for name in _SAMPLERS))
-WEIGHTINGS = Registry("weighting", *(f"kairos_timesteps.weightings.{name}" for name in _WEIGHTINGS))
-COUPLINGS = Registry("coupling", "kairos_timesteps.couplings")
-
-sampler = SAMPLERS.register
-weighting = WEIGHTINGS.register
-coupling = COUPLINGS.register
+__all__ = ["COUPLINGS", "PROCESSES", "SAMPLERS", "WEIGHTINGS", "checked", "coupling", "sampler", "weighting"]
 
 SAMPLERS.unavailable["bs"] = (
     "Wang et al. 2025 (SpeeD, table 11) publish its numbers but not its density, so it cannot be rebuilt"
@@ -38,7 +39,7 @@ def checked(
     where = where or f"{registry.kind} {name}"
     options = registry.parse(name, values, where)
     try:
-        registry[name].load().check_process(options, timesteps, schedule)
+        registry[name].component.check_process(options, timesteps, schedule)
     except ValueError as error:
         raise ConfigError(f"{where}.{error}") from None
     return options

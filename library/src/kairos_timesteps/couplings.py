@@ -5,11 +5,11 @@ Paths from noise to images cross less if near ones are paired. The regression ta
 
 from typing import Any
 
-from kairos_timesteps.components import coupling
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.errors import optional_module
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.options import Component, option
+from kairos_timesteps.registry import coupling
 
 
 @coupling("independent", "every image its own noise")

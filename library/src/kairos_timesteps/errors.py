@@ -42,7 +42,3 @@ def optional_module(module: str, extra: str, user: str) -> Any:
 
 class DivergedError(KairosError):
     """A training run whose next step is not finite; a repetition diverges at the same step."""
-
-
-class DamagedError(KairosError):
-    """A file that is truncated or whose content does not match its checksum."""

@@ -1,7 +1,6 @@
 """Names of strategies, their components, and the table of what a strategy trains on; without torch."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,14 +55,11 @@ def build_pair(
     sampler_options = checked(SAMPLERS, names[0], sampler, schedule.timesteps, schedule.name)
     weighting_options = checked(WEIGHTINGS, names[1], weighting, schedule.timesteps, schedule.name)
     if getattr(weighting_options, "sigma_data", 0) is None:
-        weighting_options = replace(weighting_options, sigma_data=getattr(process, "sigma_data", None))
-    try:
-        return (
-            SAMPLERS[names[0]].load()(sampler_options, schedule, seed),
-            WEIGHTINGS[names[1]].load()(weighting_options, schedule, process.prediction),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        weighting_options.sigma_data = getattr(process, "sigma_data", None)
+    return (
+        SAMPLERS[names[0]].component(sampler_options, schedule, seed),
+        WEIGHTINGS[names[1]].component(weighting_options, schedule, process.prediction),
+    )
 
 
 def table(sampler: Sampler, weighting: Weighting, x0: Any = None, step: int = 0, **context: Any) -> dict[str, Array]:

@@ -4,22 +4,50 @@ A component declares its options as class attributes made by `option`. `parse` t
 rejects unknown keys, wrong types and values out of bounds in one message.
 """
 
-import dataclasses
+import copy
 import difflib
 import math
 import operator
 import re
+import sys
 import types
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
-
-from typing_extensions import dataclass_transform  # torch's own; Python has it from 3.11 on
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 from kairos_timesteps.errors import ConfigError, rejection
 
-T = TypeVar("T", bound="Options")
 _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
+
+
+@dataclass
+class Option:
+    """Declaration of an option, made by `option`; attributes have the meaning of its arguments.
+
+    Attributes:
+        name: name of the class attribute.
+        type: type of the values.
+    """
+
+    default: Any
+    help: str
+    choices: Collection[Any]
+    alias: str
+    component: Any
+    bounds: dict[str, float]
+    name: str = ""
+    type: Any = None
+
+    @property
+    def public_name(self) -> str:
+        """Name of the option outside of Python."""
+        return self.alias or self.name
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        """Return the default: the value of the attribute on the class, and on instances without options."""
+        return self.default
 
 
 def option(
@@ -36,45 +64,7 @@ def option(
             field name that checks and completes such a value.
         bounds: limits of a number: ``gt``, ``ge``, ``lt``, ``le``.
     """
-    metadata = {"help": help, "bounds": bounds, "choices": choices, "alias": alias, "component": component}
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-@dataclass_transform(frozen_default=True)
-class Options:
-    """Base of options: every subclass is a frozen dataclass, without a decorator.
-
-    The methods are written here once: those that dataclasses generates for each class took most of the import time.
-    """
-
-    __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    def __init_subclass__(cls) -> None:
-        dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
-
-    def __init__(self, *values: Any, **by_name: Any) -> None:
-        fields = {field.name: field for field in dataclasses.fields(self)}
-        given = dict(zip(fields, values)) | by_name
-        if len(given) < len(values) + len(by_name) or not given.keys() <= fields.keys():
-            raise TypeError(f"{type(self).__name__} got {values} and {by_name}, allowed: {', '.join(fields)}")
-        for name, field in fields.items():
-            missing = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            vars(self)[name] = given.get(name, missing)
-        self.__post_init__()
-
-    def __post_init__(self) -> None:
-        """Check that the values go together; raises ValueError if they do not."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+    return Option(default, help, choices, alias, component, bounds)
 
 
 _RESERVED = ("group", "options", "prediction", "schedule", "seed")  # attributes of components
@@ -84,45 +74,35 @@ class Component:
     """Base of samplers, weightings, couplings and processes: options are class attributes made by `option`.
 
     A subclass inherits options and may add or redeclare some. A subclass that sets an option to a plain value fixes it:
-    it is an option no longer. Every instance has the values as attributes; `options` holds them together.
+    it is an option no longer. Every instance has the values as attributes.
 
     Attributes:
-        Options: class of the options of this component, made from the declarations.
-        options: the checked options of an instance.
+        options: declared options by attribute name.
     """
 
-    Options: type[Options] = Options
-    options: Any
-    _declared: typing.ClassVar[dict[str, tuple[Any, Any]]] = {}  # type and field of the options of this class alone
+    options: typing.ClassVar[dict[str, Option]] = {}
 
     def __init_subclass__(cls) -> None:
-        hints = vars(cls).get("__annotations__", {})
-        fields = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
-        for name in fields:
+        declared = {name: value for name, value in vars(cls).items() if isinstance(value, Option)}
+        annotations = {name: hint for name, hint in cls.__annotations__.items() if name in declared}
+        namespace = getattr(sys.modules.get(cls.__module__), "__dict__", {})
+        # evaluates types that are texts
+        hints = typing.get_type_hints(SimpleNamespace(__annotations__=annotations), namespace)
+        for name, each in declared.items():
             if name in _RESERVED:
                 raise TypeError(f"{cls.__name__}.{name}: kairos uses this name; rename the option")
             if name not in hints:
                 raise TypeError(f"{cls.__name__}.{name}: an option needs a type, such as {name}: float = option(...)")
-        cls._declared = {name: (hints[name], field) for name, field in fields.items()}
-        options: dict[str, tuple[Any, Any]] = {}
+            each.name, each.type = name, hints[name]
+        cls.options = {}
         for base in reversed(cls.__mro__):
-            declared = vars(base).get("_declared", {})
-            fixed = vars(base).keys() - declared.keys()  # by plain values
-            options = {name: each for name, each in options.items() if name not in fixed} | declared
-        namespace: dict[str, Any] = {name: field for name, (_, field) in options.items()}
-        namespace["__annotations__"] = {name: hint for name, (hint, _) in options.items()}
-        namespace |= {
-            "__module__": cls.__module__,
-            "__qualname__": f"{cls.__qualname__}.Options",
-            "__doc__": cls.__doc__,
-        }
-        namespace["__post_init__"] = lambda options: cls.check(options)
-        cls.Options = type("Options", (Options,), namespace)
-        for name in fields:
-            setattr(cls, name, getattr(cls.Options, name, None))
+            for name, value in vars(base).items():
+                if isinstance(value, Option):
+                    cls.options[name] = value
+                else:
+                    cls.options.pop(name, None)  # fixed by a plain value
 
     def __init__(self, options: Any):
-        self.options = options
         vars(self).update(vars(options))
 
     @staticmethod
@@ -132,11 +112,6 @@ class Component:
     @staticmethod
     def check_process(options: Any, timesteps: int, schedule: str) -> None:
         """Check options against the number of timesteps and the name of a process; raises ValueError."""
-
-
-def public_name(field: dataclasses.Field[Any]) -> str:
-    """Return the name of an option outside of Python."""
-    return field.metadata.get("alias") or field.name
 
 
 def but_name(component: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,26 +135,26 @@ def unknown_key(key: str, allowed: Collection[str], where: str) -> ConfigError:
     return ConfigError(f"{where}: unknown option {key!r}{instead(key, allowed)}")
 
 
-def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build an options class from values; messages begin with `where`.
+def parse(component: type[Component], values: Mapping[str, Any], where: str = "") -> SimpleNamespace:
+    """Return checked options of a component as attributes; messages begin with `where`.
 
     Keys are the public names of options. Options without a key have their defaults.
 
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or is not allowed.
     """
-    fields = {public_name(field): field for field in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    arguments = {}
+    declared = {each.public_name: each for each in component.options.values()}
+    options = {name: copy.copy(each.default) for name, each in component.options.items()}
     for key, value in values.items():
-        if key not in fields:
-            raise unknown_key(key, fields, where)
-        field = fields[key]
-        arguments[field.name] = _checked(value, hints[field.name], field.metadata, f"{where}.{key}")
+        if key not in declared:
+            raise unknown_key(key, declared, where)
+        options[declared[key].name] = _checked(value, declared[key], f"{where}.{key}")
+    checked = SimpleNamespace(**options)
     try:
-        return cls(**arguments)
-    except ValueError as error:  # from __post_init__
+        component.check(checked)
+    except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
+    return checked
 
 
 def meant_number(value: Any) -> str:
@@ -196,30 +171,33 @@ def meant_number(value: Any) -> str:
     return f"; in YAML this is text, write {number}"
 
 
-def dump(options: Any) -> dict[str, Any]:
-    """Return all options of an instance by their public names, defaults included."""
-    return {public_name(field): getattr(options, field.name) for field in dataclasses.fields(options)}
+def dump(component: Any, options: Any = None) -> dict[str, Any]:
+    """Return all options by their public names: the checked `options` of a component class, or those of an instance.
+
+    For a class alone the values are the defaults.
+    """
+    values = component if options is None else options
+    return {each.public_name: getattr(values, name) for name, each in component.options.items()}
 
 
-def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
+def _checked(value: Any, option: Option, where: str) -> Any:
     """Return the value of an option converted to its type; if `component` is a function, return its result.
 
     Raises:
         ConfigError: the value has another type, is out of bounds, or is none of the choices.
     """
-    if callable(metadata.get("component")):
-        return metadata["component"](value, where)
-    choices = metadata.get("choices", ())
-    if str(value) in choices:
+    if callable(option.component):
+        return option.component(value, where)
+    if str(value) in option.choices:
         value = str(value)  # for YAML the name 64 is a number
-    converted = _converted(value, hint)
+    converted = _converted(value, option.type)
     valid = converted is not _INVALID
     if valid and converted is not None:
-        within = (_BOUNDS[name][1](converted, bound) for name, bound in metadata.get("bounds", {}).items())
-        valid = all(within) and (not choices or converted in choices)
+        within = (_BOUNDS[name][1](converted, bound) for name, bound in option.bounds.items())
+        valid = all(within) and (not option.choices or converted in option.choices)
     if not valid:
-        numeric = {int, float} & {hint, *typing.get_args(hint)}
-        raise rejection(where, repr(value), _describe(hint, metadata) + (meant_number(value) if numeric else ""))
+        numeric = {int, float} & {option.type, *typing.get_args(option.type)}
+        raise rejection(where, repr(value), _describe(option) + (meant_number(value) if numeric else ""))
     return converted
 
 
@@ -248,14 +226,14 @@ def _converted(value: Any, hint: Any) -> Any:
     return value if plain and (hint is bool or not isinstance(value, bool)) else _INVALID
 
 
-def _describe(hint: Any, metadata: Mapping[str, Any]) -> str:
+def _describe(option: Option) -> str:
     """Return what an option allows, for messages: ``one of a, b``, or type, bounds and help: ``number > 0 (rate)``."""
-    if metadata.get("choices"):
-        return "one of " + ", ".join(str(choice) for choice in metadata["choices"])
+    if option.choices:
+        return "one of " + ", ".join(str(choice) for choice in option.choices)
     names = {float: "number", int: "integer", str: "text", bool: "true or false", type(None): "null"}
-    members = [m for m in typing.get_args(hint) if m is not Ellipsis] or [hint]
+    members = [m for m in typing.get_args(option.type) if m is not Ellipsis] or [option.type]
     text = " or ".join(names.get(member, str(member)) for member in members)
-    if typing.get_origin(hint) in (tuple, list):
+    if typing.get_origin(option.type) in (tuple, list):
         text = f"list of {text}"
-    bounds = [f"{_BOUNDS[name][0]} {bound:g}" for name, bound in metadata.get("bounds", {}).items()]
-    return text + (" " + " and ".join(bounds) if bounds else "") + f" ({metadata['help']})"
+    bounds = [f"{_BOUNDS[name][0]} {bound:g}" for name, bound in option.bounds.items()]
+    return text + (" " + " and ".join(bounds) if bounds else "") + f" ({option.help})"

@@ -16,7 +16,7 @@ from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, bisect, sigmoid
-from kairos_timesteps.options import Options, dump, instead, option, parse
+from kairos_timesteps.options import Component, dump, instead, option, parse
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
 from kairos_timesteps.randomness import Device
 
@@ -73,11 +73,11 @@ def preset(name: str, **options: Any) -> "Preset":
     if name not in _ROWS:
         raise ConfigError(f"unknown preset {name!r}{instead(str(name), _ROWS)}")
     row = _ROWS[name]
-    # an options class with a field for each option of the row; `parse` checks names, types and bounds by such a class
+    # a class with the options of the row, by which `parse` checks names, types and bounds
     hints = {key: list[float] if isinstance(value, list) else float for key, value in row.options.items()}
     fields = {key: option(value, row.help, **BOUNDS.get(key, {"gt": 0})) for key, value in row.options.items()}
-    declared = type("PresetOptions", (Options,), {"__annotations__": hints, "__module__": __name__, **fields})
-    return Preset(name, dump(parse(declared, options, f"preset {name}")))
+    declared = type("PresetOptions", (Component,), {"__annotations__": hints, "__module__": __name__, **fields})
+    return Preset(name, dump(declared, parse(declared, options, f"preset {name}")))
 
 
 class Preset:

@@ -35,7 +35,6 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # what the two halves of the key grow by every round
 _TRIES = 7  # candidates for a Gamma variate: none is accepted with probability below 0.05**7 = 8e-10
 _AHEAD, _SMALL = 16, 2**14  # steps that are drawn at a time, where a step needs no more words than this
-_CHUNK = 2**16  # keys of a permutation made at a time
 _FAILED: list[Exception] = []  # of Triton in this process: its kernels are not tried again
 _KEYS: dict[tuple[int, str], Sequence[Any]] = {}  # of streams: for torch, and for numpy, what each finds fastest
 
@@ -103,17 +102,6 @@ class Stream:
         log_gamma = (d.log() + log_v.gather(-1, first))[..., 0] + log_u[..., -1] / alpha  # (*axes, n count, 2)
         # not sigmoid, whose last bit depends on a number's place in the batch
         return (1 / (1 + (log_gamma[..., 1] - log_gamma[..., 0]).exp())).view(*axes, len(a), *shape)
-
-    def permutation(self, count: int, epoch: int = 0) -> Tensor:
-        """Return a permutation of 0 ... count - 1, int64 (count,) on the CPU: the order of random 64-bit keys.
-
-        The key of each number is drawn from the stream with the epoch as `step` and the number as `index`.
-        """
-        keys = torch.empty(count, dtype=torch.int64)
-        for start in range(0, count, _CHUNK):
-            words = self.words(epoch, range(start, min(start + _CHUNK, count)), 2)
-            keys[start : start + _CHUNK] = (words[:, 0] << 32) + words[:, 1]
-        return keys.argsort(stable=True)
 
 
 def philox(counter: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, ...]:

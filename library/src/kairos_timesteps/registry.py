@@ -1,14 +1,10 @@
 """Named components: a dictionary from a name to a component and its options.
 
-An entry is either a class that a decorator registers, or names its code as ``"module:attribute"``. Looking a name up,
-checking options and listing what exists import nothing heavy. The code fingerprint of a run covers the components that
-the run uses and no others.
+Decorators register component classes. The registries here are empty until `kairos_timesteps.components`, which exports
+them, has imported the modules of all components.
 """
 
-import importlib
 import re
-import threading
-from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,11 +13,6 @@ from kairos_timesteps import options as _options
 from kairos_timesteps.errors import ConfigError, demand
 
 C = TypeVar("C", bound=type[_options.Component])
-_IMPORTING = threading.RLock()  # the modules of a registry may read registries while they are imported
-
-
-class NoOptions(_options.Options):
-    """Options of a component that has none."""
 
 
 @dataclass(frozen=True)
@@ -29,30 +20,24 @@ class Entry:
     """A named component.
 
     Attributes:
-        options: class of its options.
-        code: ``module:attribute``.
+        component: the class.
         help: one line on what it is.
         facts: properties that its kind of component declares.
-        component: the class, if a decorator registered it; None: `load` imports it.
     """
 
-    options: type[_options.Options]
-    code: str
+    component: Any
     help: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    component: Any = None
 
     @property
     def module(self) -> str:
-        """The module that contains the code."""
-        return self.code.split(":")[0]
+        """The module that contains the class."""
+        return str(self.component.__module__)
 
-    def load(self) -> Any:
-        """Import the component's code and return it."""
-        if self.component is not None:
-            return self.component
-        module, attribute = self.code.split(":")
-        return getattr(importlib.import_module(module), attribute)
+    @property
+    def code(self) -> str:
+        """The class as ``module:Name``."""
+        return f"{self.module}:{self.component.__qualname__}"
 
 
 def split(component: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -60,91 +45,47 @@ def split(component: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return component["name"], _options.but_name(component)
 
 
-class Registry(UserDict[str, Entry]):
-    """All components of one kind by name.
+class Registry(dict[str, Entry]):
+    """All components of one kind by name, in the order of their registration.
 
     Args:
         kind: such as ``sampler``.
-        modules: modules whose import registers components; they are imported when the registry is first read.
     """
 
-    def __init__(self, kind: str, *modules: str):
+    def __init__(self, kind: str):
+        super().__init__()
         self.kind = kind
         self.unavailable: dict[str, str] = {}  # names that are known and not available, with the reason
-        self._entries: dict[str, Entry] = {}
-        self._modules = modules  # not imported yet
-        self._is_complete = not modules
 
-    @property
-    def data(self) -> dict[str, Entry]:  # type: ignore[override]  # UserDict has an attribute
-        """All entries, in the order of their modules, after importing these; other threads wait for the imports."""
-        if not self._is_complete:
-            with _IMPORTING:
-                self._import_modules()
-        return self._entries
-
-    def _import_modules(self) -> None:
-        """Import the modules that register components, and sort the entries by module."""
-        # none remain for a module that reads this registry while it is imported here
-        modules, self._modules = self._modules, ()
-        for module in modules:
-            importlib.import_module(module)
-        if modules:
-            order = {module: number for number, module in enumerate(modules)}
-            ordered = sorted(self._entries.items(), key=lambda item: order.get(item[1].module, len(order)))
-            self._entries = dict(ordered)
-            self._is_complete = True
-
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]  # dictionaries have no hash
         return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Registry":
         """Return this registry: a copy would miss the components that are registered later."""
         return self
 
-    def add(
-        self, name: str, code: str, options: type[_options.Options] = NoOptions, help: str = "", **facts: Any
-    ) -> None:
-        """Register a component by the import path of its code, which is called as ``code(options, ...)``.
-
-        Raises:
-            ConfigError: the name is no word of letters, digits and underscores, or another component has it.
-        """
-        self._demand_word(name)
-        self._set(name, Entry(options, code, help, facts))
-
     def register(self, name: str, help: str = "", **facts: Any) -> Callable[[C], C]:
         """Register a `Component` class: a decorator.
 
         Raises:
-            ConfigError: the name is no word of letters, digits and underscores, or another component has it.
+            ConfigError: the name is no word of letters, digits and underscores, another component has it, or the
+                decorated object is no `Component` class.
         """
-        self._demand_word(name)
-
-        def decorate(component: C) -> C:
-            code = f"{component.__module__}:{component.__qualname__}"
-            self._set(name, Entry(component.Options, code, help, facts, component))
-            return component
-
-        return decorate
-
-    def _demand_word(self, name: str) -> None:
-        """Raise ConfigError unless a name is a word of letters, digits and underscores."""
         valid = isinstance(name, str) and re.fullmatch(r"\w+", name)
         demand(valid, f"{self.kind}: name", repr(name), "a text of letters, digits and underscores")
 
-    def _set(self, name: str, entry: Entry) -> None:
-        """Set the entry of a name that is free, or whose component has the code of `entry`.
+        def decorate(component: C) -> C:
+            is_component = isinstance(component, type) and issubclass(component, _options.Component)
+            allowed = "a class that derives from kairos_timesteps.options.Component"
+            demand(is_component, f"{self.kind} {name}", getattr(component, "__name__", component), allowed)
+            entry, taken = Entry(component, help, facts), self.get(name)
+            # a notebook cell or a module that is executed again registers its components again
+            if taken is not None and taken.code != entry.code:
+                raise ConfigError(f"{self.kind} {name}: {taken.code} has this name; choose another for {entry.code}")
+            self[name] = entry
+            return component
 
-        A notebook cell or a module that is executed again registers its components again.
-
-        Raises:
-            ConfigError: another component has the name.
-        """
-        taken = self._entries.get(name)
-        if taken is not None and taken.code != entry.code:
-            raise ConfigError(f"{self.kind} {name}: {taken.code} has this name; choose another for {entry.code}")
-        self._entries[name] = entry
+        return decorate
 
     def entry(self, name: str, where: str = "") -> Entry:
         """Return the entry of a name.
@@ -161,8 +102,19 @@ class Registry(UserDict[str, Entry]):
 
     def parse(self, name: str, values: Mapping[str, Any] | None = None, where: str = "") -> Any:
         """Return the checked options of component `name`."""
-        return _options.parse(self.entry(name, where).options, values or {}, where or f"{self.kind} {name}")
+        return _options.parse(self.entry(name, where).component, values or {}, where or f"{self.kind} {name}")
 
     def build(self, name: str, values: Mapping[str, Any] | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """Check the options, import the code and call it with the options and the further arguments."""
-        return self.entry(name).load()(self.parse(name, values), *arguments, **keywords)
+        """Check the options, and construct the component from them and the further arguments."""
+        return self.entry(name).component(self.parse(name, values), *arguments, **keywords)
+
+
+SAMPLERS = Registry("sampler")
+WEIGHTINGS = Registry("weighting")
+COUPLINGS = Registry("coupling")
+PROCESSES = Registry("process")
+
+sampler = SAMPLERS.register
+weighting = WEIGHTINGS.register
+coupling = COUPLINGS.register
+process = PROCESSES.register

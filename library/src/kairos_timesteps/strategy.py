@@ -135,7 +135,7 @@ class Strategy:
         self._learns = isinstance(self.sampler, Learned) or isinstance(self.weighting, Learned)
         self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
         self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
-        if not self.sampler.required_context(self.sampler.options):
+        if not self.sampler.requires_context:
             finite = np.isfinite(self.weighting.weights()[self.sampler.probabilities() > 0]).all()
             if not finite:
                 raise ConfigError(
@@ -305,7 +305,7 @@ class Strategy:
         if self._learns and torch.is_grad_enabled():  # validation losses are not learned from
             others = [each for each in self._micro_batches if each.draw is not draw]
             self._micro_batches = [*others, _MicroBatch(draw, errors.detach(), mask)]
-        if type(self.weighting).apply is Weighting.apply:
+        if self.weighting.is_factor:
             return draw.weights * errors  # the product of both weights is computed ahead, with the timesteps
         return self.weighting.apply(errors, draw.fixed_weights, draw.importance, draw.fractions)
 
@@ -338,9 +338,8 @@ class Strategy:
             autocast: context that the network is called in.
 
         Raises:
-            ConfigError: the sampler measures the network and there is none, conditions do not match the images, or
-                images of micro-batches have different shapes.
-            ValueError: the sampler follows losses and `loss` was not called.
+            ConfigError: the network or the losses that the sampler needs are missing, conditions do not match the
+                images, or images of micro-batches have different shapes.
         """
         if not isinstance(draw, Draw):
             draws = draw

@@ -61,7 +61,7 @@ def blocks(name: str) -> list[str]:
 
 def measures(name: str) -> bool:
     """Return True if a strategy measures the network."""
-    return issubclass(SAMPLERS[name.partition("+")[0]].load(), MeasuresNetwork)
+    return issubclass(SAMPLERS[name.partition("+")[0]].component, MeasuresNetwork)
 
 
 def with_strategy(code: str, name: str) -> str:

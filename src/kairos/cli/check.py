@@ -225,7 +225,7 @@ def _describe_value(value: Any, registry: Registry | None, all_options: bool) ->
         return "null"
     if registry is None or not isinstance(value, dict) or "name" not in value:  # no component
         return str(value)
-    defaults = dump(registry.entry(value["name"]).options())
+    defaults = dump(registry.entry(value["name"]).component)
     return _describe_options(value["name"], but_name(value), defaults, registry, all_options)
 
 

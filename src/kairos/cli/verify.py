@@ -47,10 +47,9 @@ def _verify_training_run(folder: Path) -> None:
         KairosError: the training run is not complete.
         DamagedError: a file is missing or damaged.
     """
-    from kairos.files import open_record, sha256_file
+    from kairos.files import DamagedError, open_record, sha256_file
     from kairos.milestones import check_milestone
     from kairos.training.checkpoint import component_hashes, read
-    from kairos_timesteps.errors import DamagedError
 
     record = open_record(folder, "train", "training.json")
     checkpoint = folder / "checkpoint.pt"

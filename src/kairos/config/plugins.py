@@ -84,8 +84,6 @@ def _load(file: str) -> None:
     if earlier_plugin is None and name in sys.modules:  # another plugin file has imported this one
         _plugins[name] = _Plugin(path, text)
         return
-    for registry in _REGISTRIES.values():
-        len(registry)  # reading it registers the components of the library first, which keep their names
     forget(name)  # components of the earlier content
     _plugins[name] = _Plugin(path, text)  # `_execute` removes it if the import fails
     _execute(file, text, spec)

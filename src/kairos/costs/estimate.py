@@ -12,7 +12,7 @@ from kairos.costs.dataset_size import DatasetSize, Shape, find_dataset_size
 from kairos.costs.network import NetworkCost, count_network_cost
 from kairos.costs.step_rate import StepRate
 from kairos.costs.storage import estimate_memory, estimate_storage
-from kairos.forward_process import build_process
+from kairos.forward_process import build_process, output_channels
 from kairos.workflow.layout import Layout
 from kairos.workflow.rules import gpus_per_job
 from kairos_timesteps.base import Cost
@@ -145,9 +145,8 @@ def estimate_cost(
     microbatch = min(training.microbatch or images_per_process, images_per_process)
     microbatches = math.ceil(images_per_process / microbatch)
     # positional, because `count_network` may use the arguments as a key
-    network = count_network(
-        experiment.model, data.x0_shape, data.conditions, microbatch, training.precision, process.channels(channels)
-    )
+    outputs = output_channels(process, channels)
+    network = count_network(experiment.model, data.x0_shape, data.conditions, microbatch, training.precision, outputs)
     forward_flops = network.forward_flops / microbatch  # operations for one image
     training_flops = (network.forward_flops + network.backward_flops) / microbatch  # for one image
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
+from kairos.files import DamagedError
 from kairos.threads import read_all
-from kairos_timesteps.errors import DamagedError, KairosError
+from kairos_timesteps.errors import KairosError
 
 
 class ArrayFile:

@@ -3,7 +3,7 @@
 Each epoch is a random permutation of the N training images, and steps cut the sequence of epochs into batches. Sample i
 of step k is at position q = k · size + i of the sequence. Its image in the data set is::
 
-    latents.train[Stream(seed, "order").permutation(N, epoch=q // N)[q % N]]
+    latents.train[random_order(Stream(seed, "order"), N, epoch=q // N)[q % N]]
 
 So the order depends on seed and N, and not on method, batch size or number of ranks. No random state is stored: a
 resumed run draws the batches from the step in its checkpoint on.
@@ -26,6 +26,7 @@ from torch import Tensor
 from kairos import conditions as conditioning
 from kairos.data.augment import augment_images
 from kairos.data.latents import Latents
+from kairos.data.random_order import random_order
 from kairos.shapes import Images
 from kairos_timesteps.randomness import Stream
 
@@ -222,4 +223,4 @@ class PackedTensors:
 @functools.lru_cache(maxsize=4)
 def _image_order_of_epoch(seed: int, epoch: int, count: int) -> Any:
     """Return the random order of the `count` training images in an epoch, int64 (count,); the last four are cached."""
-    return Stream(seed, "order").permutation(count, epoch).numpy()
+    return random_order(Stream(seed, "order"), count, epoch).numpy()

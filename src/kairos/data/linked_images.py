@@ -21,8 +21,9 @@ from kairos.data.arrays import ArrayFile, create_array, open_array, row_indices
 from kairos.data.decode import to_pixels
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
+from kairos.files import DamagedError
 from kairos.threads import count_job_threads, map_in_order
-from kairos_timesteps.errors import DamagedError, KairosError
+from kairos_timesteps.errors import KairosError
 
 TEMPORARY_COPY = ".tmp-pixels.npy"  # file in the data set's folder, with a name that DVC ignores
 _COPIES_IN_FREE_SPACE = 10  # a temporary copy is created if this many copies fit in the free space

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from kairos.data.arrays import ArrayFile, create_array
-from kairos.files import read_json, sha256_file, sha256_json, sync_to_disk, write_json
+from kairos.files import DamagedError, read_json, sha256_file, sha256_json, sync_to_disk, write_json
 from kairos.progress import Progress, log
-from kairos_timesteps.errors import DamagedError
 
 PARTIAL = ".partial"  # name of the private folder
 _SAVE_SECONDS = 2.0  # least time between two records of the progress

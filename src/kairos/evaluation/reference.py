@@ -23,6 +23,7 @@ from kairos.autoencoders.codec import Codec, load_codec
 from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
 from kairos.data.latents import Latents, open_latents
 from kairos.data.linked_images import delete_temporary_copy
+from kairos.data.random_order import random_order
 from kairos.evaluation import external_reference, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.measurements import iterate_rows, measure
@@ -399,7 +400,7 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
     """
     dimension = int(np.prod(latents.shape))
     fitted_count = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
-    order = Stream(seed, "gaussian images").permutation(len(latents.train))
+    order = random_order(Stream(seed, "gaussian images"), len(latents.train))
     selected = latents.train[order[:fitted_count].sort().values.numpy()]  # sorted: read in the order of the file
     batches = []
     for indices in iterate_rows(selected, range(fitted_count)):

@@ -15,6 +15,7 @@ import torch
 
 from kairos import compute
 from kairos.data.latents import Latents
+from kairos.data.random_order import random_order
 from kairos.evaluation.settings import LossSettings
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import ValidationLoss, spread_over
@@ -112,7 +113,7 @@ def build_fixed_loss(
         device: device of the network.
         options: further arguments of `ValidationLoss`.
     """
-    order = Stream(settings.seed, "validation images").permutation(len(latents.heldout))
+    order = random_order(Stream(settings.seed, "validation images"), len(latents.heldout))
     indices = latents.heldout[order[: settings.images].numpy()]
     latent_noise = Stream(settings.seed, "validation latents").normal(0, range(len(indices)), latents.shape)
     images = latents.load_x0(indices, noise=latent_noise)

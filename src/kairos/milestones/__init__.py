@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kairos.diffusion import DiffusionConfig
 from kairos.files import atomic_folder, check_files, hash_folder, open_record, sha256_json, write_json, write_text
-from kairos.forward_process import build_process
+from kairos.forward_process import build_process, output_channels
 from kairos.section import check
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.diffusion.processes import Process
@@ -189,6 +189,6 @@ def open_milestone(folder: Path, weights: str = "ema", device: "torch.device | s
         BACKBONES.select(config["model"]),
         shape=(channels, height, width),
         conditions=record["conditions"],
-        outputs=process.channels(channels),  # twice `channels` with a learned variance
+        outputs=output_channels(process, channels),
     )
     return Snapshot(model=model.to(device), process=process, record=record, diffusion=diffusion, config=config)

@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
 
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES
 
 DPI = 160  # resolution of PNG files
 # colours of texts and lines, of secondary texts and lines, and of the band of methods without a look
@@ -239,7 +239,7 @@ def time_axis_settings(process: str) -> dict[str, Any]:
 
     The scale is ``log`` for processes whose time is a noise level, else ``linear``.
     """
-    symbol = PROCESSES.entry(process).load().time_symbol
+    symbol = PROCESSES.entry(process).component.time_symbol
     if symbol != "t":  # a noise level, such as sigma
         return {"xlabel": f"{symbol} (small: almost clean)", "xscale": "log"}
     quantity = "timestep" if process == "discrete" else "time"

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kairos.files import atomic
-from kairos_timesteps.errors import DamagedError
+from kairos.files import DamagedError, atomic
 
 _MAGIC = "kairos-checkpoint 1"  # begins every file: name and version of the format
 _LONGEST_HEADER = 200  # bytes; a file that is not a checkpoint may lack a newline

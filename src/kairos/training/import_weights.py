@@ -9,13 +9,13 @@ import torch
 from kairos import models
 from kairos.data.latents import open_latents
 from kairos.files import open_record, sha256_file, sha256_json
-from kairos.forward_process import build_process, scheduler_config
+from kairos.forward_process import build_process, output_channels, scheduler_config
 from kairos.milestones import write_milestone
 from kairos.models.published_weights import read_published
 from kairos.training.provenance import build_provenance, library_versions
 from kairos.training.settings import RunSettings
+from kairos_timesteps import Strategy
 from kairos_timesteps.errors import ConfigError, KairosError
-from kairos_timesteps.strategy import Strategy
 
 
 def _learned_variance(schedule: str = "linear") -> dict[str, Any]:
@@ -123,8 +123,7 @@ def import_weights(
 
     # model with the published weights
     process = build_process(run.diffusion.process, run.diffusion.prediction, sources["sigma_data"])
-    output_channels = process.channels(shape[0])
-    model = models.build(run.model, shape, descriptions, output_channels)
+    model = models.build(run.model, shape, descriptions, output_channels(process, shape[0]))
     averaged_weights = _load_published(model, file)  # the model itself receives the raw weights
 
     # record

@@ -25,12 +25,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kairos.files import link_file, link_tree, read_json, read_lines, sha256_bytes, try_lock, write_json, write_text
+from kairos.files import (
+    DamagedError,
+    link_file,
+    link_tree,
+    read_json,
+    read_lines,
+    sha256_bytes,
+    try_lock,
+    write_json,
+    write_text,
+)
 from kairos.milestones import check_milestone, step_name
 from kairos.progress import log
 from kairos.training import checkpoint
 from kairos.training.provenance import library_versions
-from kairos_timesteps.errors import DamagedError, KairosError
+from kairos_timesteps.errors import KairosError
 
 # fields of a line of metrics.jsonl with their meaning; loss terms and probes add fields under their names
 METRICS_FIELDS = {

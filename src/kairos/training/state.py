@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from kairos import models
 from kairos.data.batches import Batches
 from kairos.data.latents import Latents
-from kairos.forward_process import build_process
+from kairos.forward_process import build_process, output_channels
 from kairos.milestones import load_start_weights
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
 from kairos.training.settings import RunSettings
-from kairos_timesteps import distributed
+from kairos_timesteps import Strategy, distributed
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import derived_seed
-from kairos_timesteps.strategy import Strategy
 
 
 class MicroBatch(NamedTuple):
@@ -148,8 +147,8 @@ class TrainingState:
         latents = self.latents
         with torch.random.fork_rng(devices=[]):  # restores torch's CPU generator afterwards
             torch.default_generator.manual_seed(derived_seed(self.seed, "weights"))
-            output_channels = self.process.channels(latents.shape[0])
-            model = models.build(self.run.model, latents.shape, latents.condition_kinds, output_channels)
+            channels = output_channels(self.process, latents.shape[0])
+            model = models.build(self.run.model, latents.shape, latents.condition_kinds, channels)
         if self.settings.start_from:
             model.load_weights(load_start_weights(Path(self.settings.start_from), model.weights()))
         model = model.to(self.device, self.dtype)

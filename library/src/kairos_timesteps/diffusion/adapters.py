@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Edm, Flow, Process
-from kairos_timesteps.diffusion.registries import PROCESSES
-from kairos_timesteps.diffusion.schedule import CONTINUOUS, PREDICTIONS, SCHEDULES, NoiseSchedule
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.diffusion.schedule import CONTINUOUS, PREDICTIONS, SCHEDULES, NoiseSchedule, make_schedule
+from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.numeric import Array
+from kairos_timesteps.registry import PROCESSES
 
 _PREDICTIONS = {prediction_type: prediction for prediction, prediction_type in DIFFUSERS.items()}
 
@@ -29,18 +29,16 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
     Raises:
         ConfigError: `process` or `prediction` is none of these.
     """
-    if prediction not in PREDICTIONS:
-        raise ConfigError(f"prediction: got {prediction!r}, allowed: {', '.join(PREDICTIONS)}")
+    demand(prediction in PREDICTIONS, "prediction", repr(prediction), ", ".join(PREDICTIONS))
     if isinstance(process, Process) or (hasattr(process, "times") and hasattr(process, "schedule")):
         look_alike: Process = process  # users may pass a process that derives from no class of kairos
         return look_alike
     if isinstance(process, str):
         if process in CONTINUOUS:
-            continuous: Process = PROCESSES[process].load()(prediction=prediction)
+            continuous: Process = PROCESSES[process].component(prediction=prediction)
             return continuous
-        if process not in SCHEDULES:
-            raise ConfigError(f"schedule: got {process!r}, allowed: {', '.join((*SCHEDULES, *CONTINUOUS))}")
-        return Discrete(Discrete.Options(timesteps=timesteps, schedule_name=process), prediction)
+        demand(process in SCHEDULES, "schedule", repr(process), ", ".join((*SCHEDULES, *CONTINUOUS)))
+        return Discrete(make_schedule(process, timesteps), prediction)
     if isinstance(process, NoiseSchedule):
         return Discrete(process, prediction)
     config = getattr(process, "config", None)

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kairos_timesteps.diffusion.registries import process
 from kairos_timesteps.diffusion.schedule import (
     CELLS,
     ENDS,
@@ -26,10 +25,11 @@ from kairos_timesteps.diffusion.schedule import (
     NoiseSchedule,
     make_schedule,
 )
-from kairos_timesteps.errors import ConfigError, demand
+from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Tables, Values
 from kairos_timesteps.options import Component, option, parse
+from kairos_timesteps.registry import process
 
 DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
 
@@ -78,7 +78,7 @@ class Process(Component):
 
     def __init__(self, options: Any = None, prediction: str = "epsilon", **options_by_name: Any):
         where = f"process {type(self).__name__.lower()}"
-        super().__init__(options or parse(self.Options, {**self.outside, **options_by_name}, where))
+        super().__init__(options or parse(type(self), {**self.outside, **options_by_name}, where))
         self.prediction = self.prediction or prediction
 
     @overload
@@ -120,10 +120,6 @@ class Process(Component):
         if x0.is_cuda and x0.dtype == noise.dtype:
             return torch.addcmul(s * noise, a, x0)  # two kernels, and one rounding less
         return (a * x0 + s * noise).to(x0.dtype)
-
-    def channels(self, channels: int) -> int:
-        """Return the number of the network's output channels for images with `channels` channels."""
-        return channels
 
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the network's prediction at t, all its channels; preconditioned processes scale input and output."""
@@ -209,10 +205,6 @@ class Discrete(Process):
     def _time_input(self, t: Tensor, x_t: Tensor) -> Tensor:
         return t + self.first_index  # an index, which networks embed in float32
 
-    def channels(self, channels: int) -> int:
-        """Return the number of the network's output channels: with a learned variance, twice the image's."""
-        return channels * (2 if self.schedule.variance == "learned_range" else 1)
-
     def _shaped_coefficients(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return both coefficients in the shape and type of `like`, by one lookup."""
         key = t.device, like.dtype
@@ -257,7 +249,7 @@ class Edm(Process):
     def __init__(self, options: Any = None, prediction: str = "", **options_by_name: Any):
         super().__init__(options, prediction, **options_by_name)
         if self.sigma_data is None:
-            raise ConfigError("sigma_data: got null, allowed: the standard deviation of the data, > 0")
+            raise rejection("sigma_data", "null", "the standard deviation of the data, > 0")
         self._data, self._ratio = self.sigma_data, self.sigma_max / self.sigma_min
 
     @staticmethod

@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kairos_timesteps.errors import ConfigError, demand
+from kairos_timesteps.errors import ConfigError, demand, rejection
 from kairos_timesteps.lazy import Tensor
 from kairos_timesteps.numeric import Array as Array
 from kairos_timesteps.numeric import Values, integers
@@ -148,7 +148,7 @@ def make_schedule(
         f = np.cos((u + 0.008) / 1.008 * np.pi / 2) ** 2
         betas = 1 - f[1:] / f[:-1]
     else:
-        raise ConfigError(f"schedule: got {schedule!r}, allowed: {', '.join(SCHEDULES)}")
+        raise rejection("schedule", repr(schedule), ", ".join(SCHEDULES))
     result = NoiseSchedule(np.minimum(betas, 0.999), variance, schedule)
     if result.alphas_cumprod[-1] > 5e-3:  # that of latent diffusion ends at 4.7e-3
         warnings.warn(
@@ -172,7 +172,7 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
     """Return the timestep, a real number, from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (theorem 1).
 
     Raises:
-        ValueError: the schedule is not linear; the closed form holds for linear schedules alone.
+        ConfigError: the schedule is not linear; the closed form holds for linear schedules alone.
     """
     timesteps = schedule.timesteps
     check_convergence(None, r, timesteps, schedule.name)
@@ -187,7 +187,7 @@ def start_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedu
     The magnitude r has priority over tau.
 
     Raises:
-        ValueError: the timestep is not in 1 ... T - 1, or r is given and the schedule is not linear.
+        ConfigError: the timestep is not in 1 ... T - 1, or r is given and the schedule is not linear.
     """
     timesteps = schedule.timesteps
     if r is not None:
@@ -199,12 +199,12 @@ def start_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedu
 
 
 def check_convergence(tau: int | None, r: float | None, timesteps: int, schedule: str) -> None:
-    """Reject tau unless timesteps lie before and after it, and r unless the schedule is linear; raises ValueError."""
+    """Reject tau unless timesteps lie before and after it, and r unless the schedule is linear; raises ConfigError."""
     demand(tau is None or 0 < tau < timesteps, "tau", tau, f"1 to T - 1 = {timesteps - 1}")
     demand(r is None or schedule == "linear", "r", f"{r} with schedule {schedule}", "schedule linear, or give tau")
 
 
 def check_published_form(tau: int | None, timesteps: int, schedule: str) -> None:
-    """Reject continuous processes: SpeeD's public code is defined by increments of discrete ones; raises ValueError."""
+    """Reject continuous processes: SpeeD's public code is defined for discrete ones; raises ConfigError."""
     demand(schedule not in CONTINUOUS, "process", schedule, "discrete, as in the public code")
     check_convergence(tau, None, timesteps, schedule)

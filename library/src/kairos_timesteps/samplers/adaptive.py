@@ -23,7 +23,6 @@ import numpy as np
 
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Cost, MeasuresNetwork, Observation, Sampler
-from kairos_timesteps.components import sampler
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ConfigError, DivergedError, demand
@@ -32,6 +31,7 @@ from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Values, on_device
 from kairos_timesteps.options import option
 from kairos_timesteps.randomness import derived_seed
+from kairos_timesteps.registry import sampler
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
 _INITIAL = math.log1p(math.exp(0.5)) + 1e-5  # a and b of a new policy: softplus of its last bias
@@ -55,7 +55,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         least_rows: rows of the queue before S is selected from it; with fewer every F-statistic is 0.
 
     Raises:
-        ValueError: the feature vector has more timesteps than the process, or fewer than are selected from it.
+        ConfigError: the feature vector has more timesteps than the process, or fewer than are selected from it.
     """
 
     frequency: int = option(40, "f_S: model steps between policy updates", ge=1)

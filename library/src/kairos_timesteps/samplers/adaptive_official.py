@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from kairos_timesteps.components import sampler
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option
+from kairos_timesteps.registry import sampler
 from kairos_timesteps.samplers.adaptive import Adaptive, select_timesteps
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import FixedDensity
-from kairos_timesteps.components import SAMPLERS, sampler
 from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
-from kairos_timesteps.errors import ConfigError, ValueRejected, demand, rejection
+from kairos_timesteps.errors import ValueRejected, demand, rejection
 from kairos_timesteps.lazy import torch
 from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, same_kind, spline
-from kairos_timesteps.options import but_name, dump, option
-from kairos_timesteps.registry import split
+from kairos_timesteps.options import but_name, dump, option, parse
+from kairos_timesteps.registry import SAMPLERS, sampler, split
 
 
 def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
@@ -39,16 +38,17 @@ def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
         raise rejection(where, repr(value), "a sampler's name, or its name and options")
     missing = [key for key in extra if key not in component]
     demand(not missing, f"{where}.{', '.join(missing)}", "nothing", "one for each component")
-    if not issubclass(SAMPLERS.entry(component["name"], where).load(), FixedDensity):
+    sampler_class = SAMPLERS.entry(component["name"], where).component
+    if not issubclass(sampler_class, FixedDensity):
         raise rejection(f"{where}.name", component["name"], "samplers of a fixed density")
     given = {key: value for key, value in but_name(dict(component)).items() if key not in extra}
-    options = SAMPLERS.parse(component["name"], given, where)
+    options = parse(sampler_class, given, where)
     demand(not options.importance, f"{where}.importance", "true", "false; set it for the whole sampler")
     allowed = "random; the whole sampler has points, its components do not"
     demand(options.points == "random", f"{where}.points", options.points, allowed)
     in_turn = getattr(options, "in_turn", False)
     demand(not in_turn, f"{where}.in_turn", "true", "false; a component is drawn at random")
-    return {"name": component["name"], **dump(options), **{key: component[key] for key in extra}}
+    return {"name": component["name"], **dump(sampler_class, options), **{key: component[key] for key in extra}}
 
 
 def density_option() -> Any:
@@ -91,36 +91,52 @@ def components_option(key: str, kind: type, first: Any, meaning: str) -> Any:
     return option([{"name": "uniform", key: first}], help, component=check)
 
 
-def _split(component: Mapping[str, Any], extra: str = "") -> tuple[str, dict[str, Any]]:
-    """Return name and options of a component, without the key `extra`."""
-    return split({key: value for key, value in component.items() if key != extra})
+class Composed(FixedDensity):
+    """Base of samplers made of other densities, `components`, which keep their own floors.
+
+    Draws need the context of this sampler and of the components.
+    """
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.components: list[FixedDensity] = [
+            SAMPLERS.build(name, values, schedule, seed) for name, values in self.declared_components(options)
+        ]
+        inner = [name for component in self.components for name in component.context_names]
+        self.context_names = tuple(dict.fromkeys([*self.context_names, *inner]))
+
+    @classmethod
+    def declared_components(cls, options: Any) -> list[tuple[str, dict[str, Any]]]:
+        """Return names and options of the components."""
+        raise NotImplementedError
+
+    @classmethod
+    def required_context(cls, options: Any) -> set[str]:
+        """Return the context that the components require."""
+        required: set[str] = set()
+        for name, values in cls.declared_components(options):
+            required |= SAMPLERS[name].component.required_context(SAMPLERS.parse(name, values))
+        return required
+
+    def check_context(self, context: Mapping[str, Any]) -> None:
+        """Check the context of the components."""
+        for component in self.components:
+            component.check_context(context)
 
 
-def _required_context(component: Mapping[str, Any], extra: str = "") -> set[str]:
-    """Return the context that a component requires, given by its name and options."""
-    name, values = _split(component, extra)
-    sampler_class: type[FixedDensity] = SAMPLERS[name].load()
-    return sampler_class.required_context(SAMPLERS.parse(name, values))
-
-
-class Transformed(FixedDensity):
-    """Base of samplers that transform one density, `base`. The inner density keeps its own floor."""
+class Transformed(Composed):
+    """Base of samplers that transform one density, `base`."""
 
     density: Any = density_option()
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.base: FixedDensity = SAMPLERS.build(*split(self.density), schedule, seed)
-        self.context_names = (*self.context_names, *self.base.context_names)
+        (self.base,) = self.components
 
     @classmethod
-    def required_context(cls, options: Any) -> set[str]:
-        """Return the context that the density requires."""
-        return _required_context(options.density)
-
-    def check_context(self, context: Mapping[str, Any]) -> None:
-        """Check the context of the density."""
-        self.base.check_context(context)
+    def declared_components(cls, options: Any) -> list[tuple[str, dict[str, Any]]]:
+        """Return name and options of the density."""
+        return [split(options.density)]
 
     def uniforms(self, coordinates: RandomCoordinates) -> Any:
         """Return uniform numbers of this sampler, or of `base` if `base` is a mixture with ``per: batch``."""
@@ -157,7 +173,7 @@ class Range(Transformed):
     q\left(\frac{u - \mathrm{low}}{\mathrm{high} - \mathrm{low}}\right)$$
 
     Raises:
-        ValueError: the density has no mass in the interval.
+        ConfigError: the density has no mass in the interval.
     """
 
     low: float = option(0.0, "t/T where the interval begins", ge=0, lt=1)
@@ -166,10 +182,10 @@ class Range(Transformed):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        if self.cut and not self.required_context(options):
+        if self.cut and not self.requires_context:
             first, last = self.base.cdf_with_floor(np.array([self.low, self.high]))
-            if not last > first:
-                raise ValueError(f"low and high: got {self.low:g} and {self.high:g}, where the density has no mass")
+            allowed = "an interval where the density has mass"
+            demand(last > first, "low and high", f"{self.low:g} and {self.high:g}", allowed)
 
     @staticmethod
     def check(options: Any) -> None:
@@ -264,8 +280,8 @@ class Shift(Transformed):
         if self.law == "constant":
             return self.alpha
         tokens = required("tokens", tokens, "shift")
-        if isinstance(tokens, (int, float)) and not tokens > 0:
-            raise ConfigError(f"shift: tokens: got {tokens}, allowed: a number above 0")
+        if isinstance(tokens, (int, float)):
+            demand(tokens > 0, "shift: tokens", tokens, "a number above 0")
         if self.law == "root":
             alpha = self.alpha * (tokens / self.last) ** 0.5
             return max(alpha, self.low) if isinstance(alpha, float) else alpha.clip(self.low, None)
@@ -287,8 +303,8 @@ class Shift(Transformed):
         return v
 
 
-class Combined(FixedDensity):
-    """Base of samplers that combine several densities, `components`, each with a share of the draws.
+class Combined(Composed):
+    """Base of samplers that combine several densities, each with a share of the draws.
 
     A uniform number picks the component by cumulative share and, rescaled to [0, 1) within it, draws from it. Even
     points are therefore even within every component.
@@ -300,20 +316,12 @@ class Combined(FixedDensity):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.components = [SAMPLERS.build(*_split(part, self.key), schedule, seed) for part in self.parts]
         self.values = [component[self.key] for component in self.parts]
-        inner = [name for component in self.components for name in component.context_names]
-        self.context_names = tuple(dict.fromkeys([*self.context_names, *inner]))
 
     @classmethod
-    def required_context(cls, options: Any) -> set[str]:
-        """Return the context that the components require."""
-        return set().union(*(_required_context(component, cls.key) for component in options.parts))
-
-    def check_context(self, context: Mapping[str, Any]) -> None:
-        """Check the context of the components."""
-        for component in self.components:
-            component.check_context(context)
+    def declared_components(cls, options: Any) -> list[tuple[str, dict[str, Any]]]:
+        """Return names and options of the components, without the key of the class."""
+        return [split({key: value for key, value in part.items() if key != cls.key}) for part in options.parts]
 
     def shares(self, **context: Any) -> list[Any]:
         """Return the share of each component: numbers, or tensors that broadcast with draws; they sum to 1."""
@@ -507,18 +515,18 @@ def evaluate_table(options: Any, positions: Array) -> Array:
     of equal cells, or as evenly spread knots of straight lines or of a spline. A file has priority over the values.
 
     Raises:
-        ValueError: there are too few numbers, none is above 0, or some are below 0 or not finite.
+        ConfigError: there are too few numbers, none is above 0, or some are below 0 or not finite.
     """
     values = np.asarray(options.values, np.float64)
     if options.file:
         try:
             values = np.loadtxt(Path(options.file), delimiter=",", ndmin=1).ravel()
         except (OSError, ValueError) as error:
-            raise ValueError(f"file: got {options.file}, allowed: a file of numbers ({error})") from None
+            raise rejection("file", options.file, f"a file of numbers ({error})") from None
     least = 1 if options.between == "cells" else 2
-    if len(values) < least or not np.isfinite(values).all() or values.min() < 0 or values.max() <= 0:
-        got = f"{len(values)} numbers from {min(values, default=0):g} to {max(values, default=0):g}"
-        raise ValueError(f"values: got {got}, allowed: {least} or more, none below 0 and one above")
+    valid = len(values) >= least and np.isfinite(values).all() and values.min() >= 0 and values.max() > 0
+    got = f"{len(values)} numbers from {min(values, default=0):g} to {max(values, default=0):g}"
+    demand(valid, "values", got, f"{least} or more, none below 0 and one above")
     if options.between == "cells":
         return np.asarray(values[(positions * len(values)).astype(np.int64).clip(0, len(values) - 1)])
     if options.between == "lines":
@@ -538,8 +546,8 @@ class Listed(FixedDensity):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        if not self.times or min(self.times) < 0 or max(self.times) > 1:
-            raise ValueError(f"times: got {self.times}, allowed: one or more numbers from 0 to 1")
+        valid = self.times and min(self.times) >= 0 and max(self.times) <= 1
+        demand(valid, "times", self.times, "one or more numbers from 0 to 1")
         self._times = np.minimum(np.sort(self.times), 1 - 2**-53)
 
     @staticmethod

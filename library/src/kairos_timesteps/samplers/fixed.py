@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import FixedDensity
-from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ValueRejected, demand
 from kairos_timesteps.incomplete_beta import beta_cdf
@@ -25,6 +24,7 @@ from kairos_timesteps.numeric import (
     sigmoid,
 )
 from kairos_timesteps.options import option
+from kairos_timesteps.registry import sampler
 
 
 @sampler("uniform", "uniform over all timesteps (DDPM), or a range of them")
@@ -34,7 +34,7 @@ class Uniform(FixedDensity):
     $$p(t) = \frac{1}{\mathrm{end} - \mathrm{start}}, \qquad \mathrm{start} \le t < \mathrm{end}$$
 
     Raises:
-        ValueError: the range does not fit the process.
+        ConfigError: the range does not fit the process.
     """
 
     start: int = option(0, "first timestep drawn", ge=0)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import Cost, MeasuresNetwork, Observation, Sampler, TableDensity
-from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
-from kairos_timesteps.options import option
+from kairos_timesteps.options import option, parse
+from kairos_timesteps.registry import sampler
 from kairos_timesteps.samplers.fixed import Uniform
 from kairos_timesteps.samplers.log_snr import LogSnr
 
@@ -43,10 +43,10 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0, prior: Sampler | None = None):
         super().__init__(options, schedule, seed)
-        self.bins = min(self.bins, schedule.timesteps)
-        self.prior = prior or Uniform(Uniform.Options(), schedule)
+        self.bin_count = min(self.bins, schedule.timesteps)
+        self.prior = prior or Uniform(parse(Uniform, {}), schedule)
         self.set_masses(self.prior.masses())
-        self._values = np.zeros(self.bins)
+        self._values = np.zeros(self.bin_count)
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -76,7 +76,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
             return
         edged = np.concatenate([self._values[:1], self._values, self._values[-1:]])
         smooth = (edged[:-2] + 2 * edged[1:-1] + edged[2:]) / 4
-        centres = (np.arange(self.bins) + 0.5) / self.bins
+        centres = (np.arange(self.bin_count) + 0.5) / self.bin_count
         shares = self.prior.cdf((np.arange(self.schedule.timesteps) + 0.5) / self.schedule.timesteps)
         masses = self.relative_masses(np.interp(shares, centres, smooth)) * self.prior.masses()
         self.set_masses(masses if masses.sum() > 0 else self.prior.masses())
@@ -86,17 +86,17 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
 
         Images repeat if the batch has fewer. Fractions are random quantiles of the prior within their bin.
         """
-        coordinates, count = observation.coordinates, self.bins * per_bin
+        coordinates, count = observation.coordinates, self.bin_count * per_bin
         size = coordinates.batch_size
         start = coordinates.stream("measured images").integers(coordinates.step, size, range(1))
-        index = ((start + torch.arange(count)) % size).view(per_bin, self.bins).T
-        inside = coordinates.stream("measured times").uniform(coordinates.step, range(self.bins), (per_bin,))
-        return index, self.prior.quantile((torch.arange(self.bins)[:, None] + inside) / self.bins)
+        index = ((start + torch.arange(count)) % size).view(per_bin, self.bin_count).T
+        inside = coordinates.stream("measured times").uniform(coordinates.step, range(self.bin_count), (per_bin,))
+        return index, self.prior.quantile((torch.arange(self.bin_count)[:, None] + inside) / self.bin_count)
 
     def signs(self, observation: Observation, per_bin: int) -> Tensor:
         """Return random signs divided by their number, (bins, per_bin)."""
         coordinates = observation.coordinates
-        bits = coordinates.stream("measured signs").integers(coordinates.step, 2, range(self.bins), (per_bin,))
+        bits = coordinates.stream("measured signs").integers(coordinates.step, 2, range(self.bin_count), (per_bin,))
         return (2.0 * bits - 1) / per_bin
 
     def squared_norms(self, observation: Observation, factors: Tensor, roots: list[Tensor] | None = None) -> Array:
@@ -122,11 +122,11 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
 
     def per_bin(self, batch: int) -> int:
         """Return the number of samples of a bin: `samples`, or a global batch in all."""
-        return int(self.samples or max(2, round(batch / self.bins)))
+        return int(self.samples or max(2, round(batch / self.bin_count)))
 
     def cost(self, batch: int, channels: int) -> Cost:
         """Return the cost of a measurement in every bin, every `frequency` steps."""
-        return Cost(gradient=self.gradients * self.bins * self.per_bin(batch) / self.frequency)
+        return Cost(gradient=self.gradients * self.bin_count * self.per_bin(batch) / self.frequency)
 
 
 @sampler("gradient_norm", "kairos: least noise of uniform's gradient")
@@ -173,7 +173,7 @@ class Auto(GradientNorm):
     points = "systematic"
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        prior = LogSnr(LogSnr.Options(law="secant", scale=1.0), schedule)
+        prior = LogSnr(parse(LogSnr, {"law": "secant", "scale": 1.0}), schedule)
         super().__init__(options, schedule, seed, prior)
 
     def relative_masses(self, values: Array) -> Array:
@@ -199,7 +199,7 @@ class GradientVariance(FollowsGradients):
         """Measure mean ||g||² less ||mean g||², times m/(m - 1), which is unbiased."""
         count = self.per_bin(observation.coordinates.batch_size)
         second = count * self.squared_norms(observation, self.signs(observation, count))
-        mean = self.squared_norms(observation, torch.full((self.bins, count), 1 / count))
+        mean = self.squared_norms(observation, torch.full((self.bin_count, count), 1 / count))
         return (second - mean) * count / (count - 1)
 
 
@@ -231,16 +231,16 @@ class FirstOrder(FollowsGradients):
         ones = torch.full((half,), 1 / half)
         targets = []
         for number, part in enumerate(halves):
-            factors = ones.repeat(self.bins) / self.bins
+            factors = ones.repeat(self.bin_count) / self.bin_count
             images, times = index[:, part].flatten(), fractions[:, part].flatten()
             gradient = observation.meter.gradient(images, times, f"measured target {number}", factors)
             targets.append([each.mul_(d).flatten() for each, d in zip(gradient, metric)])
         inner_products = []
-        for k in range(self.bins):
+        for k in range(self.bin_count):
             for number, part in enumerate(halves):
                 noise = f"measurement {k} {number}"
                 gradient = observation.meter.gradient(index[k, part], fractions[k, part], noise, ones)
                 products = [torch.dot(g.flatten(), h) for g, h in zip(gradient, targets[1 - number])]
                 inner_products.append(torch.stack(products).double().sum())
-        by_half: Array = torch.stack(inner_products).cpu().numpy().reshape(self.bins, 2)  # one synchronisation
+        by_half: Array = torch.stack(inner_products).cpu().numpy().reshape(self.bin_count, 2)  # one synchronisation
         return by_half[:, 0] + by_half[:, 1]

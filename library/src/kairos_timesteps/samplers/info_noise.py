@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import Observation
-from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import on_device
-from kairos_timesteps.options import option
+from kairos_timesteps.options import option, parse
+from kairos_timesteps.registry import sampler
 from kairos_timesteps.samplers.log_snr import EdmLogNormal
 from kairos_timesteps.samplers.losses import FollowsErrors, neighbours
 
@@ -74,7 +74,7 @@ class InfoNoise(FollowsErrors):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        prior = EdmLogNormal.Options(mean=self.prior_mean, std=self.prior_std)
+        prior = parse(EdmLogNormal, {"mean": self.prior_mean, "std": self.prior_std})
         self.set_masses(EdmLogNormal(prior, schedule).masses())
         self._sums = torch.zeros(2, self.bins, dtype=torch.float64)  # of new errors of v, and of their number
         self._means = torch.zeros(self.bins, dtype=torch.float64)  # errors of v

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import FixedDensity, TableDensity
-from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.numeric import Values, bisect, logit, namespace, normal_cdf, normal_quantile, sigmoid
 from kairos_timesteps.options import option
+from kairos_timesteps.registry import sampler
 
 
 def _laplace_cdf(x: Values) -> Values:

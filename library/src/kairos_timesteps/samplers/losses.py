@@ -12,11 +12,12 @@ import numpy as np
 
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned, Observation, TableDensity
-from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
+from kairos_timesteps.errors import rejection
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Tables, on_device
 from kairos_timesteps.options import option
+from kairos_timesteps.registry import sampler
 
 
 class FollowsLosses(Learned, TableDensity):
@@ -41,12 +42,11 @@ class FollowsLosses(Learned, TableDensity):
         The state moves to the device of the losses.
 
         Raises:
-            ValueError: `Strategy.loss` was not called in the step.
+            ConfigError: `Strategy.loss` was not called in the step.
         """
         if observation.losses is None:
-            raise ValueError(
-                f"{type(self).__name__}: observe needs the step's losses; call strategy.loss(draw, errors) before"
-            )
+            allowed = "the step's losses; call strategy.loss(draw, errors) before"
+            raise rejection(f"{type(self).__name__}: observe", "no losses", allowed)
         losses = self.followed_losses(observation).double()
         is_numpy_state = isinstance(self._masses, np.ndarray)  # before the first step after a start or a resume
         for name in self.kept:

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import FixedDensity, TableDensity
-from kairos_timesteps.components import sampler
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import (
     NoiseSchedule,
@@ -16,7 +15,8 @@ from kairos_timesteps.diffusion.schedule import (
 from kairos_timesteps.errors import demand
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Values, namespace, same_kind
-from kairos_timesteps.options import option
+from kairos_timesteps.options import option, parse
+from kairos_timesteps.registry import sampler
 
 
 @sampler("speed", "SpeeD, eq. 6: k times more often before tau")
@@ -29,7 +29,7 @@ class Speed(FixedDensity):
     exceeds r.
 
     Raises:
-        ValueError: tau is not before the end of the process.
+        ConfigError: tau is not before the end of the process.
     """
 
     k: float = option(5.0, "how much more often timesteps before tau are drawn", gt=0)
@@ -38,8 +38,7 @@ class Speed(FixedDensity):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.tau = start_of_convergence(options.tau, options.r, schedule)
-        self._edge = self.tau / schedule.timesteps
+        self._edge = start_of_convergence(options.tau, options.r, schedule) / schedule.timesteps
         self._total = self.k * self._edge + (1 - self._edge)
 
     @staticmethod
@@ -80,7 +79,7 @@ class Reflected(TableDensity, FixedDensity):
         self.m = meaningful_steps(schedule)
         t = np.arange(schedule.timesteps)
         self._reflection = np.where(t < self.m, self.m - t, t - self.m).clip(0, schedule.timesteps - 1)
-        self._half = TableDensity(TableDensity.Options(), schedule, seed)
+        self._half = TableDensity(parse(TableDensity, {}), schedule, seed)
         self._half.set_masses(self.half_masses())
         self.set_masses(self.masses())
 
@@ -144,8 +143,8 @@ class SpeedOfficial(Reflected):
 
     def half_masses(self) -> Array:
         """Return k before tau, 1 from tau on, (T,)."""
-        self.tau = start_of_convergence(self.options.tau, None, self.schedule)
-        return np.where(np.arange(self.schedule.timesteps) < self.tau, self.k, 1.0)
+        tau = start_of_convergence(self.tau, None, self.schedule)
+        return np.where(np.arange(self.schedule.timesteps) < tau, self.k, 1.0)
 
 
 @sampler("speed_v1", "SpeeD's first public code: tanh threshold, reflected")

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import Weighting
-from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import (
     NoiseSchedule,
     check_published_form,
@@ -14,6 +13,7 @@ from kairos_timesteps.diffusion.schedule import (
 )
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option
+from kairos_timesteps.registry import weighting
 
 
 @weighting("change_aware", "SpeeD, section 2.4")

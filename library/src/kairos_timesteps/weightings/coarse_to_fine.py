@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import Learned, Observation
-from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.lazy import torch
 from kairos_timesteps.numeric import Values, interp, namespace
+from kairos_timesteps.options import parse
+from kairos_timesteps.registry import weighting
 from kairos_timesteps.samplers.losses import ErrorOfEpsilon
 from kairos_timesteps.weightings.fixed import AutoWeighting
 
@@ -37,7 +38,7 @@ class CoarseToFine(Learned, AutoWeighting):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         super().__init__(options, schedule, prediction)
-        self._errors = ErrorOfEpsilon(ErrorOfEpsilon.Options(decay=0.99, frequency=_EVERY), schedule)
+        self._errors = ErrorOfEpsilon(parse(ErrorOfEpsilon, {"decay": 0.99, "frequency": _EVERY}), schedule)
         self._share = np.ones(schedule.timesteps)  # c of every timestep
 
     def formula(self, snr: Values) -> Values:

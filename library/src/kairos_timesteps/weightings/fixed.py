@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps.base import Weighting
-from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import demand
 from kairos_timesteps.lazy import Tensor
 from kairos_timesteps.numeric import Array, Values, interp, namespace, sigmoid
 from kairos_timesteps.options import option
+from kairos_timesteps.registry import weighting
 from kairos_timesteps.samplers.combined import evaluate_table
 
 
@@ -322,7 +322,7 @@ class TableWeighting(Weighting):
     $$w(t) = f(t / T), \qquad f \text{ through the numbers}$$
 
     Raises:
-        ValueError: there are no numbers, or they are not finite, below 0 or all 0.
+        ConfigError: there are no numbers, or they are not finite, below 0 or all 0.
     """
 
     values: list[float] = option([1.0, 1.0], "weights, t/T from 0 to 1")

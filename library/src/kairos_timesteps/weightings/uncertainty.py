@@ -7,12 +7,12 @@ import numpy as np
 
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned, Observation, Weighting
-from kairos_timesteps.components import WEIGHTINGS, weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option
 from kairos_timesteps.randomness import Stream
+from kairos_timesteps.registry import WEIGHTINGS, weighting
 
 if TYPE_CHECKING:
     from kairos_timesteps.diffusion.processes import Process

@@ -7,7 +7,7 @@ from kairos.cli.strategies.show import build_process_with_warnings
 from kairos.increments import AREAS, PROCESSES, Increments, increments
 from kairos.library_components import LibraryComponent
 from kairos.strategy_file import strategy_csv
-from kairos_timesteps.diffusion.registries import PROCESSES as FORWARD_PROCESSES
+from kairos_timesteps.components import PROCESSES as FORWARD_PROCESSES
 
 _TABLE_COLUMNS = {  # header by attribute of `Increments`
     "mean": "mean / x0",

@@ -23,7 +23,7 @@ COMBINATIONS = {
     "edm_log_normal+edm2": "EDM2 (Karras et al. 2024), with --process edm",
 }
 
-_SHARED_OPTIONS = options.dump(FixedDensity.Options())  # options of every fixed sampler
+_SHARED_OPTIONS = options.dump(FixedDensity)  # options of every fixed sampler
 _WIDTH = 118  # columns of name and text
 
 
@@ -73,8 +73,8 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
     """
     for name, entry in registry.items():
         yield name, entry.help
-        omitted = _SHARED_OPTIONS if issubclass(entry.load(), FixedDensity) else {}
-        defaults = options.dump(entry.options())
+        omitted = _SHARED_OPTIONS if issubclass(entry.component, FixedDensity) else {}
+        defaults = options.dump(entry.component)
         yield "", describe_options({option: value for option, value in defaults.items() if option not in omitted})
 
 

@@ -16,13 +16,12 @@ from kairos.cli.strategies.show import (
     build_strategy_view,
     parse_strategy,
 )
-from kairos.files import read_json, sha256_file
+from kairos.files import DamagedError, read_json, sha256_file
 from kairos.forward_process import with_sigma_data
 from kairos.library_components import LibraryComponent
 from kairos.strategy_file import parse_strategy_csv
-from kairos_timesteps.components import SAMPLERS
-from kairos_timesteps.diffusion.registries import PROCESSES
-from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from kairos_timesteps.components import PROCESSES, SAMPLERS
+from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.lookup import parse_name
 from kairos_timesteps.options import but_name
 
@@ -147,7 +146,7 @@ def _view_of_checkpoint(
         KairosError: the checkpoint contains the state of another strategy, or the density differs between images.
     """
     from kairos.config.plugins import load_plugins
-    from kairos_timesteps.strategy import Strategy
+    from kairos_timesteps import Strategy
 
     if record is not None:
         load_plugins(record["config"].get("plugins", []))
@@ -201,4 +200,4 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
 
 def _is_per_image(sampler: str) -> bool:
     """Return True if the density of the sampler with a name differs between images; False for an unknown name."""
-    return sampler in SAMPLERS and SAMPLERS[sampler].load().per_image
+    return sampler in SAMPLERS and SAMPLERS[sampler].component.per_image

@@ -16,9 +16,8 @@ from kairos.forward_process import build_process, select_prediction, with_sigma_
 from kairos.library_components import LibraryComponent
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.base import Learned, Sampler
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import PROCESSES, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.processes import Process
-from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.lookup import build_pair, parse_name, table
@@ -238,7 +237,7 @@ def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[di
         ConfigError: the sampler requires a property that `context` does not contain.
     """
     provided = {*context, "progress", "step"}  # progress and step follow from option --progress
-    missing = sorted(sampler.required_context(sampler.options) - provided)
+    missing = sorted(sampler.requires_context - provided)
     if missing:
         examples = [f"--context {key}={4096 if key == 'tokens' else 1}" for key in missing]
         raise ConfigError(f"{name} depends on {', '.join(missing)} of a sample; add {', '.join(examples)}")
@@ -334,7 +333,7 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
             an unknown option, the message lists the options that exist.
     """
     registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "process": PROCESSES}
-    defaults = {part: dump(registries[part].entry(name).options()) for part, name in names.items()}
+    defaults = {part: dump(registries[part].entry(name).component) for part, name in names.items()}
     full_names = [f"{part}.{option}" for part in names for option in defaults[part]]  # such as sampler.k
     values: dict[str, dict[str, Any]] = {part: {} for part in names}
     for setting in settings:
@@ -405,8 +404,8 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
     notes = [*curriculum_notes, *context_notes, *_state_notes(sampler, weighting)]
     with np.errstate(all="ignore"):  # `find_faults` reports what is not finite
         columns = table(sampler, weighting, **properties, **curriculum)
-    sampler_settings = {"name": sampler_name, **dump(sampler.options)}  # defaults included
-    weighting_settings = {"name": weighting_name, **dump(weighting.options)}
+    sampler_settings = {"name": sampler_name, **dump(sampler)}  # defaults included
+    weighting_settings = {"name": weighting_name, **dump(weighting)}
     return build_strategy_view(sampler_settings, weighting_settings, diffusion, columns, tuple(notes))
 
 
@@ -472,7 +471,7 @@ def _render_table(views: list[View]) -> str:
     # header
     first = views[0]
     is_discrete = first.process == "discrete"
-    header = ["timesteps" if is_discrete else PROCESSES[first.process].load().time_symbol]
+    header = ["timesteps" if is_discrete else PROCESSES[first.process].component.time_symbol]
     for quantity in ("mass of p", "mean w", "share of p*w"):
         header.append(quantity)
         if len(views) > 1:

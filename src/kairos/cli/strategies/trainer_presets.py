@@ -19,7 +19,7 @@ from kairos.cli.strategies.show import (
 )
 from kairos.forward_process import select_prediction
 from kairos.library_components import LibraryComponent
-from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.components import PROCESSES
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE, Row
 

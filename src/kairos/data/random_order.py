@@ -1,0 +1,20 @@
+"""Random permutations as functions of seed, purpose and epoch."""
+
+import torch
+from torch import Tensor
+
+from kairos_timesteps.randomness import Stream
+
+_CHUNK = 2**16  # keys made at a time
+
+
+def random_order(stream: Stream, count: int, epoch: int = 0) -> Tensor:
+    """Return a permutation of 0 ... count - 1, int64 (count,) on the CPU: the order of random 64-bit keys.
+
+    The key of each number is drawn from the stream with the epoch as `step` and the number as `index`.
+    """
+    keys = torch.empty(count, dtype=torch.int64)
+    for start in range(0, count, _CHUNK):
+        words = stream.words(epoch, range(start, min(start + _CHUNK, count)), 2)
+        keys[start : start + _CHUNK] = (words[:, 0] << 32) + words[:, 1]
+    return keys.argsort(stable=True)
