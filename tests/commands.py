@@ -1,5 +1,6 @@
 """Kairos commands in separate processes, without the seconds that imports take: see `Commands`."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -60,6 +61,7 @@ class Commands:
         Returns:
             The exit status of each rank.
         """
+        self._send({"import": "torch._dynamo"})  # which DistributedDataParallel would import in each rank
         group = {"WORLD_SIZE": str(len(logs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         ranks = [self.start(line, log, RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank, log in enumerate(logs)]
         return [self.wait(rank) for rank in ranks]
@@ -110,6 +112,9 @@ def serve() -> None:
         order = json.loads(line)
         if "wait" in order:
             answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
+        elif "import" in order:
+            importlib.import_module(order["import"])
+            answer = 0
         else:
             answer = os.fork()
             if answer == 0:
