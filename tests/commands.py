@@ -1,5 +1,6 @@
 """Kairos commands in separate processes, without the seconds that imports take: see `Commands`."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -60,9 +61,14 @@ class Commands:
         Returns:
             The exit status of each rank.
         """
+        self.preload("torch._dynamo")  # which DistributedDataParallel would import in each rank
         group = {"WORLD_SIZE": str(len(logs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         ranks = [self.start(line, log, RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank, log in enumerate(logs)]
         return [self.wait(rank) for rank in ranks]
+
+    def preload(self, module: str) -> None:
+        """Import a module in the process that forks, so that no command has to."""
+        self._send({"import": module})
 
     def _send(self, order: dict) -> int:
         """Send an order to the process that forks, which starts with the first order; returns its answer."""
@@ -110,6 +116,9 @@ def serve() -> None:
         order = json.loads(line)
         if "wait" in order:
             answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
+        elif "import" in order:
+            importlib.import_module(order["import"])
+            answer = 0
         else:
             answer = os.fork()
             if answer == 0:

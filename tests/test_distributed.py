@@ -260,7 +260,8 @@ def test_incompatible_settings_are_rejected(settings, message):
 
 
 @pytest.mark.long
-def test_dropout_does_not_depend_on_the_number_of_processes(folder, tmp_path, two_ranks):
+def test_dropout_does_not_depend_on_the_number_of_processes(folder, tmp_path, commands, two_ranks):
+    commands.preload("kairos.models.unet")  # imports diffusers
     unet = {"name": "unet", "channels": 8, "multipliers": [1], "blocks": 1, "norm_groups": 4, "dropout": 0.3}
     outs = []
     for processes in (1, 2):
@@ -270,7 +271,7 @@ def test_dropout_does_not_depend_on_the_number_of_processes(folder, tmp_path, tw
         outs.append(tmp_path / str(processes))
         command = train_command(config, "uniform", outs[-1], folder / "latents")
         if processes == 1:  # in a new process, since other tests have changed the settings of torch in this one
-            subprocess.run(command, check=True)
+            assert commands.run(command, tmp_path / "log") == 0, (tmp_path / "log").read_text()
         else:
             two_ranks(command)
     states = [checkpoint.read(out / "checkpoint.pt") for out in outs]
