@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -114,11 +115,14 @@ def test_an_import_that_is_killed_is_completed_by_the_next_import(tree, monkeypa
 
     config, results = tree
     out = results / "tracking.json"
+    MlflowClient(tracking_uri="sqlite:///empty.db").search_experiments()  # creates the tables, which takes a second
+    shutil.copy("empty.db", "whole.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///whole.db")
     track(load(config), results, out)
     calls = [("log_artifact", 6), ("log_inputs", 2), ("log_batch", 2), ("set_terminated", 1), ("set_tag", 1)]
     for method, count in calls:
         database = f"killed_{method}.db"
+        shutil.copy("empty.db", database)
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
         child = os.fork()
         if child == 0:

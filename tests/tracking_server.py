@@ -103,7 +103,10 @@ def points(database: Path, name: str) -> list[tuple]:
 
 
 class Proxy:
-    """TCP proxy in front of a server: it forwards all data after `delay` seconds, or drops them if `delay` is None."""
+    """TCP proxy in front of a server: it forwards all data after `delay` seconds, or drops them if `delay` is None.
+
+    After `close` it refuses connections, as the address of a server that has ended does.
+    """
 
     def __init__(self, port: int):
         self.delay: float | None = 0.0
@@ -115,14 +118,29 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
-            client, _ = self.listener.accept()
-            self.connections += 1
-            self.clients.append(client)
-            if self.delay is not None:
-                server = socket.create_connection(self.behind)
-                for ends in ((client, server), (server, client)):
-                    threading.Thread(target=self._forward, args=ends, daemon=True).start()
+        with contextlib.suppress(OSError):  # the listener is closed
+            while True:
+                client, _ = self.listener.accept()
+                self.connections += 1
+                self.clients.append(client)
+                if self.delay is not None:
+                    self._connect(client)
+
+    def _connect(self, client: socket.socket) -> None:
+        try:
+            server = socket.create_connection(self.behind)
+        except OSError:  # there is no server now
+            client.close()
+            return
+        for ends in ((client, server), (server, client)):
+            threading.Thread(target=self._forward, args=ends, daemon=True).start()
+
+    def close(self) -> None:
+        """Close the address and all connections."""
+        for end in (self.listener, *self.clients):
+            with contextlib.suppress(OSError):  # closed by the other end
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
 
     def _forward(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -3,8 +3,8 @@
 A metric returns columns: a dictionary from column name to number. Module `settings` lists the measurements that each
 metric needs.
 
-Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory.
-torch-fidelity computes KID and Inception score.
+Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory, and KID
+because the import of torch-fidelity takes longer. torch-fidelity computes the Inception score.
 """
 
 import functools
@@ -36,6 +36,7 @@ from kairos_timesteps.errors import KairosError
 CACHE = Path(".kairos/cache")
 ROWS = 1024  # feature vectors processed at a time
 SPLIT = 5000  # consecutive images in a split of the Inception score, as in ADM's evaluator
+_KID_SEED = 2020  # torch-fidelity's default
 MAX_STORED = 10_000  # feature vectors to store, the number of images in ADM's reference for precision and recall
 
 # names of the arrays of mean and covariance in npz files, by layer
@@ -227,30 +228,38 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
 
     The kernel is (gamma x·y + 1)³. For Inception, gamma is the published 1/d. Features of an extractor that kairos
     trains have an arbitrary scale. For them gamma is 1 / mean |x|² of the real features, which makes the distance
-    independent of the scale. At most `MAX_STORED` evenly spread samples and real images are used. torch-fidelity draws
-    the subsets by a fixed seed. There is no column if a subset would have fewer than two images.
+    independent of the scale. At most `MAX_STORED` evenly spread samples and real images are used. The subsets are those
+    of torch-fidelity, drawn by a fixed seed. There is no column if a subset would have fewer than two images.
     """
     assert statistics.features is not None
-    from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric  # its import takes a second
-
-    real = torch.from_numpy(comparison.real.features).double()
-    samples = torch.from_numpy(statistics.features[indices_to_store(len(statistics.features))]).double()
-    subset_size = min(options.subset_size, len(samples) // 2, len(real) // 2)
-    if subset_size < 2:
+    real = comparison.real.features.astype(np.float64)
+    samples = statistics.features[indices_to_store(len(statistics.features))].astype(np.float64)
+    size = min(options.subset_size, len(samples) // 2, len(real) // 2)
+    if size < 2:
         return {}
     if comparison.distance_column == "fid":  # the column of Inception alone
-        gamma = None  # torch-fidelity's default, 1/d
+        gamma = 1 / real.shape[1]
     else:
-        gamma = 1 / float(real.square().sum(1).mean())
-    result = kid_features_to_metric(
-        samples,
-        real,
-        kid_subsets=options.subsets,
-        kid_subset_size=subset_size,
-        kid_kernel_poly_gamma=gamma,
-        verbose=False,
-    )
-    return {"kid": result[KEY_METRIC_KID_MEAN]}
+        gamma = 1 / float(torch.from_numpy(real).square().sum(1).mean())
+    random = np.random.RandomState(_KID_SEED)
+    distances = []
+    for _ in range(options.subsets):
+        x = samples[random.choice(len(samples), size, replace=False)]
+        y = real[random.choice(len(real), size, replace=False)]
+        within = _sum_over_pairs(_kernel(x, x, gamma)) + _sum_over_pairs(_kernel(y, y, gamma))
+        between = _kernel(x, y, gamma).sum(axis=0).sum()
+        distances.append(within / (size * (size - 1)) - 2 * between / (size * size))
+    return {"kid": float(np.mean(distances))}
+
+
+def _kernel(x: NDArray[np.float64], y: NDArray[np.float64], gamma: float) -> NDArray[np.float64]:
+    """Return the polynomial kernel of KID (n, m) of feature vectors (n, d) and (m, d)."""
+    return np.asarray((x @ y.T * gamma + 1) ** 3)
+
+
+def _sum_over_pairs(kernel: NDArray[np.float64]) -> float:
+    """Return the sum of a kernel (n, n) over the pairs of different vectors, without its diagonal."""
+    return float((kernel.sum(axis=1) - np.diagonal(kernel)).sum())
 
 
 def isc(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:

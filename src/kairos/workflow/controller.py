@@ -223,8 +223,9 @@ def starts(workflow: Any, layout: Layout) -> None:
 
     The process ends with a message and status 2 if another run works on the results, if the file system has no locks,
     or for ``--executor slurm``. The lock lasts until this process ends. Snakemake is changed to hash each input of a
-    finished job once. If ``--touch`` is set, no training run is marked, marks stay, and Snakemake does not pause for
-    each job. Signals are handled here, and the fork server started, only if this process runs the jobs itself.
+    finished job once. If ``--touch`` is set, no training run is marked, marks stay, Snakemake does not pause for each
+    job, and no fork server is started. Signals are handled here, and the fork server started, only if this process runs
+    the jobs itself.
 
     Raises:
         DamagedError: see `_mark_trainings_to_start_over`.
@@ -240,6 +241,7 @@ def starts(workflow: Any, layout: Layout) -> None:
         _mark_trainings_to_start_over(workflow, Path(layout.results))
     if workflow.local_exec:
         _end_on_signals(workflow.scheduler)
+    if workflow.local_exec and not workflow.touch:
         stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]  # rule train_2: stage train
         fork_server.start_server(layout.config_file, layout.experiment.training.threads, stages)
 
