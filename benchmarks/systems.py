@@ -182,7 +182,8 @@ def main() -> int:
     begun, rows, names = time.monotonic(), [], a.names or list(SYSTEMS)
     run_system = partial(run, steps=a.steps, out=a.out, methods=a.methods)
     with ProcessPoolExecutor(a.processes, get_context("spawn")) as pool:
-        apply = map if len(names) == 1 else pool.map  # one system needs no second process, which would import torch again
+        # one system needs no second process, which would import torch again
+        apply = map if len(names) == 1 else pool.map
         for rows_of_system in apply(run_system, names):
             for row in rows_of_system:
                 rows.append(row)

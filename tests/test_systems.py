@@ -1,7 +1,6 @@
 """Tests of the systems of both papers: their files, published sizes, and training of small versions."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import systems as benchmark
