@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
 
 
 def main() -> int:
-    """Run the systems in parallel, one process each, and write results/systems.csv."""
+    """Run the systems in parallel, one process each, or one system in this process; write results/systems.csv."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SYSTEMS)}; default: all")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
@@ -178,10 +179,13 @@ def main() -> int:
     a = parser.parse_args()
     if unknown := set(a.names) - set(SYSTEMS):
         parser.error(f"unknown system {', '.join(sorted(unknown))}")
-    begun, rows = time.monotonic(), []
+    begun, rows, names = time.monotonic(), [], a.names or list(SYSTEMS)
+    run_system = partial(run, steps=a.steps, out=a.out, methods=a.methods)
     with ProcessPoolExecutor(a.processes, get_context("spawn")) as pool:
-        for job in [pool.submit(run, name, a.steps, a.out, a.methods) for name in a.names or SYSTEMS]:
-            for row in job.result():
+        # one system needs no second process, which would import torch again
+        apply = map if len(names) == 1 else pool.map
+        for rows_of_system in apply(run_system, names):
+            for row in rows_of_system:
                 rows.append(row)
                 print(
                     {key: row[key] for key in ("system", "method", "loss_before", "loss_after", "seconds")}, flush=True

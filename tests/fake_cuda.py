@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,9 +97,10 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function.namespace == "prim":  # such as the device of a tensor: most calls
+            return function(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        on_device = any(tensor.is_cuda for tensor in tensors)
+        on_device = any(map(_is_on_device, leaves))
         name = function.__name__.split(".")[0]
         if function.namespace == "c10d":
             self.record.collectives.append(f"{name} in {caller()}")
@@ -114,7 +115,7 @@ class _Mode(TorchDispatchMode):
             self.record.synchronisations.append(f"value read in {caller()}")
             with unset_fake_temporarily():
                 return True if name in ("is_nonzero", "equal") else torch.ones((), dtype=args[0].dtype).item()
-        if name in _INDEXING and any(not t.is_cuda for t in tree_leaves(args[1])):
+        if name in _INDEXING and not all(map(_is_on_device, tree_leaves(args[1]))):
             self.record.synchronisations.append(f"index copied to the device in {caller()}")
         if function in _COPIES:
             return self._copy(function, args, kwargs)
@@ -124,16 +125,21 @@ class _Mode(TorchDispatchMode):
         """Copy a tensor between host and device with `function`."""
         in_place = function is torch.ops.aten.copy_.default
         source = args[1] if in_place else args[0]
-        to_device = args[0].is_cuda if in_place else kwargs.get("device", source.device).type == "cuda"
-        if source.is_cuda and not to_device:
+        to_device = _is_on_device(args[0]) if in_place else kwargs.get("device", source.device).type == "cuda"
+        if _is_on_device(source) and not to_device:
             self.record.synchronisations.append(f"copy to the host in {caller()}")
             with unset_fake_temporarily():
                 values = torch.ones(source.shape, dtype=kwargs.get("dtype", source.dtype))
                 return args[0].copy_(values) if in_place else values
         asynchronous = kwargs.get("non_blocking", False) or (in_place and len(args) > 2 and args[2])
-        if not source.is_cuda and not (asynchronous and source.untyped_storage()._cdata in self.pinned):
+        if not _is_on_device(source) and not (asynchronous and source.untyped_storage()._cdata in self.pinned):
             self.record.synchronisations.append(f"copy to the device in {caller()}")
         return function(*args, **kwargs)
+
+
+def _is_on_device(value: Any) -> bool:
+    """Return True for a tensor on the device; `Tensor.is_cuda` would be a further operation of the fake mode."""
+    return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
 
 
 def count_kernels(function: Any, args: Any, limits: ListLimits) -> int:
@@ -316,7 +322,8 @@ def _add(incoming: list[Any], node: Any, number: int, gradient: Tensor) -> None:
     """Add a gradient to the incoming gradients of a node, in the shape and type of the node's tensor."""
     expected = node._input_metadata[number]
     assert gradient.device == expected.device, f"gradient on {gradient.device} of a tensor on {expected.device}"
-    gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
+    if gradient.shape != expected.shape or gradient.dtype != expected.dtype:
+        gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
     incoming[number] = gradient if incoming[number] is None else incoming[number] + gradient
 
 

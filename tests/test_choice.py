@@ -211,7 +211,7 @@ def test_the_frozen_experiment_of_a_dry_run_contains_the_extractor(tmp_path_fact
 
 @pytest.mark.long
 def test_images_without_labels_run_through_the_pipeline_to_the_report(tmp_path, tmp_path_factory):
-    """The images are in one folder, without a folder per class."""
+    """The images are in one folder, without a folder per class; the test above shows what `auto` selects for them."""
     from sklearn.datasets import load_digits
 
     copy = Copy(tmp_path_factory.mktemp("copy"))
@@ -220,14 +220,17 @@ def test_images_without_labels_run_through_the_pipeline_to_the_report(tmp_path, 
         Image.fromarray((pixels * 15.9).astype(np.uint8)).save(copy.folder / f"flat/{number}.png")
     values = yaml.safe_load((copy.folder / "tests/tiny.yaml").read_text())
     values["dataset"] = {"source": "folder", "path": "flat", "color": "grey", "heldout": 0.25}
-    del values["evaluation"]["extractor"], values["methods"]["adaptive"]
+    values |= {"autoencoder": {"kind": "none"}, "tracking": {"enabled": False}}
+    values["training"] |= {"milestones": [20], "segments": 1}
+    values["evaluation"]["extractor"] = {"name": "selfsupervised", "features": 16, "channels": 8, "steps": 60}
+    del values["methods"]["adaptive"]
     (copy.folder / "flat.yaml").write_text(yaml.safe_dump(values))
     ended = copy.snakemake(config="flat.yaml")
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     results = copy.folder / "results/tiny"
-    assert "selfsupervised64" in (results / "report.html").read_text()
-    assert "frechet_selfsupervised64" in (results / "summary.csv").read_text().splitlines()[0]
+    assert "selfsupervised16" in (results / "report.html").read_text()
+    assert "frechet_selfsupervised16" in (results / "summary.csv").read_text().splitlines()[0]
     record = json.loads((results / "reference/reference.json").read_text())
-    rows = {name: row["frechet_selfsupervised64"] for name, row in record["rows"].items()}
+    rows = {name: row["frechet_selfsupervised16"] for name, row in record["rows"].items()}
     assert min(rows, key=rows.__getitem__) == "floor" and rows["noise"] > 5 * rows["floor"], rows
     assert copy.to_do(config="flat.yaml") == {}

@@ -225,6 +225,12 @@ def list_pairs(row: dict) -> set[frozenset]:
     return {frozenset((axis, values[axis]) for axis in pair) for pair in itertools.combinations(row, 2)}
 
 
+def pair_of_axes(row: dict, one: str, other: str) -> frozenset:
+    """Return the pair of values of two axes of the row, as they are trained."""
+    values = merge_fixed(resolve_combination(DEFAULTS | row))
+    return frozenset(((one, values[one]), (other, values[other])))
+
+
 def fill_row(row: dict, covered: set[frozenset], random: Random) -> dict:
     """Choose values of the axes that a row lacks, in random order, such that most of the row's pairs are new."""
     missing = [axis for axis in AXES if axis not in row]
@@ -258,7 +264,7 @@ def cover_pairs() -> list[dict]:
                 continue
             candidates = [fill_row(fixed, covered, random) for _ in range(3)]
             candidates += [{axis: random.choice(values) for axis, values in AXES.items()} | fixed for _ in range(60)]
-            matching = [row for row in candidates if pair_to_cover in list_pairs(row)]
+            matching = [row for row in candidates if pair_of_axes(row, one, other) == pair_to_cover]
             matching.sort(key=lambda row: len(list_pairs(row) - covered), reverse=True)
             row = next(filter(is_valid, matching), None)
             if row is not None:
