@@ -3,8 +3,8 @@
 A metric returns columns: a dictionary from column name to number. Module `settings` lists the measurements that each
 metric needs.
 
-Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory.
-torch-fidelity computes KID and Inception score.
+Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory. So is
+KID, because the import of torch-fidelity takes longer than KID. torch-fidelity computes the Inception score.
 """
 
 import functools
@@ -36,6 +36,7 @@ from kairos_timesteps.errors import KairosError
 CACHE = Path(".kairos/cache")
 ROWS = 1024  # feature vectors processed at a time
 SPLIT = 5000  # consecutive images in a split of the Inception score, as in ADM's evaluator
+_KID_SEED = 2020  # of torch-fidelity, for the subsets
 MAX_STORED = 10_000  # feature vectors to store, the number of images in ADM's reference for precision and recall
 
 # names of the arrays of mean and covariance in npz files, by layer
@@ -227,30 +228,34 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
 
     The kernel is (gamma x·y + 1)³. For Inception, gamma is the published 1/d. Features of an extractor that kairos
     trains have an arbitrary scale. For them gamma is 1 / mean |x|² of the real features, which makes the distance
-    independent of the scale. At most `MAX_STORED` evenly spread samples and real images are used. torch-fidelity draws
-    the subsets by a fixed seed. There is no column if a subset would have fewer than two images.
+    independent of the scale. At most `MAX_STORED` evenly spread samples and real images are used. The subsets are those
+    that torch-fidelity draws. There is no column if a subset would have fewer than two images.
     """
     assert statistics.features is not None
-    from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric  # its import takes a second
-
     real = torch.from_numpy(comparison.real.features).double()
-    samples = torch.from_numpy(statistics.features[indices_to_store(len(statistics.features))]).double()
+    samples = statistics.features[indices_to_store(len(statistics.features))].astype(np.float64)
     subset_size = min(options.subset_size, len(samples) // 2, len(real) // 2)
     if subset_size < 2:
         return {}
     if comparison.distance_column == "fid":  # the column of Inception alone
-        gamma = None  # torch-fidelity's default, 1/d
+        gamma = 1 / real.shape[1]
     else:
         gamma = 1 / float(real.square().sum(1).mean())
-    result = kid_features_to_metric(
-        samples,
-        real,
-        kid_subsets=options.subsets,
-        kid_subset_size=subset_size,
-        kid_kernel_poly_gamma=gamma,
-        verbose=False,
-    )
-    return {"kid": result[KEY_METRIC_KID_MEAN]}
+    generator = np.random.RandomState(_KID_SEED)
+    distances = []
+    for _ in range(options.subsets):
+        sample_subset = samples[generator.choice(len(samples), subset_size, replace=False)]
+        real_subset = real.numpy()[generator.choice(len(real), subset_size, replace=False)]
+        distances.append(_kernel_distance(sample_subset, real_subset, gamma))
+    return {"kid": float(np.mean(distances))}
+
+
+def _kernel_distance(x: NDArray[np.float64], y: NDArray[np.float64], gamma: float) -> float:
+    """Return the unbiased estimate of the squared distance of two sets of n vectors, (n, d), for the kernel of KID."""
+    kernel_xx, kernel_yy, kernel_xy = ((a @ b.T * gamma + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
+    count = len(x)
+    sum_xx, sum_yy = ((kernel.sum(1) - np.diagonal(kernel)).sum() for kernel in (kernel_xx, kernel_yy))
+    return float((sum_xx + sum_yy) / (count * (count - 1)) - 2 * kernel_xy.sum(0).sum() / count**2)
 
 
 def isc(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
