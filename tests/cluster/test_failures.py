@@ -12,7 +12,7 @@ from slurm import kill_controller, save_state, start_controller, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-_STEPS = 1500  # some seconds, so that a run can be stopped between its first checkpoint and its end
+_STEPS = 300  # a second or more, so that a run can be stopped between its first checkpoint and its end
 
 
 def count_failed_queries(log: Path) -> int:
