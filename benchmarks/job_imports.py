@@ -53,7 +53,7 @@ JOBS: dict[str, tuple[list[str], set[str]]] = {
             *("reference", "--config", "x.yaml", "--dataset", f"{RESULTS}/dataset", *LATENTS, *EXTRACTOR),
             *("--autoencoder", f"{RESULTS}/autoencoder", "--out", f"{RESULTS}/reference"),
         ],
-        {"torch", "torch._dynamo", "torch_fidelity", "torchvision", "scipy"},
+        {"torch"},
     ),
     "train": (["train", "--config", "x.yaml", "--method", "log_normal", "--seed", "1", "--out", TRAINING], {"torch"}),
     "train by adaptive": (
@@ -74,7 +74,7 @@ JOBS: dict[str, tuple[list[str], set[str]]] = {
             *repeat("--out", [sample.replace("samples", "evaluation").replace("npz", "json") for sample in SAMPLES]),
             *("--reference", f"{RESULTS}/reference/reference.json"),
         ],
-        {"torch", "torch._dynamo", "torch_fidelity", "torchvision", "scipy"},
+        {"torch"},
     ),
     "measure": (
         [

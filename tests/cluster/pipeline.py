@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,12 +118,6 @@ class Training:
     def log(self) -> str:
         """Log of the last job of the run."""
         return (self.root / RESULTS / "logs" / f"train_{self.method}_seed{self.seed}.log").read_text()
-
-    def log_so_far(self) -> str:
-        """Return the log of the last job, or an empty string if no job has started yet."""
-        with suppress(FileNotFoundError):
-            return self.log
-        return ""
 
     def log_of(self, job: Job) -> str:
         """Return the log of an earlier, failed job of the run."""

@@ -59,6 +59,7 @@ def test_a_controller_cancels_jobs_that_must_not_run(pipeline: Pipeline) -> None
     training = pipeline.training("edited")
     with pipeline.controller("--", training.target) as controller:
         wait_for(training.has_checkpoint, 300, "the first checkpoint")
+        os.kill(pid := training.pid(), signal.SIGSTOP)  # it computes nothing until it is cancelled
         controller.process.send_signal(signal.SIGKILL)
     name = job_name(str(pipeline.folder / RESULTS))
     command = ("sbatch", "--parsable", f"--job-name={name}", "--comment=rule_train_wildcards_edited_0", "--mem=50")
@@ -66,6 +67,8 @@ def test_a_controller_cancels_jobs_that_must_not_run(pipeline: Pipeline) -> None
     pipeline.configure({"edited": {"sampler": "speed"}}, milestones=[50])
 
     with pipeline.controller("--kairos-partition-config", "partitions.yaml", "--", training.target) as controller:
+        wait_for(lambda: "from other settings: cancelling it" in controller.log.read_text(), 300, "a cancelled job")
+        os.kill(pid, signal.SIGCONT)
         wait_for(lambda: len(training.jobs()) == 2, 300, "the second job")
         first, second = training.jobs()
         os.kill(controller.process.pid, signal.SIGSTOP)

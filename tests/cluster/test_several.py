@@ -1,6 +1,8 @@
 """Tests of a training run on several machines, and of several training runs in one job."""
 
+import os
 import re
+import signal
 
 import pytest
 import yaml
@@ -18,7 +20,7 @@ def test_a_training_run_on_two_machines_equals_one_on_one_machine(
     pipeline: Pipeline, table: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     methods = {"machines": pipeline.tiny["methods"]["undisturbed"]}
-    settings = {"precision": "fp64", "milestones": [50]}
+    settings = {"precision": "fp64", "milestones": [20]}
     monkeypatch.chdir(pipeline.folder)
     pipeline.configure(methods, **settings)
     run = ["--config", CONFIG, "--method", "machines", "--seed", "0", "--latents", f"{RESULTS}/latents"]
@@ -47,29 +49,33 @@ def test_a_training_run_on_two_machines_equals_one_on_one_machine(
 def test_training_runs_share_a_job_and_its_gpu(pipeline: Pipeline) -> None:
     """Two training runs use the GPU that SLURM has allocated to their job, another one that of its own job."""
     methods = {f"shares{number}": {"sampler": "uniform"} for number in range(3)}
-    pipeline.configure(methods, milestones=[1500], trainings_per_gpu=2)  # some seconds, so that both jobs run at once
+    pipeline.configure(methods, trainings_per_gpu=2)
     trainings = [pipeline.training(name) for name in methods]
     before = len(all_jobs(pipeline.folder))
-    allocated: dict[str, str] = {}
     job_of_run: dict[Training, str] = {}
+    processes: list[int] = []
 
-    def have_all_started() -> bool:
-        """Record the GPU of each job and the job of each run; return True if all have been recorded."""
-        for job in all_jobs(pipeline.folder)[before:]:
-            match = re.search(r"IDX:(\d+)", details(job).get("GRES", ""))
-            if match:
-                allocated[job.number] = match[1]
+    def are_all_stopped() -> bool:
+        """Stop each run that has started, and record its job; return True if all have started."""
         for training in trainings:
             lock = training.folder / ".state/lock"
             match = re.search(r"SLURM job (\d+)", lock.read_text()) if lock.exists() else None
-            if match:
+            if match and training not in job_of_run:
                 job_of_run[training] = match[1]
-        return len(allocated) == 2 and len(job_of_run) == 3
+                processes.append(training.pid())
+                os.kill(processes[-1], signal.SIGSTOP)
+        return len(job_of_run) == len(trainings)
 
     resources = ("train:gres='gpu:1'", "train:constraint='steady'")
     targets = [training.target for training in trainings]
     with pipeline.controller("--set-resources", *resources, "--", *targets) as controller:
-        wait_for(have_all_started, 300, "the GPUs of both jobs")
+        try:
+            wait_for(are_all_stopped, 300, "the start of all runs, which so run at once")
+            running = all_jobs(pipeline.folder)[before:]
+            allocated = {job.number: re.search(r"IDX:(\d+)", details(job)["GRES"])[1] for job in running}
+        finally:
+            for process in processes:
+                os.kill(process, signal.SIGCONT)
         controller.wait_for_success()
     jobs = all_jobs(pipeline.folder)[before:]
     assert [job.state for job in jobs] == ["COMPLETED", "COMPLETED"]  # one job of two runs, one of one
