@@ -105,7 +105,7 @@ def points(database: Path, name: str) -> list[tuple]:
 class Proxy:
     """TCP proxy in front of a server: it forwards all data after `delay` seconds, or drops them if `delay` is None.
 
-    After `close` it refuses connections, as the address of a server that has ended does.
+    After `close` it rejects connections, as the address of a server that has ended does.
     """
 
     def __init__(self, port: int):
