@@ -1,8 +1,6 @@
 """The executor plugin without SLURM: its record of earlier jobs, and the jobs that it rejects or does not retry."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,15 +191,3 @@ def test_status_checks_follow_each_other_after_a_quarter_of_the_time_without_an_
     monkeypatch.setattr(executor_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 + quiet_seconds))
     executor._limit_interval()
     assert executor.next_seconds_between_status_checks == expected
-
-
-def test_the_plugin_imports_pandas_only_when_it_writes_a_report_on_efficiency():
-    code = """if True:
-        import sys
-        import snakemake_executor_plugin_kairos
-        from snakemake_executor_plugin_slurm import efficiency_report
-        assert "pandas" not in sys.modules
-        assert efficiency_report.parse_reqmem(None, 1) == 0
-        assert "pandas" in sys.modules
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)

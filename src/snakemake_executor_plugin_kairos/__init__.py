@@ -5,10 +5,7 @@ settings are ``kairos-...`` there. Outside of this package, only the module `kai
 objects of Snakemake. It lists the private names that kairos uses.
 """
 
-from kairos.workflow.snakemake_private import deferred_pandas
-
-with deferred_pandas():
-    from snakemake_executor_plugin_slurm import ExecutorSettings, common_settings
+from snakemake_executor_plugin_slurm import ExecutorSettings, common_settings
 
 from snakemake_executor_plugin_kairos.executor import Executor
 

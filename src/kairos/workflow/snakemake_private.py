@@ -11,11 +11,7 @@ kairos also relies on four behaviours that have no name. The tests on SLURM, ``t
 - The plugin calls ``report_job_error`` for a job that SLURM cannot accept now, which would use up the job's attempts.
 """
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 _PERSISTENCE = "snakemake.persistence:PersistenceBase"
@@ -37,32 +33,6 @@ NAMES = [  # module and class, attribute, what would happen without the attribut
     ("snakemake.resources:Resource", "parse_human_friendly", "kairos check could not read runtimes such as 2h"),
     (_PARTITION_LIMITS, "max_runtime", "kairos check could not compare a job's duration with the limits of partitions"),
 ]
-
-
-class _Pandas(ModuleType):
-    """Module with the attributes of pandas, which is imported when an attribute is first used."""
-
-    def __getattr__(self, name: str) -> Any:
-        import pandas
-
-        return getattr(pandas, name)
-
-
-@contextmanager
-def deferred_pandas() -> Iterator[None]:
-    """Let modules that the block imports, such as the SLURM plugin, import pandas only when they use it.
-
-    The plugin uses pandas for reports on efficiency alone. Every process of Snakemake imports all plugins, and pandas
-    would take a quarter of the CPU time of its start.
-    """
-    if "pandas" in sys.modules:
-        yield
-        return
-    sys.modules["pandas"] = _Pandas("pandas")
-    try:
-        yield
-    finally:
-        del sys.modules["pandas"]
 
 
 def is_recorded_as_complete(workflow: Any, job: Any) -> bool:
@@ -149,8 +119,7 @@ def read_longest_limit(partition_file: Path, gpu: bool) -> float:
         partition_file: the SLURM plugin's description of a cluster's partitions.
         gpu: consider only partitions with GPUs.
     """
-    with deferred_pandas():
-        from snakemake_executor_plugin_slurm.partitions import read_partition_file
+    from snakemake_executor_plugin_slurm.partitions import read_partition_file  # imports pandas
 
     limits = [partition.limits for partition in read_partition_file(partition_file)]
     if gpu:
