@@ -149,6 +149,9 @@ class Attached:
     ):
         self.strategy, self.optimizer, self.network, self.time = strategy, optimizer, network, time
         self._scheduler, self._prediction_type = scheduler, _prediction_type(scheduler)
+        # a state restores only under equal settings
+        options = {"sampler": dump(strategy.sampler), "weighting": dump(strategy.weighting)}
+        self._settings = {"name": strategy.name, "seed": strategy.seed, "time": time.name, **options}
         self._measures = isinstance(strategy.sampler, MeasuresNetwork)
         self._learns = any(isinstance(each, Learned) for each in (strategy.sampler, strategy.weighting))
         self._reset()
@@ -285,7 +288,7 @@ class Attached:
         """
         self._finish_step()
         state = self.strategy.state_dict()
-        return {**self._identity(), "strategy": state, "keys": _paths(state)}
+        return {**self._settings, "strategy": state, "keys": _paths(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned, on the device of the optimizer's parameters.
@@ -296,7 +299,7 @@ class Attached:
             ConfigError: the state is from another strategy, seed, convention of time, or other options, or values of it
                 are missing.
         """
-        for key, present in self._identity().items():
+        for key, present in self._settings.items():
             demand(state.get(key) == present, f"state: {key}", repr(state.get(key)), repr(present))
         missing = sorted({*state.get("keys", [])} - {*_paths(state["strategy"])})
         allowed = (
@@ -307,12 +310,6 @@ class Attached:
         self._reset()
         self.strategy.weighting.zero_grad()
         self.strategy.load_state_dict(state["strategy"], self._parameters()[0].device)
-
-    def _identity(self) -> dict[str, Any]:
-        """Return the settings that a state and this object must share."""
-        strategy = self.strategy
-        options = {"sampler": dump(strategy.sampler), "weighting": dump(strategy.weighting)}
-        return {"name": strategy.name, "seed": strategy.seed, "time": self.time.name, **options}
 
     def detach(self) -> None:
         """Remove the hooks from the optimizer; later training draws raise ConfigError, those of a validation work."""
