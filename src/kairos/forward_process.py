@@ -54,7 +54,7 @@ def build_process(process: LibraryComponent, prediction: str | None, sigma_data:
 
 
 def output_channels(process: Process, channels: int) -> int:
-    """Return the number of output channels of the network: with a learned variance, twice the image's."""
+    """Return the number of output channels of the network: twice the image's if a discrete process learns variances."""
     return channels * (2 if process.schedule.variance == "learned_range" else 1)
 
 

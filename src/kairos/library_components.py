@@ -21,11 +21,13 @@ class LibraryComponent:
         registry: registry of the library with the component.
         name: name of the component.
         options: checked options of the component, as attributes.
+        component_class: class of the component.
     """
 
     registry: Registry = dataclasses.field(repr=False, compare=False)
     name: str
     options: SimpleNamespace
+    component_class: Any = dataclasses.field(repr=False, compare=False)
 
     @classmethod
     def select(cls, registry: Registry, values: Mapping[str, Any]) -> "LibraryComponent":
@@ -36,7 +38,8 @@ class LibraryComponent:
             KeyError: the values have no name.
         """
         name, given_options = split(values)
-        return cls(registry, name, registry.parse(name, given_options, f"{registry.kind} {name}"))
+        options = registry.parse(name, given_options, f"{registry.kind} {name}")
+        return cls(registry, name, options, registry.entry(name).component)
 
     def get(self, option: str, default: Any = None) -> Any:
         """Return the value of an option by its name in an experiment file, or `default` without this option.
@@ -56,11 +59,12 @@ class LibraryComponent:
 
     def load(self) -> Any:
         """Return the class of the component."""
-        return self.registry.entry(self.name).component
+        return self.component_class
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:
         """Construct the component from the options and the arguments."""
-        return self.load()(self.options, *arguments, **keywords)
+        options = SimpleNamespace(**vars(self.options))  # a constructor may change its argument
+        return self.load()(options, *arguments, **keywords)
 
     def plain(self) -> dict[str, Any]:
         """Return name and options as plain values, defaults included."""

@@ -39,7 +39,6 @@ from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.coordinates import RandomCoordinates, points
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand, rejection
-from kairos_timesteps.options import dump
 from kairos_timesteps.strategy import Draw, Strategy
 from kairos_timesteps.time_convention import TimeConvention
 
@@ -150,7 +149,7 @@ class Attached:
         self.strategy, self.optimizer, self.network, self.time = strategy, optimizer, network, time
         self._scheduler, self._prediction_type = scheduler, _prediction_type(scheduler)
         # a state restores only under equal settings
-        options = {"sampler": dump(strategy.sampler), "weighting": dump(strategy.weighting)}
+        options = {"sampler": strategy.sampler.option_values(), "weighting": strategy.weighting.option_values()}
         self._settings = {"name": strategy.name, "seed": strategy.seed, "time": time.name, **options}
         self._measures = isinstance(strategy.sampler, MeasuresNetwork)
         self._learns = any(isinstance(each, Learned) for each in (strategy.sampler, strategy.weighting))

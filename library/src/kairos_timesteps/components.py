@@ -17,11 +17,12 @@ from kairos_timesteps.registry import (
     WEIGHTINGS,
     Registry,
     coupling,
+    process,
     sampler,
     weighting,
 )
 
-__all__ = ["COUPLINGS", "PROCESSES", "SAMPLERS", "WEIGHTINGS", "checked", "coupling", "sampler", "weighting"]
+__all__ = ["COUPLINGS", "PROCESSES", "SAMPLERS", "WEIGHTINGS", "checked", "coupling", "process", "sampler", "weighting"]
 
 SAMPLERS.unavailable["bs"] = (
     "Wang et al. 2025 (SpeeD, table 11) publish its numbers but not its density, so it cannot be rebuilt"

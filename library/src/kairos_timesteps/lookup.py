@@ -56,10 +56,15 @@ def build_pair(
     weighting_options = checked(WEIGHTINGS, names[1], weighting, schedule.timesteps, schedule.name)
     if getattr(weighting_options, "sigma_data", 0) is None:
         weighting_options.sigma_data = getattr(process, "sigma_data", None)
-    return (
-        SAMPLERS[names[0]].component(sampler_options, schedule, seed),
-        WEIGHTINGS[names[1]].component(weighting_options, schedule, process.prediction),
-    )
+    try:
+        return (
+            SAMPLERS[names[0]].component(sampler_options, schedule, seed),
+            WEIGHTINGS[names[1]].component(weighting_options, schedule, process.prediction),
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:  # of a user's component
+        raise ConfigError(str(error)) from None
 
 
 def table(sampler: Sampler, weighting: Weighting, x0: Any = None, step: int = 0, **context: Any) -> dict[str, Array]:

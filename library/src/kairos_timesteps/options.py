@@ -47,7 +47,7 @@ class Option:
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         """Return the default: the value of the attribute on the class, and on instances without options."""
-        return self.default
+        return copy.copy(self.default)
 
 
 def option(
@@ -67,7 +67,8 @@ def option(
     return Option(default, help, choices, alias, component, bounds)
 
 
-_RESERVED = ("group", "options", "prediction", "schedule", "seed")  # attributes of components
+# attributes of components
+_RESERVED = ("decorator", "function", "group", "options", "prediction", "requires_context", "schedule", "seed")
 
 
 class Component:
@@ -81,6 +82,7 @@ class Component:
     """
 
     options: typing.ClassVar[dict[str, Option]] = {}
+    _built_with: Mapping[str, Any] = types.MappingProxyType({})  # values of options by attribute name
 
     def __init_subclass__(cls) -> None:
         declared = {name: value for name, value in vars(cls).items() if isinstance(value, Option)}
@@ -98,20 +100,28 @@ class Component:
         for base in reversed(cls.__mro__):
             for name, value in vars(base).items():
                 if isinstance(value, Option):
+                    if value.type is None:
+                        raise TypeError(f"{base.__name__}.{name}: a class with options must derive from Component")
                     cls.options[name] = value
                 else:
                     cls.options.pop(name, None)  # fixed by a plain value
 
     def __init__(self, options: Any):
         vars(self).update(vars(options))
+        self._built_with = dict(vars(options))
+
+    def option_values(self) -> dict[str, Any]:
+        """Return the options by public name, as they were when the component was built."""
+        values = {name: self._built_with.get(name, getattr(self, name)) for name in self.options}
+        return {self.options[name].public_name: value for name, value in values.items()}
 
     @staticmethod
     def check(options: Any) -> None:
-        """Check that the values of options go together; raises ValueError if they do not."""
+        """Check that the values of options go together; a ValueError is reported with the name of the component."""
 
     @staticmethod
     def check_process(options: Any, timesteps: int, schedule: str) -> None:
-        """Check options against the number of timesteps and the name of a process; raises ValueError."""
+        """Check options against the number of timesteps and the name of a process; see `check` for errors."""
 
 
 def but_name(component: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,6 +153,7 @@ def parse(component: type[Component], values: Mapping[str, Any], where: str = ""
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or is not allowed.
     """
+    where = where or component.__name__
     declared = {each.public_name: each for each in component.options.values()}
     options = {name: copy.copy(each.default) for name, each in component.options.items()}
     for key, value in values.items():
@@ -171,13 +182,14 @@ def meant_number(value: Any) -> str:
     return f"; in YAML this is text, write {number}"
 
 
-def dump(component: Any, options: Any = None) -> dict[str, Any]:
-    """Return all options by their public names: the checked `options` of a component class, or those of an instance.
+def default_values(component: type[Component]) -> dict[str, Any]:
+    """Return the default of each option by public name."""
+    return dump(component, component)
 
-    For a class alone the values are the defaults.
-    """
-    values = component if options is None else options
-    return {each.public_name: getattr(values, name) for name, each in component.options.items()}
+
+def dump(component: type[Component], options: Any) -> dict[str, Any]:
+    """Return the options that `parse` has checked by their public names."""
+    return {each.public_name: getattr(options, name) for name, each in component.options.items()}
 
 
 def _checked(value: Any, option: Option, where: str) -> Any:

@@ -1,7 +1,7 @@
-"""Named components: a dictionary from a name to a component and its options.
+"""Registries of component classes by name, and the decorators that register classes.
 
-Decorators register component classes. The registries here are empty until `kairos_timesteps.components`, which exports
-them, has imported the modules of all components.
+Import the registries from `kairos_timesteps.components`: that import makes sure that they have all components of the
+library.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Random permutations as functions of seed, purpose and epoch."""
+"""Random permutations as functions of a random stream and an epoch."""
 
 import torch
 from torch import Tensor

@@ -3,8 +3,8 @@
 A metric returns columns: a dictionary from column name to number. Module `settings` lists the measurements that each
 metric needs.
 
-Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory, and KID
-because the import of torch-fidelity takes longer. torch-fidelity computes the Inception score.
+Fréchet distance, precision and recall are computed here, because torch-fidelity holds all features in memory. KID is
+computed here, because the import of torch-fidelity takes about 2 s. torch-fidelity computes the Inception score.
 """
 
 import functools

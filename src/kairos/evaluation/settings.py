@@ -255,8 +255,8 @@ class SfidOptions(MetricOptions):
 class KidOptions(MetricOptions):
     """Kernel distance (Bińkowski et al. 2018).
 
-    The unbiased estimate, as of torch-fidelity. It can be negative; at most 10,000 images are used. For Inception the
-    kernel is the published one. For other extractors its scale follows the real features.
+    The unbiased estimate, with the subsets of torch-fidelity. It can be negative; at most 10,000 images are used. For
+    Inception the kernel is the published one. For other extractors its scale follows the real features.
     """
 
     code: ClassVar[str] = "kairos.evaluation.metrics:kid"

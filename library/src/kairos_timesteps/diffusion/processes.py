@@ -170,6 +170,8 @@ class Discrete(Process):
         self.prediction = prediction
         if isinstance(options, NoiseSchedule):
             self.schedule = options
+            self.timesteps, self.schedule_name, self.variance = options.timesteps, options.name, options.variance
+            self.first_index = 0
             return
         super().__init__(options, prediction)
         name, ends = self.schedule_name, (self.beta_start, self.beta_end)

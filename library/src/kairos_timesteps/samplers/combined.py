@@ -525,8 +525,9 @@ def evaluate_table(options: Any, positions: Array) -> Array:
             raise rejection("file", options.file, f"a file of numbers ({error})") from None
     least = 1 if options.between == "cells" else 2
     valid = len(values) >= least and np.isfinite(values).all() and values.min() >= 0 and values.max() > 0
-    got = f"{len(values)} numbers from {min(values, default=0):g} to {max(values, default=0):g}"
-    demand(valid, "values", got, f"{least} or more, none below 0 and one above")
+    if not valid:
+        got = f"{len(values)} numbers from {min(values, default=0):g} to {max(values, default=0):g}"
+        raise rejection("values", got, f"{least} or more, none below 0 and one above")
     if options.between == "cells":
         return np.asarray(values[(positions * len(values)).astype(np.int64).clip(0, len(values) - 1)])
     if options.between == "lines":

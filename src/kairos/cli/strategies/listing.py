@@ -23,15 +23,14 @@ COMBINATIONS = {
     "edm_log_normal+edm2": "EDM2 (Karras et al. 2024), with --process edm",
 }
 
-_SHARED_OPTIONS = options.dump(FixedDensity)  # options of every fixed sampler
+_SHARED_OPTIONS = options.default_values(FixedDensity)  # options of every fixed sampler
 _WIDTH = 118  # columns of name and text
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print samplers, weightings, couplings, presets, unavailable strategies, and combinations, each under a title.
 
-    Each name is followed by its description, and below it by its options with their defaults. The code of all
-    components is imported.
+    Each name is followed by its description, and below it by its options with their defaults.
     """
     unavailable = {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}
     shared_options = describe_options(_SHARED_OPTIONS)  # fixed samplers are the subclasses of FixedDensity
@@ -74,7 +73,7 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
     for name, entry in registry.items():
         yield name, entry.help
         omitted = _SHARED_OPTIONS if issubclass(entry.component, FixedDensity) else {}
-        defaults = options.dump(entry.component)
+        defaults = options.default_values(entry.component)
         yield "", describe_options({option: value for option, value in defaults.items() if option not in omitted})
 
 

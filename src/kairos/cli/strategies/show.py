@@ -21,7 +21,7 @@ from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.lookup import build_pair, parse_name, table
-from kairos_timesteps.options import but_name, dump, unknown_key
+from kairos_timesteps.options import but_name, default_values, unknown_key
 
 _SIGMA_DATA = 0.5  # standard deviation of pixels, the default of weighting edm; a training run measures its data
 _MOST_EXACT = 1e15  # integers below are exact in float64
@@ -333,7 +333,7 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
             an unknown option, the message lists the options that exist.
     """
     registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "process": PROCESSES}
-    defaults = {part: dump(registries[part].entry(name).component) for part, name in names.items()}
+    defaults = {part: default_values(registries[part].entry(name).component) for part, name in names.items()}
     full_names = [f"{part}.{option}" for part in names for option in defaults[part]]  # such as sampler.k
     values: dict[str, dict[str, Any]] = {part: {} for part in names}
     for setting in settings:
@@ -404,8 +404,8 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
     notes = [*curriculum_notes, *context_notes, *_state_notes(sampler, weighting)]
     with np.errstate(all="ignore"):  # `find_faults` reports what is not finite
         columns = table(sampler, weighting, **properties, **curriculum)
-    sampler_settings = {"name": sampler_name, **dump(sampler)}  # defaults included
-    weighting_settings = {"name": weighting_name, **dump(weighting)}
+    sampler_settings = {"name": sampler_name, **sampler.option_values()}  # defaults included
+    weighting_settings = {"name": weighting_name, **weighting.option_values()}
     return build_strategy_view(sampler_settings, weighting_settings, diffusion, columns, tuple(notes))
 
 
@@ -451,7 +451,7 @@ def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> 
 def _curriculum_length(sampler: Any) -> int:
     """Return the number of steps over which the density of a sampler changes; 0 if no option states it in steps.
 
-    The number of a mixture is the largest of its components.
+    The number of a sampler made of others is the largest of theirs.
     """
     if hasattr(sampler, "length"):  # clts
         return int(sampler.length)
