@@ -52,5 +52,5 @@ def test_a_class_with_options_must_derive_from_component():
     class Mixin:
         x: float = option(1.0, "a number")
 
-    with pytest.raises(TypeError, match="Mixin.x"):
+    with pytest.raises(TypeError, match=r"Mixin\.x"):
         type("Mixed", (Mixin, Component), {})
