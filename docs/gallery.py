@@ -149,7 +149,7 @@ def _svg(drawing: Figure, box: Any) -> bytes:
 
 
 _uniform = described(schema()["$defs"]["MethodConfig"]["properties"]["sampler"])["uniform"]["properties"]
-_COMMON = {key: its for key, its in _uniform.items() if key in options.dump(FixedDensity)}
+_COMMON = {key: its for key, its in _uniform.items() if key in options.default_values(FixedDensity)}
 PARTS = {
     "levels": levels,
     "example": lambda: pictured("speed+change_aware"),
