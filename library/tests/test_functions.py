@@ -175,7 +175,7 @@ def test_what_cannot_be_a_component_is_rejected_with_a_reason(define, message):
         define()
 
 
-def test_a_component_replaces_no_other():
+def test_a_name_of_another_component_is_rejected():
     registry = Registry("thing")
     first, again, second = (type(name, (Component,), {"__module__": "module"}) for name in ("First", "First", "Second"))
     registry.register("first", help="a")(first)

@@ -6,9 +6,10 @@ same work and waits or runs, the controller waits for it. If its work differs, s
 the controller cancels it and submits the new job. Jobs that ended in the meantime are in Snakemake's metadata, because
 the Snakemake in a job writes them.
 
-A job without a record is cancelled. There is one if the controller was killed within milliseconds of the submission, or
-if SLURM accepted a job although sbatch failed. A submission that fails because SLURM is away for a minute, or limits
-the number of this user's jobs, is not an attempt of the job. The SLURM plugin counts such failures as attempts.
+A job without a record is cancelled. Such a job exists if the controller was killed within milliseconds of the
+submission, or if SLURM accepted a job although sbatch failed. SLURM may be unreachable for a minute, or limit the
+number of the user's jobs. A submission that fails for such a reason is not an attempt of the job, unlike in the SLURM
+plugin.
 """
 
 import getpass

@@ -148,7 +148,7 @@ class Attached:
     ):
         self.strategy, self.optimizer, self.network, self.time = strategy, optimizer, network, time
         self._scheduler, self._prediction_type = scheduler, _prediction_type(scheduler)
-        # a state restores only under equal settings
+        # `load_state_dict` rejects a state that was saved with other settings
         options = {"sampler": strategy.sampler.option_values(), "weighting": strategy.weighting.option_values()}
         self._settings = {"name": strategy.name, "seed": strategy.seed, "time": time.name, **options}
         self._measures = isinstance(strategy.sampler, MeasuresNetwork)

@@ -427,7 +427,7 @@ class Weighting(Stateful):
 
     @property
     def is_factor(self) -> bool:
-        """True if weighted losses are losses times factors that do not depend on them: `apply` is not overridden."""
+        """True if `apply` is not overridden: it multiplies losses by factors that do not depend on the losses."""
         return type(self).apply is Weighting.apply
 
     def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Option:
 
     @property
     def public_name(self) -> str:
-        """Name of the option outside of Python."""
+        """Key of the option in experiment files and in mappings such as ``sampler={...}``."""
         return self.alias or self.name
 
     def __get__(self, instance: Any, owner: Any) -> Any:
@@ -59,7 +59,7 @@ def option(
         default: value of the option if it is not given.
         help: meaning of the option, in a few words.
         choices: allowed values.
-        alias: name of the option outside of Python, where it differs (``lambda``).
+        alias: key of the option, where it differs from the name of the attribute (``lambda``).
         component: True if the value names another component of the same registry; or a function of the value and its
             field name that checks and completes such a value.
         bounds: limits of a number: ``gt``, ``ge``, ``lt``, ``le``.

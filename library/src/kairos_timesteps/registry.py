@@ -68,8 +68,8 @@ class Registry(dict[str, Entry]):
         """Register a `Component` class: a decorator.
 
         Raises:
-            ConfigError: the name is no word of letters, digits and underscores, another component has it, or the
-                decorated object is no `Component` class.
+            ConfigError: the name has a character that is not a letter, digit or underscore, another component has it,
+                or the decorated object is not a `Component` class.
         """
         valid = isinstance(name, str) and re.fullmatch(r"\w+", name)
         demand(valid, f"{self.kind}: name", repr(name), "a text of letters, digits and underscores")

@@ -40,7 +40,8 @@ def even_levels(bins: int) -> list[Level]:
 def area_levels(process: Process, r: float) -> list[Level]:
     """Return SpeeD's areas as levels, with their names in column ``area``.
 
-    The process is scaled to unit variance and divided into cells. A time has converged if its magnitude exceeds `r`.
+    The process is scaled to unit variance and divided into cells. Area `convergence` has the
+    times at which 1/alpha-bar exceeds `r`.
     """
     increment_areas = increments("vp", process.schedule, r=r).area()
     # The increment from the paper's x_t, t = 1, 2, ..., belongs to cell t - 1; the one from t = 0 belongs to no cell.

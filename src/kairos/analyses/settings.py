@@ -144,7 +144,7 @@ def analysed_snapshots(analysis: AnalysisOptions, experiment: Any) -> list[tuple
     """Return method, seed and step of every snapshot that an analysis reads; empty if it reads none.
 
     An option that is None selects all methods or steps of the experiment. All seeds of the experiment are read. The
-    snapshots of a run are neighbours, and so are the runs of a method.
+    order is by method, then seed, then step.
     """
     if not isinstance(analysis, SnapshotOptions):
         return []

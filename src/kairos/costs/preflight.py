@@ -138,14 +138,14 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
 
 
 def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: float) -> None:
-    """Check that a training job fits the time limit of the longest partition, and that all its attempts suffice.
+    """Check that a training job fits the longest partition, and that its attempts together are long enough.
 
     The job requests the runtime of rule train in the profile, or else of the experiment. The limit is checked only if
-    the profile has `kairos-partition-config`, the description of the partitions. If `needed_minutes`, the duration of
-    the longest job, are 0, they are not known; any number of attempts is then enough.
+    the profile has `kairos-partition-config`, the description of the partitions. `needed_minutes` is the duration of
+    the longest job; 0 means that it is not known, and the attempts are then not checked.
 
     Raises:
-        ConfigError: there is no profile, the partition allows less than the job requests, or all attempts of the job
+        ConfigError: there is no profile, the partition allows less than the job requests, or all attempts together
             are shorter than `needed_minutes`.
         KairosError: a file of the profile cannot be read.
     """

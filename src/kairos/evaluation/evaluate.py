@@ -182,10 +182,10 @@ def evaluate(
 ) -> list[str]:
     """Evaluate one samples file, write its record, and return the warnings that its images are few.
 
-    The caller prints the returned warnings, since it joins equal ones of several files. Messages report the distance,
-    and images that fill no set. The record's ``step`` is None if the samples file contains none. Its ``warnings`` are
-    the returned ones and the warning about images that fill no set. It has ``validation`` only with metrics of the
-    snapshot's network. Metrics that need a snapshot are left out without one.
+    The caller prints the returned warnings, since it joins equal warnings of several files. Messages report the
+    distance, and the images that are left over after the last full set. The record's ``step`` is None if the samples
+    file contains none. Its ``warnings`` are the returned warnings and the warning about left-over images. It has
+    ``validation`` only with metrics of the snapshot's network. Metrics that need a snapshot are left out without one.
 
     Args:
         job: the samples and the record to write.

@@ -37,7 +37,7 @@ def choose_extractor(
     Raises:
         ConfigError: the images are too few or lack labels that extractor or conditions need. The weights are missing
             and cannot be downloaded. A metric or the reference lacks something. The message has a line per problem.
-            Another number of images than `dataset.images` is reported alone.
+            If the number of images is not `dataset.images`, the message has this problem alone.
     """
     counts = count_images(dataset)
     messages: list[str] = []

@@ -161,7 +161,7 @@ def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStat
 
 
 def check_image_count(count: int, width: int, what: str) -> list[str]:
-    """Return the warnings about a number of images: one below 10 images per feature, otherwise none; print nothing.
+    """Return a list with one warning if there are fewer than 10 images per feature, else an empty list.
 
     Args:
         count: number of images.

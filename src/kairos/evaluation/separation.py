@@ -26,8 +26,8 @@ ADVICE = (
 def reason_not_to_rank(reference: Mapping[str, Any]) -> str | None:
     """Return why the distance cannot rank methods, or None if it can or if a reference row is missing.
 
-    It can if real held-out images score more than `CLEAR` standard deviations of the difference below a fitted
-    Gaussian:
+    The distance can rank methods if real held-out images are below a fitted Gaussian by more than `CLEAR` standard
+    deviations of the difference:
 
     * The deviation of the real images, a bootstrap's, is in every record of stage reference. A missing one is treated
       as 0, so that any lower score can rank.

@@ -190,8 +190,8 @@ class DDPMpp(Backbone):
     def _embed(self, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return the embedding of times, classes and augmentation labels, (batch, 4 * channels).
 
-        Images without augmentation labels are treated as not augmented. The number of classes is the index of no class;
-        a network with classes needs ``conditions["class"]``.
+        Images without augmentation labels are treated as not augmented. A network with classes needs
+        ``conditions["class"]``; the index after the last class means "no class".
         """
         width = self.options.channels
         embedding = embed_time(t, width, shift=1).roll(width // 2, 1)  # sines first

@@ -1,7 +1,7 @@
 """The diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero, sin-cos positions.
 
-Parameter names equal the published checkpoints'. diffusers' DiTTransformer2DModel is another model: each of its blocks
-embeds time and label.
+Parameters have the names of the published checkpoints. diffusers' DiTTransformer2DModel is another model: each of its
+blocks embeds time and label.
 """
 
 import torch

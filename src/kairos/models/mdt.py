@@ -1,6 +1,6 @@
 """The masked diffusion transformer, version 1 (Gao et al. 2023): a DiT that is also trained on a subset of the patches.
 
-Parameter names equal the published checkpoints'.
+Parameters have the names of the published checkpoints.
 """
 
 import math

@@ -103,7 +103,7 @@ UNET_SIZES: dict[str, dict[str, Any]] = {
 
 def check_multipliers(widths: list[int]) -> None:
     """Raise ConfigError if there is no level, or if one of `widths`, channels or multiples of them, is below 1."""
-    demand(min(widths, default=0) >= 1, "multipliers", f"those of widths {widths}", "a number > 0 for each level")
+    demand(min(widths, default=0) >= 1, "multipliers", f"widths {widths}", "at least 1 channel for each level")
 
 
 @BACKBONES.register

@@ -1,6 +1,6 @@
 """U-ViT (Bao et al. 2023): a transformer on patches, time, class and text as tokens, with long skips.
 
-Parameter names equal the published checkpoints'.
+Parameters have the names of the published checkpoints.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The plain vision transformer of Min-SNR's experiments (Hang et al. 2023): BEiT's blocks, time and class as tokens.
 
-Parameter names equal the published checkpoints'.
+Parameters have the names of the published checkpoints.
 """
 
 import math

@@ -170,8 +170,8 @@ class MethodMeasurements:
     def common_measurements(self) -> "MethodMeasurements":
         """Measurements up to the last snapshot that all methods have, of the seeds that all methods have there.
 
-        A method has a snapshot if it is evaluated for any seed. If no seed is evaluated for all methods at the last
-        one, all seeds and the lines in `missing` are kept. Otherwise `missing` is empty.
+        A method has a snapshot if it is evaluated for any seed. If no seed is evaluated for all methods at this
+        snapshot, all seeds and the lines in `missing` are kept. Otherwise `missing` is empty.
 
         Raises:
             KairosError: no snapshot after step 0 is evaluated for all methods.

@@ -143,12 +143,12 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
 
 
 def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
-    """Compare a published number with the measured one at its step, or at the last milestone if its step is none.
+    """Compare a published number with the measured one at its step, or at the last milestone.
 
-    Mean and standard deviation are in the paper's unit, over the seeds that have a value. The obstacle then lists the
+    Mean and standard deviation are in the paper's unit, over the seeds that have a value. `obstacle` then lists the
     settings that differ from the paper's, and `block.differs`. If no seed has a value, or no method reproduces the row
-    of the table, both are NaN and the obstacle is the reason. Step 0 is treated as not measured. If the table contains
-    best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
+    of the table, both are NaN and `obstacle` is the reason. Step 0 is treated as not measured. If the published table
+    reports the best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
     """
     not_measured = NumberComparison(block, row, measured=np.nan, std=np.nan, obstacle="not measured yet")
     if row.method is None:

@@ -28,7 +28,7 @@ def select_condition_sources(
         indices: indices of the generated images.
         descriptions: descriptions of the model's conditions.
         labels: ``balanced`` takes the images in order and begins again after the last one, so that generated image i
-            has position i modulo their number. ``data`` draws them at random, with replacement. Other values are
+            uses image i modulo their number. ``data`` draws them at random, with replacement. Other values are
             treated as ``balanced``.
         seed: seed of the random choice for ``data``; each image's choice depends on the seed and its index alone.
     """

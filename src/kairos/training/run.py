@@ -167,9 +167,9 @@ def _set_up_process(
 ) -> Iterator[tuple[torch.device, ProgressFile]]:
     """Hold the run's lock, set up the device, join the other ranks, and record how the block ended.
 
-    Rank 0 writes the record to the progress file, or after an error the rank that failed first; a DivergedError is
-    recorded as one that another attempt does not help. Nothing is recorded if rank 0 cannot take the lock. The ranks
-    leave the process group only after a block without an error.
+    Rank 0 writes the record to the progress file, or after an error the rank that failed first. For a DivergedError the
+    record has ``again`` False, since another attempt would diverge too. Nothing is recorded if rank 0 cannot take the
+    lock. The ranks leave the process group only after a block without an error.
 
     Args:
         settings: section `training` of the experiment.

@@ -7,9 +7,9 @@ parse the Snakefile too, but only read the frozen experiment.
 Training runs that start over: a training run keeps what it has computed, and returns it again when a job requests it
 again. So a controller that is killed before it records a completed job loses nothing. But a user who forces a job or
 deletes its outputs wants a new computation. The controller marks the requests of these jobs ``start_over`` before they
-start, and their training runs begin at step 0 (see `kairos.training.run_folder`). Deleted outputs count only if every
-pending job of that training run was completed before. DVC deletes all outputs of a training run also if only its last
-segment is new, such as after a later milestone was added. Then the earlier segments are returned again.
+start, and their training runs begin at step 0 (see `kairos.training.run_folder`). Deleted outputs cause a new start
+only if every pending job of that training run was completed before. DVC deletes all outputs of a training run even if
+only its last segment is new, such as after a later milestone was added. Then the earlier segments are returned again.
 """
 
 import glob

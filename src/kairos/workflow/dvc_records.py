@@ -224,8 +224,8 @@ def record() -> None:
     contains the git command, or that dvc.lock was up to date.
 
     Raises:
-        KairosError: results are stale, or git, Snakemake or DVC fails. The working tree has changes other than
-            dvc.lock, workflow/dvc.lock and dvc.machines.json. Or dvc.yaml or workflow/dvc.yaml had to be changed, see
+        KairosError: results are stale; git, Snakemake or DVC fails; the working tree has changes other than dvc.lock,
+            workflow/dvc.lock and dvc.machines.json; or dvc.yaml or workflow/dvc.yaml had to be changed, see
             `write_dependencies`.
     """
     written = [str(path) for path in (_LOCK, _FIRST.with_suffix(".lock"), _machines_file(_LOCK))]

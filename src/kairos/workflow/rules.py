@@ -105,8 +105,8 @@ def processes_per_node(experiment: Experiment) -> int:
 def training_resources(experiment: Experiment) -> dict[str, Any]:
     """Return the ``resources:`` of a training job, for all its processes on one machine together.
 
-    ``mem_mb`` grows with each attempt; ``runtime`` (minutes) does not, since a training run resumes. Several processes
-    have ``nodes``. Except on the CPU there is ``gpu`` or ``gres``; a job on the CPU of several machines has ``tasks``.
+    ``mem_mb`` grows with each attempt; ``runtime`` (minutes) does not, since a training run resumes. ``nodes`` is
+    set for several processes. Jobs on GPUs have ``gpu`` or ``gres``; jobs on CPUs of several machines have ``tasks``.
 
     In a group job, Snakemake sums numeric resources but keeps a string resource once; runs that share a GPU therefore
     request ``gres``. Runs on several machines request it too, where it applies to each machine.

@@ -92,9 +92,9 @@ def components_option(key: str, kind: type, first: Any, meaning: str) -> Any:
 
 
 class Composed(FixedDensity):
-    """Base of samplers made of other densities, `components`, which keep their own floors.
+    """Base of samplers made of other densities, `components`: `Transformed` has one, `Combined` several.
 
-    Draws need the context of this sampler and of the components.
+    Each component keeps its floor. Draws need the context of this sampler and of the components.
     """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -320,7 +320,7 @@ class Combined(Composed):
 
     @classmethod
     def declared_components(cls, options: Any) -> list[tuple[str, dict[str, Any]]]:
-        """Return names and options of the components, without the key of the class."""
+        """Return names and options of the components, without the entry of `key`, such as the share."""
         return [split({key: value for key, value in part.items() if key != cls.key}) for part in options.parts]
 
     def shares(self, **context: Any) -> list[Any]:
