@@ -303,9 +303,12 @@ def test_values_of_the_command_line_do_not_hide_extends(tmp_path, monkeypatch):
 
     (tmp_path / "base.yaml").write_text(Path("params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    Path("params.yaml").write_text("extends: base.yaml\nseeds: [3]\ntraining: {batch_size: 24}\n")
+    own_methods = "methods: {replaced: {sampler: uniform}}"
+    Path("params.yaml").write_text(f"extends: base.yaml\nseeds: [3]\ntraining: {{batch_size: 24}}\n{own_methods}\n")
     config = {"experiment": "other", "training": {"checkpoint_every": 7}}
+    config["methods"] = {"alone": {"sampler": {"name": "log_normal"}}}
     settings = SimpleNamespace(configfiles=[], config=config)
     loaded = _load_experiment(SimpleNamespace(config_settings=settings), config)
-    assert (loaded.experiment, loaded.seeds) == ("other", [3]) and "uniform" in loaded.methods
+    assert (loaded.experiment, loaded.seeds) == ("other", [3])
+    assert list(loaded.methods) == ["alone"]  # by the rules of `extends`, methods replace methods
     assert (loaded.training.batch_size, loaded.training.checkpoint_every) == (24, 7)

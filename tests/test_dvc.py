@@ -203,7 +203,6 @@ def test_adopt_in_a_clone_leaves_nothing_to_rerun(recorded, tmp_path):
     assert recorded.run("dvc", "push").returncode == 0
     subprocess.run(["git", "clone", "-q", str(recorded.folder), str(folder)], check=True)
     clone = Copy.at(folder)
-    clone.environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{recorded.folder}/mlflow.db"
     set_remote(clone, tmp_path / "moved")
     ended = clone.run_forked("kairos", "ledger", "adopt")
     assert ended.returncode == 1 and "not all at" in ended.stderr

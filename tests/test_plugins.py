@@ -459,5 +459,5 @@ def test_a_project_reruns_the_runs_whose_code_was_edited(project):
     ended = project.run_forked("kairos", "report", "moved")
     assert ended.returncode == 2 and "my_strategies.py: cannot be read" in ended.stderr
     shutil.move(project.folder / "absent.py", project.folder / "my_strategies.py")
-    ended = project.run_forked("kairos", "compare", "moved")  # reads the experiment as `kairos report` does
-    assert ended.returncode == 0 and "power" in ended.stdout, ended.stderr
+    ended = project.run_forked("kairos", "report", "moved")
+    assert ended.returncode == 0, ended.stderr

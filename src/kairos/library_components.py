@@ -3,6 +3,7 @@
 This module imports no pydantic, so that `kairos strategies` starts quickly.
 """
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
@@ -63,7 +64,7 @@ class LibraryComponent:
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:
         """Construct the component from the options and the arguments."""
-        options = SimpleNamespace(**vars(self.options))  # a constructor may change its argument
+        options = copy.deepcopy(self.options)  # a constructor may change its argument
         return self.load()(options, *arguments, **keywords)
 
     def plain(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kairos.training.job import read_progress
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-_STEPS = 300  # a second or more, so that a run can be stopped between its first checkpoint and its end
+_STEPS = 2000  # some seconds, so that a run can be stopped between its first checkpoint and its end
 
 
 def count_failed_queries(log: Path) -> int:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from contextlib import suppress
 
 import pytest
 import yaml
@@ -75,7 +76,8 @@ def test_training_runs_share_a_job_and_its_gpu(pipeline: Pipeline) -> None:
             allocated = {job.number: re.search(r"IDX:(\d+)", details(job)["GRES"])[1] for job in running}
         finally:
             for process in processes:
-                os.kill(process, signal.SIGCONT)
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGCONT)
         controller.wait_for_success()
     jobs = all_jobs(pipeline.folder)[before:]
     assert [job.state for job in jobs] == ["COMPLETED", "COMPLETED"]  # one job of two runs, one of one

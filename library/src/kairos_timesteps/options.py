@@ -47,7 +47,7 @@ class Option:
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         """Return the default: the value of the attribute on the class, and on instances without options."""
-        return copy.copy(self.default)
+        return copy.deepcopy(self.default)
 
 
 def option(
@@ -108,7 +108,7 @@ class Component:
 
     def __init__(self, options: Any):
         vars(self).update(vars(options))
-        self._built_with = dict(vars(options))
+        self._built_with = copy.deepcopy(vars(options))
 
     def option_values(self) -> dict[str, Any]:
         """Return the options by public name, as they were when the component was built."""
@@ -155,7 +155,7 @@ def parse(component: type[Component], values: Mapping[str, Any], where: str = ""
     """
     where = where or component.__name__
     declared = {each.public_name: each for each in component.options.values()}
-    options = {name: copy.copy(each.default) for name, each in component.options.items()}
+    options = {name: copy.deepcopy(each.default) for name, each in component.options.items()}
     for key, value in values.items():
         if key not in declared:
             raise unknown_key(key, declared, where)

@@ -105,8 +105,18 @@ class Registry(dict[str, Entry]):
         return _options.parse(self.entry(name, where).component, values or {}, where or f"{self.kind} {name}")
 
     def build(self, name: str, values: Mapping[str, Any] | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """Check the options, and construct the component from them and the further arguments."""
-        return self.entry(name).component(self.parse(name, values), *arguments, **keywords)
+        """Check the options, and construct the component from them and the further arguments.
+
+        Raises:
+            ConfigError: an option is not allowed, or the constructor of a user's component raises a ValueError.
+        """
+        options = self.parse(name, values)
+        try:
+            return self.entry(name).component(options, *arguments, **keywords)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 SAMPLERS = Registry("sampler")

@@ -91,10 +91,10 @@ def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> 
     demand(isinstance(base_values, dict), where, repr(extends), "a file that is a mapping")
     inherited = {key: value for key, value in base_values.items() if key not in _NOT_INHERITED}
     overrides = {key: value for key, value in values.items() if key != "extends"}
-    return _merge(inherited, overrides)
+    return merge(inherited, overrides)
 
 
-def _merge(base: Any, values: Any) -> Any:
+def merge(base: Any, values: Any) -> Any:
     """Return values merged into the values of a base file, by the rules of ``extends`` in the module's docstring.
 
     Two mappings are merged key by key. Other `values`, a component with another name, and ``methods`` replace the base.
@@ -109,7 +109,7 @@ def _merge(base: Any, values: Any) -> Any:
     if name != base_name:
         return values  # another component: options of the base do not fit it
     shared_keys = (base.keys() & values.keys()) - {"methods"}
-    merged = {key: _merge(base[key], values[key]) for key in shared_keys}
+    merged = {key: merge(base[key], values[key]) for key in shared_keys}
     return base | values | merged
 
 

@@ -143,6 +143,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     The job requests the runtime of rule train in the profile, or else of the experiment. The limit is checked only if
     the profile has `kairos-partition-config`, the description of the partitions. `needed_minutes` is the duration of
     the longest job; 0 means that it is not known, and the attempts are then not checked.
+    Nothing is checked if the runtime is an expression.
 
     Raises:
         ConfigError: there is no profile, the partition allows less than the job requests, or all attempts together
@@ -164,6 +165,8 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
             limit = read_longest_limit(Path(partitions), gpu=gpus_per_job(experiment) > 0)
     except Exception as error:  # errors of YAML and of the plugin's reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
+    if runtime is None:  # an expression
+        return
     where = f"{file}: runtime of train"
     demand(runtime <= limit, where, f"{runtime:g} minutes", f"at most {limit:g}, the limit in {partitions}")
     minutes_of_attempts = (1 + settings.get("retries", 0)) * runtime  # a retry resumes the training run

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 from kairos.files import atomic, sha256_file
-from kairos.pretrained import is_available
+from kairos.pretrained import is_available, is_hub_id
 from kairos.progress import Progress
 from kairos_timesteps.errors import KairosError
 
@@ -60,8 +60,7 @@ def find_network(path: str) -> tuple[str, bool]:
     decisive_file = "config.json" if Path(path).is_dir() else "model.safetensors"
     if is_available(path, decisive_file):
         return path, True
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None  # such as facebook/dinov2-large
-    if not is_hub_id:
+    if not is_hub_id(path):
         reason = "the folder has no config.json" if Path(path).is_dir() else "the folder does not exist"
         raise KairosError(missing_network_message(path, reason))
     if _offline():

@@ -37,15 +37,15 @@ def _find_state_dicts(content: dict[str, Any]) -> tuple[Any, Any]:
 
     `read_published` lists the layouts. The state dicts may contain entries that are not tensors.
     """
-    raw, average = content.get("model"), content.get("ema")
     if isinstance(content.get("state_dict"), dict):  # latent diffusion
         return _split_latent_diffusion(content["state_dict"])
-    if isinstance(average, dict) and isinstance(average.get("shadow"), dict):  # ddpm-torch
-        return average["shadow"], raw
-    if not isinstance(average, dict):
-        average = None
+    raw, average = content.get("model"), content.get("ema")
     if not isinstance(raw, dict):
         raw = None
+    if not isinstance(average, dict):
+        average = None
+    elif isinstance(average.get("shadow"), dict):  # ddpm-torch
+        return average["shadow"], raw
     if average is None and raw is None:  # the file is a state dict itself
         return None, content
     return average, raw

@@ -44,7 +44,7 @@ def format_number(value: float | None, digits: int = 3) -> str:
     has_digits_before_point = abs(value) >= 10 ** (digits - 1)  # at least `digits` of them
     if has_digits_before_point or value == int(value):
         return f"{value:,.0f}"
-    return f"{value:#.{digits}g}".removesuffix(".")  # "#" keeps zeros, as in 0.500, and a point, as in 100. for 99.96
+    return f"{value:#,.{digits}g}".removesuffix(".")  # "#" keeps zeros, as in 0.500, and a point, as in 100. for 99.96
 
 
 def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -> str:

@@ -33,6 +33,7 @@ import psutil
 import yaml
 
 from kairos.config import Experiment, apply_extends, load, validate
+from kairos.config.reading import merge
 from kairos.files import read_json, sha256_json, try_lock, write_text
 from kairos.progress import duration, log
 from kairos.slurm import job_records_folder
@@ -43,7 +44,6 @@ from kairos.workflow.layout import FROZEN_VARIABLE, Layout, Segment, create_layo
 from kairos.workflow.snakemake_private import (
     hash_inputs_once,
     is_recorded_as_complete,
-    merge_config,
     set_jobs_per_group,
     touch_without_pauses,
 )
@@ -87,8 +87,8 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
 def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     """Return the checked experiment of the files of ``--configfile``, or else of params.yaml.
 
-    Values of ``--config`` replace values of the file. If Snakemake has merged several files, ``extends`` is relative to
-    the last one.
+    Values of ``--config`` are merged into those of params.yaml by the rules of ``extends``. If Snakemake has merged
+    several files, ``extends`` is relative to the last one.
 
     Raises:
         ConfigError: the experiment is not valid, or a file is missing.
@@ -104,8 +104,7 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
-    merge_config(values, config)
-    merged = apply_extends(values, Path(_DEFAULT_EXPERIMENT))
+    merged = apply_extends(merge(values, dict(config)), Path(_DEFAULT_EXPERIMENT))
     return validate(merged, f"{_DEFAULT_EXPERIMENT} with --config")
 
 

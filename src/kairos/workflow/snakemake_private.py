@@ -29,7 +29,6 @@ NAMES = [  # module and class, attribute, what would happen without the attribut
     (_JOB, "non_derived_params", "the controller could wait for an earlier job that does other work"),
     (_GROUP_SETTINGS, "group_components", "each of the training runs that share a GPU would be a separate job"),
     (_SLURM_EXECUTOR, "report_job_error", "a job that SLURM cannot accept now would use up its attempts"),
-    ("snakemake.utils", "update_config", "--config could not be merged into params.yaml"),
     ("snakemake.resources:Resource", "parse_human_friendly", "kairos check could not read runtimes such as 2h"),
     (_PARTITION_LIMITS, "max_runtime", "kairos check could not compare a job's duration with the limits of partitions"),
 ]
@@ -94,22 +93,18 @@ def set_jobs_per_group(workflow: Any, group: str, job_count: int) -> str:
     return group
 
 
-def merge_config(values: dict[str, Any], config: dict[str, Any]) -> None:
-    """Merge values of ``--config`` into the values of a file by section, as Snakemake does; `values` are changed."""
-    from snakemake.utils import update_config
-
-    update_config(values, config)
-
-
-def parse_runtime(runtime: int | str) -> float:
+def parse_runtime(runtime: int | str) -> float | None:
     """Return the minutes of a resource `runtime`, which Snakemake also accepts as a text such as ``2h``.
 
-    Raises:
-        WorkflowError: the text is not a duration.
+    None for another text, which Snakemake evaluates as an expression for each job, such as ``60 * attempt``.
     """
+    from snakemake.exceptions import WorkflowError
     from snakemake.resources import Resource
 
-    return float(Resource.parse_human_friendly("runtime", runtime))
+    try:
+        return float(Resource.parse_human_friendly("runtime", runtime))
+    except WorkflowError:
+        return None
 
 
 def read_longest_limit(partition_file: Path, gpu: bool) -> float:
