@@ -303,8 +303,8 @@ def test_values_of_the_command_line_do_not_hide_extends(tmp_path, monkeypatch):
 
     (tmp_path / "base.yaml").write_text(Path("params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    own_methods = "methods: {replaced: {sampler: uniform}}"
-    Path("params.yaml").write_text(f"extends: base.yaml\nseeds: [3]\ntraining: {{batch_size: 24}}\n{own_methods}\n")
+    methods = "methods: {replaced: {sampler: uniform}}"
+    Path("params.yaml").write_text(f"extends: base.yaml\nseeds: [3]\ntraining: {{batch_size: 24}}\n{methods}\n")
     config = {"experiment": "other", "training": {"checkpoint_every": 7}}
     config["methods"] = {"alone": {"sampler": {"name": "log_normal"}}}
     settings = SimpleNamespace(configfiles=[], config=config)
