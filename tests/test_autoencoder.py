@@ -122,6 +122,7 @@ def _train_until_killed(config, dataset_folder, out) -> None:
     make_autoencoder(config, open_dataset(dataset_folder), out, CPU)
 
 
+@pytest.mark.long
 def test_a_killed_training_run_resumes_exactly(digits, tmp_path, monkeypatch, capsys):
     import kairos.autoencoders.train as training
 

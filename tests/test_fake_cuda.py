@@ -286,7 +286,7 @@ def weightings_learn_early(monkeypatch):
 
 
 @pytest.mark.parametrize("combination", [
-    pytest.param(row, id=f"{row['sampler']}-{row['weighting']}", marks=[pytest.mark.long] * (number % 3 > 0))
+    pytest.param(row, id=f"{row['sampler']}-{row['weighting']}", marks=[pytest.mark.long] * (number % 6 > 0))
     for number, row in enumerate(COMBINATIONS)
 ])  # fmt: skip
 def test_each_component_synchronises_only_where_listed(combination, latents):

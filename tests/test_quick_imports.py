@@ -31,7 +31,10 @@ assert transformers.PreTrainedModel and torchvision.io and scipy.__version__
 """
 
 
-@pytest.mark.parametrize("process", ["command", "notebook", "plugin"])
+@pytest.mark.parametrize(
+    "process",
+    ["command", pytest.param("notebook", marks=pytest.mark.long), pytest.param("plugin", marks=pytest.mark.long)],
+)
 def test_only_commands_without_plugins_import_diffusers_without_packages_of_pipelines(process, tmp_path):
     command = [sys.executable, "-c", CODE, process, "model"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -162,6 +162,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_triton_writes_equal_words():
     """The kernel runs in Triton's interpreter, which needs no GPU."""
     pytest.importorskip("triton", exc_type=ImportError)  # some releases need setuptools, which may be missing
