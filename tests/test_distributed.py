@@ -116,18 +116,20 @@ def test_a_run_on_two_processes_of_torchrun_equals_that_on_one(folder, alone, tm
     check_two_processes(out, alone / "adaptive", updates=10)  # 13 measurements, S selected after the third
 
 
+@pytest.mark.long
 def test_a_run_on_two_processes_with_a_fixed_sampler_equals_that_on_one(folder, alone, tmp_path, two_ranks):
     two_ranks(line(folder, "uniform", tmp_path / "two", processes=2))
     check_two_processes(tmp_path / "two", alone / "uniform", updates=None)
 
 
-@pytest.mark.parametrize("method", ["uniform", "adaptive"])
+@pytest.mark.parametrize("method", [pytest.param("uniform", marks=pytest.mark.long), "adaptive"])
 def test_a_run_with_micro_batches_equals_that_with_whole_batches(method, folder, alone):
     out = folder / "microbatches" / method
     run_here(line(folder, method, out, microbatch=3))  # of 16: the last one is smaller
     assert_same(out, alone / method)
 
 
+@pytest.mark.long
 def test_a_run_with_micro_batches_and_a_learned_weighting_equals_that_with_whole_batches(folder, tmp_path):
     outs = []
     for microbatch in (None, 5):

@@ -211,7 +211,7 @@ def test_samples_do_not_depend_on_the_batch_size_or_number(results, tmp_path):
     assert not np.array_equal(images, read_samples(results / "1.npz")[0][:40])
 
 
-@pytest.mark.parametrize("process,noise_level", [("edm", "sigma"), ("flow", "t")])
+@pytest.mark.parametrize("process,noise_level", [("edm", "sigma"), pytest.param("flow", "t", marks=pytest.mark.long)])
 def test_a_continuous_process_is_sampled_and_evaluated_in_half_precision(
     results, tmp_path, monkeypatch, process, noise_level
 ):
@@ -336,6 +336,7 @@ def test_reference_rows_use_at_most_all_held_out_images(results, tmp_path, capsy
     assert json.loads((tmp_path / "x.json").read_text())["protocol"]["n_samples"] == 600
 
 
+@pytest.mark.long
 def test_the_reference_can_be_a_split_or_a_file(results, tmp_path, monkeypatch):
     """References from training images, all images, and files of images or of moments have consistent distances."""
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ class Fixed(TableDensity):
         self.importance = corrected
 
 
-@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("corrected", [pytest.param(True, marks=pytest.mark.long), False])
 def test_recursion_agrees_with_training_runs_of_strategy(corrected):
     problem = replace(NOISE, steps=25)
     p = torch.softmax(torch.linspace(1, -1, 12, dtype=torch.float64), 0)
@@ -80,6 +80,7 @@ def test_the_optimum_is_proportional_to_gradient_noise_if_noise_dominates():
     torch.testing.assert_close(best, problem.noise / problem.noise.sum(), rtol=0.01, atol=0)
 
 
+@pytest.mark.long
 def test_samplers_that_follow_losses_or_gradients_approach_the_optimum():
     """`loss_rms` approaches it if losses are proportional to gradient norms, `gradient_norm` in general."""
     even = torch.full((12,), 1 / 12, dtype=torch.float64)

@@ -175,6 +175,7 @@ def test_command_prints_columns_and_boundaries(main, process, capsys):
     assert all(f"{name} " in out for name in AREAS if name in result.area())
 
 
+@pytest.mark.long
 def test_command_writes_a_picture(main, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["strategies", "increments", "--process", "vp", "--timesteps", "200", "--format", "png"]) == 0

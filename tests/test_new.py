@@ -69,11 +69,13 @@ def test_few_colour_images_without_classes_get_a_selfsupervised_extractor(write_
     assert values["evaluation"]["extractor"]["name"] == "selfsupervised" and "without labels" in text
 
 
+@pytest.mark.long
 def test_a_gpu_gets_larger_images_and_networks(write_for, tmp_path):
     values, text = write_for(write_digits(tmp_path / "x", [(300, 300)] * 20), gpu="A100, 80 GiB")
     assert values["dataset"]["resolution"] == 256 and values["model"]["size"] == "s/2" and "A100, 80 GiB" in text
 
 
+@pytest.mark.long
 def test_few_images_are_ranked_by_the_validation_loss_and_many_by_the_distance(write_for, tmp_path):
     few, _ = write_for(write_digits(tmp_path / "few", [(8, 8)] * 20))
     assert few["evaluation"]["primary_metric"] == "validation"

@@ -40,7 +40,10 @@ SMALL = {
 
 @pytest.mark.parametrize(
     ("model", "shape", "conditions", "millions", "gflop"),
-    [(UNET, (3, 32, 32), {}, 35.7, 12.4), (DIT_XL, (4, 32, 32), CLASS, 674.8, 237.3)],
+    [
+        (UNET, (3, 32, 32), {}, 35.7, 12.4),
+        pytest.param(DIT_XL, (4, 32, 32), CLASS, 674.8, 237.3, marks=pytest.mark.long),
+    ],
 )
 def test_published_parameters_and_operations(
     model: Any, shape: Any, conditions: Any, millions: float, gflop: float
@@ -83,6 +86,7 @@ def test_counts_equal_those_of_the_real_network(name: str) -> None:
     assert cost.activation_bytes == pytest.approx(bytes_, rel=0.02)
 
 
+@pytest.mark.long
 def test_memory_and_operations_scale_with_precision_and_batch() -> None:
     costs = {
         precision: count_network_cost(BACKBONES.select(SMALL["dit"]), (3, 16, 16), {}, 8, precision)

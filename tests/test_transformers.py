@@ -489,7 +489,7 @@ def test_the_cost_of_a_network_includes_its_parameters_and_blocks(name, precisio
 
 
 @pytest.mark.parametrize(
-    "name", ["mdt", "uvit", *(pytest.param(name, marks=pytest.mark.long) for name in ("dit", "vit"))]
+    "name", ["uvit", *(pytest.param(name, marks=pytest.mark.long) for name in ("mdt", "dit", "vit"))]
 )
 def test_autocast_changes_little_and_dynamo_compiles_one_graph(name):
     model, x = small_model(name), torch.randn(3, 4, 8, 12)

@@ -38,7 +38,14 @@ def assert_decrease(losses, share):
     assert last < share * first, (first, last)
 
 
-@pytest.mark.parametrize("strategy", ["speed+change_aware", "log_normal+min_snr", "loss_rms"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "speed+change_aware",
+        pytest.param("log_normal+min_snr", marks=pytest.mark.long),
+        pytest.param("loss_rms", marks=pytest.mark.long),
+    ],
+)
 def test_the_plain_loop_learns_digits(example, capsys, strategy):
     losses = example("plain_pytorch").main([*SMALL, "--strategy", strategy, "--steps", "150"])
     assert len(losses) == 150
@@ -46,7 +53,10 @@ def test_the_plain_loop_learns_digits(example, capsys, strategy):
     assert re.search(r"step 150/150  loss 0\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("strategy", "share"), [("edm_log_normal+edm", 0.75), ("edm_log_normal+edm2", 0.75)])
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    [("edm_log_normal+edm", 0.75), pytest.param("edm_log_normal+edm2", 0.75, marks=pytest.mark.long)],
+)
 def test_the_edm_loop_learns_digits(example, strategy, share):
     assert_decrease(example("edm").main([*SMALL, "--strategy", strategy, "--steps", "150"]), share)
 
@@ -92,7 +102,8 @@ def test_the_plain_loop_resumes_exactly(example, tmp_path, strategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "prediction"), [("speed+change_aware", "epsilon"), ("adaptive+min_snr", "v_prediction")]
+    ("strategy", "prediction"),
+    [("adaptive+min_snr", "v_prediction"), pytest.param("speed+change_aware", "epsilon", marks=pytest.mark.long)],
 )
 def test_diffusers_training_script_saves_a_pipeline_and_samples(example, tmp_path, strategy, prediction):
     DDPMPipeline = pytest.importorskip("diffusers").DDPMPipeline
@@ -119,7 +130,16 @@ def test_an_example_trains_on_a_folder_of_images_from_the_command_line(tmp_path,
     assert re.search(r"step 2/2  loss \d\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["plain_pytorch", "edm", "flow_matching", "compare", "diffusers_unconditional"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain_pytorch",
+        "edm",
+        "flow_matching",
+        pytest.param("compare", marks=pytest.mark.long),
+        "diffusers_unconditional",
+    ],
+)
 def test_examples_have_help_and_reject_unknown_strategies(example, capsys, name):
     if name.startswith("diffusers"):
         pytest.importorskip("diffusers")
