@@ -343,7 +343,7 @@ def hash_folder(path: Path) -> dict[str, str]:
     return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(files)}
 
 
-def try_lock(file: IO[Any], timeout: float, conflict: str, moved: str) -> bool:
+def try_lock(file: IO[Any], timeout: float, conflict: str, to_move: str) -> bool:
     """Try to lock an open file for `timeout` seconds; return True on success, False if another process holds the lock.
 
     The kernel releases the lock when the file is closed or the process ends.
@@ -352,7 +352,7 @@ def try_lock(file: IO[Any], timeout: float, conflict: str, moved: str) -> bool:
         file: the open file.
         timeout: seconds until the attempts end; 0: a single attempt.
         conflict: what the lock prevents, for the error message, such as "two jobs training here at once".
-        moved: the files that need another file system, for the error message, such as "results".
+        to_move: the files that need another file system, for the error message, such as "results".
 
     Raises:
         KairosError: the file system has no locks; also raised for any other error of the lock.
@@ -369,7 +369,7 @@ def try_lock(file: IO[Any], timeout: float, conflict: str, moved: str) -> bool:
             time.sleep(0.1)
         except OSError as error:
             fault = f"{file.name}: this file system has no locks ({error.strerror}); nothing would prevent {conflict}"
-            advice = f"put {moved} on another file system, or mount this one with locks (Lustre: flock)"
+            advice = f"put {to_move} on another file system, or mount this one with locks (Lustre: flock)"
             raise KairosError(f"{fault}. To solve this, {advice}") from None
 
 

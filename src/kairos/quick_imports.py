@@ -14,10 +14,16 @@ _PIPELINE_PACKAGES = ("transformers", "torchvision", "scipy")
 _enabled = False
 
 
-def enable(enabled: bool = True) -> None:
-    """Let this process import diffusers without the packages of its pipelines, or again with them."""
+def enable() -> None:
+    """Let this process import diffusers without the packages of its pipelines."""
     global _enabled
-    _enabled = enabled
+    _enabled = True
+
+
+def disable() -> None:
+    """Let this process import diffusers with the packages of its pipelines, as at its start."""
+    global _enabled
+    _enabled = False
 
 
 @contextmanager

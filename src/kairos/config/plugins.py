@@ -56,7 +56,7 @@ def load_plugins(paths: Any) -> Any:
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"plugins: got {paths!r}, allowed: a list of Python files, such as [my_strategies.py]")
     for path in paths:
-        quick_imports.enable(False)  # a plugin may use a pipeline of diffusers
+        quick_imports.disable()  # a plugin may use a pipeline of diffusers
         _load(path)
     return paths
 

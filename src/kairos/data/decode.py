@@ -23,7 +23,8 @@ def read_image(data: bytes | Path) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
             image.load()  # open alone reads the header only; a truncated file fails here
-            return ImageOps.exif_transpose(image)
+            ImageOps.exif_transpose(image, in_place=True)  # without a copy of an image that is upright
+            return image
     except UnidentifiedImageError:  # its message contains the address of an object, which varies
         raise ValueError("cannot identify image file") from None
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
@@ -57,7 +58,10 @@ def to_pixels(
     Raises:
         KairosError: the image is not square and `crop` is ``none``, or it is too large for padding.
     """
-    image = _to_eight_bit(image).convert("L" if color == "grey" else "RGB")
+    image = _to_eight_bit(image)
+    mode = "L" if color == "grey" else "RGB"
+    if image.mode != mode:  # convert would copy an image that has the mode
+        image = image.convert(mode)
     if crop == "adm":
         assert resolution is not None  # DatasetConfig checks that
         image = _resize_short_side(image, resolution, RESAMPLING[resample])

@@ -142,7 +142,7 @@ def lock_database(uri: str) -> Iterator[None]:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.name}.lock"), "w") as lock:
-        if not try_lock(lock, _LOCK_SECONDS, conflict="two imports creating its tables at once", moved="the database"):
+        if not try_lock(lock, _LOCK_SECONDS, conflict="two imports creating tables at once", to_move="the database"):
             raise KairosError(f"{path}: another process has locked it for {_LOCK_SECONDS} s; end that process or wait")
         yield
 

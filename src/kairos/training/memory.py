@@ -39,7 +39,7 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
     elif fitting_size:
         allowed = f"training.microbatch: {fitting_size} keeps the batch and fits (measured)"
     else:
-        allowed = "a smaller model: a pass of 1 image does not fit (measured)"
+        allowed = "a smaller model: with the optimiser's moments not even a pass of 1 image fits (measured)"
     field = "batch_size" if training.settings.microbatch is None else "microbatch"
     problem = f"out of memory on {_describe_device(training.device)} at step {training.step + 1}"
     raise KairosError(f"training.{field}: got {getattr(training.settings, field)}: {problem}; allowed: {allowed}")

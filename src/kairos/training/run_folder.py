@@ -89,7 +89,7 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
     with open(state_folder / "lock", "a+", encoding="utf-8") as file:  # unlike "w+", keeps the holder's description
         # flock also works between machines on NFS (Linux 2.6.12 and later) and other file systems mounted with locks;
         # try for 1 s, because `kairos status` takes the lock for moments
-        if not try_lock(file, timeout=1.0, conflict="two jobs training here at once", moved="results"):
+        if not try_lock(file, timeout=1.0, conflict="two jobs training here at once", to_move="results"):
             file.seek(0)  # "a+" opens a file at its end
             holder = file.read().strip()  # written below by the process that holds the lock
             problem = f"{state_folder.parent}: another process ({holder}) is training here"

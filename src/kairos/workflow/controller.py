@@ -128,7 +128,7 @@ def _lock_results(results: Path) -> IO[str]:
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (a+: keeps the content, the process that has the lock)
-    if not try_lock(file, timeout=0, conflict="two runs working at once", moved="this folder"):
+    if not try_lock(file, timeout=0, conflict="two runs working at once", to_move="this folder"):
         file.seek(0)
         raise KairosError(f"{results}: another run ({file.read().strip()}) computes these results; wait for its end")
     file.truncate(0)
