@@ -16,7 +16,8 @@ of the trained run, because only DVC reads them.
 Measurements (each is a new process):
     start: ``python -c "import snakemake.cli"``, as a calibration of the machine.
     plan, all to do: ``snakemake --dry-run`` without any result.
-    record: ``snakemake --touch --forceall``, which plans all jobs and writes their metadata; results are placeholders.
+    record: ``snakemake --touch --forceall --cores 1000``, as ``kairos ledger adopt`` calls it, which plans all jobs and
+        writes their metadata; results are placeholders.
     plan, all done: ``snakemake --dry-run`` after that.
     record, copies: the same as record with the copied results, whose content Snakemake hashes.
     status: ``kairos status`` in the terminal.
@@ -366,7 +367,9 @@ def measure_plan(workplace: Workplace, methods: int) -> None:
     dry_run = snakemake("many", "--dry-run", "--quiet", "all")
     workplace.measure("plan, all to do", dry_run, folder, runs)
     write_placeholders(folder, snakemake("many", "--summary"), workplace.environment)
-    workplace.measure("record", snakemake("many", "--touch", "--forceall", "--quiet", "all"), folder, runs)
+    workplace.measure(
+        "record", snakemake("many", "--touch", "--forceall", "--cores", "1000", "--quiet", "all"), folder, runs
+    )
     workplace.measure("plan, all done", dry_run, folder, runs)
 
 
@@ -454,7 +457,7 @@ def measure_copies(workplace: Workplace, methods: int) -> None:
     shutil.rmtree(folder / "results", ignore_errors=True)
     shutil.rmtree(folder / ".snakemake", ignore_errors=True)
     workplace.copy_results(workplace.train_once(), folder)
-    touch = snakemake("many", "--touch", "--forceall", "--quiet", "all")
+    touch = snakemake("many", "--touch", "--forceall", "--cores", "1000", "--quiet", "all")
     workplace.measure("record, copies", touch, folder, SEEDS * methods)
 
 
