@@ -107,7 +107,7 @@ def main() -> None:
         for name in names:
             seconds[name].append(0.0)
             strategy_seconds[name].append(0.0)
-        progress = Progress(PERIOD, f"round {number + 1} of {arguments.rounds}", "turn", interval=30)
+        progress = Progress(PERIOD, f"round {number + 1} of {arguments.rounds}", "step")
         for _ in range(PERIOD):
             for name, case in cases.items():
                 begun = time.perf_counter()
