@@ -184,7 +184,11 @@ def main() -> None:
         from kairos import portable
 
         setting = f"1 thread, torch {torch.__version__}, {portable.machine()['processor']}"
-        write_rows(arguments.out, rows, f"python benchmarks/frechet.py --images {arguments.images}; {setting}")
+        write_rows(
+            arguments.out,
+            rows,
+            f"python benchmarks/frechet.py --images {arguments.images} --rounds {arguments.rounds}; {setting}",
+        )
 
 
 if __name__ == "__main__":

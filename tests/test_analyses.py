@@ -194,7 +194,6 @@ def measure(trained, name, step, method="uniform", **options):
     return pd.read_csv(out)
 
 
-@pytest.mark.long
 def test_training_on_one_part_does_not_change_independent_parts(trained):
     table = measure(trained, "interdependence", 20).set_index(["trained", "part"])
     assert len(table) == 30 and set(table["step"]) == {20}
@@ -209,7 +208,6 @@ def test_training_on_one_part_does_not_change_independent_parts(trained):
     assert measure(trained, "interdependence", 20).set_index(["trained", "part"]).equals(table)
 
 
-@pytest.mark.long
 def test_agreement_uses_the_optimiser_state_of_the_last_snapshot(trained):
     folder, plain = trained
     last = folder / "uniform/seed0/milestones/0000040"

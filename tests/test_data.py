@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from kairos.cli import main
 from kairos.data.dataset import open_dataset, to_uint8
@@ -217,6 +217,18 @@ def test_the_centre_of_wide_images_is_cropped(tmp_path):
 def test_images_of_all_modes_are_converted(image, expected):
     assert tuple(to_pixels(image, "rgb", "center", None, "it")[0, 0]) == expected
     assert to_pixels(image, "grey", "center", None, "it").shape == (4, 4, 1)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_rotated_as_their_exif_orientation_requires(orientation, suffix, tmp_path):
+    exif, path = Image.Exif(), tmp_path / f"turned.{suffix}"
+    exif[0x0112] = orientation
+    random_image(1, 8, 16).save(path, exif=exif)
+    with Image.open(path) as image:
+        expected = ImageOps.exif_transpose(image)
+    pixels = [to_pixels(each, "rgb", "center", None, "it") for each in (read_image(path), expected)]
+    assert np.array_equal(*pixels)
 
 
 def test_sixteen_bit_images_and_exif_rotations_are_read(tmp_path):

@@ -89,7 +89,6 @@ def test_each_stage_depends_on_its_fields_and_on_the_results_that_it_reads(copy)
     assert not any(a.startswith("train@log_normal") and b.startswith("train@") for a, b in edges)
 
 
-@pytest.mark.long
 def test_clock_times_are_outputs_of_no_stage(copy):
     layout = Layout(load(copy.folder / "params.yaml"), copy.folder / "params.yaml")
     timing = [f"{layout.training_folder(*training)}/timing.jsonl" for training in layout.trainings]
@@ -143,7 +142,6 @@ def test_record_rejects_uncommitted_changes_and_stale_results(copy):
     assert "results are stale" in ended.stderr and "evaluate" in ended.stderr
 
 
-@pytest.mark.long
 def test_adopt_without_a_remote_reports_the_command_to_run(copy):
     ended = copy.run_forked("kairos", "ledger", "adopt")
     assert ended.returncode == 1

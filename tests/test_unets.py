@@ -261,8 +261,11 @@ def test_odd_sizes_and_any_number_of_output_channels_are_possible(name, tmp_path
         ({"name": "adm", "head_channels": 48}, "head_channels: got 48, allowed: a divisor of every width"),
         ({"name": "adm", "channels": 48}, "norm_groups: got 32, allowed: a divisor of every width"),
         ({"name": "ddpmpp", "channels": 18}, "channels: got 18, allowed: a multiple of 4"),
-        ({"name": "unet", "multipliers": []}, r"model.multipliers: got widths \[\]"),
-        ({"name": "ddpmpp", "multipliers": [1, 0]}, r"model.multipliers: got widths \[1, 0\]"),
+        ({"name": "unet", "multipliers": []}, r"model\.multipliers: got widths \[\], allowed: at least 1 channel"),
+        (
+            {"name": "ddpmpp", "multipliers": [1, 0]},
+            r"model\.multipliers: got widths \[1, 0\], allowed: at least 1 channel",
+        ),
         ({"name": "ddpmpp", "augment": 3}, "augment: got 3, allowed: 9 or 0"),
         ({"name": "ddpmpp", "conditions": ["low_resolution"]}, "allowed with ddpmpp: class"),
     ],

@@ -12,7 +12,7 @@ __all__ = ["environment", "pytest_collection_finish", "pytest_collection_modifyi
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers where the repository's pyproject.toml is absent, as in the source distribution."""
     if not any(line.startswith("long:") for line in config.getini("markers")):
-        config.addinivalue_line("markers", "long: takes more than half a minute")
+        config.addinivalue_line("markers", "long: slower tests, and combinations beyond those of the quick tests")
         config.addinivalue_line("markers", "nightly: more inputs")
         config.addinivalue_line("markers", "trainers: trains with packages of other projects")
 

@@ -96,7 +96,6 @@ def test_adaptive_counts_one_network_pass_per_loss():
     assert sum(len(call[0]) for call in bandit.calls) == 2 * (50 + 3 * 16)
 
 
-@pytest.mark.long
 def test_adaptive_moves_towards_timesteps_whose_step_lowers_the_loss():
     """Four seeds end at 0.03 to 0.14 where early steps help, and at 0.81 to 0.87 where late ones do."""
 
@@ -243,7 +242,6 @@ def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
     assert divergence(a, b) < best + 0.03 and divergence(0.974, 0.974) > best + 0.3
 
 
-@pytest.mark.long
 def test_a_floor_keeps_every_timestep_alive_and_importance_weights_fit_each_image():
     sampler = adaptive(floor=0.2, importance=True)
     bandit = Bandit(sampler, (0.1, 0.0))

@@ -46,7 +46,6 @@ def test_auto_first_draws_uniform_angles(name):
     np.testing.assert_allclose(sampler.masses()[5:-5], (-np.gradient(-angles) / (np.pi / 2))[5:-5], rtol=0.02)
 
 
-@pytest.mark.long
 def test_auto_follows_gradients_and_keeps_the_objective():
     sizes = torch.linspace(0.5, 4, T)
     network = Known(sizes)

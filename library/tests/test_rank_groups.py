@@ -23,7 +23,7 @@ SPECIFICATIONS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.timeout(180)
 def test_four_ranks_in_a_mesh_equal_one_process(tmp_path):
     in_mesh = rank_groups.run(rank_groups.train_in_mesh, tmp_path, rank_groups.RANKS, SPECIFICATIONS)
     for number, specification in enumerate(SPECIFICATIONS):

@@ -352,7 +352,7 @@ def try_lock(file: IO[Any], timeout: float, conflict: str, to_move: str) -> bool
         file: the open file.
         timeout: seconds until the attempts end; 0: a single attempt.
         conflict: what the lock prevents, for the error message, such as "two jobs training here at once".
-        to_move: the files that need another file system, for the error message, such as "results".
+        to_move: what the user should put on another file system, for the error message, such as "results".
 
     Raises:
         KairosError: the file system has no locks; also raised for any other error of the lock.

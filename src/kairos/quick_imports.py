@@ -21,14 +21,14 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Let this process import diffusers with the packages of its pipelines, as at its start."""
+    """Let this process import diffusers with the packages of its pipelines, which is the default."""
     global _enabled
     _enabled = False
 
 
 @contextmanager
 def without_pipeline_packages() -> Iterator[None]:
-    """Hide the packages of diffusers' pipelines from imports, if `enable` was called; packages in use stay visible."""
+    """Hide the packages of diffusers' pipelines from imports, if quick imports are enabled, but not packages in use."""
     hidden = [name for name in _PIPELINE_PACKAGES if _enabled and name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # documented: the import then finds no such module

@@ -23,7 +23,7 @@ def read_image(data: bytes | Path) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
             image.load()  # open alone reads the header only; a truncated file fails here
-            ImageOps.exif_transpose(image, in_place=True)  # without a copy of an image that is upright
+            ImageOps.exif_transpose(image, in_place=True)  # in place: otherwise PIL copies upright images
             return image
     except UnidentifiedImageError:  # its message contains the address of an object, which varies
         raise ValueError("cannot identify image file") from None
@@ -60,7 +60,7 @@ def to_pixels(
     """
     image = _to_eight_bit(image)
     mode = "L" if color == "grey" else "RGB"
-    if image.mode != mode:  # convert would copy an image that has the mode
+    if image.mode != mode:  # convert copies an image even if it already has the mode
         image = image.convert(mode)
     if crop == "adm":
         assert resolution is not None  # DatasetConfig checks that

@@ -279,7 +279,8 @@ def adopt() -> None:
 
     # mark the results as computed
     quiet = ("--quiet", "all", "--configfile", RECORDED)
-    # no job computes, and with many cores Snakemake takes many jobs at a time: it lists all remaining jobs each time
+    # --touch computes nothing, so CPUs do not limit the number of jobs. Snakemake goes through all remaining jobs at
+    # each selection; with many cores it selects up to 100 jobs (scheduler-subsample) instead of a few.
     touch = ("--touch", "--forceall", "--cores", "1000")
     if _run_tool("snakemake", *touch, *quiet, "--", "report", captured=False).returncode:
         raise KairosError("adopt: snakemake --touch failed, see above")
