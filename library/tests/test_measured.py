@@ -263,7 +263,22 @@ def build(name, batch=8, prediction="epsilon"):
     return strategy, network, torch.optim.Adam(network.parameters(), lr=1e-2), torch.randn(batch, 2, 5, 3)
 
 
-@pytest.mark.parametrize("name", [*sorted(SAMPLERS), "uniform+edm2", "adaptive+edm2"])
+QUICK = (
+    "adaptive",
+    "auto",
+    "gradient_norm",
+    "loss_rms",
+    "adaptive+edm2",
+)  # test_resume_of_combinations has all samplers
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK))
+        for name in [*sorted(SAMPLERS), "uniform+edm2", "adaptive+edm2"]
+    ],
+)
 def test_every_strategy_resumes_exactly_from_its_state(name, tmp_path):
     strategy, network, optimizer, x0 = build(name)
     torch.manual_seed(1)
