@@ -94,6 +94,10 @@ def test_check_rejects_runtimes_above_the_limit_of_the_partition(check, tmp_path
     status, output = check("check", *arguments, "--steps-per-second", "0.01", resolution=16)
     assert status == 2 and "training.milestones: got a job of 1667 minutes, allowed: at most 480 with its ret" in output
     assert check("check", *arguments, "--steps-per-second", "1", resolution=16)[0] == 0
+    settings["set-resources"] = {"train": {"runtime": "60 * attempt"}}
+    (profile / "profile.yaml").write_text(yaml.safe_dump(settings))
+    status, output = check("check", *arguments, resolution=16)
+    assert status == 0 and "runtime of train is an expression, so time limits are not checked" in output
     (profile / "profile.yaml").write_text("[")
     assert check("check", *arguments, resolution=16)[0] == 1
     assert "a folder that contains a profile.yaml" in check("check", "--profile", str(tmp_path), resolution=16)[1]

@@ -11,6 +11,7 @@ import yaml
 
 from kairos.cli import main
 from kairos.config import load, validate
+from kairos.config.reading import read_experiment_file
 from kairos.diffusion import DiffusionConfig
 from kairos.sampling.settings import SamplingConfig
 from kairos_timesteps.errors import ConfigError
@@ -312,3 +313,11 @@ def test_values_of_the_command_line_do_not_hide_extends(tmp_path, monkeypatch):
     assert (loaded.experiment, loaded.seeds) == ("other", [3])
     assert list(loaded.methods) == ["alone"]  # by the rules of `extends`, methods replace methods
     assert (loaded.training.batch_size, loaded.training.checkpoint_every) == (24, 7)
+
+    # options of params.yaml stay, though only the extended file has the component's name
+    name = validate(read_experiment_file(Path("base.yaml")), "base.yaml").model.name
+    Path("params.yaml").write_text("extends: base.yaml\nmodel: {depth: 4}\n")
+    config = {"model": {"name": name, "width": 96}}
+    settings = SimpleNamespace(configfiles=[], config=config)
+    model = _load_experiment(SimpleNamespace(config_settings=settings), config).model
+    assert (model.depth, model.width) == (4, 96)

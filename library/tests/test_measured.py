@@ -263,19 +263,14 @@ def build(name, batch=8, prediction="epsilon"):
     return strategy, network, torch.optim.Adam(network.parameters(), lr=1e-2), torch.randn(batch, 2, 5, 3)
 
 
-QUICK = (
-    "adaptive",
-    "auto",
-    "gradient_norm",
-    "loss_rms",
-    "adaptive+edm2",
-)  # test_resume_of_combinations has all samplers
+# quick tests of test_resume_of_combinations.py resume the other samplers
+QUICK_NAMES = ("adaptive", "auto", "gradient_norm", "loss_rms", "adaptive+edm2")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK))
+        pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK_NAMES))
         for name in [*sorted(SAMPLERS), "uniform+edm2", "adaptive+edm2"]
     ],
 )

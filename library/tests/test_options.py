@@ -41,6 +41,11 @@ def test_a_component_keeps_the_options_that_it_was_built_with(registered):
 def test_a_value_error_of_a_constructor_is_reported_as_an_option(registered):
     with pytest.raises(ConfigError, match="power: too high"):
         Strategy("rounded", sampler={"power": 20.0})
+    with pytest.raises(ConfigError, match="power: too high"):
+        Strategy(
+            "mixture",
+            sampler={"parts": [{"share": 0.5, "name": "rounded", "power": 20.0}, {"share": 0.5, "name": "uniform"}]},
+        )
 
 
 def test_default_lists_are_not_shared():

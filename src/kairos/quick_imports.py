@@ -28,7 +28,7 @@ def disable() -> None:
 
 @contextmanager
 def without_pipeline_packages() -> Iterator[None]:
-    """Hide the packages of diffusers' pipelines from imports, if quick imports are enabled, but not packages in use."""
+    """Hide the packages of diffusers' pipelines from imports if quick imports are enabled; imported ones stay."""
     hidden = [name for name in _PIPELINE_PACKAGES if _enabled and name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # documented: the import then finds no such module

@@ -69,7 +69,9 @@ def test_a_controller_cancels_jobs_that_must_not_run(pipeline: Pipeline) -> None
 
     with pipeline.controller("--kairos-partition-config", "partitions.yaml", "--", training.target) as controller:
         wait_for(lambda: "from other settings: cancelling it" in controller.log.read_text(), 300, "a cancelled job")
-        with suppress(ProcessLookupError):  # SLURM continues it too, and it may have ended
+        with suppress(
+            ProcessLookupError
+        ):  # SLURM sends SIGCONT too when it cancels the job, so the process may have ended
             os.kill(pid, signal.SIGCONT)
         wait_for(lambda: len(training.jobs()) == 2, 300, "the second job")
         first, second = training.jobs()

@@ -57,7 +57,7 @@ def find_warnings(
         if gpu_memory and experiment.training.device != "cpu":
             _check_memory(estimate, gpu_memory)
     if profile:
-        _check_time_limits(experiment, profile, needed_minutes=60 * longest_job_hours)
+        yield from _check_time_limits(experiment, profile, needed_minutes=60 * longest_job_hours)
 
 
 def _find_gpu_memory() -> float | None:
@@ -137,13 +137,13 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
         yield f"images: {sum(images.sizes.values())} of {len(images.sizes)} sizes; {change}"
 
 
-def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: float) -> None:
+def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: float) -> Iterator[str]:
     """Check that a training job fits the longest partition, and that its attempts together are long enough.
 
     The job requests the runtime of rule train in the profile, or else of the experiment. The limit is checked only if
     the profile has `kairos-partition-config`, the description of the partitions. `needed_minutes` is the duration of
     the longest job; 0 means that it is not known, and the attempts are then not checked.
-    Nothing is checked if the runtime is an expression.
+    Nothing is checked if the runtime is an expression; a warning then says so.
 
     Raises:
         ConfigError: there is no profile, the partition allows less than the job requests, or all attempts together
@@ -165,9 +165,10 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
             limit = read_longest_limit(Path(partitions), gpu=gpus_per_job(experiment) > 0)
     except Exception as error:  # errors of YAML and of the plugin's reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
-    if runtime is None:  # an expression
-        return
     where = f"{file}: runtime of train"
+    if runtime is None:
+        yield f"{where} is an expression, so time limits are not checked"
+        return
     demand(runtime <= limit, where, f"{runtime:g} minutes", f"at most {limit:g}, the limit in {partitions}")
     minutes_of_attempts = (1 + settings.get("retries", 0)) * runtime  # a retry resumes the training run
     allowed = f"at most {minutes_of_attempts:g} with its retries in {file}"

@@ -343,7 +343,7 @@ def _score_heldout(
 ) -> dict[str, Any]:
     """Return the columns of the metrics for one set of images, and the standard deviation of each column.
 
-    Columns ``<column>_spread`` have the standard deviations: a bootstrap's for the distance, None for others.
+    Columns ``<column>_spread`` have the standard deviations: of a bootstrap for the distance, None for other metrics.
 
     Args:
         images: function that yields the images in batches; with captions it is called twice.

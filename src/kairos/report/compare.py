@@ -218,7 +218,7 @@ def build_comparison_table(
 
 
 def _no_seeds_error(measurements: MethodMeasurements) -> KairosError:
-    """Return the error, with its reason, for methods that no seed can compare."""
+    """Return the error for methods without a seed that has values of all of them, with the reason."""
     names = ", ".join(measurements.methods)
     if _seeds_without_ratios(measurements):
         return KairosError(

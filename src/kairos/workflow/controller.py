@@ -30,10 +30,9 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 import psutil
-import yaml
 
 from kairos.config import Experiment, apply_extends, load, validate
-from kairos.config.reading import merge
+from kairos.config.reading import merge, read_experiment_file
 from kairos.files import read_json, sha256_json, try_lock, write_text
 from kairos.progress import duration, log
 from kairos.slurm import job_records_folder
@@ -87,8 +86,9 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
 def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
     """Return the checked experiment of the files of ``--configfile``, or else of params.yaml.
 
-    Values of ``--config`` are merged into those of params.yaml by the rules of ``extends``. If Snakemake has merged
-    several files, ``extends`` is relative to the last one.
+    Values of ``--config`` are merged into those of params.yaml by the rules of ``extends``. With ``--configfile``,
+    Snakemake has merged all values section by section: methods are added, not replaced. If Snakemake has merged several
+    files, ``extends`` is relative to the last one.
 
     Raises:
         ConfigError: the experiment is not valid, or a file is missing.
@@ -103,8 +103,7 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
         return validate(merged, " + ".join(map(str, files)))
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
-    values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
-    merged = apply_extends(merge(values, dict(config)), Path(_DEFAULT_EXPERIMENT))
+    merged = merge(read_experiment_file(Path(_DEFAULT_EXPERIMENT)), dict(config))
     return validate(merged, f"{_DEFAULT_EXPERIMENT} with --config")
 
 

@@ -279,8 +279,8 @@ def adopt() -> None:
 
     # mark the results as computed
     quiet = ("--quiet", "all", "--configfile", RECORDED)
-    # --touch computes nothing, so CPUs do not limit the number of jobs. Snakemake goes through all remaining jobs at
-    # each selection; with many cores it selects up to 100 jobs (scheduler-subsample) instead of a few.
+    # --touch starts no process, so the number of cores need not match the machine. The cost of a selection grows with
+    # the number of remaining jobs; with many cores it takes up to 100 jobs (scheduler-subsample), not one per core
     touch = ("--touch", "--forceall", "--cores", "1000")
     if _run_tool("snakemake", *touch, *quiet, "--", "report", captured=False).returncode:
         raise KairosError("adopt: snakemake --touch failed, see above")

@@ -96,7 +96,7 @@ def set_jobs_per_group(workflow: Any, group: str, job_count: int) -> str:
 def parse_runtime(runtime: int | str) -> float | None:
     """Return the minutes of a resource `runtime`, which Snakemake also accepts as a text such as ``2h``.
 
-    None for another text, which Snakemake evaluates as an expression for each job, such as ``60 * attempt``.
+    The result is None for another text, such as ``60 * attempt``, which Snakemake evaluates for each job.
     """
     from snakemake.exceptions import WorkflowError
     from snakemake.resources import Resource
