@@ -33,7 +33,7 @@ assert transformers.PreTrainedModel and torchvision.io and scipy.__version__
 
 @pytest.mark.parametrize(
     "process",
-    ["command", pytest.param("notebook", marks=pytest.mark.long), "plugin"],
+    ["command", *(pytest.param(process, marks=pytest.mark.long) for process in ("notebook", "plugin"))],
 )
 def test_only_commands_without_plugins_import_diffusers_without_packages_of_pipelines(process, tmp_path):
     command = [sys.executable, "-c", CODE, process, "model"]

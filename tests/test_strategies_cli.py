@@ -60,8 +60,17 @@ def test_list_contains_every_strategy_with_its_options(kairos_strategies):
     assert all(parse_name(name) == tuple(name.split("+")) for name in COMBINATIONS)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("prediction", PREDICTIONS)
+# quick: every schedule and every prediction once, and epsilon with the linear schedule
+QUICK_SETTINGS = {("linear", "epsilon"), ("quadratic", "epsilon"), ("cosine", "v"), ("scaled_linear", "x0")}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "prediction"),
+    [
+        pytest.param(*setting, marks=() if setting in QUICK_SETTINGS else pytest.mark.long)
+        for setting in itertools.product(SCHEDULES, PREDICTIONS)
+    ],
+)
 def test_every_strategy_shows_without_a_warning(columns, schedule, prediction):
     noise = make_schedule(schedule)
     names = (
