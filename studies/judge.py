@@ -41,34 +41,45 @@ LEVEL = 0.05
 
 def read_round(which: str) -> pd.DataFrame:
     """Read the results of a round; return a row per setting, method, seed and snapshot with time and metrics."""
-    rows = []
+    tables = []
     for folder in sorted(report.parent for report in Path("results").glob(f"study_{which}_*/report.html")):
-        experiment = load(folder / "experiment.yaml")
         try:
-            results = collect(experiment, folder)
+            rows = read_experiment(folder)
         except KairosError as error:  # methods are being added to the experiment
             print(f"{folder.name} is skipped: {error}", file=sys.stderr)
             continue
-        batch, diffusion = experiment.training.batch_size, experiment.diffusion
-        schedule = build_process(diffusion.process, diffusion.prediction, sigma_data=1.0).schedule
-        reference = {f"ref_{name}": row[results.metric] for name, row in results.reference["rows"].items()}
-        for training, milestone in results.run_snapshots:
-            cost = experiment.methods[training.method].sampler.build(schedule).cost(batch, 1)
-            ratio = 1 + (cost.forward + 3 * cost.gradient) / (3 * batch)
-            if milestone.step:
-                rows.append(
-                    {
-                        "setting": folder.name.removeprefix(f"study_{which}_"),
-                        "method": training.method,
-                        "seed": training.seed,
-                        "step": milestone.step,
-                        "time": milestone.step * ratio,
-                        "seconds": training.seconds_by_step.get(milestone.step),
-                        "distance": milestone.measured_values[results.metric],
-                        **{name: milestone.measured_values.get(name) for name in METRICS[1:]},
-                        **reference,
-                    }
-                )
+        tables.append(rows.assign(setting=folder.name.removeprefix(f"study_{which}_")))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def read_experiment(folder: Path) -> pd.DataFrame:
+    """Read a results folder; return a row per method, seed and snapshot with time and metrics.
+
+    Column ``setting`` is empty. Raises KairosError if the results are incomplete.
+    """
+    experiment = load(folder / "experiment.yaml")
+    results = collect(experiment, folder)
+    batch, diffusion = experiment.training.batch_size, experiment.diffusion
+    schedule = build_process(diffusion.process, diffusion.prediction, sigma_data=1.0).schedule
+    reference = {f"ref_{name}": row[results.metric] for name, row in results.reference["rows"].items()}
+    rows = []
+    for training, milestone in results.run_snapshots:
+        cost = experiment.methods[training.method].sampler.build(schedule).cost(batch, 1)
+        ratio = 1 + (cost.forward + 3 * cost.gradient) / (3 * batch)
+        if milestone.step:
+            rows.append(
+                {
+                    "setting": "",
+                    "method": training.method,
+                    "seed": training.seed,
+                    "step": milestone.step,
+                    "time": milestone.step * ratio,
+                    "seconds": training.seconds_by_step.get(milestone.step),
+                    "distance": milestone.measured_values[results.metric],
+                    **{name: milestone.measured_values.get(name) for name in METRICS[1:]},
+                    **reference,
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -246,7 +257,7 @@ def power(rows: pd.DataFrame, seeds: int, comparisons: int) -> pd.DataFrame:
 def main() -> None:
     """Read a round or a table, and print the selected evaluation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("round", choices=ROUNDS)
+    parser.add_argument("round", choices=[*ROUNDS, "final"], help="final: of studies/tuned.py, with --table")
     parser.add_argument(
         "--table", type=Path, nargs="+", help="tables that --out has written, read instead of the results"
     )

@@ -14,12 +14,14 @@ methods selected in the first round are tested on new training runs.
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 HERE = Path(__file__).parent
-SETTINGS = [path.stem for path in sorted((HERE / "settings").glob("*.yaml"))]
+SETTINGS = ["cifar10", "digits", "fashion_mnist"]
 LATER = ("auto", "coarse_to_fine")  # methods of later rounds: not in the first one unless selected
 ROUNDS = {  # seeds, and factors of the learning rate
     "first": (range(2), [1.0]),
@@ -29,26 +31,35 @@ ROUNDS = {  # seeds, and factors of the learning rate
 }
 
 
-def write_experiments(which: str, settings: list[str], methods: list[str] | None) -> list[Path]:
+def write_experiment(name: str, setting: str, methods: dict[str, Any], seeds: Iterable[int], factor: float = 1) -> Path:
+    """Write the experiment file of a setting with these methods and seeds; `factor` scales its learning rate."""
+    plain = yaml.safe_load((HERE / "settings" / f"{setting}.yaml").read_text(encoding="utf-8"))
+    plain["training"]["optimizer"]["lr"] *= factor
+    plain |= {"experiment": name, "seeds": [*seeds], "methods": methods, "tracking": {"enabled": False}}
+    path = Path("results") / name / "experiment.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def run_experiment(path: Path, cores: str) -> int:
+    """Run an experiment through the pipeline; a repeated call resumes it. Returns Snakemake's exit status."""
+    return subprocess.run(["snakemake", "--cores", cores, "--keep-going", "--configfile", str(path)]).returncode
+
+
+def write_round(which: str, settings: list[str], methods: list[str] | None) -> list[Path]:
     """Write a round's experiment files, which differ from the setting only in methods, seeds and learning rate."""
     methods_by_name = yaml.safe_load((HERE / "methods.yaml").read_text(encoding="utf-8"))
     if missing := sorted({*(methods or ())} - {*methods_by_name}):
         raise SystemExit(f"--methods: got {', '.join(missing)}, allowed: {', '.join(methods_by_name)}")
-    selected = {
-        name: methods_by_name[name] for name in methods or [name for name in methods_by_name if name not in LATER]
-    }
+    names = methods or [name for name in methods_by_name if name not in LATER]
+    selected = {name: methods_by_name[name] for name in names}
     seeds, factors = ROUNDS[which]
     paths = []
     for setting in settings:
         for factor in factors:
-            plain = yaml.safe_load((HERE / "settings" / f"{setting}.yaml").read_text(encoding="utf-8"))
             name = f"study_{which}_{setting}" + ("" if factor == 1 else f"_lr{factor:g}")
-            plain["training"]["optimizer"]["lr"] *= factor
-            plain |= {"experiment": name, "seeds": [*seeds], "methods": selected, "tracking": {"enabled": False}}
-            path = Path("results") / name / "experiment.yaml"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-            paths.append(path)
+            paths.append(write_experiment(name, setting, selected, seeds, factor))
     return paths
 
 
@@ -60,9 +71,8 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", help="of studies/methods.yaml; default: all of the first round")
     parser.add_argument("--cores", default="2")
     arguments = parser.parse_args()
-    for path in write_experiments(arguments.round, arguments.settings, arguments.methods):
-        command = ["snakemake", "--cores", arguments.cores, "--keep-going", "--configfile", str(path)]
-        if status := subprocess.run(command).returncode:
+    for path in write_round(arguments.round, arguments.settings, arguments.methods):
+        if status := run_experiment(path, arguments.cores):
             return status
     return 0
 

@@ -102,19 +102,19 @@ def test_every_round_has_valid_experiment_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seeds = []
     for name, (round_seeds, factors) in run["ROUNDS"].items():
-        paths = run["write_experiments"](name, run["SETTINGS"], None)
+        paths = run["write_round"](name, run["SETTINGS"], None)
         assert len(paths) == len(run["SETTINGS"]) * len(factors)
         rates = {load(path).plain()["training"]["optimizer"]["lr"] for path in paths}
         assert rates == {factor * 1e-3 for factor in factors}
         seeds.append({*round_seeds})
     assert not seeds[0] & seeds[1]
     with pytest.raises(SystemExit, match=r"--methods: got other, allowed: uniform"):
-        run["write_experiments"]("first", ["digits"], ["uniform", "other"])
+        run["write_round"]("first", ["digits"], ["uniform", "other"])
 
 
 def test_an_incomplete_setting_is_skipped_with_a_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (path,) = run["write_experiments"]("first", ["digits"], ["uniform"])
+    (path,) = run["write_round"]("first", ["digits"], ["uniform"])
     (path.parent / "report.html").touch()  # a report of fewer methods
     assert judge.read_round("first").empty
     assert re.search(

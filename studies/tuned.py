@@ -1,0 +1,197 @@
+"""Compare strategies after equal tuning, as AlgoPerf does: trials, selection, and a final round with fresh seeds.
+
+    python studies/tuned.py rates --settings digits      # trials 1 to 3: learning rates
+    python studies/tuned.py options --settings digits    # trials 4 and 5: an option of the strategy, at the best rate
+    python studies/tuned.py selection                    # the selected trial of each strategy
+    python studies/tuned.py final --settings digits      # the selected trials, and strategies without options
+    python studies/tuned.py power                        # three strategies, for `show-power`: which measures count
+    python studies/judge.py final --table studies/results/tuned_final.csv --page
+
+studies/tuning.yaml contains strategies and trials. Each round appends its finished runs to
+studies/results/tuned_<round>.csv. A repeated command skips the runs in this table, also on another machine.
+"""
+
+import argparse
+import copy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from judge import METRICS, log_values_at, power, read_experiment
+from run import run_experiment, write_experiment
+
+from kairos.files import write_text
+
+HERE = Path(__file__).parent
+TUNING = yaml.safe_load((HERE / "tuning.yaml").read_text(encoding="utf-8"))
+SETTINGS = ["fashion_mnist_latents", "cifar10_edm", "cifar10", "digits"]
+SEEDS = {"power": range(20, 24), "rates": range(30, 32), "options": range(30, 32), "final": range(40, 50)}
+SEEDS_PER_EXPERIMENT = 5  # rows are saved after each experiment
+POWER = ("uniform", "log_normal", "coarse_to_fine")  # strategies of the round power
+COMPARISONS = 9 * len(SETTINGS) * len(METRICS)  # ratios to uniform that Holm's correction is over
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A strategy with a factor of the learning rate and, optionally, a value of its tuned option.
+
+    Attributes:
+        name: name of the method in experiments and tables.
+        strategy: key of studies/tuning.yaml.
+        factor: factor of the setting's learning rate.
+        value: value of the tuned option; None: its default.
+    """
+
+    name: str
+    strategy: str
+    factor: float = 1
+    value: float | None = None
+
+    def method(self, setting: str) -> dict[str, Any]:
+        """Return the method of an experiment file: sampler and weighting with their options."""
+        definition = define_strategy(self.strategy, setting)
+        method = copy.deepcopy(definition["method"])
+        if self.value is not None:
+            kind, option = definition["option"].split(".")
+            component = method.get(kind)
+            method[kind] = component if isinstance(component, dict) else {"name": component}
+            method[kind][option] = self.value
+        return method
+
+
+def define_strategy(strategy: str, setting: str) -> dict[str, Any]:
+    """Return the entry of studies/tuning.yaml of a strategy in a setting."""
+    by_name: dict[str, dict[str, Any]] = TUNING["tuned"] | TUNING["self_tuning"] | TUNING.get(setting, {})
+    return by_name[strategy]
+
+
+def list_trials(which: str, setting: str) -> list[Trial]:
+    """Return the trials of a round in a setting. Rounds options and final need the rows of the rounds before them."""
+    if which == "power":
+        return [Trial(name, name) for name in POWER]
+    if which == "rates":
+        return [Trial(name, name, factor) for name in TUNING["tuned"] for factor in TUNING["factors"]]
+    if which == "options":
+        trials = []
+        for name, best in select_trials(read_table("rates"), setting).items():
+            definition = define_strategy(name, setting)
+            option = definition.get("option", "").rpartition(".")[2]
+            for value in definition.get("values", []):
+                trials.append(Trial(f"{name}-{option}={value:g}", name, best.factor, value))
+        return trials
+    tried = pd.concat([read_table("rates"), read_table("options")], ignore_index=True)
+    selected = select_trials(tried, setting)
+    tuned = [Trial(name, name, best.factor, best.value) for name, best in selected.items()]
+    untuned = [Trial("uniform_untuned", "uniform"), *(Trial(name, name) for name in TUNING["self_tuning"])]
+    return [*tuned, *untuned]
+
+
+def select_trials(table: pd.DataFrame, setting: str) -> dict[str, Trial]:
+    """Return each tuned strategy's trial with the lowest geometric mean over the tuning seeds, at equal time.
+
+    The metric is the setting's `selected_by` in studies/tuning.yaml, or the distance.
+    """
+    rows = table[table["setting"] == setting]
+    if rows.empty:
+        raise SystemExit(f"{setting}: no tuning runs; run python studies/tuned.py rates --settings {setting}")
+    metric = TUNING.get("selected_by", {}).get(setting, "distance")
+    time = rows.loc[rows["strategy"] == "uniform", "time"].max()
+    selected = {}
+    for strategy, of_strategy in rows.groupby("strategy", sort=False):
+        means = {}
+        for (name, factor), of_trial in of_strategy.groupby(["method", "factor"]):
+            value = of_trial["value"].iloc[0]
+            trial = Trial(name, strategy, factor, None if pd.isna(value) else value)
+            means[trial] = log_values_at(of_trial, metric, time).mean(skipna=False)
+        selected[strategy] = min(means, key=lambda trial: (pd.isna(means[trial]), means[trial]))
+    return selected
+
+
+def read_table(which: str) -> pd.DataFrame:
+    """Return the finished runs of a round, a row per snapshot; empty without any."""
+    path = HERE / "results" / f"tuned_{which}.csv"
+    return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["setting", "method", "factor", "seed"])
+
+
+def run_round(which: str, setting: str, cores: str) -> int:
+    """Run what a round lacks in a setting, and save the rows after each experiment. Returns Snakemake's exit status."""
+    trials = list_trials(which, setting)
+    for factor in sorted({trial.factor for trial in trials}):
+        of_factor = [trial for trial in trials if trial.factor == factor]
+        seeds = [seed for seed in SEEDS[which] if not is_finished(read_table(which), setting, of_factor, seed)]
+        for start in range(0, len(seeds), SEEDS_PER_EXPERIMENT):
+            block = seeds[start : start + SEEDS_PER_EXPERIMENT]
+            name = f"study_tuned_{which}_{setting}_lr{factor:g}_seed{block[0]}"
+            methods = {trial.name: trial.method(setting) for trial in of_factor}
+            path = write_experiment(name, setting, methods, block, factor)
+            if status := run_experiment(path, cores):
+                return status
+            save_rows(which, setting, of_factor, read_experiment(path.parent))
+    return 0
+
+
+def is_finished(table: pd.DataFrame, setting: str, trials: list[Trial], seed: int) -> bool:
+    """Return True if the table has rows of every trial with this seed."""
+    rows = table[(table["setting"] == setting) & (table["seed"] == seed)]
+    finished = set(zip(rows["method"], rows["factor"]))
+    return all((trial.name, trial.factor) in finished for trial in trials)
+
+
+def save_rows(which: str, setting: str, trials: list[Trial], rows: pd.DataFrame) -> None:
+    """Append rows of an experiment to the table of a round; rows of equal runs are replaced."""
+    by_name = {trial.name: trial for trial in trials}
+    rows = rows.assign(
+        setting=setting,
+        strategy=rows["method"].map(lambda name: by_name[name].strategy),
+        factor=rows["method"].map(lambda name: by_name[name].factor),
+        value=rows["method"].map(lambda name: by_name[name].value),
+    )
+    table = pd.concat([read_table(which), rows], ignore_index=True)
+    table = table.drop_duplicates(["setting", "method", "factor", "seed", "step"], keep="last")
+    path = HERE / "results" / f"tuned_{which}.csv"
+    write_text(path, table[list(rows)].to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+
+
+def describe_selection() -> pd.DataFrame:
+    """Return the selected factor and option value: a row per strategy, a column per setting with finished trials."""
+    tried = pd.concat([read_table("rates"), read_table("options")], ignore_index=True)
+    columns = {}
+    for setting in tried["setting"].unique():
+        selected = select_trials(tried, setting)
+        columns[setting] = {name: describe_trial(trial, setting) for name, trial in selected.items()}
+    return pd.DataFrame(columns)
+
+
+def describe_trial(trial: Trial, setting: str) -> str:
+    """Return factor and option of a trial, for a table."""
+    if trial.value is None:
+        return f"{trial.factor:g}"
+    option = define_strategy(trial.strategy, setting)["option"].split(".")[1]
+    return f"{trial.factor:g}, {option}={trial.value:g}"
+
+
+def main() -> int:
+    """Run a round, or print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=[*SEEDS, "selection", "show-power"])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
+    parser.add_argument("--cores", default="2")
+    arguments = parser.parse_args()
+    if arguments.command == "selection":
+        print(describe_selection().to_string())
+        return 0
+    if arguments.command == "show-power":
+        table = power(read_table("power"), len(SEEDS["final"]), COMPARISONS)
+        print(table.to_string(index=False, float_format=lambda value: f"{value:.3g}"))
+        return 0
+    for setting in arguments.settings:
+        if status := run_round(arguments.command, setting, arguments.cores):
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
