@@ -1,5 +1,6 @@
 """diffusers is imported without the packages of its pipelines in commands, and as usual in other processes."""
 
+import os
 import subprocess
 import sys
 
@@ -31,11 +32,23 @@ assert transformers.PreTrainedModel and torchvision.io and scipy.__version__
 """
 
 
+def install_peft(folder):
+    """Write a package peft, which diffusers imports; like the real one, it imports transformers."""
+    (folder / "peft-0.21.2.dist-info").mkdir(parents=True)
+    (folder / "peft-0.21.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.21.2\n")
+    (folder / "peft").mkdir()
+    (folder / "peft" / "__init__.py").write_text("import transformers\n")
+
+
 @pytest.mark.parametrize(
     "process",
     ["command", *(pytest.param(process, marks=pytest.mark.long) for process in ("notebook", "plugin"))],
 )
 def test_only_commands_without_plugins_import_diffusers_without_packages_of_pipelines(process, tmp_path):
     command = [sys.executable, "-c", CODE, process, "model"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = dict(os.environ)
+    if process == "command":
+        install_peft(tmp_path / "packages")
+        environment["PYTHONPATH"] = str(tmp_path / "packages")
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PIPELINE_PACKAGES = ("transformers", "torchvision", "scipy")
+# optional packages that diffusers imports and that fail without the packages above, as peft does without transformers
+_DEPENDENT_PACKAGES = ("peft", "timm", "kornia", "optimum", "bitsandbytes", "torchao")
 _enabled = False
 
 
@@ -29,7 +31,8 @@ def disable() -> None:
 @contextmanager
 def without_pipeline_packages() -> Iterator[None]:
     """Hide the packages of diffusers' pipelines from imports if quick imports are enabled; imported ones stay."""
-    hidden = [name for name in _PIPELINE_PACKAGES if _enabled and name not in sys.modules]
+    packages = (*_PIPELINE_PACKAGES, *_DEPENDENT_PACKAGES) if _enabled else ()
+    hidden = [name for name in packages if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # documented: the import then finds no such module
     try:
