@@ -233,6 +233,6 @@ def _middle_index(weight: _BlockWeight) -> int:
 
 
 def _translate(name: str, module_names: dict[str, str]) -> str:
-    """Return a weight's name with the module, all before the last dot, replaced by its name in `module_names`, if any."""
+    """Return a weight's name with its module, the part before the last dot, renamed if `module_names` contains it."""
     module, _, parameter = name.rpartition(".")
     return f"{module_names.get(module, module)}.{parameter}"

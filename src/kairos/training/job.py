@@ -162,7 +162,8 @@ def end_of_slurm_job() -> float:
     Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called, for at most 20 s. The result is also 0
     if squeue is missing or fails, or if a text is not a time.
     """
-    end, job = os.environ.get("SLURM_JOB_END_TIME"), os.environ.get("SLURM_JOB_ID")
+    end = os.environ.get("SLURM_JOB_END_TIME")
+    job = os.environ.get("SLURM_JOB_ID")
     with suppress(ValueError, OSError):  # a text that is not a time; squeue is missing
         if end:
             return float(end)

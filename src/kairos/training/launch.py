@@ -32,8 +32,9 @@ from kairos_timesteps.errors import KairosError
 if TYPE_CHECKING:
     from kairos.training.settings import TrainingConfig
 
-# environment variables: folder in which the first rank to fail writes its number; address where launchers meet
-_FOLDER, _ADDRESS = "KAIROS_RANKS", "KAIROS_RENDEZVOUS"
+# environment variables
+_FOLDER = "KAIROS_RANKS"  # folder in which the first rank to fail writes its number
+_ADDRESS = "KAIROS_RENDEZVOUS"  # address where the launchers of several machines meet
 _LOST_OTHERS = 76  # exit status of a rank that failed because another rank ended
 _ERROR_REPORTED = (1, 2)  # exit statuses of a rank that has reported its error
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl: signal that the kernel sends when the parent process ends
@@ -101,7 +102,7 @@ def is_first_failure(error: BaseException) -> bool:
 
 def _is_communication_error(error: BaseException) -> bool:
     """Return True if torch.distributed or gloo raised the error, so that another rank has caused it."""
-    # subclasses too; compares names, so that this module need not import torch
+    # names of the error's class and of its base classes; names, so that this module need not import torch
     class_names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
     if "torch.distributed.DistError" in class_names:
         return True

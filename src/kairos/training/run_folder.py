@@ -157,12 +157,15 @@ class RunFolder:
     """
 
     def __init__(self, out: Path, identity: str):
-        self.out, self.identity = out, identity
+        self.out = out
+        self.identity = identity
         self.state = out / ".state" / identity[:16]
-        self.metrics, self.timing = self.state / "metrics.jsonl", self.state / "timing.jsonl"
+        self.metrics = self.state / "metrics.jsonl"
+        self.timing = self.state / "timing.jsonl"
         self.resumed_under: list[dict[str, Any]] = []
         # size and hash of the part of metrics.jsonl that the last checkpoint covers
-        self._metrics_size, self._metrics_digest = 0, hashlib.sha256()
+        self._metrics_size = 0
+        self._metrics_digest = hashlib.sha256()
 
     def prepare(self, milestones: list[int], milestones_only: bool = False) -> list[int]:
         """Prepare the state for a request, and return the milestones up to which steps have to be computed.
@@ -238,7 +241,9 @@ class RunFolder:
         if content["identity"] != self.identity:
             raise DamagedError(f"{path}: of another training run ({content['identity'][:16]})")
         metrics = self.metrics.read_bytes() if self.metrics.exists() else b""  # a missing file covers 0 bytes
-        size, digest = content["metrics"]["bytes"], content["metrics"]["sha256"]
+        # the part of the file that had been written when the checkpoint was saved
+        size = content["metrics"]["bytes"]
+        digest = content["metrics"]["sha256"]
         if len(metrics) < size or sha256_bytes(metrics[:size]) != digest:
             raise DamagedError(f"{self.metrics}: does not contain the lines that belong to {path.name}")
 
@@ -333,7 +338,8 @@ class RunFolder:
 
     def _version_error(self, content: dict[str, Any]) -> KairosError:
         """Return the error for the content of a checkpoint that other library versions computed."""
-        before, now = _list_versions(content["versions"]), _list_versions(library_versions())
+        before = _list_versions(content["versions"])
+        now = _list_versions(library_versions())
         return KairosError(
             f"{self._checkpoint_path(content['step'])}: computed under {before}, but {now} is installed, which "
             "rounds differently; allowed: the same versions, --accept-versions (recorded in the provenance), "
@@ -351,7 +357,9 @@ class RunFolder:
         """
         if self.metrics.exists():
             os.truncate(self.metrics, metrics_size)
-        self._metrics_size, self._metrics_digest = 0, hashlib.sha256()  # the next checkpoint hashes the whole file
+        # the next checkpoint hashes the whole file
+        self._metrics_size = 0
+        self._metrics_digest = hashlib.sha256()
         write_text(self.timing, _lines_up_to(step, self.timing))
         for path in (self.state / "checkpoints").glob("*.ckpt"):
             if int(path.stem) > step:

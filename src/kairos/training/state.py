@@ -265,6 +265,7 @@ def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int,
     else:
         starts = list(range(0, batch_size, microbatch))
     micro_batches = []
+    # `pairwise` gives the first and the end of each pass: its end is the start of the next one, or the batch's end
     for number, (start, stop) in enumerate(pairwise([*starts, batch_size])):
         micro_batches.append(MicroBatch(number, slice(start, stop)))
 
