@@ -18,7 +18,8 @@ def setup(
 
     All settings apply to the whole process, and the caller must not have computed anything before. Determinism sets
     ``CUBLAS_WORKSPACE_CONFIG`` unless it is set, and hides torch's warnings about determinism. An operation without a
-    deterministic algorithm then raises an error. Without determinism, cuDNN selects algorithms by measurements.
+    deterministic algorithm then raises an error. Without determinism, cuDNN selects algorithms by
+    measurements. Torch's filling of uninitialised memory is turned off in any case.
 
     Args:
         threads: number of CPU threads; results depend on it, so it is part of the identity of a training run.

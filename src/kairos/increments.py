@@ -52,7 +52,7 @@ class Ingredients:
 
 
 def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> Ingredients:
-    """Compute the quantities of table 8 for a process at times t.
+    """Return scale s, sigma² and their derivatives by t, the quantities of table 8, for a process at times t.
 
     Args:
         process: ``vp``, ``ve``, ``edm`` or ``flow``.

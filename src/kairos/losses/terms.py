@@ -107,8 +107,8 @@ def vlb(options: LossOptions, prediction: Prediction) -> PerSample:
 def vb(options: VbOptions, prediction: Prediction) -> PerSample:
     """Compute the variational bound of a learned variance, in bits per dimension, shape (batch,).
 
-    Nichol and Dhariwal 2021, section 3.1: KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)), at t = 0 the negative
-    log-likelihood of x0 rounded to 256 levels of [-1, 1]. The mean is held fixed: the term trains the variance alone.
+    It is KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)) (Nichol and Dhariwal 2021, section 3.1). At t = 0 it is the
+    negative log-likelihood of x0 rounded to 256 levels of [-1, 1]. The mean is held fixed: the term trains the variance alone.
     The caller ensures that the process is discrete with a learned variance, for which the output has channels.
     """
     process, x0, t = prediction.process, prediction.x0, prediction.t
@@ -185,5 +185,6 @@ def _vlb_weights(process: Any, device: torch.device) -> Tensor:
 
     Cells have equal fractions of the process; a discrete process has a cell per timestep.
     """
+    # `vlb` is c_t, the factor of the error of epsilon; it is converted to the error of the prediction target
     weights = process.schedule.in_prediction(process.schedule.vlb, process.prediction)
     return torch.from_numpy(weights).to(device, torch.float32)

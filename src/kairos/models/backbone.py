@@ -76,7 +76,10 @@ class Backbone(nn.Module):
         self.inputs = shape[0] + condition_channels
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json, which describes the weights for use outside kairos."""
+        """Return the content of config.json, which describes the weights for use outside kairos.
+
+        It has the class's name, options, shape of x0, conditions without the empty text's state, and output channels.
+        """
         conditions = {}
         for name, description in self.conditions.items():
             # the state of the empty text is large, and the weights contain it

@@ -185,7 +185,10 @@ class DDPMpp(Backbone):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width), for images of any size and time c_noise.
+
+        Images are padded to sides that the levels can halve, and the output is cropped. `_embed` uses the conditions.
+        """
         embedding = self._embed(t, conditions)
         inputs = self.with_image_conditions(x, conditions)
         return apply_padded(lambda padded: self._apply_unet(padded, embedding), inputs, self._factor)
@@ -228,7 +231,7 @@ class DDPMpp(Backbone):
         return output
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of EDM's wrapper by kairos' names, without the constant filters of resampling."""
+        """Return a published file's weights without prefix ``model.`` and without constant filters of resampling."""
         converted = {}
         for name, value in weights.items():
             if not name.endswith("resample_filter"):

@@ -133,7 +133,7 @@ class DiT(Backbone):
         nn.init.zeros_(self.final_layer.linear.weight)
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a published file's weights by kairos' names; only SpeeD's null text has another name and shape."""
+        """Return a published file's weights; SpeeD's null text is renamed and reshaped, the others are unchanged."""
         renamed = dict(weights)
         if "y_embedder.y_embedding" in renamed:
             renamed["y_embedder.null.value"] = renamed.pop("y_embedder.y_embedding")[0]  # from (1, width)
@@ -159,7 +159,7 @@ class DiT(Backbone):
         return self.unpatchify(self.final_layer(tokens, c), self.options.patch)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width); `embed` describes the conditions."""
         tokens, c = self.embed(x, t, conditions)
         for block in self.blocks:
             tokens = block(tokens, c)
@@ -182,6 +182,6 @@ def _positions(width: int, grid: tuple[int, int]) -> Tensor:
     rows, columns = torch.meshgrid(row_numbers, column_numbers, indexing="ij")  # each of the grid's shape
     features = []
     for positions in (columns, rows):
-        angles = positions.reshape(-1, 1) * rates[None]
+        angles = positions.reshape(-1, 1) * rates[None]  # (rows * columns, quarter)
         features += [angles.sin(), angles.cos()]
     return torch.cat(features, dim=1).float()

@@ -16,13 +16,14 @@ def embed_time(t: Tensor, width: int, shift: int = 0) -> Tensor:
         shift: 1: the rates fall from 1 to 1/10,000; 0: the smallest rate is one step above 1/10,000.
     """
     half = width // 2
+    # 10,000 ** (-k / (half - shift)) for k = 0 to half - 1
     rates = torch.exp(-math.log(10_000) * torch.arange(half, dtype=torch.float32, device=t.device) / (half - shift))
     angles = t.float()[:, None] * rates[None]  # (batch, half)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 def build_sequence(**layers: nn.Module) -> nn.Sequential:
-    """Return the layers as an `nn.Sequential`; the keywords name them, so that weights are named ``proj.weight``."""
+    """Return the layers as an `nn.Sequential`; the keywords name them and their weights, as in ``proj.weight``."""
     return nn.Sequential(OrderedDict(layers))
 
 

@@ -47,7 +47,7 @@ class SizedOptions(BackboneOptions):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_size(cls, values: Any) -> Any:
-        """Return the options with missing ones and None replaced by the published size's; `size` becomes a text.
+        """Return the options, with values of the published size where they are missing or None; `size` becomes a text.
 
         Raises:
             ValueRejected: there is no such size.

@@ -107,8 +107,8 @@ class UNet(Backbone):
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return the prediction, (batch, outputs, height, width).
 
-        ``conditions["class"]`` contains indices of classes; with option `null_class`, the number of classes is the
-        index of no class.
+        Images are padded to sides that the levels can halve, and the output is cropped. ``conditions["class"]``
+        contains indices of classes; with option `null_class`, the number of classes is the index of no class.
         """
         labels = conditions.get("class")
 

@@ -162,6 +162,7 @@ def _select_projection(qkv: Tensor, current: Tensor, projection: int, options: A
     """
     width, *columns = current.shape  # columns: empty for a bias
     heads = width // (options.head_channels or width)  # 0: one head of the full width
+    # q, k and v are on axis 1 of the legacy order, and on axis 0 of the new order
     if options.qkv == "legacy":
         return qkv.reshape(heads, 3, -1, *columns).select(1, projection)
     return qkv.reshape(3, heads, -1, *columns).select(0, projection)

@@ -49,8 +49,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def published_diffusion(model: Any) -> dict[str, Any]:
     """Return a copy of section `diffusion` that published weights of a `model` section were trained with.
 
-    The section `model` may be invalid. The result is empty if `PUBLISHED` has no entry for it or if it is not a
-    mapping, such as a bare name; the defaults of section `diffusion` then apply. An entry for a text-conditional
+    The section `model` may be invalid. The result is empty if `PUBLISHED` has no entry for it, or if it is not a
+    mapping, such as a bare name. The defaults of section `diffusion` then apply. An entry for a text-conditional
     backbone has priority over an entry for the backbone's size, and both over the entry of the backbone alone.
     """
     if not isinstance(model, dict):

@@ -135,7 +135,7 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Images, condit
     results = []
     has_other_ranks = training.ddp_network is not training.network
     # micro-batches count samples in the global batch, the tensors contain this rank's samples alone
-    first_sample = training.micro_batches[0].samples.start
+    first_sample = training.micro_batches[0].samples.start  # index of this rank's first sample in the global batch
     for micro_batch in training.micro_batches:
         start = micro_batch.samples.start - first_sample
         stop = micro_batch.samples.stop - first_sample
@@ -326,7 +326,7 @@ def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gr
     """
     batch_size, completed_steps = training.settings.batch_size, draw.step + 1
     probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}
-    # one tensor of all values on this rank, so that one copy to the CPU reads them: mean terms are over its samples
+    # values of this rank, the terms as means over its samples; one tensor, so that one copy to the CPU reads them all
     rank_values = torch.stack([result.objective, *(term.mean() for term in result.terms.values()), gradient_norm])
     objective, *rank_term_means, norm = rank_values.tolist()  # synchronises once; `norm` is equal on all ranks
     # what this rank adds to the means over the global batch; the objective contains the number of ranks as a factor

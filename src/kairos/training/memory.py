@@ -24,7 +24,7 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
 
     Raises:
         KairosError: a step does not fit into the device's memory. The message contains a size that fits, or that not
-            even one image fits, or that the present size alone fits.
+            even one image fits. Or it reports that a pass alone fits, so that something else takes the memory.
     """
     # After an error, the code below the block runs. An except clause would keep the traceback, and with it the tensors
     # of the failed step, alive.
@@ -48,7 +48,7 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
 
 
 def _describe_device(device: torch.device) -> str:
-    """Return a device with the size of its memory if it is a GPU, such as ``cuda:0 (80 GiB)``."""
+    """Return the name of a device, for a GPU with the size of its memory, such as ``cuda:0 (80 GiB)``."""
     if device.type != "cuda":
         return str(device)
     gibibytes = torch.cuda.get_device_properties(device).total_memory / 2**30
@@ -58,9 +58,9 @@ def _describe_device(device: torch.device) -> str:
 def find_fitting_batch(training: TrainingState, largest: int) -> int:
     """Return a number of images whose forward and backward pass fits into memory; 0 if not even one image fits.
 
-    Tries `largest`, at most this rank's slice of the batch, and then the powers of two below it from the largest on,
-    and returns the first size that fits. Before the first step, memory for the optimiser's moments is reserved
-    meanwhile; 0 if it does not fit. Gradients of the parameters are replaced; weights and optimiser are unchanged.
+    Tries `largest`, at most this rank's slice of the batch, then falling powers of two below it, and returns the first
+    size that fits. If the optimiser has no moments yet, memory for them is reserved meanwhile; the result is 0 if they
+    do not fit. Gradients of the parameters are replaced; weights and optimiser are unchanged.
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()

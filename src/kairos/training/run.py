@@ -251,7 +251,7 @@ class TrainingJob:
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
 
     def train_until(self, milestones: list[int], missing: list[int]) -> int:
-        """Resume from the newest usable checkpoint, train to the last milestone, and return the steps computed.
+        """Resume from the newest usable checkpoint and train to the last milestone; return how many steps it took.
 
         A snapshot at step 0 is written first if requested. If the last milestone is step 0, a checkpoint is saved too.
 

@@ -111,9 +111,9 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
 def _reject_job_on_another_machine(state_folder: Path) -> None:
     """Raise an error if the progress file shows that a job on another machine is training here now.
 
-    The lock of such a job may not reach this machine. The function returns at once if the file is missing or damaged,
-    if this machine wrote it, if its job has ended, or if it is older than 60 s. Otherwise it watches the file for 12 s,
-    and returns if nothing changes.
+    The lock of such a job may not reach this machine. The function returns at once if the file is missing, damaged or
+    older than 60 s, if this machine wrote it, or if its job has ended. Otherwise it watches the file for 12 s, and
+    returns if nothing changes.
 
     Raises:
         KairosError: the file is updated while it is watched.

@@ -191,7 +191,10 @@ class TrainingState:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0: `lr` times the schedule's factor and linear warm-up."""
+        """Return the learning rate of a step, counted from 0: `lr` times the schedule's factor and linear warm-up.
+
+        The factor of warm-up is (step + 1)/warmup_steps, or with `warmup_from_zero` step/warmup_steps, and at most 1.
+        """
         options = self.settings.optimizer
         # schedules without an end have no length and ignore the 0
         scheduled_rate: float = options.lr * self._rate_factor(self.settings.schedule, step, self.length or 0)
