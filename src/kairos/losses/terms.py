@@ -108,8 +108,9 @@ def vb(options: VbOptions, prediction: Prediction) -> PerSample:
     """Compute the variational bound of a learned variance, in bits per dimension, shape (batch,).
 
     It is KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)) (Nichol and Dhariwal 2021, section 3.1). At t = 0 it is the
-    negative log-likelihood of x0 rounded to 256 levels of [-1, 1]. The mean is held fixed: the term trains the variance alone.
-    The caller ensures that the process is discrete with a learned variance, for which the output has channels.
+    negative log-likelihood of x0 rounded to 256 levels of [-1, 1]. The mean is held fixed: the term trains the
+    variance alone. The caller ensures that the process is discrete with a learned variance, for which the output has
+    channels.
     """
     process, x0, t = prediction.process, prediction.x0, prediction.t
     mean = prediction.mean.detach()

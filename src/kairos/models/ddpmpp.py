@@ -185,7 +185,7 @@ class DDPMpp(Backbone):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width), for images of any size and time c_noise.
+        """Return the prediction, (batch, outputs, height, width); t is EDM's c_noise.
 
         Images are padded to sides that the levels can halve, and the output is cropped. `_embed` uses the conditions.
         """

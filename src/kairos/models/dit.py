@@ -49,7 +49,7 @@ class AdaLNBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Final layer from tokens to pixels; linear functions of the embedding scale and shift the normalised tokens."""
+    """Final layer from tokens to pixels; functions of the embedding scale and shift the normalised tokens."""
 
     def __init__(self, width: int, patch: int, channels: int):
         super().__init__()

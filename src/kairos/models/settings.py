@@ -142,7 +142,7 @@ class UNetOptions(SizedOptions):
     def model_post_init(self, context: Any) -> None:
         """Check that each level has channels, whose number is divisible by `norm_groups` and `head_channels`.
 
-        A `head_channels` of 0 fits any width. Raise ConfigError otherwise.
+        Raise ConfigError if not. A `head_channels` of 0 fits any width.
         """
         check_multipliers(self.widths)
         for name in ("norm_groups", "head_channels"):

@@ -289,7 +289,7 @@ class RunFolder:
             old_checkpoint.unlink()
 
     def _hash_new_metrics(self) -> None:
-        """Update size and hash of metrics.jsonl by the bytes written since the last call; a missing file adds none."""
+        """Add the bytes of metrics.jsonl that are not hashed yet to size and hash; a missing file adds none."""
         if self.metrics.exists():
             with open(self.metrics, "rb") as file:
                 file.seek(self._metrics_size)
@@ -308,11 +308,11 @@ class RunFolder:
         return checkpoint.read(self._checkpoint_path(step), device)
 
     def resume(self, latest_step: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
-        """Return the content of the newest intact checkpoint, and cut metrics and timing back to it.
+        """Return the newest intact checkpoint's content, and cut metrics and timing back to it; None: there is none.
 
-        None: there is none, and the run starts from step 0; then metrics, times, checkpoints and snapshots are deleted.
-        Otherwise checkpoints of later steps are deleted, also damaged ones. Attribute `resumed_under` becomes the
-        checkpoint's. All files are unchanged if a KairosError is raised.
+        Checkpoints of later steps are deleted, also damaged ones. Without a checkpoint, the run starts from step 0, and
+        metrics and timing become empty. A start from step 0 also deletes all snapshots. Attribute `resumed_under`
+        becomes the checkpoint's. All files are unchanged if a KairosError is raised.
 
         Args:
             latest_step: ignore later checkpoints.
