@@ -18,7 +18,8 @@ def setup(
 
     All settings apply to the whole process, and the caller must not have computed anything before. Determinism sets
     ``CUBLAS_WORKSPACE_CONFIG`` unless it is set, and hides torch's warnings about determinism. An operation without a
-    deterministic algorithm then raises an error.
+    deterministic algorithm then raises an error. Without determinism, cuDNN selects algorithms by
+    measurements. Torch's filling of uninitialised memory is turned off in any case.
 
     Args:
         threads: number of CPU threads; results depend on it, so it is part of the identity of a training run.
@@ -54,7 +55,7 @@ def setup(
 
 
 def _select_device(device: str) -> torch.device:
-    """Return the configured device; for ``auto`` a GPU if one is usable, otherwise the CPU.
+    """Return the configured device; for ``auto`` torch's current GPU if one is usable, otherwise the CPU.
 
     Every value other than ``cpu`` and ``auto`` is treated as a configured GPU.
 
@@ -118,7 +119,7 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
 
 
 def _find_slurm_gpu_variable() -> str:
-    """Return the first variable that shows that this SLURM job has GPUs, as ``NAME=value``.
+    """Return the first environment variable that shows that this SLURM job has GPUs, as ``NAME=value``.
 
     The result is empty outside of SLURM jobs, and if the job has no GPUs. ``CUDA_VISIBLE_DEVICES`` is read last, after
     three variables that only SLURM sets.
@@ -135,7 +136,7 @@ def _find_slurm_gpu_variable() -> str:
 
 
 def describe(device: torch.device) -> str:
-    """Return the name of a device and this process's visible GPUs: ``the CPU, CUDA_VISIBLE_DEVICES not set``."""
+    """Return a text with a device's name and CUDA_VISIBLE_DEVICES: ``the CPU, CUDA_VISIBLE_DEVICES not set``."""
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "the CPU"
     visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "not set"  # also if it is empty
     return f"{name}, CUDA_VISIBLE_DEVICES {visible_gpus}"

@@ -9,9 +9,9 @@ from kairos_timesteps.errors import demand
 
 
 def select_prediction(process: LibraryComponent, prediction: str | None) -> str | None:
-    """Return the prediction target of the network: `prediction`, or by default the first choice of the process.
+    """Return the prediction target of the network: `prediction`, or if it is None the process's first choice.
 
-    None if the process declares no choices, because it has one prediction target.
+    The result is None if the process declares no choices, because it has one prediction target.
 
     Raises:
         ConfigError: `prediction` is not among the choices of the process.
@@ -26,9 +26,9 @@ def select_prediction(process: LibraryComponent, prediction: str | None) -> str 
 
 
 def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> LibraryComponent:
-    """Return a process with the measured `sigma_data`, if it has this option and the option is unset.
+    """Return the process with option `sigma_data`, the standard deviation of the data, set to the argument.
 
-    Otherwise, and if `sigma_data`, the standard deviation of the data, is None, the process is returned as it is.
+    The process is returned as it is if it lacks the option, if the option is set already, or if the argument is None.
     """
     options = process.plain_options()
     is_unset = "sigma_data" in options and options["sigma_data"] is None
@@ -38,7 +38,7 @@ def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> Libr
 
 
 def build_process(process: LibraryComponent, prediction: str | None, sigma_data: float | None = None) -> Process:
-    """Build a forward process.
+    """Build the forward process of section `diffusion` with its prediction target.
 
     Args:
         process: field `process` of section `diffusion`.
@@ -54,7 +54,7 @@ def build_process(process: LibraryComponent, prediction: str | None, sigma_data:
 
 
 def output_channels(process: Process, channels: int) -> int:
-    """Return the number of output channels of the network: twice the image's if a discrete process learns variances."""
+    """Return the number of output channels of the network: `channels`, doubled if the process learns variances."""
     return channels * (2 if process.schedule.variance == "learned_range" else 1)
 
 

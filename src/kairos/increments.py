@@ -47,12 +47,12 @@ class Ingredients:
     sigma2_dot: Array
 
     def variance_dot(self) -> Array:
-        """Return the derivative of 2 s² sigma² by t, the sum of the noise variances at both ends of a small step."""
+        """Return the derivative by t of 2 s² sigma², the noise variances at both ends of a small step, shape of t."""
         return 2 * (self.s**2 * self.sigma2_dot + 2 * self.s * self.s_dot * self.sigma2)
 
 
 def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> Ingredients:
-    """Compute the quantities of table 8 for a process at times t.
+    """Return scale s, sigma² and their derivatives by t, the quantities of table 8, for a process at times t.
 
     Args:
         process: ``vp``, ``ve``, ``edm`` or ``flow``.
@@ -124,13 +124,14 @@ class Increments:
     def area(self) -> NDArray[np.str_]:
         """Return the area of every increment, a name in `AREAS`, (T,).
 
-        The area is ``steady`` before convergence if the variance grows at a constant rate. If its growth is largest in
-        the last row, the area is ``acceleration`` up to convergence.
+        The area is ``convergence`` where the magnitude exceeds r. Elsewhere it is ``acceleration`` before time
+        `deceleration`, and ``deceleration`` from then on. If the variance grows at a constant rate, it is ``steady``
+        instead. If the growth is largest in the last row, it is ``acceleration`` up to convergence.
         """
         if np.ptp(self.change) == 0:
             unconverged_area = np.full(len(self.t), "steady")
         else:
-            after_last_time = self.t[-1] + 1
+            after_last_time = self.t[-1] + 1  # without a peak, all times are before it
             peak = after_last_time if self.deceleration is None else self.deceleration
             unconverged_area = np.where(self.t < peak, "acceleration", "deceleration")
         return np.where(self.magnitude > self.r, "convergence", unconverged_area)
@@ -211,7 +212,7 @@ class _Levels(NamedTuple):
 
 
 def _continuous_levels(process: str, timesteps: int, r: float) -> _Levels:
-    """Compute the values of a process in continuous time, ``flow``, ``ve`` or ``edm``, at `timesteps` noise levels.
+    """Compute the values of ``flow``, ``ve`` or ``edm`` at the image and at `timesteps` noise levels, 2 or more.
 
     The magnitude is 1 + sigma². Solved for t, magnitude = r gives the time of convergence.
 
@@ -248,7 +249,7 @@ def _continuous_levels(process: str, timesteps: int, r: float) -> _Levels:
 
 
 def _levels_of_schedule(schedule: NoiseSchedule, r: float) -> _Levels:
-    """Compute the values of VP at each timestep of a noise schedule.
+    """Compute the values of VP at the image and at each timestep of a noise schedule.
 
     The linear schedule has table 8's closed form, which gives the bounds, the change and the magnitude. For other
     schedules, and if the last beta is clipped, these use alpha-bar itself, and the change is a numerical derivative.

@@ -21,7 +21,9 @@ _meetings = 0  # calls of `meet` on this rank
 
 
 def join(processes: int, device: "torch.device") -> None:
-    """Join the process group of the processes that torchrun has started; ranks may arrive with any delay.
+    """Join torch.distributed's default process group of the processes that torchrun has started.
+
+    The call returns after all ranks have called it, without a time limit.
 
     CPU tensors are exchanged by gloo, and GPU tensors by NCCL. The caller has selected this process's GPU. The
     key-value store of torchrun is kept for `meet`.
@@ -53,7 +55,7 @@ def join(processes: int, device: "torch.device") -> None:
 
 
 def meet(processes: int | None = None) -> None:
-    """Wait for the other ranks, without a time limit; with one rank nothing happens.
+    """Wait until all ranks have called this function, without a time limit; with one rank nothing happens.
 
     All ranks add to one counter. With three ranks, the second meeting ends when the counter reaches 6. All ranks
     therefore have to call this function equally often. With several ranks, `join` must have been called before.
@@ -75,7 +77,7 @@ def meet(processes: int | None = None) -> None:
 
 
 def leave() -> None:
-    """Wait for the other ranks and leave the process group; with one rank nothing happens."""
+    """Wait until all ranks have called this function, and leave the process group; with one rank nothing happens."""
     if ranks() > 1:
         from torch import distributed
 
@@ -85,9 +87,9 @@ def leave() -> None:
 
 
 def add(values: list[float]) -> list[float]:
-    """Sum values over the ranks, element by element in float64, and return the sums on all ranks.
+    """Return the sums of values over the ranks, element by element in float64; every rank gets all sums.
 
-    All ranks pass equally many values. With one rank the sums are the values.
+    All ranks must call this function, with equally many values. With one rank the sums are the values.
     """
     import torch
 
@@ -98,7 +100,7 @@ def add(values: list[float]) -> list[float]:
 
 
 def on_first(function: "Callable[[], T]") -> "T":
-    """Call a function on rank 0 and return its result on all ranks.
+    """Call a function on rank 0 alone and return its result on all ranks, which must all call this.
 
     The function may take long. With several ranks, its result is pickled. If it raises an error, rank 0 raises it, and
     the other ranks wait until torchrun ends them.

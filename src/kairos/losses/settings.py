@@ -76,7 +76,7 @@ class MaskedVbOptions(VbOptions):
 
 
 def check_losses(losses: list[LossOptions], process: LibraryComponent) -> None:
-    """Check the loss terms against each other and the process; whether the backbone can mask tokens is not checked.
+    """Check that loss terms fit each other and the process; that the backbone can mask tokens is not checked here.
 
     Args:
         losses: field `diffusion.losses`.

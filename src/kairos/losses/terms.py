@@ -59,7 +59,7 @@ class Prediction:
 
     @property
     def mean(self) -> Images:
-        """Channels of the output that predict the target, shape of x0: `output` without a learned variance."""
+        """Channels of the output that predict the target, in the shape of x0, without those of a learned variance."""
         mean: Images = self.process.prediction_channels(self.output, self.x0)
         return mean
 
@@ -83,17 +83,18 @@ class Prediction:
 
 
 def mse(options: LossOptions, prediction: Prediction) -> PerSample:
-    """Compute the simple loss, the mean squared error of the target (Ho et al. 2020, eq. 14), shape (batch,)."""
+    """Compute the simple loss, each sample's mean squared error of the target (Ho et al. 2020, eq. 14), (batch,)."""
     target = prediction.process.target(prediction.x0, prediction.noise, prediction.t)
     mean = prediction.mean.to(target.dtype)  # older versions of torch cannot differentiate mse_loss of two types
     return per_sample(functional.mse_loss(mean, target, reduction="none"))
 
 
 def vlb(options: LossOptions, prediction: Prediction) -> PerSample:
-    """Compute the VLB term, c_t times the squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,).
+    """Compute the VLB term, c_t times the mean squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,).
 
-    The code uses the squared error of the prediction target, and converts c_t to that target. Cells of equal fractions,
-    see `_vlb_weights`, have one c_t each; a time outside the process belongs to the first or the last cell.
+    The code computes `mse`, the error of the prediction target, and converts c_t to that target. The process is cut
+    into cells of equal fractions with one weight each, see `_vlb_weights`. A time outside the process has the weight
+    of the first or the last cell.
     """
     process = prediction.process
     weights = _vlb_weights(process, prediction.x0.device)
@@ -106,9 +107,10 @@ def vlb(options: LossOptions, prediction: Prediction) -> PerSample:
 def vb(options: VbOptions, prediction: Prediction) -> PerSample:
     """Compute the variational bound of a learned variance, in bits per dimension, shape (batch,).
 
-    Nichol and Dhariwal 2021, section 3.1: KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)), at t = 0 the negative
-    log-likelihood of x0 rounded to 256 levels of [-1, 1]. The mean is held fixed: the term trains the variance alone.
-    The caller ensures that the process is discrete with a learned variance, for which the output has channels.
+    It is KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)) (Nichol and Dhariwal 2021, section 3.1). At t = 0 it is the
+    negative log-likelihood of x0 rounded to 256 levels of [-1, 1]. The mean is held fixed: the term trains the
+    variance alone. The caller ensures that the process is discrete with a learned variance, for which the output has
+    channels.
     """
     process, x0, t = prediction.process, prediction.x0, prediction.t
     mean = prediction.mean.detach()
@@ -130,19 +132,20 @@ def vb(options: VbOptions, prediction: Prediction) -> PerSample:
 
 
 def masked_mse(options: LossOptions, prediction: Prediction) -> PerSample:
-    """Compute `mse` of the masked forward pass, shape (batch,)."""
+    """Compute `mse` of the forward pass with masked tokens, `Prediction.masked`, shape (batch,)."""
     return mse(options, prediction.masked)
 
 
 def masked_vb(options: VbOptions, prediction: Prediction) -> PerSample:
-    """Compute `vb` of the masked forward pass, shape (batch,)."""
+    """Compute `vb` of the forward pass with masked tokens, `Prediction.masked`, shape (batch,)."""
     return vb(options, prediction.masked)
 
 
 def _rounded_nll(x: Images, error: Images, log_variance: Images) -> Images:
-    """Return the negative log-likelihood in nats of x under N(x - error, variance) rounded to 256 levels of [-1, 1].
+    """Return the negative log-likelihood in nats of each value of x, one of 256 levels of [-1, 1].
 
-    The first and the last level are open intervals. A probability is at least 1e-12. All tensors have the shape of x.
+    The distribution is N(x - error, variance), rounded to the levels. The first and the last level extend to infinity.
+    A probability is at least 1e-12. All tensors have the shape of x.
     """
     inverse_deviation = (-log_variance / 2).exp()
     # Levels are 2/255 apart, so a level reaches 1/255 to each side, from x - 1/255 to x + 1/255. Minus the mean,
@@ -156,11 +159,11 @@ def _rounded_nll(x: Images, error: Images, log_variance: Images) -> Images:
 
 
 def _normal_cdf(x: Tensor) -> Tensor:
-    """Return the standard normal distribution function at x, by the approximation of the published code."""
+    """Return the standard normal distribution function at x, by the tanh approximation of the published code."""
     return (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh()) / 2
 
 
-@functools.lru_cache(maxsize=4)  # as for `_vlb_weights`
+@functools.lru_cache(maxsize=4)  # spares each step copies to the device, as for `_vlb_weights`
 def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return ln beta, ln of the posterior's variance, and the factor of x0 in its mean, float64 (T,) on the device.
 
@@ -183,5 +186,6 @@ def _vlb_weights(process: Any, device: torch.device) -> Tensor:
 
     Cells have equal fractions of the process; a discrete process has a cell per timestep.
     """
+    # `vlb` is c_t, the factor of the error of epsilon; it is converted to the error of the prediction target
     weights = process.schedule.in_prediction(process.schedule.vlb, process.prediction)
     return torch.from_numpy(weights).to(device, torch.float32)

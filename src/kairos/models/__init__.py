@@ -65,8 +65,8 @@ def check_conditions_accepted(model: BackboneOptions) -> None:
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:
     """Write a backbone in the layout of diffusers: config.json and diffusion_pytorch_model.safetensors.
 
-    The folder is created if it does not exist; existing files are replaced. `weights`, such as an average, are saved
-    instead of the module's weights.
+    The folder is created if it does not exist; existing files are replaced. If `weights`, such as an average, are
+    passed, they are saved instead of the module's weights.
     """
     write_weights(folder / WEIGHTS, weights or module.weights())
     write_json(folder / "config.json", module.config())

@@ -76,7 +76,10 @@ class Backbone(nn.Module):
         self.inputs = shape[0] + condition_channels
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json, which describes the weights for use outside kairos."""
+        """Return the content of config.json, which describes the weights for use outside kairos.
+
+        It has the class's name, options, shape of x0, conditions without the empty text's state, and output channels.
+        """
         conditions = {}
         for name, description in self.conditions.items():
             # the state of the empty text is large, and the weights contain it
@@ -90,15 +93,18 @@ class Backbone(nn.Module):
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by their published names."""
+        """Return the tensors of parameters and buffers, not copies, by their published names."""
         return dict(self.state_dict())
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load weights in the form that `weights` returns."""
+        """Replace all weights by those of a dictionary as `weights` returns; raise RuntimeError if it does not fit."""
         self.load_state_dict(weights)
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a published file's weights with the names and shapes of `weights`; some subclasses override it."""
+        """Return a published file's weights by the names and in the shapes of `weights`.
+
+        They are returned unchanged here; subclasses whose names or shapes differ from the published ones convert them.
+        """
         return weights
 
     def load_published(self, weights: dict[str, Tensor]) -> None:
@@ -116,10 +122,10 @@ class Backbone(nn.Module):
         self.load_weights(loaded)
 
     def with_image_conditions(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return x with the image conditions, in the model's order, as further channels, in the type of x.
+        """Return x with the model's image conditions as further channels, (batch, inputs, height, width).
 
-        The shape is (batch, inputs, height, width); image conditions have the height and width of x. Without image
-        conditions the result is x itself.
+        The conditions are in the model's order and converted to the type of x; they have the height and width of x. A
+        model without image conditions returns x itself.
         """
         if not self._image_conditions:
             return x
@@ -127,7 +133,7 @@ class Backbone(nn.Module):
         return torch.cat([x, *images], dim=1)
 
     def patch_grid(self, patch: int) -> tuple[int, int]:
-        """Return the number of rows and columns of patches with side `patch`.
+        """Return the number of rows and of columns of patches with side `patch` in x0.
 
         Raises:
             KairosError: `patch` does not divide height and width.
@@ -150,11 +156,10 @@ class Backbone(nn.Module):
 
 
 def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> str:
-    """Describe why weights do not fit a model: at most five names of each kind of problem; empty if they fit.
+    """Return a text that lists why weights `given` do not fit a model's weights `expected`; empty if they fit.
 
-    An example is ``missing: a.bias, a.weight; of another shape: b.weight (3, 2) for (3, 4)``.
-
-    `given` are the weights to load.
+    It has at most five names of each kind of problem. An example is ``missing: a.bias, a.weight; of another shape:
+    b.weight (3, 2) for (3, 4)``, where (3, 4) is expected.
     """
     other_shapes = []
     for name in sorted(expected.keys() & given.keys()):
@@ -175,10 +180,10 @@ def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> 
 
 
 def apply_padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
-    """Apply a network that needs sides divisible by `factor` to images of any size: pad by zeros, then crop the output.
+    """Return the output of a network that needs sides divisible by `factor`, for images x of any size.
 
-    The network keeps height and width of images (batch, channels, height, width). The padding is even on all sides, up
-    to one row or column more below and to the right.
+    The images (batch, channels, height, width) are padded by zeros, and the output, of equal sides, is cropped to the
+    sides of x. The padding is even on all sides, up to one row or column more below and to the right.
     """
     height, width = x.shape[-2:]
     extra_rows, extra_columns = -height % factor, -width % factor  # up to the next multiple of `factor`

@@ -16,7 +16,7 @@ _SUM_SCALE = math.sqrt(0.5)  # keeps the variance of a sum of two branches
 
 
 def _build_norm(channels: int) -> nn.GroupNorm:
-    """Return a group normalisation with at most 32 groups, of at least 4 channels each if possible."""
+    """Return a group normalisation with at most 32 groups of equal size, of at least 4 channels each if possible."""
     most_groups = min(32, channels // 4)  # 0 below 4 channels; the next line then returns a group for each channel
     groups = math.gcd(most_groups, channels)  # divides the channels, as GroupNorm demands
     return nn.GroupNorm(groups, channels, eps=1e-6)
@@ -46,7 +46,10 @@ class ResidualBlock(nn.Module):
             self.qkv, self.proj = nn.Conv2d(outputs, 3 * outputs, 1), nn.Conv2d(outputs, outputs, 1)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """Return features (batch, outputs, h scale, w scale) of x (batch, inputs, h, w) with the time embedding."""
+        """Return features (batch, outputs, h * scale, w * scale) of x (batch, inputs, h, w).
+
+        `embedding`, (batch, width), is the time embedding.
+        """
         h = self.conv0(self._resample(nn.functional.silu(self.norm0(x))))
         h = nn.functional.silu(self.norm1(h + self.affine(embedding)[..., None, None]))
         shortcut = self._resample(x)
@@ -59,7 +62,7 @@ class ResidualBlock(nn.Module):
         return output
 
     def _resample(self, x: Tensor) -> Tensor:
-        """Scale the sides of x by `scale`: averages of 2 x 2 pixels, or each pixel repeated."""
+        """Return x with its sides scaled by `scale`: averages of 2 x 2 pixels, or each pixel as 2 x 2 equal ones."""
         if self.scale == 1:
             return x
         if self.scale < 1:
@@ -113,7 +116,7 @@ class DDPMpp(Backbone):
         return ResidualBlock(inputs, outputs, width, dropout, attention=attention, scale=scale)
 
     def _build_encoder(self, level_names: list[str], level_attends: list[bool]) -> list[int]:
-        """Add the encoder `enc` and return the channels of its layers' outputs, which the decoder concatenates.
+        """Build the encoder as attribute `enc`, and return the channels of each layer's output, for the skips.
 
         Args:
             level_names: names of the levels, the highest resolution first.
@@ -136,7 +139,7 @@ class DDPMpp(Backbone):
         return skip_channels
 
     def _build_decoder(self, level_names: list[str], level_attends: list[bool], skip_channels: list[int]) -> None:
-        """Add the decoder `dec`, from the lowest resolution on; its blocks empty `skip_channels` from the end.
+        """Build the decoder as attribute `dec`, from the lowest resolution on; `skip_channels` is emptied from its end.
 
         `level_names` and `level_attends` have the highest resolution first. A level has one block more than in the
         encoder, and only its last one may have attention. Two blocks without skips precede the lowest level; the first
@@ -182,7 +185,10 @@ class DDPMpp(Backbone):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width); t is EDM's c_noise.
+
+        Images are padded to sides that the levels can halve, and the output is cropped. `_embed` uses the conditions.
+        """
         embedding = self._embed(t, conditions)
         inputs = self.with_image_conditions(x, conditions)
         return apply_padded(lambda padded: self._apply_unet(padded, embedding), inputs, self._factor)
@@ -190,7 +196,7 @@ class DDPMpp(Backbone):
     def _embed(self, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return the embedding of times, classes and augmentation labels, (batch, 4 * channels).
 
-        Images without augmentation labels are treated as not augmented. A network with classes needs
+        Without ``conditions["augment"]`` the augmentation labels are 0: not augmented. A network with classes needs
         ``conditions["class"]``; the index after the last class means "no class".
         """
         width = self.options.channels
@@ -225,7 +231,7 @@ class DDPMpp(Backbone):
         return output
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of EDM's wrapper by kairos' names, without the constant filters of resampling."""
+        """Return a published file's weights without prefix ``model.`` and without constant filters of resampling."""
         converted = {}
         for name, value in weights.items():
             if not name.endswith("resample_filter"):

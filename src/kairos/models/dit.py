@@ -16,7 +16,7 @@ _SINUSOIDS = 256  # sines and cosines that embed t: width of the embedding befor
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scale and shift tokens (batch, tokens, width) by vectors (batch, width)."""
+    """Return x (1 + scale) + shift: tokens x (batch, tokens, width), scaled and shifted by vectors (batch, width)."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
@@ -38,9 +38,9 @@ class AdaLNBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, *attention_arguments: Tensor) -> Tensor:
-        """Return tokens (batch, tokens, width) of tokens x, with the embedding c (batch, width) of t and conditions.
+        """Return the block's output for tokens x, in the shape of x, (batch, tokens, width).
 
-        Further arguments are passed to the attention.
+        c, (batch, width), is the embedding of t and conditions. Further arguments are passed to the attention.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1), *attention_arguments)
@@ -49,7 +49,7 @@ class AdaLNBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Final layer from tokens (batch, tokens, width) to pixels (batch, tokens, patch * patch * channels)."""
+    """Final layer from tokens to pixels; functions of the embedding scale and shift the normalised tokens."""
 
     def __init__(self, width: int, patch: int, channels: int):
         super().__init__()
@@ -58,14 +58,17 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """Return the pixels of each token's patch from tokens x and the embedding c (batch, width)."""
+        """Return the pixels of each token's patch, (batch, tokens, patch * patch * channels).
+
+        x are tokens (batch, tokens, width), and c, (batch, width), is the embedding of t and conditions.
+        """
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
         pixels: Tensor = self.linear(modulate(self.norm_final(x), shift, scale))
         return pixels
 
 
 def initialise(module: nn.Module) -> None:
-    """Initialise linear layers: weights Xavier-uniform, biases 0, and weights of adaLN modulation 0.
+    """Initialise all linear layers in a module: weights Xavier-uniform, biases 0, and weights of adaLN modulation 0.
 
     With modulation 0, a block is the identity.
     """
@@ -110,7 +113,7 @@ class DiT(Backbone):
         self._initialise()
 
     def build_block(self) -> AdaLNBlock:
-        """Build one transformer block."""
+        """Build one transformer block; the constructor calls it once for each block."""
         width, heads = self.options.width, self.options.heads
         return AdaLNBlock(width, Attention(width, heads), self.options.mlp_ratio)
 
@@ -130,7 +133,7 @@ class DiT(Backbone):
         nn.init.zeros_(self.final_layer.linear.weight)
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a published file's weights by kairos' names; only SpeeD's null text has another name and shape."""
+        """Return a published file's weights; SpeeD's null text is renamed and reshaped, the others are unchanged."""
         renamed = dict(weights)
         if "y_embedder.y_embedding" in renamed:
             renamed["y_embedder.null.value"] = renamed.pop("y_embedder.y_embedding")[0]  # from (1, width)
@@ -139,8 +142,8 @@ class DiT(Backbone):
     def embed(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return tokens of x, (batch, tokens, width), and the embedding of t and conditions, (batch, width).
 
-        Classes are indices; the number of classes is the index of no class. NaN in a text is replaced by the null
-        value.
+        The tokens are embedded patches plus their positions. Classes are indices; the number of classes is the index of
+        no class. NaN in a text is replaced by the null value.
         """
         patches = self.x_embedder(self.with_image_conditions(x, conditions))  # (batch, width, rows, columns)
         tokens = patches.flatten(2).transpose(1, 2) + self.pos_embed
@@ -152,11 +155,11 @@ class DiT(Backbone):
         return tokens, c
 
     def to_image(self, tokens: Tensor, c: Tensor) -> Tensor:
-        """Return the image (batch, outputs, height, width) of the last block's tokens, with the embedding c."""
+        """Return the image (batch, outputs, height, width) from the last block's tokens and the embedding c."""
         return self.unpatchify(self.final_layer(tokens, c), self.options.patch)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Return the prediction, (batch, outputs, height, width)."""
+        """Return the prediction, (batch, outputs, height, width); `embed` describes the conditions."""
         tokens, c = self.embed(x, t, conditions)
         for block in self.blocks:
             tokens = block(tokens, c)
@@ -179,6 +182,6 @@ def _positions(width: int, grid: tuple[int, int]) -> Tensor:
     rows, columns = torch.meshgrid(row_numbers, column_numbers, indexing="ij")  # each of the grid's shape
     features = []
     for positions in (columns, rows):
-        angles = positions.reshape(-1, 1) * rates[None]
+        angles = positions.reshape(-1, 1) * rates[None]  # (rows * columns, quarter)
         features += [angles.sin(), angles.cos()]
     return torch.cat(features, dim=1).float()

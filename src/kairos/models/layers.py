@@ -16,13 +16,14 @@ def embed_time(t: Tensor, width: int, shift: int = 0) -> Tensor:
         shift: 1: the rates fall from 1 to 1/10,000; 0: the smallest rate is one step above 1/10,000.
     """
     half = width // 2
+    # 10,000 ** (-k / (half - shift)) for k = 0 to half - 1
     rates = torch.exp(-math.log(10_000) * torch.arange(half, dtype=torch.float32, device=t.device) / (half - shift))
     angles = t.float()[:, None] * rates[None]  # (batch, half)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 def build_sequence(**layers: nn.Module) -> nn.Sequential:
-    """Return a sequence of layers whose parameters have these names."""
+    """Return the layers as an `nn.Sequential`; the keywords name them and their weights, as in ``proj.weight``."""
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -66,6 +67,7 @@ class Attention(nn.Module):
         """
         batch, tokens, packed_width = qkv.shape
         width = packed_width // 3
+        # from (batch, tokens, q/k/v, heads, head width) to (q/k/v, batch, heads, tokens, head width)
         q_k_v = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         q, k, v = q_k_v  # each (batch, heads, tokens, head width)
         if bias is not None:
@@ -95,7 +97,7 @@ class PlainBlock(nn.Module):
         self.skip_linear = nn.Linear(2 * width, width) if skip else None
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Return tokens of tokens x, both (batch, tokens, width).
+        """Return the block's output for tokens x, in the shape of x, (batch, tokens, width).
 
         A block with a merging layer needs `skip`, tokens of an earlier block in the shape of x; other blocks ignore it.
         """
@@ -108,7 +110,7 @@ class PlainBlock(nn.Module):
 
 
 def initialise_normal(module: nn.Module) -> None:
-    """Initialise linear layers: weights normal with standard deviation 0.02, biases 0.
+    """Initialise all linear layers in a module: weights normal with standard deviation 0.02, biases 0.
 
     Published code also truncates the normal distribution at 2.0, but a weight never exceeds 100 standard deviations.
     """

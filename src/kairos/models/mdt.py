@@ -71,7 +71,7 @@ class MDT(DiT):
         self.register_buffer("_offset_rows", _pairwise_offsets(rows, columns), persistent=False)
 
     def build_block(self) -> AdaLNBlock:
-        """Build one transformer block."""
+        """Build one transformer block, whose attention has a learned bias for each offset between patches."""
         width, heads = self.options.width, self.options.heads
         return AdaLNBlock(width, BiasedAttention(width, heads, self._offset_count), self.options.mlp_ratio)
 
@@ -102,10 +102,10 @@ class MDT(DiT):
         return self.to_image(tokens, c)
 
     def _encode_visible(self, blocks: list[nn.Module], tokens: Tensor, c: Tensor, visible: Tensor) -> Tensor:
-        """Apply the encoder's blocks to the patches `visible` (batch, n), and fill the other patches by the side block.
+        """Return tokens of all patches, in the shape of `tokens`, from the encoder's blocks and the side block.
 
-        Returns:
-            Tokens of all patches in the shape of `tokens`, with the decoder's positions.
+        The blocks process only the patches with indices `visible`, (batch, n). The decoder's positions are added. Then
+        the side block computes the tokens of the other patches, which start as the mask token.
         """
         # encoder, on the visible patches alone
         # indexing, not gather and scatter: their deterministic kernels on a GPU sort an index for every number

@@ -35,7 +35,8 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
 def _find_state_dicts(content: dict[str, Any]) -> tuple[Any, Any]:
     """Return the state dicts of the averaged and of the raw weights in a file's content; empty or None if absent.
 
-    `read_published` lists the layouts. The state dicts may contain entries that are not tensors.
+    `read_published` lists the layouts. A content in none of them is treated as a state dict of raw weights. The state
+    dicts may contain entries that are not tensors.
     """
     if isinstance(content.get("state_dict"), dict):  # latent diffusion
         return _split_latent_diffusion(content["state_dict"])
@@ -52,7 +53,7 @@ def _find_state_dicts(content: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _select_tensors(state_dict: dict[str, Any]) -> Weights:
-    """Return the entries that are tensors."""
+    """Return the entries of a state dict that are tensors."""
     return {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
 
 

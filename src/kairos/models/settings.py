@@ -47,7 +47,7 @@ class SizedOptions(BackboneOptions):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_size(cls, values: Any) -> Any:
-        """Fill options that are missing or None from the published size; the result contains `size` as text.
+        """Return the options, with values of the published size where they are missing or None; `size` becomes a text.
 
         Raises:
             ValueRejected: there is no such size.
@@ -59,7 +59,7 @@ class SizedOptions(BackboneOptions):
 
 
 def _declare_size(default: str, sizes: Any) -> Any:
-    """Return the declaration of option `size`; its JSON schema allows the names of the published sizes.
+    """Return the declaration of option `size`, whose JSON schema allows only the names of the published sizes.
 
     Args:
         default: size of an experiment file that sets none.
@@ -102,7 +102,10 @@ UNET_SIZES: dict[str, dict[str, Any]] = {
 
 
 def check_multipliers(widths: list[int]) -> None:
-    """Raise ConfigError if there is no level, or if one of `widths`, channels or multiples of them, is below 1."""
+    """Raise ConfigError if `widths`, with a number for each level, is empty or contains a number below 1.
+
+    The numbers are channels, or multiples of channels.
+    """
     demand(min(widths, default=0) >= 1, "multipliers", f"widths {widths}", "at least 1 channel for each level")
 
 
@@ -139,7 +142,7 @@ class UNetOptions(SizedOptions):
     def model_post_init(self, context: Any) -> None:
         """Check that each level has channels, whose number is divisible by `norm_groups` and `head_channels`.
 
-        A `head_channels` of 0 fits any width.
+        Raise ConfigError if not. A `head_channels` of 0 fits any width.
         """
         check_multipliers(self.widths)
         for name in ("norm_groups", "head_channels"):
@@ -149,7 +152,7 @@ class UNetOptions(SizedOptions):
 
     @property
     def widths(self) -> list[int]:
-        """Number of channels of each level, rounded to a whole number."""
+        """Number of channels of each level: `channels` times its multiplier, rounded to a whole number."""
         return [round(self.channels * multiplier) for multiplier in self.multipliers]
 
 
@@ -195,16 +198,16 @@ class DdpmppOptions(SizedOptions):
     conditions: list[str] = field([], "conditions the model takes: of class")
 
     def model_post_init(self, context: Any) -> None:
-        """Check that each level has channels, and that their number suits the time embedding."""
+        """Check that each level has channels, and that `channels` is a multiple of 4; raise ConfigError otherwise."""
         check_multipliers(self.multipliers)
         # the width of the time embedding must be even, and a normalisation's group has at least 4 channels
         demand(self.channels % 4 == 0, "channels", self.channels, "a multiple of 4")
 
 
 def _list_sizes(*rows: tuple[str, int, int, int, int], **shared: Any) -> dict[str, dict[str, Any]]:
-    """Return published sizes of transformers by name, from rows of name, width, depth, heads and patch.
+    """Return options of published transformer sizes by name, from rows of name, width, depth, heads and patch.
 
-    All sizes have the options `shared`.
+    The options `shared` are added to each size.
     """
     return {
         name: {"width": width, "depth": depth, "heads": heads, "patch": patch, **shared}
@@ -235,7 +238,7 @@ class TransformerOptions(SizedOptions):
     conditions: list[str] = field([], "conditions the model takes: of class, text, low_resolution")
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the heads share the width evenly."""
+        """Check that `width` is a multiple of `heads`; raise ConfigError otherwise."""
         demand(self.width % self.heads == 0, "width", self.width, f"a multiple of heads = {self.heads}")
 
 
@@ -268,7 +271,7 @@ class MDTOptions(TransformerOptions):
     ratio: float = field(0.3, "share of the patches that the masked pass hides", ge=0, lt=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the decoder is part of the network."""
+        """Check also that `decoder_depth` is at most `depth`; raise ConfigError otherwise."""
         super().model_post_init(context)
         demand(self.decoder_depth <= self.depth, "decoder_depth", self.decoder_depth, f"at most depth = {self.depth}")
 
@@ -291,7 +294,7 @@ class UViTOptions(TransformerOptions):
     convolution: bool = field(None, "end with a 3x3 convolution")
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the width is even, as the embedding of times needs."""
+        """Check also that `width` is even, as the embedding of times needs; raise ConfigError otherwise."""
         super().model_post_init(context)
         demand(self.width % 2 == 0, "width", self.width, "an even number")
 
@@ -311,9 +314,10 @@ class ViTOptions(TransformerOptions):
 
 
 def omit_overridden_size(model: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values of a backbone without `size` if an option is missing or differs from the published size.
+    """Return plain values of a backbone, without `size` if its options are not those of the published size.
 
-    The result is `model` itself otherwise, or without a size.
+    An option of the published size that is missing counts as different. If all are equal, or without `size`, the
+    result is `model` itself.
     """
     if "size" not in model:
         return model

@@ -86,10 +86,10 @@ class UNet(Backbone):
 
     @torch.no_grad()
     def _initialise(self, all_layers: bool) -> None:
-        """Initialise the last layer of the network, of every residual block and of every attention by 0.
+        """Set weights and biases of the last layer of the network, each residual block and each attention to 0.
 
         With `all_layers`, also initialise the other convolutions and linear layers as DDPM's code: weights uniform by
-        fan average, biases 0.
+        fan average (Xavier), biases 0. Without it, those layers keep torch's initialisation.
         """
         modules = list(self.unet.modules())
         for module in modules:
@@ -107,8 +107,8 @@ class UNet(Backbone):
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Return the prediction, (batch, outputs, height, width).
 
-        ``conditions["class"]`` contains indices of classes; with option `null_class`, the number of classes is the
-        index of no class.
+        Images are padded to sides that the levels can halve, and the output is cropped. ``conditions["class"]``
+        contains indices of classes; with option `null_class`, the number of classes is the index of no class.
         """
         labels = conditions.get("class")
 
@@ -124,13 +124,13 @@ class UNet(Backbone):
         return {"_class_name": "UNet2DModel", **arguments}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by diffusers' names."""
+        """Return the tensors of parameters and buffers, not copies, by diffusers' names."""
         return dict(self.unet.state_dict())
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load weights in the form that `weights` returns."""
+        """Replace all weights by those of a dictionary as `weights` returns; raise RuntimeError if it does not fit."""
         self.unet.load_state_dict(weights)
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights of ddpm-torch, ADM or latent diffusion by diffusers' names."""
+        """Return weights of ddpm-torch, ADM or latent diffusion by diffusers' names, see `to_diffusers_names`."""
         return to_diffusers_names(self.weights(), weights, self.options)

@@ -85,7 +85,7 @@ class _Layout:
     attention_levels: frozenset[int]
 
     def level_of(self, weight: _BlockWeight) -> int:
-        """Return the level of a weight on side ``down`` or ``up``."""
+        """Return the level of a weight on side ``down`` or ``up``, where 0 is the full resolution."""
         return weight.block if weight.side == "down" else self.levels - 1 - weight.block
 
     def has_attention(self, weight: _BlockWeight) -> bool:
@@ -94,10 +94,10 @@ class _Layout:
 
 
 def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
-    """Return published weights by diffusers' names, in the shapes of a model where possible.
+    """Return published weights by diffusers' names, reshaped to the model's weights where the sizes are equal.
 
-    Unknown weights keep their names. Weights of the model that the file lacks are missing in the result. Weights by
-    diffusers' names are returned as they are.
+    Attention's joint qkv weights are split into q, k and v. Unknown weights keep their names. Weights of the model that
+    the file lacks are missing in the result. A file with diffusers' names is returned as it is.
 
     Args:
         model: weights of the model, by diffusers' names.
@@ -114,9 +114,10 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
     layout = _Layout(len(options.widths), options.blocks, _find_attention_levels(model))
     published_names = {name: published_name(name, layout) for name in model}
 
+    # weights that no weight of the model comes from keep their names
     recognised = set(published_names.values())
     converted = {name: value for name, value in weights.items() if name not in recognised}
-    for name, current in model.items():
+    for name, current in model.items():  # `current` is the model's weight, which has the shape to return
         if published_names[name] not in weights:
             continue
         value = weights[published_names[name]]
@@ -124,7 +125,8 @@ def to_diffusers_names(model: dict[str, Tensor], weights: dict[str, Tensor], opt
         if projection and value.numel() == 3 * current.numel():  # q, k and v are one weight in the file
             number = "qkv".index(projection[1])  # 0, 1 or 2
             value = _select_projection(value, current, number, options)
-        if value.numel() == current.numel():  # a convolution with kernel 1 and a linear layer have different shapes
+        # a convolution with kernel 1 and a linear layer have different shapes for equal numbers
+        if value.numel() == current.numel():
             value = value.reshape(current.shape)
         converted[name] = value
     return converted
@@ -155,10 +157,12 @@ def _find_attention_levels(model: dict[str, Tensor]) -> frozenset[int]:
 def _select_projection(qkv: Tensor, current: Tensor, projection: int, options: Any) -> Tensor:
     """Return the query (0), key (1) or value (2) rows of attention's joint weights `qkv`, (heads, rows per head, ...).
 
-    The caller reshapes them to the shape of `current`, the model's weights of this projection.
+    `current` are the model's weights of this projection; the caller reshapes the result to their shape. Option `qkv` is
+    the order of the joint rows, see `to_diffusers_names`.
     """
     width, *columns = current.shape  # columns: empty for a bias
     heads = width // (options.head_channels or width)  # 0: one head of the full width
+    # q, k and v are on axis 1 of the legacy order, and on axis 0 of the new order
     if options.qkv == "legacy":
         return qkv.reshape(heads, 3, -1, *columns).select(1, projection)
     return qkv.reshape(3, heads, -1, *columns).select(0, projection)
@@ -230,6 +234,6 @@ def _middle_index(weight: _BlockWeight) -> int:
 
 
 def _translate(name: str, module_names: dict[str, str]) -> str:
-    """Return a weight's name with its module's name translated, if it is in `module_names`, and the last part kept."""
+    """Return a weight's name with its module, the part before the last dot, renamed if `module_names` contains it."""
     module, _, parameter = name.rpartition(".")
     return f"{module_names.get(module, module)}.{parameter}"

@@ -53,7 +53,7 @@ class UViT(Backbone):
         initialise_normal(self)
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a published file's weights; add a row of zeros, for no class, to a class table that has no such row.
+        """Return a published file's weights; a class table without a row for no class gets a row of zeros at its end.
 
         The published model of ImageNet 64 has no such row. Names are unchanged.
         """

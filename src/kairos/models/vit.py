@@ -21,7 +21,7 @@ class BeitAttention(Attention):
         self.q_bias, self.v_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the attention output of tokens x, (batch, tokens, width)."""
+        """Return the attention output of tokens x, (batch, tokens, width); keys have no bias."""
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         return self.attend_packed(nn.functional.linear(x, self.qkv.weight, bias))
 

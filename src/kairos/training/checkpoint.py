@@ -22,7 +22,7 @@ COMPONENTS = ("model", "ema", "optimizer", "strategy")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint atomically: temporary file, fsync, rename.
+    """Write a checkpoint atomically: temporary file, fsync, rename. Equal contents give equal bytes.
 
     Args:
         path: file of the checkpoint; missing parent folders are created.
@@ -38,7 +38,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _intern_strings(value: Any) -> Any:
-    """Return a nested value in which equal strings are one object, so that equal content pickles to equal bytes.
+    """Return a copy of a nested value with equal strings as one object, so that equal content pickles to equal bytes.
 
     pickle writes a string object once and refers to it later, but writes two equal objects, such as restored ones,
     twice. Every dictionary, such as torch's OrderedDict, becomes a plain one. Tensors are not copied.
@@ -51,7 +51,7 @@ def _intern_strings(value: Any) -> Any:
 
 
 def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint and check its length and hash.
+    """Return the content of a checkpoint after checking its length and hash; code in the file is not executed.
 
     Args:
         path: file of the checkpoint.
@@ -87,7 +87,7 @@ def component_hashes(content: dict[str, Any]) -> dict[str, str]:
 
 
 def _hash_value(value: Any) -> str:
-    """Return the SHA-256 of a nested value, in hex digits; it does not depend on the order of keys."""
+    """Return the SHA-256 of a nested value, in hex digits, see `_add_to_digest`; the order of keys does not matter."""
     digest = hashlib.sha256()
     _add_to_digest(digest, value)
     return digest.hexdigest()

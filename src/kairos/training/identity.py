@@ -63,9 +63,9 @@ def code_roots(run: "RunSettings") -> list[str]:
 def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -> dict[str, Any]:
     """Return everything that decides the trajectory of a run, as plain values with their hash under ``identity``.
 
-    The data and the autoencoder are hashes. Section ``training`` contains a hash of the initial weights instead of the
-    path `start_from`; only the record of the snapshot is read for it. The name of the method does not change the
-    identity.
+    The data, the autoencoder and the code are hashes. Section ``training`` contains a hash of the initial weights
+    instead of the path `start_from`; only the record of the snapshot is read for it. The name of the method does not
+    change the identity.
 
     Args:
         run: settings of the training run.

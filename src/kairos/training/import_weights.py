@@ -19,7 +19,7 @@ from kairos_timesteps.errors import ConfigError, KairosError
 
 
 def _learned_variance(schedule: str = "linear") -> dict[str, Any]:
-    """Return section `diffusion` of a discrete process whose network also predicts the variance, by loss term `vb`."""
+    """Return section `diffusion` of a discrete process whose network also predicts the variance: losses mse and vb."""
     process = {"name": "discrete", "schedule": schedule, "variance": "learned_range"}
     return {"process": process, "losses": ["mse", "vb"]}
 
@@ -47,10 +47,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def published_diffusion(model: Any) -> dict[str, Any]:
-    """Return section `diffusion` that published weights of a `model` section were trained with.
+    """Return a copy of section `diffusion` that published weights of a `model` section were trained with.
 
-    The section `model` may be invalid. The result is empty if `PUBLISHED` has no entry for it or if it is not a
-    mapping, such as a bare name; the defaults of section `diffusion` then apply. An entry for a text-conditional
+    The section `model` may be invalid. The result is empty if `PUBLISHED` has no entry for it, or if it is not a
+    mapping, such as a bare name. The defaults of section `diffusion` then apply. An entry for a text-conditional
     backbone has priority over an entry for the backbone's size, and both over the entry of the backbone alone.
     """
     if not isinstance(model, dict):
@@ -157,7 +157,7 @@ def import_weights(
 
 
 def _load_published(model: Any, file: Path) -> dict[str, torch.Tensor]:
-    """Load the published raw weights into a model, and return copies of the published average by the model's names.
+    """Load a file's raw weights into a model, and return copies of the file's averaged weights by the model's names.
 
     If the file contains only one set of weights, both are that set.
 
@@ -177,10 +177,11 @@ def _load_published(model: Any, file: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_conditions(names: list[str], descriptions: dict[str, Any]) -> None:
-    """Check that every condition in `names` has a description.
+    """Check that every condition of the model, in `names`, has a description.
 
     Raises:
-        ConfigError: a description is missing; the message contains the command-line option that provides it.
+        ConfigError: a description is missing; the message contains the command-line option that provides it:
+            ``--classes`` for class, otherwise ``--latents``.
     """
     if "class" in names and "class" not in descriptions:
         raise ConfigError("--classes: got none, but the model is conditioned on classes; pass their number")

@@ -69,10 +69,10 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: object) -> None:
-        """Record the first signal as the reason to stop; later signals do nothing, except for a second SIGINT.
+        """Record a signal as the reason to stop if there is none yet; later signals do nothing, except a second SIGINT.
 
         Raises:
-            StoppedEarly: this is the first signal, and there is nothing to save yet.
+            StoppedEarly: this is the first signal, and `begin` has not been called: there is nothing to save yet.
             KeyboardInterrupt: this is the second SIGINT.
         """
         name = signal.Signals(number).name
@@ -87,7 +87,7 @@ class StopRequest:
             raise StoppedEarly(f"{name}: stopped before the first step")
 
     def begin(self) -> None:
-        """Start the steps: from now on, a request lets the run complete its step and save it.
+        """Mark the start of the steps: from now on, signals are only recorded, so that the run can save and stop.
 
         Also looks up the end of the SLURM job, see `end_of_slurm_job`.
 
@@ -100,7 +100,7 @@ class StopRequest:
         self._job_end = end_of_slurm_job()
 
     def reason_to_stop(self, longest_save: float) -> str:
-        """Return why the run should stop now; empty if it need not.
+        """Return why the run should stop now, such as ``SIGTERM``; empty if it need not.
 
         The end of a SLURM job is treated as a request if less time remains than three times `longest_save` plus 30 s,
         and becomes `reason`. A job whose end is unknown has no such request.
@@ -143,7 +143,7 @@ class CollectiveStop:
         if rank_count == 1:
             return is_requested_here
         self._steps += 1
-        if self._steps < self._interval:
+        if self._steps < self._interval:  # on all ranks at equal steps
             return False
         seconds = time.monotonic() - self._last_exchange
         request_count, seconds_of_all_ranks = ranks.add([float(is_requested_here), seconds])
@@ -157,12 +157,13 @@ class CollectiveStop:
 
 
 def end_of_slurm_job() -> float:
-    """Return the end of this SLURM job's time limit, Unix time; 0 outside of SLURM, or if no limit is known.
+    """Return the Unix time at which this SLURM job's time limit ends; 0 outside of SLURM, or if no limit is known.
 
     Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called, for at most 20 s. The result is also 0
     if squeue is missing or fails, or if a text is not a time.
     """
-    end, job = os.environ.get("SLURM_JOB_END_TIME"), os.environ.get("SLURM_JOB_ID")
+    end = os.environ.get("SLURM_JOB_END_TIME")
+    job = os.environ.get("SLURM_JOB_ID")
     with suppress(ValueError, OSError):  # a text that is not a time; squeue is missing
         if end:
             return float(end)
@@ -237,10 +238,10 @@ class ProgressFile:
         self._last_write: tuple[float, int] | None = None  # monotonic time and step
 
     def update(self, step: int, seconds: float) -> None:
-        """Record the number of completed steps and the training time in seconds, and write the file.
+        """Record the number of completed steps and the training time in seconds, and write the file at most every 5 s.
 
-        The file is not written if the last write is less than 5 s old, or if this process does not report. The rate is
-        the mean since the last write; at the first write it is None.
+        A process that does not report writes nothing. The rate is the mean since the last write by this method; at the
+        first write it is None.
         """
         self._content |= {"step": step, "seconds": round(seconds, 3)}
         if not self._reports:
@@ -259,7 +260,7 @@ class ProgressFile:
         self._content["identity"] = identity
 
     def write_end(self, state: str, message: str = "", again: bool = True) -> None:
-        """Write how the job ended, at once and from any process.
+        """Write how the job ended, at once, also from a process that does not report.
 
         Args:
             state: ``complete``, ``stopped`` or ``failed``.
@@ -270,7 +271,7 @@ class ProgressFile:
         self._write()
 
     def _write(self) -> None:
-        """Replace the file, with the present time under ``updated``.
+        """Write the content to the file, atomically and with the present time under ``updated``.
 
         Errors such as a full disk are ignored here, because saving a checkpoint reports them.
         """

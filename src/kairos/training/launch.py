@@ -32,8 +32,9 @@ from kairos_timesteps.errors import KairosError
 if TYPE_CHECKING:
     from kairos.training.settings import TrainingConfig
 
-# environment variables: folder in which the first rank to fail writes its number; address where launchers meet
-_FOLDER, _ADDRESS = "KAIROS_RANKS", "KAIROS_RENDEZVOUS"
+# environment variables
+_FOLDER = "KAIROS_RANKS"  # folder in which the first rank to fail writes its number
+_ADDRESS = "KAIROS_RENDEZVOUS"  # address where the launchers of several machines meet
 _LOST_OTHERS = 76  # exit status of a rank that failed because another rank ended
 _ERROR_REPORTED = (1, 2)  # exit statuses of a rank that has reported its error
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl: signal that the kernel sends when the parent process ends
@@ -46,7 +47,7 @@ _GLOO_TEXT = re.compile(
 
 
 def local_rank() -> int | None:
-    """Return the number of this process among the ranks of this machine; None if torchrun has not started it."""
+    """Return the index of this process among the ranks of this machine; None if torchrun has not started it."""
     number = os.environ.get("LOCAL_RANK")
     return None if number is None else int(number)
 
@@ -71,17 +72,17 @@ def die_with_launcher() -> None:
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Make the kernel send a signal to this process when its parent ends; if it cannot, nothing happens."""
+    """Make the kernel send a signal to this process when its parent ends; on systems other than Linux do nothing."""
     with suppress(OSError, AttributeError):  # the kernel rejects the request; not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def is_first_failure(error: BaseException) -> bool:
-    """Return True if this process is the one to report why the training run failed.
+    """Return True if this process is the one that should report why the training run failed.
 
-    A process without a launcher always reports. An error of communication is never reported, since another rank has
-    caused it. The first rank of a machine that calls this function with another error reports, and creates the file
-    ``failed`` in the launcher's folder; its second call returns True too. If the folder is gone, no rank reports.
+    A process without a launcher always reports. A rank never reports an error of communication, which another rank has
+    caused. Otherwise the first rank of a machine that calls this function reports, now and at later calls. It creates
+    the file ``failed`` in the launcher's folder with its number. If the folder is gone, no rank reports.
     """
     folder = os.environ.get(_FOLDER)
     if local_rank() is None or folder is None:
@@ -90,7 +91,8 @@ def is_first_failure(error: BaseException) -> bool:
         return False
     failed_file = Path(folder) / "failed"
     this_rank = str(local_rank())
-    # mode "x" lets one rank create the file, the first to fail; without a folder the launcher has ended
+    # mode "x" creates the file, and fails if another rank has created it: the first to fail writes its number.
+    # Without the folder, the launcher has ended.
     with suppress(FileExistsError, FileNotFoundError), open(failed_file, "x") as file:
         file.write(this_rank)
     with suppress(OSError):
@@ -100,7 +102,7 @@ def is_first_failure(error: BaseException) -> bool:
 
 def _is_communication_error(error: BaseException) -> bool:
     """Return True if torch.distributed or gloo raised the error, so that another rank has caused it."""
-    # subclasses too; compares names, so that this module need not import torch
+    # names of the error's class and of its base classes; names, so that this module need not import torch
     class_names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
     if "torch.distributed.DistError" in class_names:
         return True
@@ -177,11 +179,9 @@ def _launch_ranks(training: "TrainingConfig") -> None:
 def _torchrun_options(training: "TrainingConfig") -> list[str]:
     """Return torchrun's options for the numbers of machines and ranks, their rendezvous and the handled signals.
 
-    The rendezvous is at the address in environment variable `_ADDRESS`, which `_launch_machines` sets. Without it, the
-    machine is treated as the only one. torchrun itself handles only SIGQUIT; the caller handles all other
-    signals.
-
-    The caller ensures that the number of processes is a multiple of the number of machines.
+    The launchers meet at the address in environment variable `_ADDRESS`, which `_launch_machines` sets. Without it,
+    this machine is treated as the only one. The options make torchrun handle SIGQUIT alone. The caller ensures that
+    the number of processes is a multiple of the number of machines.
     """
     address = os.environ.get(_ADDRESS)
     # --local-addr: by default it is the machine's full name, which other processes may not be able to resolve
@@ -199,7 +199,7 @@ def _torchrun_options(training: "TrainingConfig") -> list[str]:
 
 
 def _set_rank_variables(threads: int) -> None:
-    """Set environment variables for ranks of `threads` threads each, except those that the user has set."""
+    """Set environment variables that the ranks inherit, such as OMP_NUM_THREADS; variables already set are kept."""
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -215,7 +215,7 @@ def _end_process() -> None:
 
 
 def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None:
-    """End the launcher with the exception for the exit status of the rank that ended first, see `launch`.
+    """Raise the launcher's exception for the exit status of the rank that ended first, see `launch`.
 
     A reported error has priority over a request to stop, which has priority over every other status. A negative status
     is minus the number of the signal that killed the rank. `stop_requested` is True if the launcher has forwarded a
@@ -241,7 +241,7 @@ def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None
 
 @contextmanager
 def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Iterator[list[str]]:
-    """Forward requests to stop inside the block; a second SIGINT ends everything at once.
+    """Call `forward` for each SIGTERM, SIGUSR1 and SIGINT inside the block; a repeated SIGINT calls `end` first.
 
     The previous handlers are restored after the block.
 
@@ -271,7 +271,7 @@ def _forward_signals(forward: Callable[[], None], end: Callable[[], Any]) -> Ite
 
 
 def _signal_ranks() -> None:
-    """Send SIGUSR1, a request to stop, to every child process of this process's main thread."""
+    """Send SIGUSR1, a request to stop, to every child process that this process's main thread has started."""
     # Linux lists the children in /proc
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for child in children:
@@ -280,7 +280,9 @@ def _signal_ranks() -> None:
 
 
 def _launch_machines(nodes: int) -> None:
-    """Run this command, a launcher, on every machine of the SLURM job by srun, and wait for the launchers.
+    """Run this command again on `nodes` machines of the SLURM job by srun, and wait for it to end on all.
+
+    On each machine the command is a launcher, see `launch`. Environment variables of the present job step are removed.
 
     Raises:
         KairosError: there is no SLURM job, or it has fewer machines than `nodes`.

@@ -39,7 +39,7 @@ def length_in_steps(length: int | str, batch_size: int, train_images: int | None
 
 
 def _parse_length(text: str) -> tuple[Fraction, str]:
-    """Return amount and unit of a length: ``64k images`` gives 64,000 and ``images``.
+    """Return amount and unit of a length given as text: ``64k images`` gives 64,000 and ``images``.
 
     Raises:
         ValueError: the text is not a length.

@@ -28,10 +28,11 @@ from kairos_timesteps.randomness import Stream, derived_seed
 
 
 def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | None]:
-    """Train up to step `end`, and yield after each step its line of metrics.jsonl, or None if the step logs nothing.
+    """Train up to step `end`, and yield after each step its metrics for metrics.jsonl, or None if it does not log.
 
-    Metrics are computed over the global batch. Every step seeds torch's generators. Steps that do not log leave the
-    largest gradient norm on the device, so that the caller can check it later by `training.is_finite`.
+    A step draws timesteps and noise, runs the passes, clips the gradient, and updates weights, strategy and average.
+    Metrics are over the global batch. Every step seeds torch's generators. Steps that do not log leave the largest
+    gradient norm on the device, so that the caller can check it later by `training.is_finite`.
 
     Args:
         training: state of the run, which the steps update.
@@ -101,7 +102,7 @@ class StepResult:
 
 
 def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Draw, Images]:
-    """Draw timesteps with their weights, and the noise that the strategy couples with the images of a batch.
+    """Return timesteps with their weights for a batch, and the noise that the strategy's coupling gives each image.
 
     The draw contains x0 too. The noise is (batch, c, h, w), in the type of the run's precision. The caller ensures that
     the strategy is at the step of the batch, since its step and the batch's step select the random numbers.
@@ -118,10 +119,10 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
 
 
 def _forward_backward(training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, Tensor]) -> StepResult:
-    """Run the forward and backward passes of this rank's micro-batches; gradients add up over passes and ranks.
+    """Run the forward and backward passes of this rank's micro-batches, and return their joined, detached results.
 
-    The caller has cleared the gradients. Afterwards the parameters have the gradients of the global batch, on every
-    rank. The result is detached and contains all samples of this rank.
+    The result contains all samples of this rank. The caller has cleared the gradients. Afterwards the parameters have
+    the gradients of the global batch, on every rank.
 
     Args:
         training: model, losses and strategy.
@@ -134,7 +135,7 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Images, condit
     results = []
     has_other_ranks = training.ddp_network is not training.network
     # micro-batches count samples in the global batch, the tensors contain this rank's samples alone
-    first_sample = training.micro_batches[0].samples.start
+    first_sample = training.micro_batches[0].samples.start  # index of this rank's first sample in the global batch
     for micro_batch in training.micro_batches:
         start = micro_batch.samples.start - first_sample
         stop = micro_batch.samples.stop - first_sample
@@ -154,7 +155,7 @@ def _forward_backward(training: TrainingState, draw: Draw, noise: Images, condit
 
 
 def _join_results(training: TrainingState, draw: Draw, noise: Images, results: list[StepResult]) -> StepResult:
-    """Join the results of this rank's micro-batches, which are in the order of their samples.
+    """Return one result for all samples of this rank, from the results of its micro-batches in order.
 
     Per-sample tensors are concatenated, and objectives are summed. The joined prediction cannot evaluate the network
     again.
@@ -172,8 +173,9 @@ def _forward_backward_micro_batch(
 ) -> StepResult:
     """Run forward and backward pass of one micro-batch, and return detached results.
 
-    The backward pass adds to the gradients. Torch's global generators are reseeded by run, step and micro-batch. A
-    strategy that learns keeps the losses until its `observe`.
+    The backward pass adds to the gradients, so that they sum up to the gradient of the mean over the global batch.
+    Torch's global generators are reseeded by run, step and micro-batch. A strategy that learns keeps the losses until
+    its `observe`.
 
     Args:
         training: model, losses and strategy.
@@ -213,7 +215,7 @@ def _forward_backward_micro_batch(
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of a device.
+    """Seed torch's generator of the CPU, and of the device if it is a GPU.
 
     `torch.manual_seed` also visits all other kinds of device, which takes a tenth of a small model's step.
     """
@@ -226,7 +228,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
 def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Tensor:
     """Scale gradients down to a largest norm, as `torch.nn.utils.clip_grad_norm_`, and return their norm before that.
 
-    The returned norm, over all parameters that have a gradient, is a scalar on the device.
+    The returned norm, over all parameters that have a gradient, is a scalar on the device. No error is raised if it is
+    NaN or infinite.
 
     Args:
         parameters: parameters whose gradients change in place.
@@ -262,9 +265,9 @@ def predict_and_compute_losses(
     t: Times,
     conditions: dict[str, Tensor],
 ) -> tuple[Prediction, dict[str, PerSample]]:
-    """Compute a network's prediction for noised images, and the loss terms by name, each (batch,).
+    """Return a network's prediction for noised images, and the loss terms by name, each (batch,).
 
-    The loss terms have neither the strategy's weights nor their option `scale`.
+    Images are noised and the network is called here. The terms have neither the strategy's weights nor option `scale`.
 
     Args:
         training: provides forward process, losses and precision.
@@ -290,7 +293,7 @@ def predict_and_compute_losses(
 
 
 def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted: bool) -> list[PerSample]:
-    """Return the terms that the strategy weights, or the others, times their option `scale`, in the options' order."""
+    """Return the terms whose option `weighted` equals the argument, times their option `scale`, in configured order."""
     scaled_terms = []
     for options, _ in training.losses:
         if options.weighted is weighted:
@@ -310,9 +313,10 @@ def _add(values: list[Tensor]) -> Tensor:
 def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step, without ``lr`` and ``sampler``; calls the probes on every rank.
 
+    Its keys are ``step`` (completed steps), ``images``, ``loss``, ``grad_norm``, and names of loss terms and probes.
     Means are over the global batch: ``loss`` with the strategy's weights and the scales of the terms, each loss term
-    without both. ``step`` counts completed steps. The value of a probe is the value on this rank. A loss that is not
-    finite sets `training.losses_are_finite` to False.
+    without both. The value of a probe is the value on this rank. A loss that is not finite sets
+    `training.losses_are_finite` to False.
 
     Args:
         training: probes, and numbers of samples.
@@ -322,6 +326,7 @@ def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gr
     """
     batch_size, completed_steps = training.settings.batch_size, draw.step + 1
     probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}
+    # values of this rank, the terms as means over its samples; one tensor, so that one copy to the CPU reads them all
     rank_values = torch.stack([result.objective, *(term.mean() for term in result.terms.values()), gradient_norm])
     objective, *rank_term_means, norm = rank_values.tolist()  # synchronises once; `norm` is equal on all ranks
     # what this rank adds to the means over the global batch; the objective contains the number of ranks as a factor

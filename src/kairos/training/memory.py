@@ -16,13 +16,15 @@ from kairos_timesteps.errors import KairosError
 def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iterator[Any]:
     """Yield the items of `steps`, and replace an out-of-memory error by one that reports which micro-batch fits.
 
+    The size is measured after the error by trial passes. Other errors are not changed.
+
     Args:
         training: state that the steps train.
         steps: results of the steps, from `kairos.training.loop.train_steps`.
 
     Raises:
-        KairosError: a step does not fit into the device's memory. The message contains a size that fits, from a search,
-            or that not even one image fits.
+        KairosError: a step does not fit into the device's memory. The message contains a size that fits, or that not
+            even one image fits. Or it reports that a pass alone fits, so that something else takes the memory.
     """
     # After an error, the code below the block runs. An except clause would keep the traceback, and with it the tensors
     # of the failed step, alive.
@@ -46,7 +48,7 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
 
 
 def _describe_device(device: torch.device) -> str:
-    """Return a device with the size of its memory if it is a GPU, such as ``cuda:0 (80 GiB)``."""
+    """Return the name of a device, for a GPU with the size of its memory, such as ``cuda:0 (80 GiB)``."""
     if device.type != "cuda":
         return str(device)
     gibibytes = torch.cuda.get_device_properties(device).total_memory / 2**30
@@ -54,11 +56,11 @@ def _describe_device(device: torch.device) -> str:
 
 
 def find_fitting_batch(training: TrainingState, largest: int) -> int:
-    """Return the number of images of a forward and backward pass that fits into memory, by trying.
+    """Return a number of images whose forward and backward pass fits into memory; 0 if not even one image fits.
 
-    Tries `largest`, at most this rank's slice of the batch, and then the powers of two below it. Returns the first size
-    that fits, or 0 if a single image does not fit, or already the optimiser's moments do not. The passes replace the
-    gradients of the parameters; weights and optimiser are unchanged.
+    Tries `largest`, at most this rank's slice of the batch, then falling powers of two below it, and returns the first
+    size that fits. If the optimiser has no moments yet, memory for them is reserved meanwhile; the result is 0 if they
+    do not fit. Gradients of the parameters are replaced; weights and optimiser are unchanged.
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()
@@ -106,6 +108,6 @@ def _try_passes(training: TrainingState, size: int) -> None:
 
 
 def _free_memory() -> None:
-    """Delete unreachable tensors, and release unused memory to the device."""
+    """Delete unreachable tensors, and return cached memory that torch does not use to the device."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing if no GPU is in use

@@ -29,17 +29,17 @@ from kairos_timesteps.optimizers import Adam, AdamW
 
 
 def adam(options: OptimizerOptions, parameters: list[Any]) -> torch.optim.Optimizer:
-    """Build Adam (Kingma and Ba 2015)."""
+    """Build Adam (Kingma and Ba 2015) for the parameters, with torch's fused kernels."""
     return Adam(parameters, **_adam_settings(options))
 
 
 def adamw(options: OptimizerOptions, parameters: list[Any]) -> torch.optim.Optimizer:
-    """Build AdamW, Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """Build AdamW, Adam with decoupled weight decay (Loshchilov and Hutter 2019), with torch's fused kernels."""
     return AdamW(parameters, **_adam_settings(options))
 
 
 def _adam_settings(options: OptimizerOptions) -> dict[str, Any]:
-    """Return the options that torch's Adam and AdamW take; fused kernels compute a step in one pass over the memory."""
+    """Return keyword arguments of torch's Adam and AdamW; ``fused`` computes a step in one pass over the memory."""
     return {
         "lr": options.lr,
         "betas": tuple(options.betas),
@@ -55,7 +55,7 @@ def constant(options: ConstantOptions, step: int, length: int) -> float:
 
 
 def cosine(options: CosineOptions, step: int, length: int) -> float:
-    """Return half a cosine that falls from 1 at step 0 to `options.final` at step `length`, and is constant then.
+    """Return the factor of half a cosine: 1 at step 0, falling to `options.final` at step `length`, constant then.
 
     The caller ensures that `length` is above 0; `options.length` is not read.
     """
@@ -79,12 +79,15 @@ def decays(options: DecaysOptions, step: int, length: int) -> float:
 
 
 def inverse_sqrt(options: InverseSqrtOptions, step: int, length: int) -> float:
-    """Return 1/sqrt(max(step/reference, 1)) (Karras et al. 2024, appendix B)."""
+    """Return the factor 1/sqrt(max(step/reference, 1)), which is 1 up to `reference` (Karras et al. 2024, app. B)."""
     return float(max(step / options.reference, 1.0) ** -0.5)
 
 
 def decay(options: DecayOptions, step: int, batch_size: int) -> float:
-    """Return the constant decay; with warm-up at most (1 + n)/(10 + n), where n is the step plus `count_from`."""
+    """Return the weight of the previous average: option `decay`, with warm-up at most (1 + n)/(10 + n).
+
+    n is the step plus `count_from`.
+    """
     if not options.warmup:
         return options.decay
     n = step + options.count_from
@@ -92,7 +95,7 @@ def decay(options: DecayOptions, step: int, batch_size: int) -> float:
 
 
 def half_life(options: HalfLifeOptions, step: int, batch_size: int) -> float:
-    """Return 0.5^(batch_size/half-life), with the half-life in images.
+    """Return the weight of the previous average: 0.5^(batch_size/half-life), with the half-life in images.
 
     Ramp-up limits the half-life to `rampup` times the images seen before the step. The result at step 0 is then 0: the
     average becomes a copy of the weights.
@@ -105,7 +108,10 @@ def half_life(options: HalfLifeOptions, step: int, batch_size: int) -> float:
 
 
 def power(options: PowerOptions, step: int, batch_size: int) -> float:
-    """Return (1 - 1/t)^(gamma + 1) at t = step + 1, which is 0 at step 0 (Karras et al. 2024, section 3.1)."""
+    """Return the weight of the previous average: (1 - 1/t)^(gamma + 1) at t = step + 1, which is 0 at step 0.
+
+    Source: Karras et al. 2024, section 3.1; `_power_exponent` computes gamma from `options.width`.
+    """
     return float((1 - 1 / (step + 1)) ** (_power_exponent(options.width) + 1))
 
 
@@ -147,17 +153,20 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average in place by the model's weights after a step, counted from 0."""
+        """Update the average in place by the model's present weights, with the decay of a step, counted from 0.
+
+        Integers and booleans are copied.
+        """
         # lerp(average, weight, 1 - decay) = decay * average + (1 - decay) * weight
         torch._foreach_lerp_(self._averages, self._averaged_weights, 1 - self._decay_at(step))
         for copy, model_weight in self._copies:
             copy.copy_(model_weight)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Replace the average by saved weights, in place; names that are not among them keep their average.
+        """Replace averaged weights by saved ones, in place; weights whose name is not in `weights` do not change.
 
         Raises:
-            KeyError: the average has no weight of a name.
+            KeyError: a saved weight has a name that the average lacks.
         """
         for name, value in weights.items():
             self.weights[name].copy_(value)

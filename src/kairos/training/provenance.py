@@ -42,7 +42,8 @@ def build_provenance(
         training: section `training` of the experiment.
         device: computing device.
         libraries: versions from `library_versions`.
-        earlier: versions that computed the first steps, each with ``steps``, the number of steps by then.
+        earlier: other versions that computed the first steps: ``torch``, ``diffusers``, and ``steps``, the number of
+            steps by then; each makes the result inexact.
     """
     inexact_because = []
     for versions in earlier:

@@ -37,7 +37,7 @@ from kairos_timesteps.errors import DivergedError
 
 
 def import_components(run: RunSettings) -> None:
-    """Import the modules that a training run uses, so that their time is part of start-up; the caller marks its end."""
+    """Import the modules whose code a training run uses, so that the caller's timing counts imports as start-up."""
     for root in code_roots(run):
         module = root.partition(":")[0]
         importlib.import_module(module)
@@ -67,7 +67,7 @@ def train(
         out: folder of the training run.
         latents_folder: output of `kairos encode`.
         milestones: steps whose weights are kept, increasing; training ends at the last one.
-        restart: delete the saved state and start from step 0.
+        restart: delete the saved state of this identity and start from step 0.
         milestones_only: publish the snapshots, but neither record nor checkpoint; a later call completes the run.
         wait: wait for another process that trains in `out`, such as a killed controller's job, instead of failing.
         stop_request: source of requests to stop early, whose context the caller has entered; None: there are none.
@@ -101,7 +101,7 @@ def train(
         if restart and is_first:
             run_folder.clear()
 
-        # steps; rank 0 reads the files, and all ranks get its result
+        # steps; rank 0 reads the files, and all ranks get its result: empty if no step is left to compute
         missing_milestones = ranks.on_first(lambda: run_folder.prepare(milestones, milestones_only))
         steps_run = 0
         if missing_milestones:
@@ -165,11 +165,12 @@ def _build_record(
 def _set_up_process(
     settings: TrainingConfig, state_folder: Path, last_milestone: int, wait: bool
 ) -> Iterator[tuple[torch.device, ProgressFile]]:
-    """Hold the run's lock, set up the device, join the other ranks, and record how the block ended.
+    """Set up the device, join the other ranks, and record in the progress file how the block ended.
 
-    Rank 0 writes the record to the progress file, or after an error the rank that failed first. For a DivergedError the
-    record has ``again`` False, since another attempt would diverge too. Nothing is recorded if rank 0 cannot take the
-    lock. The ranks leave the process group only after a block without an error.
+    Rank 0 alone holds the run's lock during the block, and nothing is recorded if it cannot take the lock. The recorded
+    state is ``complete``, ``stopped`` after StoppedEarly, or ``failed`` after any other error; errors are raised again.
+    Rank 0 records ``complete`` and ``stopped``, and the rank that fails first records ``failed``. After a DivergedError
+    ``again`` is False, since another attempt would diverge too. Ranks leave the process group only without an error.
 
     Args:
         settings: section `training` of the experiment.
@@ -203,6 +204,7 @@ def _set_up_process(
                 progress.write_end("stopped", stopped.reason)
             raise
         except BaseException as error:
+            # the other ranks fail as a consequence; only the first failure is recorded
             if launch.is_first_failure(error):
                 retry_may_help = not isinstance(error, DivergedError)
                 message = str(error) or type(error).__name__  # a KeyboardInterrupt, for example, has no text
@@ -242,17 +244,20 @@ class TrainingJob:
     longest_save: float = 0.0
 
     def __post_init__(self) -> None:
+        """Set `is_first`, `start_density` and `started`."""
         self.is_first = distributed.rank() == 0
         # a checkpoint is loaded later, so this is the density of the untrained sampler
         self.start_density = self.training.strategy.table(self.training.density_images())["p"]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
 
     def train_until(self, milestones: list[int], missing: list[int]) -> int:
-        """Resume from the newest usable checkpoint, train to the last milestone, and return how many steps it took.
+        """Resume from the newest usable checkpoint and train to the last milestone; return how many steps it took.
+
+        A snapshot at step 0 is written first if requested. If the last milestone is step 0, a checkpoint is saved too.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
-            missing: milestones without a snapshot; the checkpoint is at most as late as the first of them.
+            missing: milestones to compute, see `RunFolder.prepare`; no later checkpoint than the first is loaded.
 
         Raises:
             StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
@@ -273,7 +278,9 @@ class TrainingJob:
         return self.steps_run
 
     def _begin_steps(self) -> None:
-        """Wait for all ranks, and switch from stopping each rank alone to stopping all ranks after one step.
+        """Wait for all ranks, and begin to collect requests to stop, so that all ranks stop after an equal step.
+
+        Until then, a request stops each rank where it arrives.
 
         Raises:
             StoppedEarly: a stop was requested already.
@@ -283,10 +290,11 @@ class TrainingJob:
         ranks.meet()  # no rank computes a step before all ranks have switched
 
     def _run_steps(self, milestones: list[int]) -> None:
-        """Compute the steps up to the last milestone; write metrics and progress, save, and stop if requested.
+        """Compute the steps up to the last milestone; append metrics, report progress, save, and stop if requested.
 
-        A checkpoint is saved every `training.checkpoint_every` steps, at milestones with their snapshots, and before a
-        stop. Errors are listed in `train_until`.
+        A checkpoint is saved every `training.checkpoint_every` steps, at every milestone together with its snapshot, at
+        the last step, and before a stop. `steps_run` and `seconds` grow; `seconds` excludes the time of saving.
+        `train_until` lists the errors.
         """
         training = self.training
         last_milestone = milestones[-1]
@@ -308,7 +316,8 @@ class TrainingJob:
                 is_last = training.step == last_milestone
                 is_milestone = training.step in milestones
                 is_checkpoint = training.step % checkpoint_interval == 0
-                stops_now = not is_last and collective_stop.after_step(self.longest_save)  # the last step ends the run
+                # the last step ends the run in any case, so no rank requests a stop there
+                stops_now = not is_last and collective_stop.after_step(self.longest_save)
                 if is_last or is_milestone or is_checkpoint or stops_now:
                     metrics_file.flush()  # a checkpoint contains the hash of the file
                     self._save(with_snapshot=is_milestone)
@@ -322,16 +331,17 @@ class TrainingJob:
             progress_bar.close(latest_loss)
 
     def _resume(self, latest_step: int) -> None:
-        """Load the newest usable checkpoint up to `latest_step`; all ranks load the checkpoint that rank 0 selects.
+        """Load the newest usable checkpoint up to `latest_step` into `training`; all ranks load the one rank 0 selects.
 
-        Rank 0 cuts the files in the run's folder back to the checkpoint, see `RunFolder.resume`. The run starts from
-        step 0 if there is no checkpoint. Attribute `seconds` is the largest time in timing.jsonl, 0 without entries.
+        Rank 0 cuts the files in the run's folder back to the checkpoint, see `RunFolder.resume`. Without a checkpoint
+        `training` is unchanged, at step 0. Attribute `seconds` becomes the largest time in timing.jsonl, or 0.
 
         Raises:
             KairosError: other library versions computed the checkpoint, and `accept_versions` is False; or the
                 learning-rate schedule has another length.
         """
         training, run_folder = self.training, self.run_folder
+        # rank 0 selects and reads the checkpoint; the other ranks get its step and read it themselves
         checkpoint = None
         if self.is_first:
             checkpoint = run_folder.resume(latest_step, training.device, self.accept_versions)
@@ -347,7 +357,7 @@ class TrainingJob:
     def _save(self, with_snapshot: bool) -> None:
         """Save a checkpoint, and before it a snapshot if requested; rank 0 writes, and all ranks wait for it.
 
-        A line with the times is added to timing.jsonl, and `longest_save` is updated. Every rank must call this.
+        A line with the times is appended to timing.jsonl, and `longest_save` is updated. Every rank must call this.
 
         Raises:
             DivergedError: a loss or gradient was not finite; the earlier checkpoints are kept.
@@ -369,7 +379,7 @@ class TrainingJob:
         self.longest_save = max(self.longest_save, time.monotonic() - begun)
 
     def _stop(self, last_milestone: int) -> None:
-        """Leave the process group after a save, and raise StoppedEarly; `last_milestone` is for its message."""
+        """Leave the process group after a save, and raise StoppedEarly, whose message reports `last_milestone`."""
         ranks.leave()  # waits for rank 0, which writes
         reason = self.stop_request.reason or "another process of the training run was asked to stop"
         raise StoppedEarly(f"{reason}: stopped after step {self.training.step} of {last_milestone}, which is saved")
@@ -377,7 +387,7 @@ class TrainingJob:
     def _write_snapshot(self) -> None:
         """Write a snapshot of this step: weights, the strategy's density, and a record; every rank must call this.
 
-        Rank 0 writes it into the private state of the run. ``tv_from_start`` in the record is the total variation
+        Rank 0 writes it into the run's private state. ``tv_from_start`` in the record is the total variation
         distance between the densities of the sampler and of the untrained sampler. ``updates``, ``a`` and ``b`` are
         None for samplers that lack them.
         """

@@ -109,13 +109,14 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
 
 
 def _reject_job_on_another_machine(state_folder: Path) -> None:
-    """Watch the progress file for a job on another machine whose lock does not reach this one.
+    """Raise an error if the progress file shows that a job on another machine is training here now.
 
-    The function returns at once if the file is missing or damaged, or if it is stale, of this machine or of a job that
-    has ended. Otherwise it watches the file for 12 s, and returns if nothing changes.
+    The lock of such a job may not reach this machine. The function returns at once if the file is missing, damaged or
+    older than 60 s, if this machine wrote it, or if its job has ended. Otherwise it watches the file for 12 s, and
+    returns if nothing changes.
 
     Raises:
-        KairosError: such a job updates the progress file.
+        KairosError: the file is updated while it is watched.
         DamagedError: the file is JSON but lacks a field.
     """
     path = state_folder / "progress.json"
@@ -156,12 +157,15 @@ class RunFolder:
     """
 
     def __init__(self, out: Path, identity: str):
-        self.out, self.identity = out, identity
+        self.out = out
+        self.identity = identity
         self.state = out / ".state" / identity[:16]
-        self.metrics, self.timing = self.state / "metrics.jsonl", self.state / "timing.jsonl"
+        self.metrics = self.state / "metrics.jsonl"
+        self.timing = self.state / "timing.jsonl"
         self.resumed_under: list[dict[str, Any]] = []
         # size and hash of the part of metrics.jsonl that the last checkpoint covers
-        self._metrics_size, self._metrics_digest = 0, hashlib.sha256()
+        self._metrics_size = 0
+        self._metrics_digest = hashlib.sha256()
 
     def prepare(self, milestones: list[int], milestones_only: bool = False) -> list[int]:
         """Prepare the state for a request, and return the milestones up to which steps have to be computed.
@@ -191,7 +195,7 @@ class RunFolder:
         return [] if has_last_checkpoint else [last_milestone]
 
     def _report_other_states(self) -> None:
-        """Log that a new run starts if the folder contains checkpoints, but none of these settings, data and code."""
+        """Log that a new run starts if this identity has no state, but other identities here have checkpoints."""
         other_states = [path for path in self.state.parent.glob("*/checkpoints") if any(path.iterdir())]
         if other_states and not self.state.exists():
             reason = "settings, data or code differ from those of the existing state, which is kept"
@@ -206,7 +210,7 @@ class RunFolder:
                 leftover.unlink()
 
     def newest_checkpoint(self, latest_step: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
-        """Return the newest intact checkpoint that fits metrics.jsonl; None: there is none.
+        """Return the content of the newest intact checkpoint that fits metrics.jsonl; None: there is none.
 
         Newer checkpoints that are damaged or do not fit are logged and kept.
 
@@ -237,7 +241,9 @@ class RunFolder:
         if content["identity"] != self.identity:
             raise DamagedError(f"{path}: of another training run ({content['identity'][:16]})")
         metrics = self.metrics.read_bytes() if self.metrics.exists() else b""  # a missing file covers 0 bytes
-        size, digest = content["metrics"]["bytes"], content["metrics"]["sha256"]
+        # the part of the file that had been written when the checkpoint was saved
+        size = content["metrics"]["bytes"]
+        digest = content["metrics"]["sha256"]
         if len(metrics) < size or sha256_bytes(metrics[:size]) != digest:
             raise DamagedError(f"{self.metrics}: does not contain the lines that belong to {path.name}")
 
@@ -262,7 +268,7 @@ class RunFolder:
         return self.state / "milestones" / step_name(step)
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint after `step` steps, with the hash of metrics.jsonl so far; delete all but the last two.
+        """Write a checkpoint after `step` steps, with the hash of metrics.jsonl so far; keep only the last two files.
 
         Args:
             step: number of completed steps.
@@ -283,7 +289,7 @@ class RunFolder:
             old_checkpoint.unlink()
 
     def _hash_new_metrics(self) -> None:
-        """Add the bytes of metrics.jsonl that have been written since the previous checkpoint to size and hash."""
+        """Add the bytes of metrics.jsonl that are not hashed yet to size and hash; a missing file adds none."""
         if self.metrics.exists():
             with open(self.metrics, "rb") as file:
                 file.seek(self._metrics_size)
@@ -291,7 +297,9 @@ class RunFolder:
                 self._metrics_size = file.tell()
 
     def read_checkpoint(self, step: int, device: Any) -> dict[str, Any]:
-        """Return the checkpoint after `step` steps, which rank 0 has compared with metrics.jsonl in `resume`.
+        """Return the content of the checkpoint after `step` steps, without a comparison with metrics.jsonl.
+
+        Ranks other than 0 call this, after rank 0 has made the comparison in `resume`.
 
         Raises:
             DamagedError: the file is damaged.
@@ -300,10 +308,11 @@ class RunFolder:
         return checkpoint.read(self._checkpoint_path(step), device)
 
     def resume(self, latest_step: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
-        """Return the newest intact checkpoint, and cut metrics and timing back to it; None: start from step 0.
+        """Return the newest intact checkpoint's content, and cut metrics and timing back to it; None: there is none.
 
-        Checkpoints of later steps are deleted, also damaged ones. A start from step 0 also deletes the snapshots.
-        Attribute `resumed_under` becomes the checkpoint's. All files are unchanged if a KairosError is raised.
+        Checkpoints of later steps are deleted, also damaged ones. Without a checkpoint, the run starts from step 0, and
+        metrics and timing become empty. A start from step 0 also deletes all snapshots. Attribute `resumed_under`
+        becomes the checkpoint's. All files are unchanged if a KairosError is raised.
 
         Args:
             latest_step: ignore later checkpoints.
@@ -329,7 +338,8 @@ class RunFolder:
 
     def _version_error(self, content: dict[str, Any]) -> KairosError:
         """Return the error for the content of a checkpoint that other library versions computed."""
-        before, now = _list_versions(content["versions"]), _list_versions(library_versions())
+        before = _list_versions(content["versions"])
+        now = _list_versions(library_versions())
         return KairosError(
             f"{self._checkpoint_path(content['step'])}: computed under {before}, but {now} is installed, which "
             "rounds differently; allowed: the same versions, --accept-versions (recorded in the provenance), "
@@ -339,13 +349,17 @@ class RunFolder:
     def _cut_back(self, metrics_size: int, step: int) -> None:
         """Delete metrics, times and checkpoints after the checkpoint at `step`; at step 0, also all snapshots.
 
+        timing.jsonl is created if it is missing.
+
         Args:
             metrics_size: bytes of metrics.jsonl that the checkpoint covers.
             step: step of the checkpoint; 0 without a checkpoint.
         """
         if self.metrics.exists():
             os.truncate(self.metrics, metrics_size)
-        self._metrics_size, self._metrics_digest = 0, hashlib.sha256()  # the next checkpoint hashes the whole file
+        # the next checkpoint hashes the whole file
+        self._metrics_size = 0
+        self._metrics_digest = hashlib.sha256()
         write_text(self.timing, _lines_up_to(step, self.timing))
         for path in (self.state / "checkpoints").glob("*.ckpt"):
             if int(path.stem) > step:
@@ -384,7 +398,7 @@ def _list_versions(versions: dict[str, str | None]) -> str:
 
 
 def _is_published(snapshot: Path, target: Path) -> bool:
-    """Return True if `target` is an intact copy of a snapshot, with an equal record; log any damage."""
+    """Return True if `target` exists, is intact, and its record equals the snapshot's; log any damage."""
     record = target / "milestone.json"
     if not record.exists() or record.read_bytes() != (snapshot / "milestone.json").read_bytes():
         return False
@@ -407,10 +421,13 @@ def _is_intact(snapshot: Path) -> bool:
 
 
 def _lines_up_to(step: int, path: Path) -> str:
-    """Return the complete lines of a JSON-lines file whose step is at most `step`; empty without a file."""
+    """Return the text of those lines of a JSON-lines file whose step is at most `step`; empty without a file.
+
+    A last line without a newline is left out.
+    """
     return "".join(f"{line}\n" for line in read_lines(path) if json.loads(line)["step"] <= step)
 
 
 def read_timing(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a timing file, with the fields of `TIMING_FIELDS`; empty without a file."""
+    """Return the entries of a timing file, with the fields of `TIMING_FIELDS`; an empty list without a file."""
     return [json.loads(line) for line in read_lines(path)]

@@ -109,7 +109,7 @@ class TrainingState:
         self.losses_are_finite = True
 
     def _build_batches(self) -> Batches:
-        """Build the source of this rank's slice of every global batch."""
+        """Build the source of x0 and conditions, for this rank's slice of every global batch."""
         settings = self.settings
         first_samples, last_samples = self.micro_batches[0].samples, self.micro_batches[-1].samples
         return Batches(
@@ -127,6 +127,7 @@ class TrainingState:
     def _build_strategy(self) -> Strategy:
         """Build the timestep strategy of the method: sampler, weighting and coupling of noise."""
         method = self.run.method
+        # the first argument selects sampler and weighting by their names; `sampler` and `weighting` are their options
         return Strategy(
             f"{method.sampler.name}+{method.weighting.name}",
             self.process,
@@ -137,9 +138,9 @@ class TrainingState:
         )
 
     def _build_model(self) -> Any:
-        """Build the model on the device, with weights drawn from the run's seed or read from a snapshot.
+        """Build the model on the device, with weights drawn from the run's seed or read from snapshot `start_from`.
 
-        The state of torch's generators is unchanged.
+        The state of torch's generators is unchanged. With precision fp64 all linear layers convert inputs to float64.
 
         Raises:
             KairosError: the snapshot is missing or damaged, or its weights do not fit.
@@ -160,7 +161,7 @@ class TrainingState:
         return model
 
     def _build_average(self) -> Average:
-        """Build the average of the model's weights, which starts at the present weights."""
+        """Build the average of the model's weights, which starts as a copy of the present weights."""
         options, batch_size = self.settings.ema, self.settings.batch_size
         compute_decay = options.load()
         return Average(self.model.weights(), decay_at=lambda step: compute_decay(options, step, batch_size))
@@ -177,7 +178,7 @@ class TrainingState:
         return settings.schedule.length or last_milestone
 
     def _wrap_for_ranks(self, network: Any) -> Any:
-        """Return the network whose backward pass averages gradients over ranks; `network` if there is one rank."""
+        """Return `network` in DistributedDataParallel, which averages gradients; `network` itself with one rank."""
         if distributed.ranks() == 1:
             return network
         # Buffers are equal on all ranks, so they need no broadcast. A step has two forward passes before its backward
@@ -186,11 +187,14 @@ class TrainingState:
         return nn.parallel.DistributedDataParallel(network, broadcast_buffers=False)
 
     def autocast(self) -> Any:
-        """Return the context manager in which the network is called: bfloat16 for precision bf16."""
+        """Return a context manager for calls of the network: bfloat16 autocast for precision bf16, else no effect."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0: linear warm-up times the schedule."""
+        """Return the learning rate of a step, counted from 0: `lr` times the schedule's factor and linear warm-up.
+
+        The factor of warm-up is (step + 1)/warmup_steps, or with `warmup_from_zero` step/warmup_steps, and at most 1.
+        """
         options = self.settings.optimizer
         # schedules without an end have no length and ignore the 0
         scheduled_rate: float = options.lr * self._rate_factor(self.settings.schedule, step, self.length or 0)
@@ -204,17 +208,17 @@ class TrainingState:
         return self.losses_are_finite and math.isfinite(self.largest_gradient_norm)
 
     def density_images(self) -> Tensor:
-        """Return x0 of up to 256 first training images, (n, c, h, w), over which p(t) of a learned sampler is averaged.
+        """Return x0 of the first training images, at most 256, (n, c, h, w), to average p(t) of a learned sampler over.
 
         The images are on the device, and are read again at every call.
         """
         return self.latents.load_x0(self.latents.train[:256]).to(self.device, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training changes; data and configuration are not included.
+        """Return the state to resume from: ``model``, ``ema``, ``optimizer``, ``strategy`` and ``length``.
 
-        The keys are ``model``, ``ema``, ``optimizer``, ``strategy`` and ``length``, but not the step. Weights and
-        moments are the tensors that training updates, not copies.
+        The step, data and configuration are not included. Weights and moments are the tensors that training updates,
+        not copies.
         """
         return {
             "model": self.model.state_dict(),
@@ -225,7 +229,7 @@ class TrainingState:
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Restore a result of `state_dict` that was saved after `step` completed steps.
+        """Restore a result of `state_dict` that was saved after `step` completed steps, and set `step`.
 
         Lengths are compared before anything is restored. `largest_gradient_norm` and `losses_are_finite` do not change.
 
@@ -264,15 +268,16 @@ def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int,
     else:
         starts = list(range(0, batch_size, microbatch))
     micro_batches = []
+    # `pairwise` gives the first and the end of each pass: its end is the start of the next one, or the batch's end
     for number, (start, stop) in enumerate(pairwise([*starts, batch_size])):
         micro_batches.append(MicroBatch(number, slice(start, stop)))
 
-    # passes of this rank: numbers of passes differ by at most 1 between ranks
+    # passes of this rank, which are consecutive; the numbers of passes of two ranks differ by at most 1
     first = len(micro_batches) * rank // ranks
     end = len(micro_batches) * (rank + 1) // ranks
     return micro_batches[first:end]
 
 
 def _convert_to_double(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert the tensors among a module's inputs to float64, as a forward pre-hook."""
+    """Return a module's inputs with each tensor converted to float64; a forward pre-hook, which ignores `module`."""
     return tuple(value.double() if isinstance(value, Tensor) else value for value in inputs)
