@@ -338,6 +338,17 @@ def test_a_checkpoint_hashes_only_new_metrics(tmp_path):
     assert store.read_checkpoint(3, "cpu")["metrics"] == store.read_checkpoint(2, "cpu")["metrics"]
 
 
+def test_the_newest_checkpoint_of_ten_million_steps_is_that_with_the_largest_step(tmp_path):
+    store = RunFolder(tmp_path, "identity")
+    store.state.mkdir(parents=True)
+    store.metrics.touch()
+    for step in (9_999_000, 9_999_500, 10_000_000):  # the first name with eight digits sorts before the others
+        store.save_checkpoint(step, {})
+    assert store.newest_checkpoint()["step"] == 10_000_000
+    assert store.newest_checkpoint(latest_step=9_999_999)["step"] == 9_999_500
+    assert len([*store.state.glob("checkpoints/*.ckpt")]) == 2
+
+
 def test_bf16_and_condition_dropout_resume_exactly(latents, tmp_path):
     plain = experiment(
         {"uniform": {}},

@@ -85,7 +85,7 @@ class Network:
     """The last snapshot of a training run, with the time grid of its solver."""
 
     def __init__(self, training: Path):
-        milestone = sorted((training / "milestones").iterdir())[-1]
+        milestone = max((training / "milestones").iterdir(), key=lambda folder: int(folder.name))
         settings, _ = load_settings(milestone, {})
         self.snapshot: Snapshot = open_milestone(milestone)
         self.process: Any = self.snapshot.process

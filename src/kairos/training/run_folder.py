@@ -218,7 +218,7 @@ class RunFolder:
             latest_step: ignore later checkpoints; None: consider all.
             device: device of its tensors.
         """
-        paths = sorted((self.state / "checkpoints").glob("*.ckpt"), reverse=True)
+        paths = self._checkpoints()[::-1]
         if latest_step is not None:
             paths = [path for path in paths if int(path.stem) <= latest_step]
         for path in paths:
@@ -285,8 +285,12 @@ class RunFolder:
         }
         path = self._checkpoint_path(step)
         checkpoint.write(path, content)
-        for old_checkpoint in sorted(path.parent.glob("*.ckpt"))[:-_KEPT_CHECKPOINTS]:
+        for old_checkpoint in self._checkpoints()[:-_KEPT_CHECKPOINTS]:
             old_checkpoint.unlink()
+
+    def _checkpoints(self) -> list[Path]:
+        """Return the paths of all checkpoints in the order of their steps, which is no order of names from 10^7 on."""
+        return sorted((self.state / "checkpoints").glob("*.ckpt"), key=lambda path: int(path.stem))
 
     def _hash_new_metrics(self) -> None:
         """Add the bytes of metrics.jsonl that are not hashed yet to size and hash; a missing file adds none."""
