@@ -251,7 +251,7 @@ class Layout:
 
     def checksum_file(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
         """Return the path of the file with the checksums of a job's outputs, for one segment of a training run."""
-        # a folder contains the files of all segments: it is the output on which DVC's report stage can depend
+        # the files of all runs and segments are in one folder, on which DVC's report stage can depend
         return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
     def report_inputs(self) -> list[str]:
@@ -337,11 +337,11 @@ class Layout:
         return self.config_file.as_posix()
 
     def sampling_options(self, wildcards: Any, output: Any) -> str:
-        """Return the options of ``kairos sample`` for section `sampling`, as one text such as ``--steps 50 --weights ema``.
+        """Return the options of ``kairos sample`` for section `sampling`, as one text.
 
-        Every field but `shards` is an option, with JSON or a text as its value, quoted for the shell. The options are
-        equal for all jobs. The arguments are unused: Snakemake does not record the result of a function that takes
-        `output`.
+        An example is ``--steps 50 --weights ema ...``. Every field but `shards` is an option, with JSON or a text as
+        its value, quoted for the shell. The options are equal for all jobs. The arguments are unused: Snakemake does
+        not record the result of a function that takes `output`.
         """
         sampling = self.experiment.sampling.model_dump(mode="json", exclude={"shards"})
         sampling["grid_images"] = sampling.pop("grid")  # the field's name differs from the option's, --grid-images
