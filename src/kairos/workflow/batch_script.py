@@ -18,7 +18,7 @@ def main(records_folder: str, *command: str) -> int:
     """Run a command and, if it succeeds, create the job's success file.
 
     The success file is ``<records_folder>/<SLURM_JOB_ID>.done``; missing folders are created. The first SIGTERM does
-    not end this process: it is forwarded to all processes of the group, and the command's end is awaited. Later SIGTERMs
+    not end this process: it is forwarded to all processes of the group, and the command's end is awaited. Later ones
     are ignored.
 
     Args:
