@@ -134,8 +134,8 @@ class Executor(plugin.Executor):
     def run_job(self, job: Any) -> None:
         """Take over the earlier SLURM job that does a job's work, or submit the job.
 
-        An exception is not raised but logged, and reported to Snakemake as an error of the job, which is not retried:
-        Snakemake calls this method in threads, which would lose exceptions.
+        An exception is not raised, since Snakemake calls this method in threads, which would lose it. It is logged and
+        reported to Snakemake as an error of the job, which is not retried.
         """
         try:
             if not self._take_over(job):

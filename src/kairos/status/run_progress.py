@@ -376,7 +376,7 @@ def _find_location(state: str, progress: Progress, job: Job | None) -> str:
 def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
     """Return True if the process that wrote a progress file as running is still alive.
 
-    While SLURM lists the job that wrote the file as pending or running, the queue alone decides: the job must have
+    While SLURM lists the job that wrote the file as pending or running, the queue alone decides. Then the job must have
     started, and the file must be newer than its start. Otherwise the process is alive if its lock is held. Locks may
     not reach other machines, so a file of another machine, or without a host, also counts if it is less than 30 s old.
     """
