@@ -445,7 +445,7 @@ def _outputs_of(job: Any) -> list[str]:
 def _does_work_of(record: dict[str, Any], job: Any) -> bool:
     """Return True if a recorded SLURM job computes the outputs of a job or group from equal parameters and inputs.
 
-    The recorded job may compute further outputs. The result is False if it lacks a single job of the group.
+    The recorded job may compute further outputs. The result is False if it lacks any single job of the group.
 
     Raises:
         FileNotFoundError: an input does not exist.

@@ -73,7 +73,7 @@ def load_outline(path: Path) -> Outline:
     training runs that have a folder, and neither milestones nor an experiment.
 
     Raises:
-        KairosError: the folder has no kept experiment file and no training run.
+        KairosError: the folder has neither a frozen experiment nor a training run.
         ConfigError: the file is missing, or is not a valid experiment.
     """
     is_folder = path.is_dir()

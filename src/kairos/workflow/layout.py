@@ -42,7 +42,7 @@ class Segment:
 
     @property
     def snapshots(self) -> list[str]:
-        """Names of the segment's snapshots in folders and files."""
+        """Names of the segment's snapshots in folders and files, such as ``0000400``."""
         return name_snapshots(self.steps)
 
     def part_option(self, wildcards: Any, output: Any) -> str:
@@ -76,12 +76,12 @@ class Layout:
 
     @property
     def trainings(self) -> list[tuple[str, int]]:
-        """Method and seed of every training run."""
+        """Method and seed of every training run, by method and then by seed."""
         return [(method, seed) for method in self.methods for seed in self.experiment.seeds]
 
     @property
     def snapshots(self) -> list[str]:
-        """Names of all snapshots in folders and files."""
+        """Names of the snapshots of every training run in folders and files, such as ``0000400``, by ascending step."""
         return name_snapshots(self.experiment.milestones)
 
     @property
@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def gpus_per_job(self) -> int:
-        """Number of GPUs that a computing job requests."""
+        """Number of GPUs that a computing job requests from a scheduler: 0 or 1."""
         return gpus_per_job(self.experiment)
 
     # Stages, rules and jobs
