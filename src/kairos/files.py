@@ -40,20 +40,21 @@ def sha256_file(path: Path | str) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Serialise a value as JSON with sorted keys and no blanks; raise ValueError for a number that is not finite."""
+    """Return a value as JSON text with sorted keys and no blanks; raise ValueError for a number that is not finite."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def sha256_json(value: Any) -> str:
-    """Return the SHA-256 hash of a JSON value, in hex digits; it does not depend on the order of keys."""
+    """Return the SHA-256 hash of a value's `canonical_json`, in hex digits; the order of keys does not matter."""
     return sha256_bytes(canonical_json(value).encode())
 
 
 @contextmanager
 def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a file for writing that appears at `path` only if the context ends without an error.
+    """Open a temporary file for writing that is renamed to `path` only if the context ends without an error.
 
-    It replaces an existing file, which is unchanged after an error. Folders above the path are created.
+    It replaces an existing file, which is unchanged after an error; the temporary file is then deleted. Folders above
+    the path are created. The file is flushed to the disk before it appears.
 
     Args:
         path: path of the file.
@@ -61,7 +62,7 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
 
     Raises:
         KairosError: a folder or a device is at the path.
-        OSError: the file cannot be written, or the context raised the error; its `filename` is `path`.
+        OSError: the file cannot be written, or the context raised an OSError; its `filename` is set to `path`.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -91,22 +92,23 @@ def write_text(path: Path | str, text: str) -> None:
 
 def write_json(path: Path | str, value: Any) -> None:
     """Write a JSON file atomically, indented and with sorted keys; numbers that are not finite raise ValueError."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
+    write_text(path, f"{text}\n")
 
 
 def write_weights(path: Path | str, weights: dict[str, Any]) -> None:
-    """Write tensors by name as safetensors, as diffusers and transformers do but atomically.
+    """Write tensors, by name, to a safetensors file atomically, with the metadata of diffusers and transformers.
 
-    The tensors may be on any device, and may require gradients.
+    The tensors may be on any device, and may require gradients. The tensors themselves do not change.
 
     Raises:
         RuntimeError: tensors on the CPU share memory.
     """
     from safetensors.torch import save
 
-    content = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     with atomic(path) as file:
-        file.write(save(content, metadata={"format": "pt"}))
+        file.write(save(tensors, metadata={"format": "pt"}))
 
 
 class _Record(dict[str, Any]):
@@ -119,7 +121,7 @@ class _Record(dict[str, Any]):
 
 
 def read_json(path: Path | str) -> dict[str, Any]:
-    """Read a JSON file with an object.
+    """Return the object in a JSON file as a dictionary.
 
     Raises:
         DamagedError: the file contains something else. Indexing the result with a missing field also raises it.
@@ -145,25 +147,28 @@ class RecordReader:
         self._text, self._value = "", None  # the field in the file that was parsed last
 
     def read(self, path: Path | str) -> dict[str, Any]:
-        """Read a JSON file with an object; `read_json` documents the result and the errors."""
+        """Return the object in a JSON file as a dictionary; `read_json` documents the result and the errors."""
         with _report_damage(path):
             text = Path(path).read_bytes().decode()
             key_start = text.find(self._key)
-            start = key_start + len(self._key)  # start of the field's value
-            if key_start == -1 or not text.startswith("{", start):  # no such field, or its value is not an object
+            value_start = key_start + len(self._key)
+            # without the field, or if its value is not an object, parse the whole file
+            if key_start == -1 or not text.startswith("{", value_start):
                 return _create_record(json.loads(text), path)
 
             # parse the value unless it equals the value in the previous file
             # `_text` is a complete object, so that a value that begins with it is equal to it
-            if not self._text or not text.startswith(self._text, start):
-                self._value, end = json.JSONDecoder().raw_decode(text, start)
-                self._text = text[start:end]
+            if not self._text or not text.startswith(self._text, value_start):
+                self._value, value_end = json.JSONDecoder().raw_decode(text, value_start)
+                self._text = text[value_start:value_end]
 
-            # parse the other fields, with null as the value of the field. That is right if the replaced text is the
-            # only occurrence of the key and is a field of the file's object; otherwise parse the whole file
-            fields = json.loads(f"{text[:start]}null{text[start + len(self._text) :]}")
+            # parse the other fields, with null as the value of the field
+            text_before, text_after = text[:value_start], text[value_start + len(self._text) :]
+            fields = json.loads(f"{text_before}null{text_after}")
+
+            # the key that was replaced may be of a nested object, or in a text: then parse the whole file
             is_null_at_top = fields.get(self._field, "missing") is None
-            if not is_null_at_top or text.count(self._key) > 1:  # a nested object has a field of this name
+            if not is_null_at_top or text.count(self._key) > 1:
                 return _create_record(json.loads(text), path)
             return _create_record({**fields, self._field: self._value}, path)
 
@@ -176,7 +181,10 @@ class RecordReader:
 
 @contextmanager
 def _report_damage(path: Path | str) -> Iterator[None]:
-    """Raise DamagedError instead of an error of a block that parses a JSON file; an OSError is not replaced."""
+    """Raise DamagedError in place of the errors with which parsing of a JSON file fails in the block.
+
+    These are ValueError, TypeError, AttributeError and RecursionError. Other errors, such as OSError, pass unchanged.
+    """
     try:
         yield
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -186,7 +194,13 @@ def _report_damage(path: Path | str) -> Iterator[None]:
 
 
 def _create_record(fields: Any, path: Path | str) -> dict[str, Any]:
-    """Return the fields of a JSON file as a dictionary whose missing fields raise DamagedError."""
+    """Return the fields of a JSON file as a dictionary; indexing it with a missing field raises DamagedError.
+
+    The message of the error contains `path`.
+
+    Raises:
+        ValueError, TypeError: `fields` is no mapping.
+    """
     record = _Record(fields)
     record.path = path
     return record
@@ -200,7 +214,7 @@ def glance(path: Path | str) -> dict[str, Any]:
 
 
 def open_record(folder: Path | str, command: str, name: str = "manifest.json") -> dict[str, Any]:
-    """Read the record of a folder, which exists only if the folder is complete.
+    """Return the content of a folder's record, a JSON file that exists only if the folder is complete.
 
     Args:
         folder: the folder.
@@ -219,7 +233,7 @@ def open_record(folder: Path | str, command: str, name: str = "manifest.json") -
 
 
 def check_files(folder: Path, files: dict[str, str], again: str) -> None:
-    """Compare files with the hashes in the record of their folder; further files of the folder are not checked.
+    """Raise DamagedError if a file does not have its recorded hash; further files of the folder are not checked.
 
     Args:
         folder: the folder.
@@ -227,7 +241,7 @@ def check_files(folder: Path, files: dict[str, str], again: str) -> None:
         again: how to compute the files again, for the error message.
 
     Raises:
-        DamagedError: a file is missing or has changed; raised for the first one.
+        DamagedError: a file is missing or has changed; raised for the first such file.
     """
     for name, digest in files.items():
         file = folder / name
@@ -248,10 +262,11 @@ def sync_to_disk(path: Path | str) -> None:
 
 @contextmanager
 def atomic_folder(path: Path | str) -> Iterator[Path]:
-    """Create a temporary folder that replaces `path` if the context ends without an error.
+    """Create a temporary folder, yield its path, and move it to `path` if the context ends without an error.
 
-    The old folder at `path` is deleted. If the context raises an error, the old folder is unchanged and the temporary
-    folder is deleted. Folders above the path are created. The files are flushed to the disk before the folder appears.
+    An old folder at `path` is replaced and deleted. If the context raises an error, the old folder is unchanged and the
+    temporary folder is deleted. Folders above the path are created. The files are flushed to the disk before the folder
+    appears.
 
     Raises:
         OSError: the folder cannot be written or replaced. If only the deletion of the old folder fails, the error is
@@ -261,7 +276,9 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     new_folder = path.parent / f".tmp-{uuid.uuid4().hex}"
     new_folder.mkdir()
-    obsolete = new_folder  # path to delete at the end: of the unfinished folder after an error, else of the old folder
+    # path to delete at the end, if it exists. `new_folder` is the unfinished folder after an error, and the old folder
+    # after an exchange
+    obsolete = new_folder
     try:
         yield new_folder
         for file in new_folder.rglob("*"):  # before the folder appears at `path`
@@ -269,7 +286,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
                 sync_to_disk(file)
         if not path.exists():
             os.rename(new_folder, path)
-        elif not _exchange(new_folder, path):  # after an exchange, the old folder is at `new_folder`
+        elif not _exchange(new_folder, path):
             obsolete = _replace(path, new_folder)
         sync_to_disk(path.parent)
     finally:
@@ -289,7 +306,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _replace(path: Path, new: Path) -> Path:
-    """Replace a folder by another one in two steps, and return the new path of the old folder.
+    """Move the folder `new` to `path` in two steps, and return the temporary path of the old folder.
 
     `path` does not exist between the steps. If the second step fails, the old folder is put back and the error raised.
     A process that is killed between the steps leaves the old folder under its ``.tmp-`` name.
@@ -305,9 +322,9 @@ def _replace(path: Path, new: Path) -> Path:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Publish a folder atomically at `target`, as links or copies of its files (`link_file`), without empty folders.
+    """Create a folder atomically at `target`, with links to all files below `source`, or copies, see `link_file`.
 
-    An existing folder at `target` is deleted.
+    Empty folders are left out. An existing folder at `target` is replaced and deleted.
     """
     with atomic_folder(target) as folder:
         for file in sorted(source.rglob("*")):
@@ -316,7 +333,7 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def link_file(source: Path, target: Path) -> None:
-    """Publish a file by hard link, or by copy if it cannot be linked; replaces `target` atomically.
+    """Create or replace `target` atomically by a hard link to `source`, or by a copy if it cannot be linked.
 
     A link fails across file systems, for example; its error is ignored, and errors of the copy are raised. Folders
     above `target` are created. Unlike `atomic`, the function does not flush the file to the disk.
@@ -339,14 +356,14 @@ def hash_folder(path: Path) -> dict[str, str]:
     Files whose names start with ``.tmp-`` are left out; files in a folder of such a name are included. The result is
     empty if the folder does not exist.
     """
-    files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".tmp-"))
+    files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".tmp-")]
     return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(files)}
 
 
 def try_lock(file: IO[Any], timeout: float, conflict: str, to_move: str) -> bool:
-    """Try to lock an open file for `timeout` seconds; return True on success, False if another process holds the lock.
+    """Try to lock an open file for `timeout` seconds; return True on success, False if another process holds it.
 
-    The kernel releases the lock when the file is closed or the process ends.
+    The exclusive lock (flock) is tried every 0.1 s. The kernel releases it when the file is closed or the process ends.
 
     Args:
         file: the open file.
@@ -377,4 +394,5 @@ def read_lines(path: Path) -> list[str]:
     """Return the lines of a text file, except a last line without a newline; empty if the file does not exist."""
     if not path.exists():
         return []
-    return path.read_text(encoding="utf-8").split("\n")[:-1]  # without a newline, the line is being written
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")  # the last text is empty, or a line that is being written
+    return lines

@@ -24,8 +24,9 @@ def cpu_seconds() -> float:
 
     Children are included as soon as this process has waited for them.
     """
-    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + inherited.get("cpu", 0.0)
+    process = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(usage.ru_utime + usage.ru_stime for usage in (process, children)) + inherited.get("cpu", 0.0)
 
 
 def wall_seconds() -> float:
@@ -37,9 +38,10 @@ def wall_seconds() -> float:
     if not os.path.exists("/proc/self/stat"):
         return time.monotonic() - _import_time
     # fields of /proc/self/stat, such as "21 (kairos train) S 1 ...": the name in field 2 may contain blanks
-    _, fields_from_3 = Path("/proc/self/stat").read_text().rsplit(")", 1)
-    start_ticks = int(fields_from_3.split()[22 - 3])  # field 22: start of the process, in clock ticks since boot
-    start = inherited.get("start", start_ticks / os.sysconf("SC_CLK_TCK"))
+    _, text_from_field_3 = Path("/proc/self/stat").read_text().rsplit(")", 1)
+    start_ticks = int(text_from_field_3.split()[22 - 3])  # field 22: start of the process, in clock ticks since boot
+    process_start = start_ticks / os.sysconf("SC_CLK_TCK")  # seconds since boot
+    start = inherited.get("start", process_start)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start
 
 
@@ -52,10 +54,10 @@ def usage_so_far() -> dict[str, float]:
 
 
 def end_startup() -> None:
-    """Mark the end of start-up, and switch the garbage collector on.
+    """Store the CPU and wall-clock time of start-up, which ends with this call, and switch the garbage collector on.
 
-    The command line and the fork server have switched it off, since imports are faster without it. Only the first call
-    sets the mark; every call switches the garbage collector on.
+    The command line and the fork server have switched the collector off, since imports are faster without it. Only the
+    first call stores the times; every call switches the garbage collector on.
     """
     gc.enable()
     if not _startup:
@@ -65,7 +67,8 @@ def end_startup() -> None:
 def write_record(path: Path | str, stage: str, **facts: Any) -> None:
     """Write the resource usage of this process so far to a JSON file, in seconds and bytes.
 
-    If `end_startup` was not called, the start-up is the whole time. The peak memory does not include children.
+    The CPU and wall-clock times are those of `cpu_seconds` and `wall_seconds`, in total and until `end_startup`. If it
+    was not called, the start-up is the whole time. The peak memory does not include children.
 
     Args:
         path: the file, which is replaced; folders above it are created.

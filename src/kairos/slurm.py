@@ -68,7 +68,7 @@ class Job:
 
 
 def list_jobs(results: Path) -> tuple[list[Job], str]:
-    """Return the jobs of an experiment, and SLURM's error message, which is usually empty.
+    """Return the pending and running jobs of an experiment in SLURM's queue, and an error message, empty on success.
 
     Without SLURM, or on a machine without a configured cluster, there are no jobs and no error. With an error message
     the list is empty, although there may be jobs. The jobs are in squeue's order.
@@ -78,14 +78,18 @@ def list_jobs(results: Path) -> tuple[list[Job], str]:
     """
     if shutil.which("squeue") is None:
         return [], ""
-    succeeded, answer = query_queue(results, "%i|%T|%r|%S|%k")
-    if not succeeded:
-        return [], "" if NO_CLUSTER in answer else f"squeue: {answer}"
-    return [_parse_job(results, line) for line in answer.splitlines()], ""
+    succeeded, answer = query_queue(results, "%i|%T|%r|%S|%k")  # number, state, reason, start time, comment
+    if succeeded:
+        return [_parse_job(results, line) for line in answer.splitlines()], ""
+    if NO_CLUSTER in answer:
+        return [], ""
+    return [], f"squeue: {answer}"
 
 
 def query_queue(results: str | Path, fields: str, timeout: float = 10) -> tuple[bool, str]:
-    """Query squeue for the jobs of an experiment; return True and its output, or False and the error.
+    """Query squeue for this user's jobs of an experiment; return True and its output, or False and the error.
+
+    The output has a line for each job, without a header. Errors are described in `run_command`.
 
     Args:
         results: folder of the experiment's results, which determines the name of its jobs.
@@ -108,7 +112,7 @@ def job_records_folder(results: str | Path) -> Path:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment without the variables by which users change the output of SLURM's commands.
+    """Return a copy of the environment without the variables by which users change the output of SLURM's commands.
 
     They are ``SLURM_TIME_FORMAT`` and all whose names begin with ``SQUEUE_``, ``SACCT_`` or ``SINFO_``.
     """
@@ -119,7 +123,7 @@ def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
     """Run a SLURM command for at most `timeout` seconds; return True and its output, or False and the error.
 
     The command runs in `plain_environment`. The error is one line of at most 400 characters, from stderr; it may
-    be empty. After a timeout it is ``no answer within 10 s``.
+    be empty. After a timeout the result is False and ``no answer within 10 s``.
 
     Raises:
         FileNotFoundError: the command does not exist.
@@ -136,10 +140,10 @@ def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
 
 
 def _parse_job(results: Path, line: str) -> Job:
-    """Parse a line of squeue with number, state, reason, start time and comment.
+    """Return the job in a line of squeue with number, state, reason, start time and comment.
 
-    Example: ``17|RUNNING|None|2026-11-25T12:00:00|rule_train_wildcards_speed_0``, a job of stage ``train``. The job's
-    record is read too, see `_find_training_runs`.
+    Example: ``17|RUNNING|None|2026-11-25T12:00:00|rule_train_wildcards_speed_0``, a job of stage ``train``. The start
+    time of a pending job is ignored. The job's record is read too, see `_find_training_runs`.
     """
     number, state, reason, start, comment = line.split("|", 4)
     begun = None
@@ -160,7 +164,7 @@ def _parse_job(results: Path, line: str) -> Job:
 def _find_stage(comment: str) -> str:
     """Return the stage in a job's comment, without the numbers of segments and without ``_parts``, the rule of shards.
 
-    Each analysis is a stage. Examples:
+    For ``measure_NAME`` and ``analyse_NAME``, the rules of an analysis, the rule is the stage. Examples:
 
     * ``rule_sample_parts_wildcards_speed_0_1of2``: ``sample``.
     * ``rule_measure_agreement_wildcards_speed_0_0000100``: ``measure_agreement``.
@@ -176,24 +180,24 @@ def _find_stage(comment: str) -> str:
 def _find_training_runs(results: Path, number: str, comment: str) -> set[TrainingRun]:
     """Return the training runs that a job, or a group of jobs, of stage train computes; empty for other stages.
 
-    They come from the record of the job's outputs. If the record is missing or damaged, they come from the comment,
-    which has one training run. The record is missing for a moment after the submission, and for jobs that were
+    They are read from the paths of outputs in the job's record. If the record is missing or damaged, the result is the
+    single training run in the comment. The record is missing for a moment after the submission, and for jobs that were
     submitted from another folder.
     """
     try:
         outputs = read_json(job_records_folder(results) / f"{number}.json")["outputs"]
     except (OSError, DamagedError):
-        match = _COMMENT.fullmatch(comment)
-        return {(match[1], int(match[2]))} if match else set()
-    matches = [_OUTPUT.fullmatch(os.path.relpath(path, results)) for path in outputs]
-    return {(match[1], int(match[2])) for match in matches if match}
+        matches = [_COMMENT.fullmatch(comment)]
+    else:
+        matches = [_OUTPUT.fullmatch(os.path.relpath(path, results)) for path in outputs]
+    return {(match[1], int(match[2])) for match in matches if match}  # method and seed
 
 
 def summarize_jobs(jobs: list[Job]) -> str:
     """Return the numbers of running and waiting jobs of each stage, sorted by stage, as a text.
 
-    Example: ``in the queue: sample 2 wait, train 1 run``. Every job that does not wait is reported as running. The
-    caller ensures that there is a job.
+    Example: ``in the queue: sample 2 wait, train 1 run``. A job that is not pending is reported as running. The caller
+    ensures that there is a job.
     """
     counts = Counter((job.stage, "wait" if job.pending else "run") for job in jobs)
     facts = [f"{stage} {count} {verb}" for (stage, verb), count in sorted(counts.items())]

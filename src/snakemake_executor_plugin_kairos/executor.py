@@ -65,9 +65,9 @@ class Executor(plugin.Executor):
     def __post_init__(self, test_mode: bool = False) -> None:
         """Set up the executor; Snakemake calls this method.
 
-        The controller's environment changes for the rest of its life, and jobs inherit it. Hub access is off, and the
-        variables by which users change the output of SLURM's commands are deleted. SIGINT raises KeyboardInterrupt,
-        also in a controller that a script has started in the background.
+        The controller's environment changes for the rest of its life, and jobs inherit it. Access to the Hugging Face
+        hub is switched off, and the variables by which users change the output of SLURM's commands are deleted. SIGINT
+        raises KeyboardInterrupt, also in a controller that a script has started in the background.
         """
         layout = load_frozen_layout()
         for name in os.environ.keys() - plain_environment().keys():
@@ -78,7 +78,8 @@ class Executor(plugin.Executor):
         self._results = layout.results
         self.run_uuid = job_name(self._results)  # the plugin looks for jobs of this name, also of earlier runs
         training = layout.experiment.training
-        self._exact = training.deterministic and not training.compile  # a repeated training run has the same course
+        # True if a repeated training run computes equal values, so that it diverges again
+        self._exact = training.deterministic and not training.compile
         self._sbatch_errors: dict[Any, str] = {}  # error of the last submission, by job
         self._misses: Counter[str] = Counter()  # number of consecutive answers of the queue without a job, by job id
         self._cancelled = threading.Event()
@@ -86,47 +87,55 @@ class Executor(plugin.Executor):
         self._loaded_records: dict[Path, dict[str, Any]] | None = None  # see `_earlier_records`
 
     def get_exec_mode(self) -> ExecMode:
-        """Return the mode of the Snakemake in a job: the mode that records metadata."""
+        """Return the mode of the Snakemake process in a job: the default mode, which alone records metadata."""
         return ExecMode.DEFAULT
 
     def additional_general_args(self) -> str:
-        """Return options for the Snakemake in a job that Snakemake itself does not pass on."""
+        """Return options for the Snakemake process in a job that Snakemake itself does not pass on.
+
+        They are: no profile, keep temporary files, and the controller's largest size of hashed files.
+        """
         # --notemp: the controller deletes temporary files
         size = self.workflow.dag_settings.max_checksum_file_size
         return f"--profile none --workflow-profile none --notemp --max-checksum-file-size {size}"
 
     @property
     def cores(self) -> str:
-        """Cores that the Snakemake in a job may use: all that SLURM has allocated."""
+        """Cores that the Snakemake process in a job may use, the text ``all``: all that SLURM has allocated."""
         return "all"
 
     def get_python_executable(self) -> str:
-        """Return the start of a job's command, to which Snakemake adds ``-m snakemake ...``."""
-        # the SLURM plugin would run a Snakemake that starts another one with srun; `batch_script` forwards SIGTERM and
-        # records success
+        """Return the start of a job's command, to which Snakemake adds ``-m snakemake ...``.
+
+        The command runs `batch_script`, which starts Snakemake, forwards SIGTERM and records success.
+        """
+        # the SLURM plugin would run a Snakemake that starts another one with srun
         python = super().get_python_executable()
         return f"exec {python} -m {batch_script.__name__} {job_records_folder(self._results)} {python}"
 
     # Submission
 
     def run_jobs(self, jobs: list[Any]) -> None:
-        """Submit each job by itself, in threads of the SLURM plugin.
+        """Submit each job by itself, in threads of the SLURM plugin; `run_job` handles one job.
 
         Raises:
             WorkflowError: job arrays or a cluster are requested, whose jobs could not be taken over. No job is
                 submitted then.
         """
-        requested = [name for name in _CLUSTER_RESOURCES for job in jobs if job.resources.get(name)]
+        unsupported = [name for name in _CLUSTER_RESOURCES for job in jobs if job.resources.get(name)]
         if self.workflow.executor_settings.array_jobs:
-            requested.append("kairos-array-jobs")
-        if requested:
-            raise WorkflowError(f"{requested[0]}: not possible here, since a controller must be able to take jobs over")
+            unsupported.append("kairos-array-jobs")
+        if unsupported:
+            raise WorkflowError(
+                f"{unsupported[0]}: not possible here, since a controller must be able to take jobs over"
+            )
         super().run_jobs(jobs)
 
     def run_job(self, job: Any) -> None:
-        """Take over the earlier SLURM job that does a job's work, or submit the job; log and report exceptions.
+        """Take over the earlier SLURM job that does a job's work, or submit the job.
 
-        After an exception the job is not retried. Snakemake calls this method in threads, which would lose exceptions.
+        An exception is not raised, since Snakemake calls this method in threads, which would lose it. It is logged and
+        reported to Snakemake as an error of the job, which is not retried.
         """
         try:
             if not self._take_over(job):
@@ -138,10 +147,11 @@ class Executor(plugin.Executor):
             super().report_job_error(SubmittedJobInfo(job), msg=str(error))
 
     def _submit(self, job: Any) -> None:
-        """Submit a job, repeatedly and without a limit while SLURM cannot accept it; a message reports each repetition.
+        """Submit a job, and repeat the submission without a limit while SLURM cannot accept it.
 
-        A pause precedes each repetition. An unsuccessful submission may have left a job in the queue without a record.
-        Such jobs are cancelled after the pause, if the name of their rule begins with the name of this job's rule.
+        A pause of 10 to 60 s precedes each repetition, which is logged. An unsuccessful submission may have left a job
+        in the queue without a record. Such jobs are cancelled after the pause, if the name of their rule begins with
+        the name of this job's rule.
 
         Raises:
             WorkflowError: sbatch failed with an error outside of `TEMPORARY_SBATCH_ERRORS`, or the run is cancelled.
@@ -159,11 +169,11 @@ class Executor(plugin.Executor):
             self._cancel_unrecorded(f"rule_{job.name}")  # SLURM may have accepted the job although sbatch failed
 
     def _take_over(self, job: Any) -> bool:
-        """Take over the SLURM job of an earlier run that does a job's work; return False if there is none.
+        """Take over the SLURM job of an earlier run that does a job's work; return True if there is one.
 
-        The success of a SLURM job that has succeeded already is reported. Earlier jobs with an output of this job are
-        examined in the order of their record files. The search ends at the first record with this work whose job is
-        queued or has succeeded. Other examined records are deleted, and their queued jobs are cancelled.
+        Earlier jobs with an output of this job are examined in the order of their record files. The search ends at the
+        first record of equal work whose job is in the queue, which is reported as submitted, or has succeeded, which is
+        reported as successful. Other examined records are deleted, and their queued jobs are cancelled.
 
         Raises:
             WorkflowError: the run is cancelled.
@@ -172,7 +182,7 @@ class Executor(plugin.Executor):
         """
         for record_file, record in list(self._earlier_records.items()):  # a copy, since `_forget` removes entries
             job_id, outputs = record_file.stem, record["outputs"]
-            if set(_outputs_of(job)).isdisjoint(outputs):
+            if set(_outputs_of(job)).isdisjoint(outputs):  # the record is of another job
                 continue
             job_info = SubmittedJobInfo(job, job_id, {"slurm_logfile": Path(record["slurm_logfile"])})
             does_same_work = _does_work_of(record, job)
@@ -193,9 +203,10 @@ class Executor(plugin.Executor):
     # Events of a job
 
     def report_job_submission(self, job_info: SubmittedJobInfo, register_job: bool = True) -> None:
-        """Record a submitted job, and report it to Snakemake.
+        """Write the record of a submitted job, see `_record_file`, and report the job to Snakemake.
 
-        The record contains, under ``work``, the result of `_describe_work` for each single job by its first output.
+        The record contains ``outputs``, ``slurm_logfile`` and ``work``: the result of `_describe_work` for each single
+        job, by its first output.
 
         Args:
             job_info: the job with its SLURM number; ``aux`` contains the path of SLURM's log.
@@ -216,11 +227,11 @@ class Executor(plugin.Executor):
         self._last_event = time.monotonic()
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
-        """Delete the record of a failed job, and report it to Snakemake; keep the error of a failed submission.
+        """Delete the record of a failed job, and report the job to Snakemake; or keep the error of a failed submission.
 
-        A job without a SLURM number is a failed submission. Its error is not reported here, since `_submit` submits the
-        job again or raises the error. If training is deterministic, a job whose training run would only diverge again
-        is not retried.
+        A job without a SLURM number is a failed submission. Its error is only stored in `_sbatch_errors`: `_submit`
+        submits the job again or raises the error. If training is exactly repeatable, a job whose training run would
+        only diverge again is not retried.
         """
         was_submitted = job_info.external_jobid is not None
         if not was_submitted:
@@ -234,7 +245,7 @@ class Executor(plugin.Executor):
         self._last_event = time.monotonic()
 
     def handle_job_error(self, job: Any) -> None:
-        """Delete a failed job's outputs, and also their metadata."""
+        """Delete Snakemake's metadata of a failed job, whose outputs Snakemake has deleted already."""
         # with metadata, the next controller would assume that the user has deleted the outputs, and would restart
         # training runs
         super().handle_job_error(job)
@@ -252,7 +263,8 @@ class Executor(plugin.Executor):
         3. It waits for a job that SLURM queues again although its work is done, such as after a crash of slurmctld.
 
         A job that left the queue, or is queued again, is successful if it has recorded its success and its outputs
-        exist. Otherwise a job that left the queue has failed.
+        exist. Otherwise a job that left the queue has failed. A job has left the queue if it is missing in
+        `_MISSES_UNTIL_GONE` consecutive answers. The interval until the next check is limited, see `_limit_interval`.
         """
         # The plugin reports the jobs whose end it sees. The jobs that it yields are ignored, because of gap 1.
         async for _ in super().check_active_jobs(active_jobs):
@@ -262,11 +274,12 @@ class Executor(plugin.Executor):
         states = self._query_queue("%i %T") if unreported else {}  # state by job id; None: no answer
         for job_info in unreported:
             job_id = job_info.external_jobid
-            if states is not None:
+            if states is not None:  # without an answer, the number of misses stays
                 self._misses[job_id] = 0 if job_id in states else self._misses[job_id] + 1
             is_gone = self._misses[job_id] >= _MISSES_UNTIL_GONE  # gap 2
-            is_queued_again = states is not None and states.get(job_id) in PENDING_STATES  # gap 3, if it is complete
-            if (is_gone or is_queued_again) and self._is_complete(job_info):
+            # pending: not started yet or, if the job is complete, queued again (gap 3)
+            is_pending = states is not None and states.get(job_id) in PENDING_STATES
+            if (is_gone or is_pending) and self._is_complete(job_info):
                 # a job that is queued again must not run again
                 run_command("scancel", job_id, timeout=_COMMAND_TIMEOUT)
                 self.report_job_success(job_info)
@@ -277,7 +290,7 @@ class Executor(plugin.Executor):
         self._limit_interval()
 
     def _limit_interval(self) -> None:
-        """Limit the time until the next status check to a quarter of the time since the last event.
+        """Reduce the time until the next status check to at most a quarter of the time since the last event.
 
         The limit is at least `init_seconds_before_status_checks`. An event is a submission or the end of a job.
         """
@@ -289,22 +302,23 @@ class Executor(plugin.Executor):
         self.next_seconds_between_status_checks = min(planned, longest)
 
     def cancel(self) -> None:
-        """Cancel all jobs of the experiment, also jobs in submission.
+        """Cancel all jobs of the experiment that this user has in SLURM's queue, also jobs in submission.
 
-        Methods of this class that pause raise WorkflowError from now on.
+        Methods of this class that pause raise WorkflowError from now on, so that no job is submitted again.
         """
         self._cancelled.set()  # first, so that no other thread submits a job again
-        super().cancel()
+        super().cancel()  # misses a job that another thread is submitting
         run_command("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, timeout=_COMMAND_TIMEOUT)
 
     # Records of jobs
 
     @property
     def _earlier_records(self) -> dict[Path, dict[str, Any]]:
-        """Records, by file, of the jobs that earlier controllers have submitted; read before the first submission.
+        """Records, by file, of the jobs that earlier controllers have submitted and that are not forgotten.
 
-        The first access also cancels the experiment's jobs in the queue that have no record. It raises DamagedError for
-        a damaged record, and WorkflowError if the run is cancelled.
+        The first access, before the first submission, reads the files. It also cancels the experiment's jobs in the
+        queue that have no record. It raises DamagedError for a damaged record, and WorkflowError if the run is
+        cancelled.
         """
         # the plugin submits jobs in two threads: without the lock (`cached_property` has none from Python 3.12 on) both
         # would read the records, and the slower thread would miss a record that the faster one has removed
@@ -320,23 +334,24 @@ class Executor(plugin.Executor):
         return job_records_folder(self._results) / f"{job_info.external_jobid}.json"
 
     def _forget(self, record_file: Path) -> None:
-        """Delete a job's record and success file, which may be missing, and remove it from the earlier jobs."""
+        """Delete a job's record and success file, which may be missing, and its entry in `_earlier_records`."""
         record_file.unlink(missing_ok=True)
         batch_script.success_file(record_file).unlink(missing_ok=True)
         self._earlier_records.pop(record_file, None)
 
     def _is_complete(self, job_info: SubmittedJobInfo) -> bool:
         """Return True if the SLURM job of `job_info` recorded its success and all outputs of its job exist."""
+        success_file = batch_script.success_file(self._record_file(job_info))
         outputs = _outputs_of(job_info.job)
-        return batch_script.success_file(self._record_file(job_info)).exists() and all(map(os.path.exists, outputs))
+        return success_file.exists() and all(os.path.exists(output) for output in outputs)
 
     # SLURM's queue
 
     def _cancel_unrecorded(self, comment: str = "") -> None:
         """Cancel the experiment's jobs in the queue that have no record and whose comment starts with `comment`.
 
-        The method returns when the jobs have left the queue, or at once if there are none or the queue does not answer.
-        An empty `comment` selects all jobs.
+        The method logs each job, and returns when the jobs have left the queue. It returns at once if there are none or
+        the queue does not answer. An empty `comment` selects all jobs.
 
         Raises:
             WorkflowError: the run is cancelled.
@@ -350,17 +365,17 @@ class Executor(plugin.Executor):
             self._cancel_job(job_id)
 
     def _find_unrecorded(self, comment: str) -> dict[str, str]:
-        """Return the comments, by job id, of jobs in the queue that have no record and a comment with this start.
+        """Return the comment, by job id, of each job in the queue without a record whose comment starts with `comment`.
 
         The dictionary is empty if the queue does not answer.
         """
-        comments = self._query_queue("%i %k") or {}  # no job is cancelled without an answer
-        recorded = {path.stem for path in job_records_folder(self._results).glob("*.json")}
-        return {
-            job_id: job_comment
-            for job_id, job_comment in comments.items()
-            if job_id not in recorded and job_comment.startswith(comment)
-        }
+        comment_by_id = self._query_queue("%i %k") or {}  # no job is cancelled without an answer
+        recorded_ids = {path.stem for path in job_records_folder(self._results).glob("*.json")}
+        unrecorded = {}
+        for job_id, job_comment in comment_by_id.items():
+            if job_id not in recorded_ids and job_comment.startswith(comment):
+                unrecorded[job_id] = job_comment
+        return unrecorded
 
     def _cancel_job(self, job_id: str) -> None:
         """Cancel a SLURM job and wait until it has left the queue, see `_in_queue`.
@@ -375,8 +390,8 @@ class Executor(plugin.Executor):
     def _in_queue(self, job_id: str) -> bool:
         """Return True if a SLURM job waits or runs; wait while it is ending, or while the queue does not answer.
 
-        A job that is still ending five minutes after the first such answer is treated as ended. The wait for an answer
-        has no limit.
+        A job is ending in state COMPLETING. A job that is still ending five minutes after the first such answer is
+        treated as ended. The wait for an answer has no limit.
 
         Raises:
             WorkflowError: the run is cancelled.
@@ -397,7 +412,7 @@ class Executor(plugin.Executor):
             self._pause(_QUERY_INTERVAL)
 
     def _query_queue(self, fields: str) -> dict[str, str] | None:
-        """Return a field of the experiment's jobs in SLURM's queue by job id; None if the queue does not answer.
+        """Return a field of the experiment's jobs in SLURM's queue, by job id; None if the queue does not answer.
 
         Args:
             fields: format of squeue for the job id and the field: ``%i %T`` for the state, ``%i %k`` for the comment.
@@ -418,7 +433,7 @@ class Executor(plugin.Executor):
 
 
 def _single_jobs(job: Any) -> list[Any]:
-    """Return the jobs of a group, or a list with the job itself."""
+    """Return the jobs of a group of jobs, or a list with the job itself if it is no group."""
     return list(job.jobs) if job.is_group() else [job]
 
 
@@ -430,7 +445,10 @@ def _outputs_of(job: Any) -> list[str]:
 def _does_work_of(record: dict[str, Any], job: Any) -> bool:
     """Return True if a recorded SLURM job computes the outputs of a job or group from equal parameters and inputs.
 
-    The recorded job may compute further outputs. A single job that the recorded one does not contain gives False.
+    The recorded job may compute further outputs. The result is False if it lacks any single job of the group.
+
+    Raises:
+        FileNotFoundError: an input does not exist.
     """
     for single in _single_jobs(job):
         recorded_work = record["work"].get(single.output[0])  # None: the recorded job does not have this output
@@ -442,8 +460,8 @@ def _does_work_of(record: dict[str, Any], job: Any) -> bool:
 def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
     """Return everything that decides a job's outputs: parameters as Snakemake compares them, and content of inputs.
 
-    Outputs of the job's group are left out of the inputs: they may or may not exist at the time of a comparison. Large
-    inputs are described by size and modification time.
+    ``params`` is a list of texts, and ``inputs`` contains the result of `_describe_file` by path. Outputs of the job's
+    group are left out of the inputs: they may or may not exist at the time of a comparison.
 
     Raises:
         FileNotFoundError: an input does not exist.
@@ -453,7 +471,7 @@ def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
 
 
 def _describe_file(path: Path) -> str:
-    """Return a text that changes with a file's content: its SHA-256, or size and modification time if it is large.
+    """Return a text that changes with a file's content: its SHA-256, or size and modification time above 1 MB.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -465,19 +483,19 @@ def _describe_file(path: Path) -> str:
 
 
 def _would_diverge_again(job_info: SubmittedJobInfo) -> bool:
-    """Return True if training runs diverged in a failed job and all its other training runs are complete.
+    """Return True if at least one training run diverged in a failed job, and all its other training runs are complete.
 
-    Another attempt of such a job can achieve nothing. A divergence is considered only if this SLURM job wrote
-    the progress file, with ``"again": false``. Jobs of other stages in the group do not matter.
+    Another attempt of such a job can achieve nothing. A training run has diverged if this SLURM job wrote its progress
+    file, with ``"again": false``. Jobs of other stages in the group do not matter.
     """
     has_diverged = False
     for single in _single_jobs(job_info.job):
         if not single.rule.name.startswith("train"):
             continue
         progress = read_progress(Path(single.params.out))  # empty without a file, as for a run that may succeed
-        may_succeed_again = progress.get("again", True)
-        if not may_succeed_again and progress["job"] == job_info.external_jobid:
+        may_succeed = progress.get("again", True)
+        if not may_succeed and progress["job"] == job_info.external_jobid:
             has_diverged = True
         elif progress.get("state") != "complete":
-            return False
+            return False  # another attempt may complete this training run
     return has_diverged

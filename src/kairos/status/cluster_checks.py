@@ -31,7 +31,7 @@ with open(sys.argv[1], "r+b") as file:
 
 
 def check_slurm(profile: Path = PROFILE) -> list[Finding]:
-    """Check that SLURM answers, list its partitions, and check partition and account of the profile.
+    """Check that SLURM answers, and that it has the partition and the account of a profile; return the findings.
 
     The findings are SLURM's partitions (a failure if there are none), a failure if SLURM lacks a partition of the
     profile, and the account. No partition is compared if the profile has none or SLURM lists none.
@@ -53,15 +53,15 @@ def check_slurm(profile: Path = PROFILE) -> list[Finding]:
         return [(True, "slurm", "its commands are installed, but no cluster is configured (slurm.conf)")]
     if not succeeded:
         return [(False, "slurm", f"sinfo: {answer}; is slurmctld reachable, is SLURM_CONF right?")]
-    rows = [line.split("|") for line in answer.splitlines() if line.count("|") == 4]  # others are warnings
+    rows = [line.split("|") for line in answer.splitlines() if line.count("|") == 4]  # other lines are warnings
     descriptions = [f"{name} ({state}, {nodes} nodes, {limit}, {gres})" for name, state, nodes, limit, gres in rows]
     partitions = ", ".join(descriptions) or "none: ask the administrators"
     findings: list[Finding] = [(bool(rows), "slurm partitions", partitions)]
-    known = {name.rstrip("*") for name, *_ in rows}  # an asterisk marks the default partition
+    partition_names = {name.rstrip("*") for name, *_ in rows}  # an asterisk marks the default partition
     requested = defaults.get("slurm_partition")
-    # a profile may name several partitions, separated by commas
-    if rows and requested and not known.issuperset(requested.split(",")):
-        advice = f"{requested}, as in {profile}, is none of {', '.join(sorted(known))}: edit the profile"
+    # a profile may request several partitions, separated by commas
+    if rows and requested and not partition_names.issuperset(requested.split(",")):
+        advice = f"{requested}, as in {profile}, is none of {', '.join(sorted(partition_names))}: edit the profile"
         findings.append((False, "slurm partition", advice))
     return [*findings, _check_account(profile, defaults.get("slurm_account"))]
 
@@ -70,13 +70,13 @@ def _check_account(profile: Path, requested: str | None) -> Finding:
     """Check that this user may charge the account of the profile, if SLURM has accounts.
 
     The check fails only if SLURM lists accounts of the user without the profile's account. Without sacctmgr, or if it
-    fails, nothing is compared and the check succeeds. A profile without an account (None) succeeds, too.
+    fails, nothing is compared and the check succeeds. A profile without an account succeeds, too: `requested` is None.
     """
     command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
     succeeded, answer = False, "no sacctmgr here"
     if shutil.which("sacctmgr"):
         succeeded, answer = run_command(*command)
-    accounts = sorted(set(answer.split()))
+    accounts = sorted(set(answer.split()))  # has a meaning only if the command has succeeded
     if succeeded and accounts and requested and requested not in accounts:
         advice = f"{requested}, as in {profile}, is none of {', '.join(accounts)}: edit the profile"
         return False, "slurm account", advice
@@ -90,7 +90,10 @@ def _check_account(profile: Path, requested: str | None) -> Finding:
 
 
 def profile_file(profile: Path) -> Path | None:
-    """Return profile.yaml of a profile's folder, else its config.yaml, as Snakemake does; None: there is neither."""
+    """Return the path of profile.yaml in a profile's folder, else of config.yaml; None: there is neither.
+
+    Snakemake looks for these files in this order.
+    """
     for name in ("profile.yaml", "config.yaml"):
         if (profile / name).is_file():
             return profile / name
@@ -98,12 +101,13 @@ def profile_file(profile: Path) -> Path | None:
 
 
 def _default_resources(profile: Path) -> dict[str, str]:
-    """Return the default resources of a profile as texts without quotes; empty if there is no profile.
+    """Return the default resources of a profile, by name, as texts without quotes; empty if there is no profile.
 
     Resources whose value is empty, 0 or false are left out.
 
     Raises:
-        KairosError: the profile is not the YAML that Snakemake reads.
+        KairosError: the profile is not YAML, or its ``default-resources`` is neither a mapping nor a list of
+            ``name=value``.
     """
     import yaml
 
@@ -115,17 +119,17 @@ def _default_resources(profile: Path) -> dict[str, str]:
         resources = settings.get("default-resources") or {}
         if isinstance(resources, list):  # such as ["slurm_partition=gpu", "mem_mb=4000"]
             resources = dict(item.split("=", 1) for item in resources)
-        # Snakemake evaluates resources as expressions, so that a name may have quotes within the text: "'gpu'"
+        # Snakemake evaluates resources as expressions, so that a value may have quotes within the text: "'gpu'"
         return {name: str(value).strip("'\"") for name, value in dict(resources).items() if value}
     except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
         raise KairosError(f"{file}: default-resources cannot be read: {' '.join(str(error).split())}") from None
 
 
 def check_job(visible: int) -> list[Finding]:
-    """Check that torch finds the number of GPUs that SLURM has allocated to this job; without a job the check succeeds.
+    """Check that torch finds the number of GPUs that SLURM has allocated to this job; return a list with one finding.
 
-    There is a single finding. `visible` is the number of GPUs that torch finds. The allocated number is read from
-    environment variables, see `_count_assigned_gpus`.
+    The check succeeds if this process is not in a SLURM job. `visible` is the number of GPUs that torch finds. The
+    allocated number is read from environment variables, see `_count_assigned_gpus`.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
@@ -142,14 +146,15 @@ def check_job(visible: int) -> list[Finding]:
 def _count_assigned_gpus(variables: dict[str, str]) -> int:
     """Return the number of GPUs in a job's environment variables; a job without these variables has no GPU.
 
-    CUDA_VISIBLE_DEVICES comes first, because CUDA obeys it, then the lists of devices of the step and of the job. Only
-    without these lists SLURM_GPUS_ON_NODE is used; a value that is not a number is treated as 0.
+    The first list of devices decides: CUDA_VISIBLE_DEVICES, which CUDA obeys, SLURM_STEP_GPUS, then SLURM_JOB_GPUS. Its
+    value may also hide all GPUs. Only without a list SLURM_GPUS_ON_NODE is used; a value that is not a number is
+    treated as 0.
     """
-    names = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
-    devices = next((variables[name] for name in names if variables.get(name)), None)
-    if devices is not None:
-        are_hidden = devices in ("-1", "NoDevFiles")  # values with which CUDA and SLURM hide all GPUs
-        return 0 if are_hidden else len(devices.split(","))
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
+        devices = variables.get(name)  # such as "0,1"
+        if devices:
+            are_hidden = devices in ("-1", "NoDevFiles")  # values with which CUDA and SLURM hide all GPUs
+            return 0 if are_hidden else len(devices.split(","))
     count = variables.get("SLURM_GPUS_ON_NODE", "")
     return int(count) if count.isdigit() else 0
 
@@ -179,9 +184,9 @@ def check_disk(results: Path) -> Finding:
 def check_locks(results: Path) -> list[Finding]:
     """Check that a file lock in the results excludes other processes, and that its release admits them.
 
-    Training runs and the controller use flock; databases (MLflow's, Snakemake's) use POSIX locks (`lockf`). There is a
-    finding for each kind, which fails if the folder cannot be written. Flock also fails if options of the mount confine
-    it to this machine. The check writes a temporary file into the results, or into their nearest existing parent.
+    Training runs and the controller use flock; databases (MLflow's, Snakemake's) use POSIX locks (`lockf`). Each kind
+    has a finding, which fails if the folder cannot be written. Flock also fails if options of the mount confine it to
+    this machine. The check writes and deletes a temporary file in the results, or in their nearest existing parent.
     """
     folder = nearest_existing(results)
     findings: list[Finding] = []
@@ -203,9 +208,10 @@ def check_locks(results: Path) -> list[Finding]:
 
 
 def _find_local_lock_options(folder: Path) -> str:
-    """Return the mount options of a file system that confine `flock` to one machine, as a message; empty: none.
+    """Return a message with the mount options that confine `flock` to one machine; empty if there are none.
 
-    Training runs lock their state with `flock`, so ``local_lock=posix``, which only affects `lockf`, is not reported.
+    The options are of the file system that contains `folder`. Option ``local_lock=posix``, which only affects `lockf`,
+    is not reported, since training runs lock their state with `flock`.
     """
     from kairos.staging import mount
 
@@ -240,20 +246,21 @@ def _try_lock(function: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> s
 
 
 def check_limits() -> list[Finding]:
-    """Report the resource limits of this user's processes; too few open files or limited addresses fail the check.
+    """Report the soft resource limits of this process: open files, processes, locked memory and core files.
 
-    The limits are soft limits; 1024 open files are enough. Limited address space is a second finding.
+    The finding fails if fewer than 1024 files may be open. If the address space is limited, there is a second finding,
+    which fails.
     """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    enough = files == resource.RLIM_INFINITY or files >= _OPEN_FILES
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # soft and hard limit
+    is_enough = open_files == resource.RLIM_INFINITY or open_files >= _OPEN_FILES
     fact = f"{_limit(resource.RLIMIT_NOFILE)} open files, {_limit(resource.RLIMIT_NPROC)} processes, "
     fact += f"{_limit(resource.RLIMIT_MEMLOCK, 2**20)} MiB locked memory, core files {_limit(resource.RLIMIT_CORE)}"
-    advice = "" if enough else f"; at least {_OPEN_FILES} open files: ulimit -n {_OPEN_FILES}"
-    findings: list[Finding] = [(enough, "limits", fact + advice)]
-    memory = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if memory != resource.RLIM_INFINITY:
+    advice = "" if is_enough else f"; at least {_OPEN_FILES} open files: ulimit -n {_OPEN_FILES}"
+    findings: list[Finding] = [(is_enough, "limits", fact + advice)]
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
         advice = "CUDA reserves far more addresses than it uses: ulimit -v unlimited"
-        findings.append((False, "limits", f"{memory / 2**30:.0f} GiB of address space; {advice}"))
+        findings.append((False, "limits", f"{address_space / 2**30:.0f} GiB of address space; {advice}"))
     return findings
 
 

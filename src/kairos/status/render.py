@@ -43,18 +43,19 @@ _TEMPLATES = jinja2.Environment(
 
 
 def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
-    """Return the status of an experiment as lines, without a newline at the end.
+    """Return the status of an experiment as text, without a newline at the end.
 
     Lines have at most 120 columns, except lines with long paths.
 
     Args:
         experiment: the experiment's file, or its folder of results.
-        remove_unclaimed: delete states of earlier settings; otherwise the text reports how to delete them.
+        remove_unclaimed: True to delete states with earlier settings or code, see `find_unclaimed_states`. Otherwise
+            the text reports how to delete them.
 
     Raises:
         KairosError: the folder contains no training run.
-        ConfigError: the file is missing or not a valid experiment; or a run has states that are not active, and the
-            weights of its ``training.start_from`` are missing.
+        ConfigError: the file is missing or not a valid experiment; or a run that is not active has states, and the
+            weights of ``training.start_from`` are missing.
     """
     status = _collect_status(experiment)
     states = find_unclaimed_states(status["outline"], status["runs"])
@@ -71,14 +72,14 @@ def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
 
 @lru_cache(maxsize=1)
 def render_page(experiment: Path, interval: float, moment: float) -> str:
-    """Return the status of an experiment as an HTML document that refreshes itself; it shows any reading error.
+    """Return the status of an experiment as an HTML document that refreshes itself.
 
-    The last page is cached.
+    The last document is cached. No error of reading is raised: the document shows the error instead of the status.
 
     Args:
         experiment: the experiment's file, or its folder of results.
         interval: seconds after which the document requests itself again.
-        moment: key of the cache; requests with one moment receive one page.
+        moment: key of the cache: calls with equal arguments, `moment` included, return one document.
     """
     context: dict[str, Any] = {
         "title": experiment.stem,
@@ -91,7 +92,8 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
         context |= _collect_status(experiment)
         logs = RunLogs(context["outline"].results)
         rows = [_build_row(run, outputs, logs) for run, outputs in zip(context["runs"], context["outputs"])]
-        context["rows"], context["rows_by_method"] = rows, _group_by_method(rows)
+        context["rows"] = rows
+        context["rows_by_method"] = _group_by_method(rows)
     except Exception as error:  # a file may be half written: the next request may succeed
         # None: the template shows the error without a table, although the outline may have been read
         context |= {"outline": None, "fault": f"{type(error).__name__}: {error}"}
@@ -99,10 +101,11 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
 
 
 def _collect_status(experiment: Path) -> dict[str, Any]:
-    """Collect the values that both templates show.
+    """Return the values that both templates show, by name.
 
-    ``runs`` and ``outputs`` are in the order of ``outline.trainings``. Without jobs, ``queue`` is SLURM's error or an
-    empty text. ``duration`` is the function that formats seconds, which the templates call.
+    ``runs`` and ``outputs`` are in the order of ``outline.trainings``. The texts are ``stages``, ``summary`` (number of
+    runs by state) and ``queue`` (SLURM's jobs; without jobs SLURM's error, or empty). ``duration`` is the function that
+    formats seconds, which the templates call.
 
     Raises:
         KairosError: the folder contains no training run.
@@ -125,7 +128,7 @@ def _collect_status(experiment: Path) -> dict[str, Any]:
 
 
 def _group_by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each method's training runs, in their order."""
+    """Return the rows of training runs by method; methods and rows keep their order."""
     rows_by_method: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         rows_by_method.setdefault(row["run"].method, []).append(row)
@@ -133,10 +136,11 @@ def _group_by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any
 
 
 def _build_row(run: RunProgress, outputs: RunOutputs, run_logs: RunLogs) -> dict[str, Any]:
-    """Return the values of a training run's row in the page; a missing value is None or empty.
+    """Return the values of a training run's row in the page: run, note, logs, evaluation, grid and losses.
 
-    ``evaluation`` and ``grid`` are paths of the last valid files. The note of a running run is the last line of its
-    log, unless it has another note. An outdated run has no loss curve.
+    ``evaluation`` and ``grid`` are paths of the last valid files, or None. The note of a running run is the last line
+    of its log, unless it has another note. ``losses`` is the result of `_read_loss_curve`; None for an outdated run,
+    and for a run without metrics.
     """
     # without the job's number, the plugin's log of a job with several training runs is not found
     logs = run.logs or run_logs.find(run.method, run.seed, job=None)
@@ -156,13 +160,15 @@ def _build_row(run: RunProgress, outputs: RunOutputs, run_logs: RunLogs) -> dict
 
 
 def _find_newest_metrics(run_folder: Path) -> Path | None:
-    """Return the metrics.jsonl of a run that was written last; None: there is none.
+    """Return the path of the metrics.jsonl of a run that was written last; None: there is none.
 
-    Every state of the run has a file. The run's folder has a copy, which remains if the states are deleted.
+    Every state of the run, a folder in ``.state``, has such a file. The run's folder has a copy, which remains if the
+    states are deleted.
     """
     states = run_folder / ".state"
-    folders = [*(states / name for name in list_names(states)), run_folder]
-    write_times = {}  # nanoseconds
+    folders = [states / name for name in list_names(states)]
+    folders.append(run_folder)
+    write_times = {}  # nanoseconds, by file
     for folder in folders:
         metrics_file = folder / "metrics.jsonl"
         with suppress(FileNotFoundError, NotADirectoryError):  # `.state` contains files, too
@@ -173,8 +179,11 @@ def _find_newest_metrics(run_folder: Path) -> Path | None:
 def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
     """Return (points, step, loss): an SVG polyline, 30 units high, and its last point; None if there is no loss.
 
-    Each point, also the last one, is the mean of some lines. x is the step, and y nearly the logarithm of the loss. The
-    file must exist.
+    Each point, also the last one, is the mean of some lines. x is the step; y falls with nearly the logarithm of the
+    loss. The result is cached until the file changes.
+
+    Raises:
+        FileNotFoundError: there is no file.
     """
     stat = metrics_file.stat()
     return _compute_loss_curve(metrics_file, stat.st_size, stat.st_mtime_ns)
@@ -182,25 +191,28 @@ def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:
 
 @lru_cache(maxsize=4096)
 def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tuple[str, float, float] | None:
-    """Compute the loss curve of `_read_loss_curve` from the first `size` bytes of a file.
+    """Return the result of `_read_loss_curve` for the first `size` bytes of a file.
 
     The size and the time of the last change are keys of the cache, so that a file that grows is read again.
     """
-    points = _sample_losses(metrics_file, size)
-    if not len(points):
+    lines = _sample_losses(metrics_file, size)  # step and loss of each line
+    if len(lines) == 0:
         return None
-    lines_per_point = _double_until_few(1, len(points))
-    group_count = len(points) // lines_per_point
-    grouped = points[: group_count * lines_per_point]
+
+    # each point of the curve is the mean of a group of consecutive lines
+    lines_per_point = _double_until_few(1, len(lines))
+    group_count = len(lines) // lines_per_point
+    grouped_lines = lines[: group_count * lines_per_point]
     # If lines remain, the last `lines_per_point` lines are a further group. It overlaps the group before.
-    if len(grouped) < len(points):
-        grouped = np.concatenate([grouped, points[-lines_per_point:]])
-    means = grouped.reshape(-1, lines_per_point, 2).mean(axis=1)  # (points, 2): mean step and loss of each group
+    if len(grouped_lines) < len(lines):
+        grouped_lines = np.concatenate([grouped_lines, lines[-lines_per_point:]])
+    means = grouped_lines.reshape(-1, lines_per_point, 2).mean(axis=1)  # (points, 2): mean step and loss of each group
     steps, losses = means.T
+
     # nearly log(2000 * loss) for losses above 0.01, but also defined for losses up to 0
-    heights = np.arcsinh(1000 * losses)
-    value_range = heights.min(), heights.max() + 1e-9  # not empty for a constant loss
-    heights = np.interp(heights, value_range, (_CURVE_BOTTOM, _CURVE_TOP))  # y in an SVG increases downwards
+    log_losses = np.arcsinh(1000 * losses)
+    value_range = log_losses.min(), log_losses.max() + 1e-9  # not empty for a constant loss
+    heights = np.interp(log_losses, value_range, (_CURVE_BOTTOM, _CURVE_TOP))  # y in an SVG increases downwards
     polyline = " ".join(f"{x:.6g},{y:.1f}" for x, y in zip(steps, heights))
     return polyline, float(steps[-1]), float(losses[-1])
 
@@ -208,8 +220,8 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
 def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
     """Return steps and losses of some lines of metrics.jsonl, float64 (lines, 2), from blocks spread over `size` bytes.
 
-    Lines are in the order of the file, and no step is repeated. A small file is read completely. The array is empty if
-    no line has a loss.
+    Lines are in the order of the file, and no step is repeated. The blocks of a small file cover it completely, but
+    lines that cross the border of two blocks are left out. The array is empty, of shape (0,), if no line has a loss.
     """
     distance = _double_until_few(_BLOCK, size)  # bytes between the beginnings of blocks; blocks of a small file touch
     last_position = max(size - _BLOCK, 0)
@@ -217,14 +229,15 @@ def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
     with open(metrics_file, "rb") as file:
         blocks = [os.pread(file.fileno(), _BLOCK, position) for position in positions]
     # "\n" between the blocks: a line that is cut off at the end of a block must not continue in the next block
-    loss_by_step = dict(_STEP_AND_LOSS.findall(b"\n".join(blocks)))  # the last two blocks may overlap
-    return np.array([*loss_by_step.items()], float)  # converts the digits, which are bytes
+    steps_and_losses = _STEP_AND_LOSS.findall(b"\n".join(blocks))  # digits, as bytes
+    loss_by_step = dict(steps_and_losses)  # without repetitions: the last two blocks may overlap
+    return np.array(list(loss_by_step.items()), float)  # converts the digits
 
 
 def _double_until_few(unit: int, length: int) -> int:
-    """Return `unit` times the smallest power of two that divides `length` into at most `_CURVE_POINTS` units.
+    """Return `unit`, doubled until `_CURVE_POINTS` units cover `length`.
 
-    A growing length therefore keeps the borders of its units, or every second one.
+    When `length` grows, every border between units, or every second one, therefore stays a border.
     """
     while unit * _CURVE_POINTS < length:
         unit *= 2

@@ -59,20 +59,20 @@ class RunOutputs:
 
     @property
     def last_evaluation(self) -> Path | None:
-        """Valid evaluation of the highest step; None: there is none."""
+        """Path of the valid evaluation of the highest step; None: there is none."""
         paths = reversed(_list_files_by_step(self.folder / "evaluation", ".json"))
         return next((path for path in paths if self.evaluations.get(path.stem)), None)
 
     @property
     def last_grid(self) -> Path | None:
-        """Image grid of valid samples of the highest step; None: there is none."""
+        """Path of the PNG of the highest step whose samples are valid, see `_is_grid_valid`; None: there is none."""
         paths = reversed(_list_files_by_step(self.folder / "samples", ".png"))
         return next((path for path in paths if self._is_grid_valid(path)), None)
 
     def _are_samples_valid(self, path: Path) -> bool:
         """Return True if a file of samples comes from the present run and has the experiment's sampling settings.
 
-        Without an experiment file all files are valid. Otherwise a damaged file is not.
+        Without an experiment file all files are valid. Otherwise a damaged file is not valid.
         """
         expected = self._outline.expected
         if expected is None:
@@ -83,8 +83,9 @@ class RunOutputs:
     def _is_evaluation_valid(self, path: Path) -> bool:
         """Return True if an evaluation comes from the present run and reference and has the experiment's settings.
 
-        Without an experiment file all files are valid. Otherwise a damaged evaluation is not. A hash that the
-        reference's record lacks is not compared; a hash that only the evaluation lacks makes it invalid.
+        Without an experiment file all files are valid. Otherwise a damaged evaluation is not valid. The hashes of
+        extractor and reference statistics must agree with reference.json. A hash that reference.json lacks is not
+        compared; a hash that only the evaluation lacks makes it invalid.
         """
         expected = self._outline.expected
         if expected is None:
@@ -108,27 +109,31 @@ class RunOutputs:
             return self.samples[path.stem]
         if self._outline.expected is None:
             return True
-        return self._identity != ""
+        has_present_settings = self._identity != ""
+        return has_present_settings
 
     def _is_of_present_run(self, path: Path, protocol: dict[str, Any]) -> bool:
         """Return True if the file's name is the step of a milestone, and its protocol contains the run's identity.
 
-        A file without an identity does not match. The caller ensures that the name of the file is a step.
+        A file without an identity does not match. A name that is no number raises ValueError.
         """
         step, identity = int(path.stem), protocol.get("identity")
         return step in self._outline.milestones and identity is not None and identity == self._identity
 
     @cached_property
     def _identity(self) -> str:
-        """Identity of the run; empty without an experiment file or snapshot, or if the run's settings are outdated."""
-        expected, record = self._outline.expected, find_first_snapshot(self.folder)
-        if expected is None or record is None or expected.find_changes(self._method, self._seed, record):
+        """Identity in the record of the run's first snapshot; empty if it does not have the experiment's settings.
+
+        It is also empty without an experiment file, snapshot or recorded identity.
+        """
+        expected, record_file = self._outline.expected, find_first_snapshot(self.folder)
+        if expected is None or record_file is None or expected.find_changes(self._method, self._seed, record_file):
             return ""
-        return str(expected.snapshot_record(record).get("identity", ""))
+        return str(expected.snapshot_record(record_file).get("identity", ""))
 
 
 def _list_files_by_step(folder: Path, suffix: str) -> list[Path]:
-    """Return the files with a suffix whose name is a step, by ascending step; empty without a folder.
+    """Return the paths of the files with a suffix whose name is a step, by ascending step; empty without a folder.
 
     A name that begins with a digit is treated as a step.
     """
@@ -140,7 +145,7 @@ def _list_files_by_step(folder: Path, suffix: str) -> list[Path]:
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     """Return lines of text: complete and missing stages, messages of missing stages, counts of samples and evaluations.
 
-    A stage is complete if its record in `_STAGE_RECORDS` exists, whatever its settings are. `outputs` are from all
+    A stage is complete if its file in `_STAGE_RECORDS` exists, whatever its settings are. `outputs` contains all
     training runs.
     """
     complete = [stage for stage, record in _STAGE_RECORDS.items() if (outline.results / record).is_file()]
@@ -154,7 +159,7 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
 
 
 def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
-    """Return the error, or the progress of the last minute, at the end of each stage's log, without the stage's name.
+    """Return lines with the error, or else the progress, at the end of each stage's log, without the stage's name.
 
     An error is the text ``failed: ...`` in lines of at most 120 columns. Progress is the line ``now: ...``, cut at 120
     columns: the last line, whatever it is, of a log written in the last minute. A stage with neither has no line.
@@ -164,9 +169,9 @@ def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
         log = logs / f"{_STAGE_LOGS.get(stage, stage)}.log"
         lines = read_last_lines(str(log))
         # an error ends the command, so that all lines after it belong to its message
-        error_index = next((index for index, line in enumerate(lines) if line.startswith(_ERROR)), None)
-        if error_index is not None:
-            message = " ".join(line.strip() for line in lines[error_index:])
+        error_starts = [index for index, line in enumerate(lines) if line.startswith(_ERROR)]
+        if error_starts:
+            message = " ".join(line.strip() for line in lines[error_starts[0] :])
             messages += textwrap.wrap(f"failed: {message.removeprefix(_ERROR)}", _LINE_LENGTH)
         elif lines and lines[-1] and time.time() - os.path.getmtime(log) < _LOG_INTERVAL:
             messages.append(f"now: {lines[-1].strip()}"[:_LINE_LENGTH])
@@ -176,9 +181,11 @@ def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
 def _count_files(name: str, files_of_runs: list[dict[str, bool]], expected_count: int) -> str:
     """Return the number of valid files as text, such as ``samples 3 of 8 (1 outdated)``.
 
-    `expected_count` is for the whole experiment; 0: unknown.
+    Files that are not valid are counted as outdated; without them the bracket is left out. `files_of_runs` contains the
+    validity of each file, by step, for each training run. `expected_count` is for the whole experiment; 0: unknown.
     """
     validity = [is_valid for files in files_of_runs for is_valid in files.values()]
+    valid_count, outdated_count = validity.count(True), validity.count(False)
     of_expected = f" of {expected_count}" if expected_count else ""
-    outdated = f" ({validity.count(False)} outdated)" if False in validity else ""
-    return f"{name} {validity.count(True)}{of_expected}{outdated}"
+    outdated = f" ({outdated_count} outdated)" if outdated_count else ""
+    return f"{name} {valid_count}{of_expected}{outdated}"

@@ -68,12 +68,12 @@ class Outline:
 def load_outline(path: Path) -> Outline:
     """Return the outline of an experiment from its file or its folder of results.
 
-    The results of an experiment file are in ``results/<experiment>`` of the working directory. The folder of a
-    pipeline's results selects the newest experiment file that the pipeline has kept for it. Without such a file, the
-    outline has the training runs that have a folder, and neither milestones nor an experiment.
+    The results of an experiment file are in ``results/<experiment>`` of the working directory. For a folder of results,
+    the newest frozen experiment of that folder is read, see `_find_kept_experiment`. Without one, the outline has the
+    training runs that have a folder, and neither milestones nor an experiment.
 
     Raises:
-        KairosError: the folder has no kept experiment file and no training run.
+        KairosError: the folder has neither a frozen experiment nor a training run.
         ConfigError: the file is missing, or is not a valid experiment.
     """
     is_folder = path.is_dir()
@@ -90,9 +90,9 @@ def load_outline(path: Path) -> Outline:
 
 
 def _find_kept_experiment(results: Path) -> Path | None:
-    """Return the newest experiment file that the pipeline in the working directory has kept for a folder of results.
+    """Return the path of the newest frozen experiment in ``.kairos/config`` for a folder of results.
 
-    Returns None if there is no file, or if the folder does not contain results of this pipeline.
+    None: there is no such file, or the folder is not in ``results`` of the working directory.
     """
     if results.resolve() != (Path("results") / results.name).resolve():
         return None
@@ -156,13 +156,16 @@ def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
 
     `jobs` are the experiment's jobs in SLURM's queue. If a run is in several jobs, the last of them is used.
     """
-    job_of_run = {training: job for job in jobs for training in job.trainings}
-    job_by_number = {job.number: job for job in jobs}
+    job_by_run: dict[tuple[str, int], Job] = {}
+    for job_in_queue in jobs:
+        for training in job_in_queue.trainings:
+            job_by_run[training] = job_in_queue
+    job_by_number = {job_in_queue.number: job_in_queue for job_in_queue in jobs}
     logs = RunLogs(outline.results)
     runs = []
     for method, seed in outline.trainings:
         progress = read_progress(outline.run_folder(method, seed))
-        job = job_of_run.get((method, seed))
+        job = job_by_run.get((method, seed))
         if job is None:  # the queue may not list a job's training runs; the progress file contains the job
             job = job_by_number.get(str(progress.get("job") or ""))  # no job has the number ""
         runs.append(_assess_run(outline, method, seed, progress, job, logs))
@@ -172,11 +175,12 @@ def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
 def _assess_run(
     outline: Outline, method: str, seed: int, progress: Progress, job: Job | None, run_logs: "RunLogs"
 ) -> RunProgress:
-    """Derive the state of a training run from its record, its progress file, its job and its logs.
+    """Return the state and progress of a training run, from its record, progress file, job, snapshots and logs.
 
-    The settings of a run that is not active are compared with the experiment's: ``outdated`` replaces any other state.
-    A run that only has a log is ``starting`` if the log is new and empty, else ``failed``. `progress` is empty without
-    a progress file, and `job` is None if the queue does not contain the run.
+    A run that is not active (running, starting or queued) and has other settings than the experiment is ``outdated``,
+    whatever its state. A run that only has a log is ``starting`` if the log is new and empty, else ``failed``. For all
+    other runs see `_find_state`. `progress` is empty without a progress file, and `job` is None if the queue does not
+    contain the run.
     """
     # the record of the run's end, and the step at which the run is complete
     folder = outline.run_folder(method, seed)
@@ -228,9 +232,9 @@ def _assess_run(
 def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress: Progress) -> int | None:
     """Return the step at which a training run is complete; None: unknown.
 
-    It is the last milestone, or the recorded steps if they are more. Without milestones it is the last step of the
-    present job or, without a progress file, the recorded steps. `record` and `progress` are empty if their file is
-    missing.
+    It is the last milestone, or the recorded steps if they are more. Without milestones (`last_milestone` is None) it
+    is the last step of the present job or, without a progress file, the recorded steps. `record` and `progress` are
+    empty if their file is missing.
     """
     recorded_steps: int | None = record.get("steps")
     if last_milestone is None:
@@ -242,10 +246,9 @@ def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress
 
 
 def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progress) -> int:
-    """Return the number of completed steps, as far as known: from record and progress file, else from snapshots.
+    """Return the number of completed steps: the larger number of record and progress file, else the last snapshot's.
 
-    It is the larger number of record and progress file, 0 for a missing one. Without record, progress file and
-    snapshots the result is 0.
+    Snapshots are read only if both files are missing. Without any of them the result is 0.
     """
     if record or progress:
         return int(max(record.get("steps", 0), progress.get("step", 0)))
@@ -256,10 +259,14 @@ def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progre
 def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: bool) -> str:
     """Return the state of a training run whose files are not outdated, from its progress file, job and record.
 
-    A run whose process is alive is ``running``. Otherwise a job in the queue makes it ``queued`` or ``starting``, and
-    without a job the record may make it ``complete``. A run whose process was killed is ``dead``. A run without
-    progress, or after an earlier segment, is ``waiting``. Otherwise the progress file contains the state, ``stopped``
-    or ``failed``. `is_complete` means that the run's record covers the last milestone.
+    The first case that applies decides:
+
+    1. The process is alive: ``running``.
+    2. A job is in the queue: ``queued`` if it is pending, else ``starting``.
+    3. The run's record covers the last milestone (`is_complete`): ``complete``.
+    4. The progress file contains ``running``, so the process was killed: ``dead``.
+    5. There is no progress file, or it is of a completed earlier segment: ``waiting``.
+    6. The state is in the progress file: ``stopped`` or ``failed``.
     """
     reported = progress.get("state", "")
     if reported == "running" and _is_alive(folder / ".state" / "lock", progress, job):
@@ -277,8 +284,9 @@ def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: 
 def _find_changed_settings(outline: Outline, method: str, seed: int, begun_identity: str | None) -> str:
     """Return the settings that have changed since a run was computed, as text; empty: none, or they are unknown.
 
-    They are read from the run's first snapshot, and unknown without a snapshot or an experiment file. `begun_identity`
-    is the identity of the state that the run wrote last; None: there is no state.
+    The run's settings are read from its first snapshot: of the state that the run wrote last, if that state has other
+    settings than the published snapshots. They are unknown without a snapshot or an experiment file. `begun_identity`
+    is the identity of that state; None: there is no state.
     """
     if outline.expected is None:
         return ""
@@ -294,10 +302,10 @@ def _find_changed_settings(outline: Outline, method: str, seed: int, begun_ident
 
 
 def find_first_snapshot(folder: Path) -> Path | None:
-    """Return the record of the snapshot with the lowest step; None: there is none.
+    """Return the path of the record of the snapshot with the lowest step; None: there is none.
 
     A run with new settings replaces this snapshot before all others, so its record has the present settings. The folder
-    belongs to a training run or a state.
+    belongs to a training run or a state. Snapshots without a record are skipped.
     """
     milestones = folder / "milestones"
     for name in list_names(milestones):  # steps with leading zeros, such as 0000400; other names are temporary
@@ -308,7 +316,7 @@ def find_first_snapshot(folder: Path) -> Path | None:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names of the files and folders in a folder, sorted; empty if the folder does not exist."""
+    """Return the names of the files and folders in a folder, sorted; empty if the folder is missing or is a file."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -318,10 +326,14 @@ def list_names(folder: Path) -> list[str]:
 def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str, ...]) -> str:
     """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add.
 
-    A queued run has SLURM's reason, and a dead run the age of its last update. A running run has a note only if its
-    last update is older than five minutes or SLURM's state is not RUNNING. A run that failed or stopped has the message
-    of its progress file or, without one, the last line of its log. A run that waits has the last line of its log. Only
-    the first file of `logs` is read.
+    - queued: SLURM's reason.
+    - dead: the age of the last update.
+    - failed or stopped: the message of the progress file or, without one, the last line of the log.
+    - running or starting: SLURM's state of the job if it is not RUNNING. A running run whose last update is older than
+      five minutes has the age of that update.
+    - waiting: the last line of the log.
+
+    Only the first file of `logs` is read.
     """
     if state == "queued" and job is not None:
         return job.reason if job.reason != "None" else ""  # squeue writes "None" for no reason
@@ -339,14 +351,15 @@ def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str,
 
 def format_age(unix_time: float) -> str:
     """Return the duration since a time as text, such as ``3:05 ago``; a time in the future is treated as now."""
-    return f"{duration(max(time.time() - unix_time, 0))} ago"
+    seconds = max(time.time() - unix_time, 0)
+    return f"{duration(seconds)} ago"
 
 
 def _find_location(state: str, progress: Progress, job: Job | None) -> str:
     """Return host and job of a run as text, such as ``node1 job 17``, as far as known; empty: neither is known.
 
-    The job is the one in the queue or, without one, in the progress file. A run that is queued, starting or complete
-    has no host, and then only a job in the queue is shown.
+    The host is in the progress file, and the job in the queue or else in the progress file. For a run that is queued,
+    starting or complete, no host and only a job in the queue is included.
     """
     # a run that waits has no host yet, and the host of a complete run does not matter
     host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
@@ -363,9 +376,9 @@ def _find_location(state: str, progress: Progress, job: Job | None) -> str:
 def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
     """Return True if the process that wrote a progress file as running is still alive.
 
-    While SLURM lists the job that wrote the file as pending or running, the queue alone decides: the file must be newer
-    than the start of the job. Otherwise the process is alive if its lock is held. Locks may not reach other machines,
-    so for 30 s a progress file of another machine, or without a host, also shows that the process is alive.
+    While SLURM lists the job that wrote the file as pending or running, the queue alone decides. Then the job must have
+    started, and the file must be newer than its start. Otherwise the process is alive if its lock is held. Locks may
+    not reach other machines, so a file of another machine, or without a host, also counts if it is less than 30 s old.
     """
     has_written_file = job is not None and job.number == str(progress.get("job"))  # no job has the number "None"
     waits_or_runs = job is not None and (job.pending or job.state == "RUNNING")
@@ -379,7 +392,7 @@ def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
 
 
 def is_locked(lock: Path) -> bool:
-    """Return True if a process holds a lock file, or the file cannot be opened or locked; False without a file.
+    """Return True if a process holds the lock, or the file cannot be opened or locked; False if there is no file.
 
     The check takes the lock as shared and releases it at once, so it keeps no process out.
     """
@@ -396,7 +409,7 @@ def is_locked(lock: Path) -> bool:
 class RunLogs:
     """Log files of training jobs, written by the workflow, or by SLURM's plugin in the working directory.
 
-    Logs of the workflow that are written after the creation of the object are not found.
+    The constructor lists the workflow's logs, so that `find` does not return logs that are created later.
 
     Args:
         results: folder of the experiment's results.
@@ -413,9 +426,10 @@ class RunLogs:
         self._slurm_folders = [folder.as_posix() for folder in Path(".snakemake/slurm_logs").glob("*_train*")]
 
     def find(self, method: str, seed: int, job: str | None) -> tuple[str, ...]:
-        """Return the newest log of the workflow for a training run, then the newest of SLURM's plugin, if they exist.
+        """Return the paths of a training run's newest log of the workflow and newest log of SLURM's plugin.
 
-        `job` is the number of the run's last SLURM job; None: unknown.
+        A kind without a log is left out, so that the tuple may be empty. `job` is the number of the run's last SLURM
+        job, whose log is found even if it is of several training runs; None: unknown.
         """
         workflow_logs = self._workflow_logs.get(f"{method}_seed{seed}", [])
         slurm_logs: list[str] = []
@@ -423,12 +437,12 @@ class RunLogs:
             slurm_logs += glob.glob(f"{folder}/{method}_{seed}/*.log")
             if job is not None:
                 slurm_logs += glob.glob(f"{folder}/{job}.log")  # the log of a job with several training runs
-        # the newest of each kind
-        return tuple(max(logs, key=os.path.getmtime) for logs in (workflow_logs, slurm_logs) if logs)
+        logs_by_kind = (workflow_logs, slurm_logs)
+        return tuple(max(logs, key=os.path.getmtime) for logs in logs_by_kind if logs)  # the newest of each kind
 
 
 def read_last_line(logs: tuple[str, ...]) -> str:
-    """Return the last line of the first of some log files, without blanks around it; empty: there is none."""
+    """Return the last line of the first file of `logs`, without blanks around it; empty: there is none."""
     lines = read_last_lines(logs[0]) if logs else []
     return lines[-1].strip() if lines else ""
 
@@ -436,10 +450,12 @@ def read_last_line(logs: tuple[str, ...]) -> str:
 def read_last_lines(log: str) -> list[str]:
     """Return the lines in the last 2000 bytes of a log file, of which the first may be incomplete.
 
-    Blank lines at both ends are left out. The list is empty if the file does not exist or cannot be read. An empty file
-    has one empty line.
+    Blank lines at both ends are left out. The list is empty if the file does not exist or cannot be read. The result
+    for an empty file is a list with one empty line.
     """
     with suppress(OSError), open(log, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL))
-        return file.read().decode(errors="replace").strip().split("\n")
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _LOG_TAIL))
+        text = file.read().decode(errors="replace")
+        return text.strip().split("\n")
     return []

@@ -23,7 +23,7 @@ _TYPES = dict.fromkeys((".log", ".json", ".jsonl", ".csv", ".yaml", ".txt"), "te
 
 
 class Server(ThreadingTCPServer):
-    """HTTP server on a socket that listens already; the caller runs it with `serve_forever`.
+    """HTTP server of a status page, on a socket that listens already; the caller runs it with `serve_forever`.
 
     Args:
         listener: the socket.
@@ -32,7 +32,7 @@ class Server(ThreadingTCPServer):
 
     Attributes:
         results: folder of the results, whose files are served.
-        loopback: only this machine can connect.
+        loopback: True if only this machine can connect.
 
     Raises:
         KairosError: the folder contains no training run.
@@ -51,7 +51,7 @@ class Server(ThreadingTCPServer):
         self.loopback = bool(_THIS_MACHINE.fullmatch(listener.getsockname()[0]))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log no error of a request: most are browsers that close their connection."""
+        """Ignore an error of a request: most errors are browsers that close their connection."""
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -62,10 +62,11 @@ class _Handler(SimpleHTTPRequestHandler):
     extensions_map = _TYPES
 
     def send_head(self) -> Any:
-        """Send status and headers of a response, and return its content as a file to read; None for an error.
+        """Send status and headers of a response, and return its content as a file to read.
 
-        The path ``/`` is the status page, every other path a file in the results; a path without such a file results in
-        status 404. If only this machine can connect, requests for any other host name result in status 403.
+        The path ``/`` is the status page, every other path a file in the results. The result is None after an error,
+        whose response is sent: status 404 for a path without a file. If only this machine can connect, requests with
+        another host name in header ``Host`` get status 403.
         """
         server = self.server
         if server.loopback and not _THIS_MACHINE.fullmatch(self.headers.get("Host", "")):
@@ -83,10 +84,10 @@ class _Handler(SimpleHTTPRequestHandler):
         return BytesIO(body)
 
     def translate_path(self, path: str) -> str:
-        """Return the path of the file in the results that a URL names; empty if it does not name such a file.
+        """Return the path of the file in the results that the path of a URL selects; empty if there is no such file.
 
-        The path is also empty for a folder, a file outside of the results, and a hidden file or a file in a hidden
-        folder.
+        The result is also empty for a folder, a file outside of the results, and a hidden file or a file in a hidden
+        folder. The URL may have a query, which is ignored.
         """
         parts = [unquote(part, errors="surrogateescape") for part in path.partition("?")[0].split("/")]
         try:
@@ -100,7 +101,7 @@ class _Handler(SimpleHTTPRequestHandler):
         return str(file) if file.is_file() and not is_hidden and not has_quoted_slash else ""
 
     def end_headers(self) -> None:
-        """Send the headers that all responses have in common, and end the header section."""
+        """Send the headers of all responses, which forbid caching and guessing of types, and end the header section."""
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         super().end_headers()

@@ -39,9 +39,9 @@ _QUIET = {  # environment variables: no telemetry, and no repeated requests to a
 
 
 def check_mlflow(configured: str | None) -> list[Finding]:
-    """Check that MLflow's store can be written, with one finding; the check creates no database.
+    """Check that MLflow's store can be written, and return a list with one finding; the check creates no database.
 
-    An SQLite database that does not exist is usable if a file can be created at its path. An existing one must be
+    An SQLite database that does not exist is usable if a file can be created at its path. An existing database must be
     writable and answer a request. Any other store must answer a request. The finding contains no credentials.
 
     Args:
@@ -66,14 +66,16 @@ def check_mlflow(configured: str | None) -> list[Finding]:
 def check_dvc() -> list[Finding]:
     """Check that the working directory is in a DVC repository whose cache can be written, and report its remote.
 
-    A repository without a remote or without dvc.yaml is usable. The remote is not contacted, and its finding contains
-    no credentials. The findings are repository, cache and remote; without a repository there is only the first.
+    The findings are repository, cache and remote; without a repository there is only the first, which fails. A
+    repository without a remote or without dvc.yaml is usable. The remote is not contacted, and its finding contains no
+    credentials.
     """
     succeeded, answer = _run_python(_ASK_DVC)
     if not succeeded:
         advice = "git init and dvc init create one, a clone of kairos is one"
         return [(False, "dvc repository", f"{answer[:300]}; {advice}")]
     repository = json.loads(answer)
+    stages_file = "dvc.yaml" if Path("dvc.yaml").exists() else "no dvc.yaml in this folder"
     cache = repository["cache"]
     fault = _why_folder_is_read_only(Path(cache))
     advice = "dvc cache dir --local PATH selects a folder that can be written"
@@ -81,18 +83,18 @@ def check_dvc() -> list[Finding]:
     if repository["remote"]:
         remote = f"{repository['remote']}, {without_credentials(repository['url'] or '')}"
     return [
-        (True, "dvc repository", "dvc.yaml" if Path("dvc.yaml").exists() else "no dvc.yaml in this folder"),
+        (True, "dvc repository", stages_file),
         (not fault, "dvc cache", f"{fault}; {advice}" if fault else cache),
         (True, "dvc remote", remote),
     ]
 
 
 def _run_python(code: str, **environment: str) -> tuple[bool, str]:
-    """Run code in a separate process; return True and its last line of output, or False and the error.
+    """Run Python code in a separate process; return True and its last line of output, or False and the error.
 
-    A process that runs for more than `_TIMEOUT` seconds is ended, which is an error. A process without output returns
-    ``exit status`` and its number. `code` contains indented statements, the body of a try statement. `environment`
-    replaces variables of this process, which replace `_QUIET`.
+    The error is the last line of stderr. A process that runs for more than `_TIMEOUT` seconds is ended, which is an
+    error. Without output, the text is ``exit status`` and its number. `code` contains indented statements, the body of
+    a try statement. `environment` replaces variables of this process, which replace `_QUIET`.
     """
     command = [sys.executable, "-c", f"try:{code}{_IN_ONE_LINE}"]
     variables = {**_QUIET, **os.environ, **environment}
@@ -110,7 +112,8 @@ def _run_python(code: str, **environment: str) -> tuple[bool, str]:
 def _why_read_only(path: Path) -> str | None:
     """Return why an SQLite database cannot be written or created; None if it can.
 
-    An existing database is locked for writing for a moment; another lock on it is awaited for 4 s.
+    An existing database is locked for writing for a moment; another lock on it is awaited for 4 s. In both cases files
+    must be writable in the database's folder. No database is created.
     """
     if not path.exists():
         return _why_folder_is_read_only(path.parent)
@@ -124,7 +127,10 @@ def _why_read_only(path: Path) -> str | None:
 
 
 def _why_folder_is_read_only(folder: Path) -> str | None:
-    """Return why no file can be created in a folder, or in its nearest existing parent; None if one can."""
+    """Return why no file can be created in a folder, or in its nearest existing parent; None if a file can be created.
+
+    The check creates and deletes a temporary file.
+    """
     folder = nearest_existing(folder)
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -134,6 +140,6 @@ def _why_folder_is_read_only(folder: Path) -> str | None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return a path, or its nearest parent folder that exists, as an absolute path."""
+    """Return a path if it exists, else its nearest parent folder that exists, as an absolute path."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())

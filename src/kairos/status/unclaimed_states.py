@@ -13,11 +13,11 @@ _DEVICE_TYPES = {"auto": ("cpu", "cuda")}  # device types that a setting may sel
 
 
 def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Path]:
-    """Return the folders of states whose settings or code differ from the experiment's; sorted for each run.
+    """Return the folders of states whose settings or code differ from the experiment's; in the order of runs and names.
 
-    States of runs that are active, or whose lock is held, are left out, because such a run may have earlier settings.
-    States of methods and seeds that are not in `runs` are not found. The list is empty without latents, since
-    identities depend on them, or if only a folder of results is known.
+    A state is a folder of checkpoints in ``.state`` of a run, named by the run's identity. States of runs that are
+    active, or whose lock is held, are left out: such a run may have earlier settings. The list is empty without
+    latents, since identities depend on them, or if only a folder of results is known.
 
     Raises:
         ConfigError: the weights of ``training.start_from`` are missing, and a run that is not active has states.
@@ -39,38 +39,46 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
     latents = read_json(latents_manifest)
     device = outline.experiment.training.device.partition(":")[0]  # cuda:1 has type cuda
     device_types = _DEVICE_TYPES.get(device, (device,))
-    unclaimed = []
+    unclaimed_states = []
     for run, states in states_by_run.items():
         settings = outline.experiment.run_settings(run.method, run.seed)
+        remaining_states = states
         for device_type in device_types:
-            if not states:  # most runs have one state, of the first type: the other identity is not needed
+            if not remaining_states:  # most runs have one state, of the first type: the other identity is not needed
                 break
             identity = compute_identity(settings, latents, device_type)["identity"]
             # a state's folder is named by the first digits of the identity
-            states = [state for state in states if state.name != identity[:16]]
-        unclaimed += states
-    return unclaimed
+            remaining_states = [state for state in remaining_states if state.name != identity[:16]]
+        unclaimed_states += remaining_states
+    return unclaimed_states
 
 
 def _list_states(folder: Path) -> list[Path]:
-    """Return the folders of states in the folder of a run's states, sorted; empty without a folder.
-
-    Names of states have 16 characters.
-    """
+    """Return the folders with a name of 16 characters in ``.state`` of a run: its states, sorted; empty without it."""
     states = (folder / name for name in list_names(folder) if len(name) == 16)
     return [state for state in states if state.is_dir()]
 
 
 def count_freed_bytes(states: list[Path]) -> int:
-    """Return the bytes that deleting states frees; published files, which are hard links, remain."""
-    files = (file.stat() for state in states for file in state.rglob("*") if file.is_file())
-    return sum(file.st_size for file in files if file.st_nlink == 1)
+    """Return the bytes that deleting states frees: the sizes of all files in their folders without another hard link.
+
+    Published files have a second hard link, outside of the state, and remain.
+    """
+    freed_bytes = 0
+    for state in states:
+        for file in state.rglob("*"):
+            if file.is_file():
+                stat = file.stat()
+                if stat.st_nlink == 1:
+                    freed_bytes += stat.st_size
+    return freed_bytes
 
 
 def delete_states(states: list[Path]) -> list[Path]:
-    """Delete the folders of states, except states of a run that a process is training; return the deleted ones.
+    """Delete the folders of states, except states of a run that a process is training; return the deleted folders.
 
-    The lock of the run is held meanwhile, so that no process begins to train it; its file is created if it is missing.
+    The lock of the run, ``.state/lock``, is held during the deletion, so that no process begins to train the run. The
+    file of the lock is created if it is missing.
     """
     deleted = []
     for state in states:

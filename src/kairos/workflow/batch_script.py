@@ -17,9 +17,9 @@ from pathlib import Path
 def main(records_folder: str, *command: str) -> int:
     """Run a command and, if it succeeds, create the job's success file.
 
-    The file is ``<records_folder>/<SLURM_JOB_ID>.done``; missing folders are created. The first SIGTERM does not end
-    this process: it is forwarded to all processes of its group, and the command's end is awaited. Further ones are
-    ignored.
+    The success file is ``<records_folder>/<SLURM_JOB_ID>.done``; missing folders are created. The first SIGTERM does
+    not end this process: it is forwarded to all processes of the group, and the command's end is awaited. Later ones
+    are ignored.
 
     Args:
         records_folder: folder of the records of an experiment's jobs.
@@ -36,8 +36,8 @@ def main(records_folder: str, *command: str) -> int:
 
     def forward(number: int, frame: object) -> None:
         """Send a signal to this process's group, and ignore the signal from now on."""
-        signal.signal(number, signal.SIG_IGN)  # the process group, 0, contains this process
-        os.killpg(0, number)
+        signal.signal(number, signal.SIG_IGN)  # the group contains this process, which must not end
+        os.killpg(0, number)  # 0: the group of this process
 
     signal.signal(signal.SIGTERM, forward)
     status = process.wait()

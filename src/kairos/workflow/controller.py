@@ -94,13 +94,14 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
         ConfigError: the experiment is not valid, or a file is missing.
     """
     files = workflow.config_settings.configfiles
-    has_values = bool(workflow.config_settings.config)  # of --config
+    has_values = bool(workflow.config_settings.config)  # values of --config
     if len(files) < 2 and not has_values:
         # read again: `load` rejects repeated keys, of which Snakemake has kept the last ones in `config`
         return load(files[0] if files else _DEFAULT_EXPERIMENT)
     if files:
         merged = apply_extends(dict(config), Path(files[-1]))
-        return validate(merged, " + ".join(map(str, files)))
+        source = " + ".join(map(str, files))  # for error messages
+        return validate(merged, source)
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
     merged = merge(read_experiment_file(Path(_DEFAULT_EXPERIMENT)), dict(config))
@@ -120,16 +121,20 @@ def _exit_on_error() -> Iterator[None]:
 def _lock_results(results: Path) -> IO[str]:
     """Lock an experiment's results until the returned file, ``.kairos/<experiment>.lock``, is closed.
 
+    The file is created if it is missing. This process's id and host are written into it, for the error message of
+    another run. `results` is the folder of the results, whose name is the experiment's.
+
     Raises:
         KairosError: another run of the workflow holds the lock, or the file system has no locks.
     """
-    # Snakemake's locks outlive its process
+    # Snakemake's own locks do not serve: they outlive its process
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (a+: keeps the content, the process that has the lock)
     if not try_lock(file, timeout=0, conflict="two runs working at once", to_move="this folder"):
         file.seek(0)
-        raise KairosError(f"{results}: another run ({file.read().strip()}) computes these results; wait for its end")
+        holder = file.read().strip()  # such as "pid 4711 on node1"
+        raise KairosError(f"{results}: another run ({holder}) computes these results; wait for its end")
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -139,16 +144,20 @@ def _lock_results(results: Path) -> IO[str]:
 def _remove_leftovers(layout: Layout) -> None:
     """Remove outdated records that an earlier run has left, unless another run of the workflow is active.
 
-    The record of an import into MLflow that failed, or went to another server, is removed, so that the import is
-    repeated. A record without the field ``imported`` or ``uri`` is treated as a failed import; a damaged record stays.
-    The record of a SLURM job, and its success file, are removed if the job succeeded without its controller:
-    Snakemake's metadata contain the job. Nothing is removed on a file system without locks, without an error here.
+    1. The record of an import into MLflow (tracking.json) that failed, or went to another server, is removed, so that
+       the import is repeated. A record without the field ``imported`` or ``uri`` is treated as a failed import; a
+       damaged record stays.
+    2. The record of a SLURM job, and its success file, are removed if the job succeeded without its controller:
+       Snakemake's metadata contain the job.
+
+    Nothing is removed if the results cannot be locked; no error is raised then.
     """
     results = Path(layout.results)
     with suppress(KairosError), _lock_results(results):  # an error of the lock, or a damaged tracking.json
-        for success in job_records_folder(results).glob("*.done"):
-            success.with_suffix(".json").unlink(missing_ok=True)
-            success.unlink()
+        for success_file in job_records_folder(results).glob("*.done"):
+            job_record = success_file.with_suffix(".json")
+            job_record.unlink(missing_ok=True)
+            success_file.unlink()
         tracking_file = results / "tracking.json"
         if tracking_file.exists():
             tracking = read_json(tracking_file)
@@ -161,11 +170,11 @@ def _remove_leftovers(layout: Layout) -> None:
 
 
 def list_data_files(layout: Layout) -> list[str]:
-    """Return the existing files of a data set other than single images; `kairos prepare` reports missing files.
+    """Return the paths of a data set's existing list files and archives, without single images and missing files.
 
-    These are lists of images and captions, sorted, and then the archives of sources ``parquet`` and ``zip`` by section,
-    sorted within each section. The path of a section may be a file, a pattern, or a folder, all of whose parquet files
-    are included.
+    The lists of images and captions come first, sorted. The archives of sources ``parquet`` and ``zip`` follow by
+    section, sorted within each section. The path of a section may be a file, a pattern, or a folder, whose parquet
+    files at all levels are included. `kairos prepare` reports missing files.
     """
     dataset = layout.experiment.dataset
     # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
@@ -185,8 +194,9 @@ def list_data_files(layout: Layout) -> list[str]:
 def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
     """Return a value that identifies a data set's files, for the ``params:`` of rule prepare.
 
-    Folders of images, which are too many to be inputs, give a hash of the names and sizes of all files below them. A
-    missing folder is treated as empty. Other data sets give the list of `list_data_files`, or None if it is empty.
+    For source ``folder``, whose images are too many to be inputs, the value is a hash of the names and sizes of all
+    files below the folders. A missing folder is treated as empty. For other sources it is the list of
+    `list_data_files`, or None if the list is empty.
     """
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
@@ -203,13 +213,14 @@ def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
 def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[[Any], str] | None:
     """Return a function from wildcards to the name of the group of training runs that share a GPU as one job.
 
-    The function also sets the size of the group in Snakemake, `training.trainings_per_gpu`. None: the experiment has no
-    groups, because each training run has a GPU of its own.
+    Each call of the returned function also sets the group's size in Snakemake to `training.trainings_per_gpu`, unless
+    the user has set it. None: the experiment has no groups, because each training run has a separate GPU.
     """
     name_group = layout.training_group(segment)
     if name_group is None:
         return None
     trainings_per_gpu = layout.experiment.training.trainings_per_gpu
+    # `set_jobs_per_group` returns the name of the group
     return lambda wildcards: set_jobs_per_group(workflow, name_group(wildcards), trainings_per_gpu)
 
 
@@ -221,9 +232,9 @@ def starts(workflow: Any, layout: Layout) -> None:
 
     The process ends with a message and status 2 if another run works on the results, if the file system has no locks,
     or for ``--executor slurm``. The lock lasts until this process ends. Snakemake is changed to hash each input of a
-    finished job once. If ``--touch`` is set, no training run is marked, marks stay, Snakemake does not pause for each
-    job, and no fork server is started. Signals are handled here, and the fork server started, only if this process runs
-    the jobs itself.
+    finished job once. With ``--touch``, no training run is marked, marks stay, Snakemake does not pause for each job,
+    and no fork server is started. Signal handlers are set (`_end_on_signals`), and the fork server is started, only if
+    this process runs the jobs itself.
 
     Raises:
         DamagedError: see `_mark_trainings_to_start_over`.
@@ -245,9 +256,10 @@ def starts(workflow: Any, layout: Layout) -> None:
 
 
 def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
-    """Mark the requests that start over, see `_requests_to_start_over`; unmark all other completed requests.
+    """Mark the completed requests that start over, see `_requests_to_start_over`; unmark all other completed requests.
 
-    The mark of ``complete/0-400.json`` is the file ``complete/0-400.start_over``.
+    Training runs write the record of a completed request, such as ``complete/0-400.json``, into their state folder. Its
+    mark is the file ``complete/0-400.start_over``.
 
     Raises:
         DamagedError: the record of a completed request is damaged.
@@ -269,7 +281,7 @@ def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Reque
     """Return the requests of completed jobs that will run because the user has forced them or has deleted an output.
 
     A job is completed if Snakemake has recorded it as complete and its request is in `completed`. Deleted outputs
-    matter only if all jobs of their training run that will run are completed.
+    matter only if all jobs of their training run that will run are completed, see the module's docstring.
     """
     jobs_by_training: dict[str, list[Any]] = defaultdict(list)
     for job in workflow.dag.needrun_jobs():
@@ -277,10 +289,11 @@ def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Reque
             jobs_by_training[job.params.out].append(job)
     starting_over: set[Request] = set()
     for jobs in jobs_by_training.values():
-        completed_jobs = [
-            job for job in jobs if is_recorded_as_complete(workflow, job) and _request_of(job) in completed
-        ]
-        # DVC may have deleted the outputs of a training run with a new segment, see the module's docstring
+        completed_jobs = []
+        for job in jobs:
+            if is_recorded_as_complete(workflow, job) and _request_of(job) in completed:
+                completed_jobs.append(job)
+        # otherwise DVC may have deleted the outputs, because the training run has a new segment
         all_completed = len(completed_jobs) == len(jobs)
         for job in completed_jobs:
             if _is_forced(workflow, job) or (all_completed and _has_missing_output(job)):
@@ -307,29 +320,31 @@ def _has_missing_output(job: Any) -> bool:
 
 
 def _end_on_signals(scheduler: Any) -> None:
-    """End the run on SIGINT, SIGTERM and, unless it is ignored as with nohup, on SIGHUP.
+    """Set signal handlers, and start a thread, that end the run on SIGINT, SIGTERM and SIGHUP.
 
-    No further job starts. The running jobs get SIGTERM, on which training runs write a checkpoint. The processes that
-    remain after `_SECONDS_TO_END` are killed. Further signals have no effect.
+    SIGHUP is left alone if it is ignored, as with nohup. After the first signal, no further job starts, and the running
+    jobs get SIGTERM, on which training runs write a checkpoint. The processes that remain after `_SECONDS_TO_END` are
+    killed. Further signals have no effect.
     """
     # Snakemake waits on SIGTERM until its jobs are done. It relies on a terminal to send SIGINT to the jobs too, and
     # ignores SIGINT if a script has started it in the background.
-    received: SimpleQueue[int] = SimpleQueue()  # unlike Queue, its `put` may interrupt any code, also itself
-    handled = [signal.SIGINT, signal.SIGTERM]
+    signal_queue: SimpleQueue[int] = SimpleQueue()  # unlike Queue, its `put` may interrupt any code, also itself
+    handled_signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        handled.append(signal.SIGHUP)
-    for handled_signal in handled:
-        signal.signal(handled_signal, lambda number, frame: received.put(number))
-    threading.Thread(target=_end_after_signal, args=(scheduler, received), daemon=True).start()
+        handled_signals.append(signal.SIGHUP)
+    for handled_signal in handled_signals:
+        signal.signal(handled_signal, lambda number, frame: signal_queue.put(number))
+    threading.Thread(target=_end_after_signal, args=(scheduler, signal_queue), daemon=True).start()
 
 
-def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
-    """Wait for a signal; then stop the scheduler, and terminate and later kill the jobs' processes.
+def _end_after_signal(scheduler: Any, signal_queue: "SimpleQueue[int]") -> None:
+    """Wait for a signal; then stop the scheduler, and terminate and later kill all processes below this one.
 
-    Afterwards the signal's time is in `_interruption_times`, and module `logging` is off. The function does not return:
-    its thread ends with this process.
+    The processes get SIGTERM at once, and SIGKILL after `_SECONDS_TO_END`. The signal's time is appended to
+    `_interruption_times`, and module `logging` is switched off. The function does not return: its thread ends with this
+    process.
     """
-    received.get()  # waits
+    signal_queue.get()  # waits
     _interruption_times.append(time.time())
     logging.disable()  # Snakemake would report each of its jobs as failed
     scheduler.exit_gracefully()
@@ -353,8 +368,8 @@ def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
 def succeeded(workflow: Any, layout: Layout) -> None:
     """Finish a successful run: delete leftover shards of finished merges, and log its duration and the report's path.
 
-    The path is logged only if the report was requested. Missing shards are not an error. The function does nothing if
-    ``--touch`` is set.
+    The path is logged only if the report was requested. Missing shards are not an error. With ``--touch`` the function
+    does nothing.
     """
     if workflow.touch:  # nothing was computed
         return
@@ -374,7 +389,7 @@ def succeeded(workflow: Any, layout: Layout) -> None:
 def failed(workflow: Any, layout: Layout) -> None:
     """Finish a failed run: log the failed jobs' log files, or after an interruption the number of saved training runs.
 
-    Snakemake's metadata of the failed jobs are deleted.
+    An interruption is a signal that ended the run. Snakemake's metadata of the failed jobs are deleted in both cases.
     """
     for job in workflow.scheduler.failed:
         # Snakemake has deleted the outputs of these jobs. With metadata, the next run would assume that the user has
@@ -387,7 +402,7 @@ def failed(workflow: Any, layout: Layout) -> None:
 
 
 def _report_interruption(layout: Layout) -> None:
-    """Log how many training runs have stopped with a checkpoint since this process began; the number may be 0."""
+    """Log the number of training runs that have stopped with a checkpoint since this process began; it may be 0."""
     # a signal that reaches all processes may stop a training run before this process has noticed it, so the time of
     # the signal does not matter
     stopped_count = 0
@@ -400,9 +415,9 @@ def _report_interruption(layout: Layout) -> None:
 
 
 def _report_failed_jobs(workflow: Any) -> None:
-    """Log the first log file and its last line for each unfinished job that has written a log in this run.
+    """Log how to continue, and the first log file and its last line of each unfinished job that has started.
 
-    The first message, which is logged even without such jobs, tells the user how to continue.
+    Jobs whose first log file is missing, or older than this process, are skipped.
     """
     log("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():
@@ -411,4 +426,5 @@ def _report_failed_jobs(workflow: Any) -> None:
         file = Path(str(job.log[0]))
         if file.exists() and file.stat().st_mtime >= _start_time:  # older: the job has not started in this run
             lines = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            log(f"  {file}: {lines[-1] if lines else 'no message'}")
+            last_line = lines[-1] if lines else "no message"
+            log(f"  {file}: {last_line}")

@@ -40,7 +40,8 @@ def shared_stages(experiment: Experiment) -> tuple[str, ...]:
 def collect_params(stage: str, experiment: Experiment, method: str | None = None) -> Fields:
     """Return the fields that a stage's results depend on and, under ``code``, the fingerprint of the code.
 
-    Arguments and errors are listed in `find_dependencies`.
+    A fingerprint is a hash of the modules that compute the results. Arguments and errors are listed in
+    `find_dependencies`.
     """
     dependencies = find_dependencies(stage, experiment, method)
     return {**dependencies.fields, "code": fingerprint(dependencies.modules)}
@@ -59,7 +60,7 @@ def find_dependencies(stage: str, experiment: Experiment, method: str | None = N
         KeyError: the experiment has no such analysis or, for stage ``train``, no such method; or the stage is unknown.
     """
     if stage == "train":  # the only stage whose fields and code differ between methods
-        return _train_stage(experiment, method=str(method))  # not None here
+        return _train_stage(experiment, method=str(method))  # not None here; `str` is for the type checker
     if stage == "report":
         fields = {"experiment": _dump(experiment, leave_out=("tracking", "plugins"))}
         return Dependencies(fields, ["kairos.report.build"])
@@ -72,7 +73,13 @@ def find_dependencies(stage: str, experiment: Experiment, method: str | None = N
 
 
 def _train_stage(experiment: Experiment, method: str) -> Dependencies:
-    """Return the dependencies of a method's training runs; the fields contain the settings that change the weights."""
+    """Return the dependencies of a method's training runs, for any seed.
+
+    The fields ``model``, ``diffusion``, ``method`` and ``training`` contain the settings that change the weights.
+
+    Raises:
+        KeyError: the experiment has no such method.
+    """
     run = experiment.run_settings(method, seed=0)  # the seed is not a parameter: each seed has a separate job
     fields = {
         "model": run.model.plain(),
@@ -125,9 +132,10 @@ def _autoencoder_settings(autoencoder: AutoencoderConfig) -> Fields:
 
 
 def _sample_stage(experiment: Experiment) -> Dependencies:
-    """Return the dependencies of sampling; batch size and number of shards do not change the images.
+    """Return the dependencies of stage sample, without batch size and number of shards, which do not change the images.
 
-    Field ``num`` is the number of images of all sets.
+    Field ``num`` is the number of images of all sets, ``sampling`` contains the section's other settings, and
+    ``computing`` is the field of `_computing`.
     """
     evaluation, sampling = experiment.evaluation, experiment.sampling
     fields = {
@@ -141,14 +149,14 @@ def _sample_stage(experiment: Experiment) -> Dependencies:
 def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """Return the dependencies of the stages extractor, reference and evaluate, by stage.
 
-    Stage evaluate has no fields: the reference, an input of its jobs, depends on them. An experiment that lists no
-    metrics depends on the code of all metrics, of which stage reference has only the metrics of images.
+    Stage evaluate has no fields: the reference, an input of its jobs, depends on them. The modules include the code of
+    the listed metrics, or of all metrics if none is listed. Stage reference leaves out metrics that need a network.
     """
     evaluation = experiment.evaluation
     computing = _computing(experiment)
     extractor = evaluation.extractor.module()
     metrics: Collection[MetricOptions | type[MetricOptions]] = evaluation.metrics or METRICS.values()  # default: all
-    # the reference is real images, which have no network: metrics that need one do not run on it
+    # the reference consists of real images, which have no network: metrics that need a snapshot do not run on it
     image_metrics = [metric for metric in metrics if "milestone" not in metric.needs]
     extractor_fields = {"extractor": evaluation.extractor.plain(), **computing}
     reference_fields = {"evaluation": _dump(evaluation, leave_out=("extractor", "primary_metric")), **computing}
@@ -174,9 +182,9 @@ def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
         code = analysis.module()
         if isinstance(analysis, SnapshotOptions):
             # a measurement is of one snapshot of one method: the selection of methods and snapshots does not change it
-            measured = _dump(analysis, leave_out=("methods", "milestones"))
+            measured_options = _dump(analysis, leave_out=("methods", "milestones"))
             measure_modules = ["kairos.analyses.tables", code, *_network_modules(experiment)]
-            measure_fields = {"asked": measured, **_computing(experiment)}
+            measure_fields = {"asked": measured_options, **_computing(experiment)}
             stages[f"measure_{analysis.name}"] = Dependencies(measure_fields, measure_modules)
         methods = {name: _dump(method) for name, method in experiment.methods.items()}
         analyse_fields = {"asked": analysis.plain(), "methods": methods}
@@ -185,18 +193,18 @@ def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
 
 
 def _computing(experiment: Experiment) -> Fields:
-    """Return the settings that change the last bits of every computed result, as the field ``computing``."""
+    """Return a field ``computing`` with ``threads`` and ``deterministic``, which change the last bits of results."""
     training = experiment.training
     return {"computing": {"threads": training.threads, "deterministic": training.deterministic}}
 
 
 def _network_modules(experiment: Experiment) -> list[str]:
-    """Return the modules of the network and of the diffusion process."""
+    """Return the dotted names of the modules of the experiment's network and diffusion process."""
     return [experiment.model.module(), experiment.diffusion.process.module()]
 
 
 def _dump(section: Section | None, leave_out: Collection[str] = ()) -> Fields:
-    """Return the fields of a section as plain values, except the fields in `leave_out`; empty if `section` is None."""
+    """Return a section's fields as values of JSON, except the fields in `leave_out`; empty if `section` is None."""
     if section is None:
         return {}
     return section.model_dump(mode="json", exclude=set(leave_out))

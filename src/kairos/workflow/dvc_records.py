@@ -54,7 +54,7 @@ def write_dependencies(config: Path, out: Path) -> None:
 
     If `config` is the path ``params.yaml`` and dvc.yaml exists, the methods are first written into dvc.yaml and the
     plugin files into workflow/dvc.yaml. If dvc.yaml exists, its stages are then checked, for every experiment file.
-    The experiment is also frozen.
+    A frozen copy of the experiment is also written, see `create_layout`.
 
     Args:
         config: the experiment file.
@@ -81,10 +81,9 @@ def write_dependencies(config: Path, out: Path) -> None:
 
 
 def _check_stages(layout: Layout, config: Path) -> None:
-    """Check that dvc.yaml contains the stages that all training runs of an experiment share.
+    """Raise ConfigError if dvc.yaml lacks a stage that all training runs of an experiment share.
 
-    Raises:
-        ConfigError: dvc.yaml lacks a stage.
+    Stages of training runs and ``report`` are not checked. `config` is the experiment file, for the message.
     """
     stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"]
     missing = set(layout.shared_stages) - set(stages)
@@ -104,9 +103,10 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
     for stage in (*layout.shared_stages, "report"):
         table[stage] = dependencies.collect_params(stage, layout.experiment)
     for stage, method in product(dependencies.TRAINING_STAGES, layout.methods):
+        # create the levels of the entry, and descend to it; DVC splits keys at dots
         entry = table.setdefault(stage, {})
-        for key in method.split("."):  # descends to the entry of the method; DVC splits keys at dots
-            entry = entry.setdefault(key, {})
+        for level in method.split("."):
+            entry = entry.setdefault(level, {})
         fields = dependencies.collect_params(stage, layout.experiment, method)
         entry["fields"] = {**fields, "milestones": list(layout.experiment.milestones)}
     return table
@@ -115,8 +115,8 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
 def _update_methods(methods: list[str]) -> None:
     """Set the `method:` lines of dvc.yaml: `${methods}`, or the names if params.yaml inherits them or has a grid.
 
-    A file without such lines, or with these values already, is left as it is, without an error. The names in `methods`
-    have grids expanded.
+    A file without such lines, or with these values already, is left as it is, without an error. `methods` contains the
+    names of all methods, those of expanded grids included.
 
     Raises:
         KairosError: this call has changed dvc.yaml, which DVC has read before. The message tells the user to commit the
@@ -127,8 +127,9 @@ def _update_methods(methods: list[str]) -> None:
     are_all_written = list(written_methods) == methods
     names = "${methods}" if are_all_written else json.dumps(methods)
     text = _STAGES.read_text(encoding="utf-8")
-    # such as "      method: ${methods}"; a function, because a text could contain escapes of `re.sub`
-    updated = re.sub(r"(?m)^( +method: ).*$", lambda match: match[1] + names, text)
+    method_line = r"(?m)^( +method: ).*$"  # such as "      method: ${methods}"
+    # the replacement is a function, because `re.sub` would interpret backslashes in a text
+    updated = re.sub(method_line, lambda match: match[1] + names, text)
     if updated != text:
         write_text(_STAGES, updated)
         source = f"reads the methods from {RECORDED}" if are_all_written else f"lists the methods of {RECORDED}"
@@ -138,8 +139,8 @@ def _update_methods(methods: list[str]) -> None:
 def _update_plugin_files(plugins: list[str]) -> None:
     """Set the plugin files in the line ``deps:`` of workflow/dvc.yaml, after params.yaml and the two source folders.
 
-    They include the files that plugin files import from their folders. A file whose line is up to date, or that has no
-    such line, is left as it is, without an error. `plugins` is the field of the experiment.
+    They include the files that plugin files import from their folders. If the line is up to date or missing,
+    workflow/dvc.yaml is left as it is, without an error. `plugins` is the field of the experiment.
 
     Raises:
         KairosError: this call has changed workflow/dvc.yaml, which DVC has read before. The message tells the user to
@@ -162,11 +163,10 @@ def run_stage(config: Path, stage: str, method: str | None, seed: int | None) ->
     """Replace this process by a Snakemake that runs the jobs of one stage; the stages in dvc.yaml call this.
 
     The function does not return, unless it raises an error. The process ends with Snakemake's exit status.
-
-    Only stages of training runs have a method and a seed.
+    `method` and `seed` select the training run of a stage of training runs; they are None for other stages.
 
     Raises:
-        ConfigError: see `select_jobs`.
+        ConfigError: the experiment is not valid, or see `select_jobs`.
     """
     rules, targets = select_jobs(create_layout(load(config)), stage, method, seed)
     command = [*_PYTHON, "snakemake", "--configfile", str(config), "--allowed-rules", *rules, "--", *targets]
@@ -176,8 +176,8 @@ def run_stage(config: Path, stage: str, method: str | None, seed: int | None) ->
 def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
     """Return the Snakemake rules of a stage, and the targets that require all jobs of these rules.
 
-    The targets are rules or, for a stage of training runs, the files of checksums of one training run. Stage ``report``
-    includes the analyses and, if tracking is enabled, the import into MLflow.
+    The targets are rules or, for a stage of training runs, the checksum file of each segment of one training run. Stage
+    ``report`` includes the analyses and, if tracking is enabled, the import into MLflow.
 
     Args:
         layout: layout of the experiment.
@@ -196,8 +196,9 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
         if method not in layout.methods or seed not in layout.experiment.seeds:
             allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
             raise rejection(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
-        rules = layout.stage_rules(stage)
-        rules_of_segments = [f"{rule}{segment.suffix}" for rule in rules for segment in layout.segments]
+        rules_of_segments = [
+            f"{rule}{segment.suffix}" for rule in layout.stage_rules(stage) for segment in layout.segments
+        ]
         checksum_files = [layout.checksum_file(stage, method, seed, segment) for segment in layout.segments]
         return rules_of_segments, checksum_files
 
@@ -217,19 +218,19 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
 
 
 def record() -> None:
-    """Record in DVC the results that Snakemake has computed: fill DVC's cache and write dvc.lock.
+    """Record in DVC the results of params.yaml that Snakemake has computed: fill DVC's cache and write dvc.lock.
 
     The machines of the results are written to dvc.machines.json, which stays as it is if no result has a record of its
-    machine. The table of dependencies is written into the results folder. Nothing is committed to git; a message
-    contains the git command, or that dvc.lock was up to date.
+    machine. The table of dependencies is written into the results folder. Nothing is committed to git: the function
+    logs the git command, or that dvc.lock is up to date.
 
     Raises:
         KairosError: results are stale; git, Snakemake or DVC fails; the working tree has changes other than dvc.lock,
             workflow/dvc.lock and dvc.machines.json; or dvc.yaml or workflow/dvc.yaml had to be changed, see
             `write_dependencies`.
     """
-    written = [str(path) for path in (_LOCK, _FIRST.with_suffix(".lock"), _machines_file(_LOCK))]
-    uncommitted = [line for line in _changed_files() if line[3:] not in written]  # line: " M path" or "?? path"
+    record_files = [str(path) for path in (_LOCK, _FIRST.with_suffix(".lock"), _machines_file(_LOCK))]
+    uncommitted = [line for line in _changed_files() if line[3:] not in record_files]  # line: " M path" or "?? path"
     if uncommitted:
         reason = "the working tree has uncommitted changes, so the results could not be reproduced from a commit"
         raise KairosError("\n".join([f"record: {reason}; commit them first:", *uncommitted[:_MOST_LINES]]))
@@ -240,8 +241,8 @@ def record() -> None:
     machines = _list_machines(results)
     if machines:  # adopted results come without machines; the recorded ones then stay
         write_json(_machines_file(_LOCK), {"machines": machines})
-    if _changed_files(*written):
-        log(f"recorded in dvc.lock; commit it: git add {' '.join(written)} && git commit")
+    if _changed_files(*record_files):
+        log(f"recorded in dvc.lock; commit it: git add {' '.join(record_files)} && git commit")
     else:
         log("dvc.lock is up to date already")
 
@@ -263,7 +264,7 @@ def _write_lock() -> None:
 
 
 def adopt() -> None:
-    """Pull the recorded results into this clone, and mark them as computed in Snakemake's metadata and for DVC.
+    """Pull the recorded results of params.yaml into this clone, and mark them as computed for Snakemake and DVC.
 
     The results are imported into MLflow if the experiment enables tracking; an import that fails is not an error. The
     last checks run after the results are in place: an error of a check does not undo the adoption.
@@ -296,7 +297,9 @@ def adopt() -> None:
 
 
 def _pull() -> None:
-    """Bring the recorded results from DVC's cache or, if it lacks some of them, from DVC's default remote.
+    """Bring the recorded results into the working tree, from DVC's cache or, if it lacks some, from its default remote.
+
+    A remote is not required if the cache has all results.
 
     Raises:
         KairosError: no remote is configured, or DVC cannot pull everything. The message shows the first remote in DVC's
@@ -315,7 +318,7 @@ def _pull() -> None:
 
 
 def _check_up_to_date(problem: str) -> None:
-    """Check that Snakemake would run nothing for the recorded experiment.
+    """Check by a dry run that Snakemake would run nothing for params.yaml.
 
     Raises:
         KairosError: Snakemake would run jobs, and the message is `problem` with a table of the jobs; or Snakemake
@@ -326,12 +329,15 @@ def _check_up_to_date(problem: str) -> None:
     if process.returncode:
         raise KairosError(f"snakemake --dry-run failed:\n{output.strip()}")
     if "Nothing to be done" not in output:
-        jobs = output[output.find("Job stats:") :].split("\n\n")[0].strip()  # Snakemake's table ends at an empty line
-        raise KairosError(f"{problem} Snakemake would run:\n{jobs}")
+        table_start = output.find("Job stats:")
+        job_table, *_ = output[table_start:].split("\n\n")  # Snakemake's table ends at an empty line
+        raise KairosError(f"{problem} Snakemake would run:\n{job_table.strip()}")
 
 
 def _changed_files(*paths: str) -> list[str]:
-    """Return the lines of ``git status --porcelain`` for `paths`, or for all files without `paths`.
+    """Return the lines of ``git status --porcelain`` for `paths`, or for all files if `paths` is empty.
+
+    Each uncommitted file has a line, such as `` M params.yaml`` or ``?? new.txt``.
 
     Raises:
         KairosError: git fails.
@@ -401,34 +407,35 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
 def hash_path(path: Path) -> str:
     """Return DVC's hash of a file or folder, or an empty text if the path does not exist.
 
-    DVC's hash of a file is its MD5 in hex digits. The hash of a folder is the MD5 of a JSON list of its files with
-    their hashes, followed by ``.dir``. Temporary files, which .dvcignore excludes, are left out.
+    DVC's hash of a file is its MD5 in hex digits. The hash of a folder is the MD5 of a JSON list of all files below it
+    with their hashes, followed by ``.dir``. Temporary files, which .dvcignore excludes, are left out.
     """
     if not path.exists():
         return ""
     if not path.is_dir():
         return hashlib.md5(path.read_bytes()).hexdigest()
     relative_paths = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
-    complete = [file for file in relative_paths if not _is_temporary(file)]
-    names = sorted(file.as_posix() for file in complete)
+    names = sorted(file.as_posix() for file in relative_paths if not _is_temporary(file))
     entries = [{"md5": hash_path(path / name), "relpath": name} for name in names]
-    return hashlib.md5(json.dumps(entries, sort_keys=True).encode()).hexdigest() + ".dir"
+    folder_content = json.dumps(entries, sort_keys=True)
+    return hashlib.md5(folder_content.encode()).hexdigest() + ".dir"
 
 
 def _is_temporary(file: Path) -> bool:
-    """Return True for files that .dvcignore excludes: files that were being written when a process was killed."""
+    """Return True if a part of a path begins with ``.tmp-``: .dvcignore excludes such leftovers of killed processes."""
     return any(part.startswith(".tmp-") for part in file.parts)
 
 
 def _has_clock_times(path: str) -> bool:
-    """Return True if an output contains clock times, so that it differs in every run."""
+    """Return True if a part of an output's path is in `_CLOCK_TIMES`, outputs that differ in every run."""
     return any(part in _CLOCK_TIMES for part in Path(path).parts)
 
 
 def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
-    """Return why an output of a stage differs, as one line: settings or code, else its inputs and the machine.
+    """Return why an output of a stage differs, as one line.
 
-    If none of them differ, the line reports that no record gives the reason.
+    The reasons are changed settings or code. Without such changes they are inputs that differ, and other machines.
+    If nothing differs, the line is ``no record gives the reason``.
 
     Args:
         stage: entry of the stage in the lock file.
@@ -440,7 +447,8 @@ def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
         return f"changed settings or code: {', '.join(changed_params)}"
     changed_inputs = []
     for dependency in stage.get("deps", []):
-        path = dependency["path"]  # an output that differs, a file in one, or neither
+        path = dependency["path"]
+        # the input is an output that differs, or a file in such a folder
         if any(Path(path).is_relative_to(output) for output in different):
             changed_inputs.append(path)
     reasons = [f"follows from {', '.join(changed_inputs)}"] if changed_inputs else []
@@ -449,19 +457,20 @@ def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
 
 
 def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
-    """Return the names of a stage's fields that differ from the lock file, such as ``train.uniform.fields.model``.
+    """Return the names of a stage's recorded fields whose present values differ, as ``train.uniform.fields.model``.
 
-    Fields that the lock file lacks, and files that do not exist, are skipped. A field that exists in the lock file
-    alone is compared with None.
+    The present values are in the parameter files, such as dependencies.yaml. Files that do not exist are skipped, and a
+    field that a file lacks has the present value None. Fields that the lock file lacks are not compared.
     """
     changed: list[str] = []
-    for file, recorded in stage.get("params", {}).items():
+    for file, recorded_table in stage.get("params", {}).items():
         path = lock.parent / file
         if not path.exists():  # DVC has not run here
             continue
-        table = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for key, recorded_fields in recorded.items():
-            fields = table  # key train.uniform.fields: table["train"]["uniform"]["fields"]
+        present_table = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for key, recorded_fields in recorded_table.items():
+            # for key "train.uniform.fields", find present_table["train"]["uniform"]["fields"]
+            fields = present_table
             for name in key.split("."):
                 fields = fields.get(name, {})
             for field, recorded_value in recorded_fields.items():
@@ -471,10 +480,10 @@ def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
 
 
 def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
-    """Return a reason for each difference between the machines that computed the recorded and the present results.
+    """Return a text for each fact that differs between the machines of the recorded and of the present results.
 
-    The result is empty if all facts of `_MACHINE_FACTS` are equal. If the list of the recorded machines is missing, the
-    only reason is that they are unknown.
+    An example is ``other torch: 2.8 then, 2.9 now``. The result is empty if all facts of `_MACHINE_FACTS` are equal.
+    If the list of the recorded machines is missing, the only text is that they are unknown.
 
     Args:
         lock: the dvc.lock; a file next to it lists the machines of the recorded results.
@@ -483,33 +492,41 @@ def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
     machines_file = _machines_file(lock)
     if not machines_file.exists():
         return [f"the machine of the recording is unknown ({machines_file.name} is missing)"]
-    recorded = read_json(machines_file)["machines"]
-    experiment_folder = Path(*Path(stage["outs"][0]["path"]).parts[:2])  # results/<experiment>
-    present = _list_machines(lock.parent / experiment_folder)
+    recorded_machines = read_json(machines_file)["machines"]
+    output = Path(stage["outs"][0]["path"])
+    experiment_folder = Path(*output.parts[:2])  # results/<experiment>
+    present_machines = _list_machines(lock.parent / experiment_folder)
     reasons = []
     for fact in _MACHINE_FACTS:
-        then, now = _join_values(recorded, fact), _join_values(present, fact)
+        then = _join_values(recorded_machines, fact)
+        now = _join_values(present_machines, fact)
         if then != now:
             reasons.append(f"other {fact.replace('_', ' ')}: {then} then, {now} now")
     return reasons
 
 
 def _join_values(machines: list[dict[str, str]], fact: str) -> str:
-    """Return the different values of a fact over machines, sorted, such as ``2.8/2.9``; ``?`` for a missing value."""
+    """Return the distinct values of a fact over machines as text, sorted, such as ``2.8/2.9``.
+
+    The value of a machine without the fact is ``?``. Without machines the text is empty.
+    """
     return "/".join(sorted({machine.get(fact, "?") for machine in machines}))
 
 
 def _list_machines(results: Path) -> list[dict[str, str]]:
-    """Return CPU, instruction set and versions of each machine that computed an experiment, each machine once.
+    """Return the facts of each machine that computed an experiment (CPU, instruction set, versions), each machine once.
 
-    They are in the order of the sorted paths of the timing files. Timing files without a machine are skipped.
+    They are read from the timing files below `results`, in the order of their paths. Timing files without a machine
+    are skipped.
 
     Raises:
         DamagedError: a timing file is damaged.
     """
-    machines = [read_json(path).get("machine") for path in sorted(results.glob("timing/**/*.json"))]
-    by_content = {json.dumps(machine, sort_keys=True): machine for machine in machines if machine is not None}
-    return list(by_content.values())
+    timing_files = sorted(results.glob("timing/**/*.json"))
+    machines = [read_json(path).get("machine") for path in timing_files]
+    # equal machines have equal JSON texts
+    machine_by_text = {json.dumps(machine, sort_keys=True): machine for machine in machines if machine is not None}
+    return list(machine_by_text.values())
 
 
 def _machines_file(lock: Path) -> Path:

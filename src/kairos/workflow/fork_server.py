@@ -76,7 +76,7 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
     There is no server outside of Linux, on a machine with a GPU, or if fewer than two jobs would use it.
     `_SOCKET_VARIABLE` is set to the path of the server's socket, or deleted if there is no server. If the server cannot
     start, jobs run in separate processes: no error is raised. The function does not wait for the server's imports. The
-    server ends with this process.
+    server ends with this process at the latest, and the temporary folder of its socket is deleted.
 
     Args:
         config: file of the frozen experiment.
@@ -119,8 +119,9 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
 def run_on_server(argv: list[str]) -> int | None:
     """Run a command line in a fork of the server, and forward this process's signals to it.
 
-    `_SOCKET_VARIABLE` is deleted. If the server accepts the command, the function sets signal handlers, which stay, and
-    waits for the end of the job. Signals that this process ignores are not forwarded; the job ignores them.
+    `_SOCKET_VARIABLE` is deleted from the environment. If the server accepts the command, the function sets signal
+    handlers, which stay, and waits for the end of the job. Signals that this process ignores are not forwarded; the job
+    ignores them.
 
     Args:
         argv: arguments of ``kairos``.
@@ -157,15 +158,18 @@ def run_on_server(argv: list[str]) -> int | None:
         answer = b""
         with suppress(OSError):
             answer = server.recv(4)  # waits for the end of the job
-    # without an answer the guardian was killed
-    status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
+    if answer:
+        status = int.from_bytes(answer, "big", signed=True)
+    else:  # the guardian was killed
+        status = -signal.SIGKILL
     return status if status >= 0 else 128 - status  # a negative status is the number of a signal
 
 
 def _send_request(server: socket.socket, path: str, request: Request) -> bool:
-    """Send a request and this process's standard streams to the server; return True if the server accepts it.
+    """Connect to the server at `path`, and send a request and this process's standard streams; return True if accepted.
 
-    The function waits for the answer. The result is False after every error of the connection.
+    The function waits for the answer. The result is False if the server closes the connection without an answer, and
+    after every error of the connection.
     """
     standard_streams = [0, 1, 2]
     try:
@@ -183,8 +187,8 @@ def _send_request(server: socket.socket, path: str, request: Request) -> bool:
 def serve(main: Callable[[list[str]], int], listener: int, config: str, stages: list[str], folder: str) -> NoReturn:
     """Import the modules for the jobs of some stages, and fork a job for each client until the controller has ended.
 
-    The function runs in the server's process, and in the process of each job, which it ends with the job's exit status.
-    A server that must not fork, because it uses a GPU or has further threads, ends after the imports.
+    The function does not return: it ends the server's process with status 0, and each job's process with the job's exit
+    status. A server that must not fork, because it uses a GPU or has further threads, ends after the imports.
 
     The time of the imports is recorded, see `_import_modules`. If the experiment is portable, environment variables
     that limit CPU instructions are set before.
@@ -226,21 +230,25 @@ def _fork_jobs(clients: socket.socket, conditions: list[Any]) -> Request | None:
     """
     source_times = _source_times()
     controller_pipe = 0  # standard input, which becomes readable when the controller ends
-    while controller_pipe not in _wait_until_readable(controller_pipe, clients.fileno()):
+    while True:
+        readable = _wait_until_readable(controller_pipe, clients.fileno())
+        if controller_pipe in readable:
+            return None
         with suppress(OSError, ValueError, KeyError, TypeError):  # a faulty request is not accepted
             client, _ = clients.accept()
             with client:
                 request = _fork_job(client, conditions, source_times)
-                if request is not None:
+                if request is not None:  # this process is the job's
                     return request
-    return None
 
 
 def _fork_job(client: socket.socket, conditions: list[Any], source_times: dict[str, int]) -> Request | None:
     """Receive a request, and fork a guardian and a job if it is acceptable, see `_fork_jobs`.
 
+    The job's process has the client's standard streams.
+
     Returns:
-        The request, in the process of its job. None in the server.
+        The request, in the process of its job. None in the server. The guardian's process never returns.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: the connection or the request is faulty.
@@ -251,9 +259,9 @@ def _fork_job(client: socket.socket, conditions: list[Any], source_times: dict[s
         # the server may have imported more modules since, but no file of the first ones may have changed
         is_unchanged = source_times.items() <= _source_times().items()
         is_acceptable = is_unchanged and request["conditions"] == conditions
-        if is_acceptable and os.fork() == 0:
-            _guard(client)  # returns in the job's process alone
-            for number, stream in enumerate(streams):
+        if is_acceptable and os.fork() == 0:  # 0: in the new process, the guardian
+            _guard(client)  # forks the job, and returns in the job's process alone
+            for number, stream in enumerate(streams):  # standard input, output and error
                 os.dup2(stream, number)
             return request
         return None
@@ -263,7 +271,7 @@ def _fork_job(client: socket.socket, conditions: list[Any], source_times: dict[s
 
 
 def _wait_until_readable(*descriptors: int) -> list[int]:
-    """Wait until at least one of some file descriptors can be read or is closed, and return those that can."""
+    """Wait until data can be read from a file descriptor, or its other end is closed; return all such descriptors."""
     readable, _, _ = select.select(descriptors, [], [])
     return readable
 
@@ -271,8 +279,9 @@ def _wait_until_readable(*descriptors: int) -> list[int]:
 def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
     """Run a client's command line in this process, with the client's arguments, paths and ignored signals.
 
-    The other signals have the effect that they have in a new Python process. The client's resource usage is added to
-    the job's. The process ends with the exit status of the command line.
+    The signals of `_SIGNALS`, which the server has blocked, are unblocked; those that the client does not ignore have
+    Python's default effect. The client's resource usage is added to the job's. The process ends with the exit status
+    of the command line.
     """
     # as Python buffers at its start. TextIO, the declared type of sys.stdout, lacks the method
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
@@ -292,10 +301,10 @@ def _run_job(main: Callable[[list[str]], int], request: Request) -> NoReturn:
 
 
 def _guard(client: socket.socket) -> None:
-    """Fork the job, and return in the job's process alone.
+    """Fork the job, and return in the job's process alone; this process becomes the job's guardian.
 
-    The guardian, which stays in this process, accepts the request, forwards the client's signals, and sends the job's
-    exit status at the end. If the client ends first, the job is killed; it gets SIGTERM if its request was not
+    The guardian accepts the request, forwards the client's signals to the job, sends the job's exit status to the
+    client at the end, and ends. If the client ends first, the job is killed; it gets SIGTERM if its request was not
     accepted yet. If the server ends first, the guardian is killed. If the guardian ends first, the job gets SIGTERM.
     """
     die_with_parent(signal.SIGKILL)
@@ -311,9 +320,9 @@ def _guard(client: socket.socket) -> None:
         job_descriptor = os.pidfd_open(job)  # becomes readable when the job ends
         client.sendall(_ACCEPTED)
         while job_descriptor not in _wait_until_readable(client.fileno(), job_descriptor):
-            message = client.recv(1)
-            # a byte is the number of a signal; without a byte, the client has ended
-            os.kill(job, message[0] if message else signal.SIGKILL)
+            message = client.recv(1)  # one byte, the number of a signal; empty if the client has ended
+            signal_number = message[0] if message else signal.SIGKILL
+            os.kill(job, signal_number)
         _, wait_status = os.waitpid(job, 0)
         status = os.waitstatus_to_exitcode(wait_status)  # negative: number of the signal that ended the job
         client.sendall(status.to_bytes(4, "big", signed=True))
@@ -321,9 +330,10 @@ def _guard(client: socket.socket) -> None:
 
 
 def _import_modules(config: str, stages: list[str]) -> None:
-    """Import the modules of kairos and torch that some stages of an experiment need.
+    """Import the modules of kairos, kairos_timesteps and torch that some stages of an experiment need.
 
-    The time and CPU time of this process so far are recorded in ``timing/preload.json`` of the results folder.
+    Other modules, such as plugins, are not imported, except by these modules. The wall-clock and CPU time of this
+    process so far are written to ``timing/preload.json`` of the results folder. `config` is the experiment file.
     """
     from kairos.config import load
     from kairos.workflow.dependencies import find_dependencies
@@ -346,14 +356,15 @@ def _import_modules(config: str, stages: list[str]) -> None:
 def _process_conditions() -> list[Any]:
     """Return the state of this process that a client and the server must have in common, as values of JSON.
 
-    The state of this process does not change.
+    The values are Python's prefix, ``sys.path`` without the script's folder, the environment without
+    `_SHELL_VARIABLES`, the working directory, the umask and the blocked signals. The function does not change them.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _SHELL_VARIABLES}
     umask = os.umask(0)  # can only be read by setting it
     os.umask(umask)
-    blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))  # blocks no further signal
-    first_path = 0 if sys.flags.safe_path else 1  # else sys.path begins with the script's folder
-    return [sys.prefix, sys.path[first_path:], environment, os.getcwd(), umask, blocked]
+    blocked_signals = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))  # blocks no further signal
+    first_path = 0 if sys.flags.safe_path else 1  # without safe_path, sys.path begins with the script's folder
+    return [sys.prefix, sys.path[first_path:], environment, os.getcwd(), umask, blocked_signals]
 
 
 def _source_times() -> dict[str, int]:

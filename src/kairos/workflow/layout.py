@@ -42,11 +42,14 @@ class Segment:
 
     @property
     def snapshots(self) -> list[str]:
-        """Names of the segment's snapshots in folders and files."""
+        """Names of the segment's snapshots in folders and files, such as ``0000400``."""
         return name_snapshots(self.steps)
 
     def part_option(self, wildcards: Any, output: Any) -> str:
-        """Return the ``params:`` value for ``kairos train``: ``--part`` if another segment follows, else nothing."""
+        """Return the option of ``kairos train``: ``--part`` if another segment follows, else an empty text.
+
+        The arguments are unused: Snakemake does not record the result of a function that takes `output`.
+        """
         return "" if self.is_last else "--part"
 
 
@@ -73,12 +76,12 @@ class Layout:
 
     @property
     def trainings(self) -> list[tuple[str, int]]:
-        """Method and seed of every training run."""
+        """Method and seed of every training run, by method and then by seed."""
         return [(method, seed) for method in self.methods for seed in self.experiment.seeds]
 
     @property
     def snapshots(self) -> list[str]:
-        """Names of all snapshots in folders and files."""
+        """Names of the snapshots of every training run in folders and files, such as ``0000400``, by ascending step."""
         return name_snapshots(self.experiment.milestones)
 
     @property
@@ -105,7 +108,7 @@ class Layout:
 
     @property
     def gpus_per_job(self) -> int:
-        """Number of GPUs that a computing job requests."""
+        """Number of GPUs that a computing job requests from a scheduler: 0 or 1."""
         return gpus_per_job(self.experiment)
 
     # Stages, rules and jobs
@@ -140,15 +143,18 @@ class Layout:
         return [stage, f"{stage}_parts"] if self.shards(stage) else [stage]
 
     def sampling_group(self, segment: Segment) -> str:
-        """Return the group, with wildcards, in which a scheduler samples and evaluates a segment as one job."""
+        """Return the group, with Snakemake wildcards, in which a scheduler samples and evaluates a segment as one job.
+
+        An example is ``images_{method}_seed{seed}_2``; the text contains the braces.
+        """
         return f"images_{{method}}_seed{{seed}}{segment.suffix}"
 
     def training_group(self, segment: Segment) -> Callable[[Any], str] | None:
         """Return a function from wildcards to the name of the group of training runs that a scheduler runs as one job.
 
-        Group 0 of segment 2 is ``trainings_2_0``. A training run that has diverged is a separate group, such as
-        ``trainings_2_0_alone_speed_seed1``. A training run without a progress file is treated as one that has not
-        diverged. None: each training run has a separate GPU, so the experiment has no groups.
+        Consecutive training runs share a group: group 0 of segment 2 is ``trainings_2_0``. A training run that would
+        diverge again, according to its progress file, is a separate group, such as ``trainings_2_0_alone_speed_seed1``.
+        None: each training run has a separate GPU, so the experiment has no groups.
         """
         trainings_per_gpu = self.experiment.training.trainings_per_gpu
         if trainings_per_gpu == 1:
@@ -160,10 +166,10 @@ class Layout:
             """Return the name of a training run's group, after reading the run's progress file."""
             method, seed = wildcards.method, int(wildcards.seed)
             progress = read_progress(Path(self.training_folder(method, seed)))
-            # no attempt can succeed; at each one, it would stop the other training runs of its group
-            has_diverged = not progress.get("again", True)
-            suffix = f"_alone_{method}_seed{seed}" if has_diverged else ""
-            return f"trainings{segment.suffix}_{group_numbers[method, seed]}{suffix}"
+            # in a group, a training run that diverges again would stop the other training runs at each attempt
+            has_diverged = not progress.get("again", True)  # True by default: without a file it has not diverged
+            group = f"trainings{segment.suffix}_{group_numbers[method, seed]}"
+            return f"{group}_alone_{method}_seed{seed}" if has_diverged else group
 
         return name_group
 
@@ -179,7 +185,7 @@ class Layout:
         for stage in (*self.shared_stages, *dependencies.TRAINING_STAGES):
             count = training_job_count if stage in dependencies.TRAINING_STAGES else 1
             counts[stage] = count
-            shard_count = len(self.shards(stage))
+            shard_count = len(self.shards(stage))  # per training run and segment
             if shard_count > 0:
                 counts[f"{stage}_parts"] = count * shard_count
         for name in self.analyses:
@@ -212,52 +218,57 @@ class Layout:
 
     @property
     def analysis_outputs(self) -> list[str]:
-        """Tables and figures of all analyses."""
-        return [f"{self.results}/analyses/{name}.{kind}" for name in self.analyses for kind in ("csv", "png")]
+        """Paths of the table (CSV) and figure (PNG) of each analysis."""
+        return [f"{self.results}/analyses/{name}.{suffix}" for name in self.analyses for suffix in ("csv", "png")]
 
     def measurement_files(self, analysis: str) -> list[str]:
-        """Return the files of an analysis' measurements, one per snapshot; empty if it reads no snapshot."""
+        """Return the paths of an analysis' measurements, one per snapshot that it selects; empty if it reads none."""
         snapshots = analysed_snapshots(self.analyses[analysis], self.experiment)
         return [snapshot_table_path(self.results, analysis, method, seed, step) for method, seed, step in snapshots]
 
     def analysis_inputs(self, analysis: str) -> list[str]:
-        """Return the files that the table of an analysis is computed from.
+        """Return the paths of the files that the table of an analysis is computed from.
 
         These are its measurements at snapshots. An analysis that reads strategies or evaluations instead depends on
         the records of all snapshots of all training runs. The list is empty for an analysis that reads none of these.
         """
         files = self.measurement_files(analysis)
-        # for results that an analysis reads: path of a snapshot's record in the folder of a run
-        record_paths = {"strategies": "milestones/{}/milestone.json", "evaluations": "evaluation/{}.json"}
-        record_path = record_paths.get(self.analyses[analysis].reads)
+        # path of a snapshot's record in the folder of a training run, by the kind of results that an analysis reads
+        path_by_kind = {"strategies": "milestones/{}/milestone.json", "evaluations": "evaluation/{}.json"}
+        record_path = path_by_kind.get(self.analyses[analysis].reads)
         if record_path is not None:
             for (method, seed), snapshot in product(self.trainings, self.snapshots):
                 files.append(f"{self.training_folder(method, seed)}/{record_path.format(snapshot)}")
         return files
 
     def training_end(self, wildcards: Any) -> list[str]:
-        """Return the record of a training run's end as input of the jobs of its last snapshot, else an empty list."""
-        # jobs of other snapshots do not wait for the end
+        """Return a list with the path of a run's ``training.json`` for jobs of the last snapshot; else an empty list.
+
+        Jobs of other snapshots do not wait for the end of the training run, which this file records.
+        """
         folder = self.training_folder(wildcards.method, wildcards.seed)
         return [f"{folder}/training.json"] if wildcards.step == self.snapshots[-1] else []
 
     def checksum_file(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
-        """Return the path of the checksums of the outputs of a training run's job."""
-        # one folder for all segments of a stage, on which DVC's report stage can depend
+        """Return the path of the file with the checksums of a job's outputs, for one segment of a training run."""
+        # the files of all runs and segments are in one folder, on which DVC's report stage can depend
         return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
     def report_inputs(self) -> list[str]:
         """Return the paths of all files that the report and the import into MLflow depend on.
 
-        First come the shared records, then the files of each training run, then the checksums of jobs, then the
-        analyses.
+        First come the records of shared stages, then the files of each training run, then the checksum files of jobs,
+        then the tables and figures of analyses.
         """
         shared_records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
+        paths = [f"{self.results}/{record}.json" for record in shared_records]
+
+        # the files of a training run, relative to its folder
         snapshot_files = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
         training_files = ["training.json", "metrics.jsonl"]
         for snapshot in self.snapshots:
             training_files += [path.format(snapshot) for path in snapshot_files]
-        paths = [f"{self.results}/{record}.json" for record in shared_records]
+
         for method, seed in self.trainings:
             paths += [f"{self.training_folder(method, seed)}/{path}" for path in training_files]
         for stage, (method, seed), segment in product(dependencies.TRAINING_STAGES, self.trainings, self.segments):
@@ -267,21 +278,22 @@ class Layout:
     # Values of the rules' directives
 
     def wildcard_pattern(self, values: list[Any]) -> str:
-        """Return a wildcard constraint, a regular expression, that allows exactly the given values as texts."""
+        """Return a wildcard constraint, a regular expression, that matches exactly the texts of the values."""
         return "|".join(re.escape(str(value)) for value in values)
 
     def rule_params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
-        """Return the ``params:`` of a rule: `dependency_params`, the experiment file ``config``, and ``timing``.
+        """Return the ``params:`` of a rule: `dependency_params`, the function ``config``, and the path ``timing``.
 
-        The timing file is not an output, because it differs in every run. Its path contains the wildcards of the rule,
-        such as ``results/tiny/timing/train/{method}_seed{seed}/1.json``.
+        ``config`` returns the path of the frozen experiment. The timing file is not an output, because it differs in
+        every run. Its path contains the wildcards of the rule, such as
+        ``results/tiny/timing/train/{method}_seed{seed}/1.json``.
 
         Args:
             rule: name of the rule, without the suffix of a segment.
             segment: segment of the rule's jobs; None: its stage is not split into segments.
         """
         stage = rule.removesuffix("_parts")
-        is_shard_rule = rule != stage
+        is_shard_rule = rule != stage  # rule STAGE_parts computes the shards of a stage
         timing_name = stage
         if stage.startswith("measure_"):
             timing_name += ".{method}.seed{seed}.{step}"
@@ -302,14 +314,14 @@ class Layout:
 
         # Snakemake calls the functions only for stages that have jobs, which saves the other fingerprints
         @cache  # one fingerprint for all functions and jobs of a method
-        def collect(method: str | None) -> dict[str, Any]:
+        def collect_values(method: str | None) -> dict[str, Any]:
             return dependencies.collect_params(stage, self.experiment, method)
 
         # a function defined in the comprehension below would see only the last name
         def build_function(name: str) -> Callable[[Any], Any]:
             def find_value(wildcards: Any) -> Any:
                 method = wildcards.method if depends_on_method else None
-                return collect(method)[name]
+                return collect_values(method)[name]
 
             return find_value
 
@@ -318,14 +330,18 @@ class Layout:
         return {name: build_function(name) for name in (*names, "code")}
 
     def config_argument(self, wildcards: Any, output: Any) -> str:
-        """Return the path of the frozen experiment, a ``params:`` value that Snakemake does not record."""
+        """Return the path of the frozen experiment as text.
+
+        The arguments are unused: Snakemake does not record the result of a function that takes `output`.
+        """
         return self.config_file.as_posix()
 
     def sampling_options(self, wildcards: Any, output: Any) -> str:
-        """Return the options of ``kairos sample`` for section `sampling`; Snakemake does not record them.
+        """Return the options of ``kairos sample`` for section `sampling`, as one text.
 
-        They are equal for all jobs. The arguments are unused: Snakemake does not record the result of a function that
-        takes `output`. Every field but `shards` is an option, with JSON or a text as its value, quoted for the shell.
+        An example is ``--steps 50 --weights ema ...``. Every field but `shards` is an option, with JSON or a text as
+        its value, quoted for the shell. The options are equal for all jobs. The arguments are unused: Snakemake does
+        not record the result of a function that takes `output`.
         """
         sampling = self.experiment.sampling.model_dump(mode="json", exclude={"shards"})
         sampling["grid_images"] = sampling.pop("grid")  # the field's name differs from the option's, --grid-images
@@ -337,23 +353,29 @@ class Layout:
 
 
 def name_snapshots(steps: tuple[int, ...]) -> list[str]:
-    """Return the names of snapshots in folders and files: their steps in 7 digits."""
+    """Return the names of snapshots in folders and files: their steps in 7 digits, such as ``0000400``."""
     return [f"{step:07d}" for step in steps]
 
 
 def create_layout(experiment: Experiment) -> Layout:
-    """Return the layout of an experiment, after selecting the extractor for ``auto`` and freezing the experiment.
+    """Return the layout of an experiment: select the extractor for ``auto``, and write a frozen copy of the experiment.
 
-    The notes of the layout are the notes of the selection, and a warning for each missing file.
+    The copy is a file in ``.kairos/config``, see `freeze`. The notes of the layout are the notes of the selection, and
+    a warning for each missing file.
 
     Raises:
         ConfigError: the experiment's evaluation is not possible, or weights that it starts from are missing.
+        DamagedError: the record of these weights is damaged.
     """
     resolved, notes = experiment.resolve()
     return Layout(resolved, config_file=freeze(resolved), notes=notes + warn_of_missing(resolved))
 
 
 def load_frozen_layout() -> Layout:
-    """Return the layout, without notes, of the experiment that the controller has frozen, see `FROZEN_VARIABLE`."""
+    """Return the layout, without notes, of the frozen experiment whose path `FROZEN_VARIABLE` contains.
+
+    Raises:
+        KeyError: the controller has not set the variable.
+    """
     path = os.environ[FROZEN_VARIABLE]
     return Layout(load(path), config_file=Path(path))

@@ -11,7 +11,7 @@ _COPIED = ("params.yaml", "experiments/schema.json", "workflow/profiles")
 
 
 def installed() -> Path:
-    """Return the folder of kairos' own Snakefile: inside the package if a wheel is installed, else the clone."""
+    """Return the folder of kairos' Snakefile: in the package if a wheel is installed, else the root of the clone."""
     packaged = Path(__file__).parent / "pipeline"
     return packaged if packaged.is_dir() else Path(__file__).parents[3]
 
@@ -19,7 +19,8 @@ def installed() -> Path:
 def create_project(folder: Path) -> list[str]:
     """Write the files of a project, and return the names of the files and folders at its top, sorted.
 
-    Missing folders are created.
+    They are the Snakefile, .gitignore, and copies of params.yaml, the schema and the profiles. Missing folders are
+    created.
 
     Args:
         folder: folder of the project, which must be empty or missing.

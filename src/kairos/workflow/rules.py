@@ -22,7 +22,7 @@ _TRAINING_MINUTES = 1440  # a day
 def paths_of(name: str) -> PathsFunction:
     """Return a ``params:`` function that lists the paths under a name in the rule's output, or else in its input.
 
-    The list is empty if the rule has neither. A single path is a list with one element.
+    The list is empty if neither has the name. A single path is a list with one element.
     """
 
     def list_paths(wildcards: Any, input: Any, output: Any) -> list[str]:
@@ -35,7 +35,7 @@ def paths_of(name: str) -> PathsFunction:
 
 
 def folders_of(name: str) -> PathsFunction:
-    """Return a ``params:`` function that lists the parent folders of the paths of `paths_of`."""
+    """Return a ``params:`` function that lists the parent folder of each path of `paths_of`, in its order."""
     paths = paths_of(name)
     return lambda wildcards, input, output: [os.path.dirname(path) for path in paths(wildcards, input, output)]
 
@@ -50,10 +50,11 @@ def folder_of(name: str) -> TextFunction:
 
 
 def stage_options(*stages: str) -> TextFunction:
-    """Return a ``params:`` function that writes ``--STAGE FOLDER`` for each stage.
+    """Return a ``params:`` function that returns ``--STAGE FOLDER`` for each stage, as one text.
 
     The folder contains the rule's output with the name of the stage, or else the input of that name, see `folder_of`.
-    An example is ``--dataset results/tiny/dataset --autoencoder results/tiny/autoencoder``.
+    An example is ``--dataset results/tiny/dataset --autoencoder results/tiny/autoencoder``. The function raises
+    IndexError if the rule has no path for a stage.
     """
 
     def write_options(wildcards: Any, input: Any, output: Any) -> str:
@@ -67,7 +68,7 @@ def stage_options(*stages: str) -> TextFunction:
 
 
 def repeat_option(option: str, paths: PathsFunction) -> TextFunction:
-    """Return a ``params:`` function that writes ``OPTION PATH`` for each of a job's paths; empty without paths.
+    """Return a ``params:`` function that returns ``OPTION PATH`` for each of a job's paths, as one text; may be empty.
 
     Args:
         option: the option, with its hyphens, such as ``--part``.
@@ -81,14 +82,17 @@ def repeat_option(option: str, paths: PathsFunction) -> TextFunction:
 
 
 def shard_options(wildcards: Any, input: Any, output: Any) -> str:
-    """Return ``--shard K`` for a job that computes a shard, else ``--part PATH`` for each shard that the job joins."""
+    """Return ``--shard K`` for a job that computes a shard, else ``--part PATH`` for each shard that the job joins.
+
+    The text is empty for a job that does neither. ``K`` is the shard's name, such as ``1of2``.
+    """
     if "shard" in wildcards.keys():  # noqa: SIM118  (Snakemake's wildcards are not a dictionary)
         return f"--shard {wildcards.shard}"
     return repeat_option("--part", paths_of("parts"))(wildcards, input, output)
 
 
 def scaled_by_attempt(amount: int) -> Callable[..., int]:
-    """Return a resource function: `amount` at the first attempt, twice at the second, three times at all later ones."""
+    """Return a resource function: `amount` at attempt 1, twice `amount` at attempt 2, three times at later attempts."""
     return lambda wildcards, attempt: amount * min(attempt, _LARGEST_FACTOR)
 
 
@@ -105,14 +109,15 @@ def processes_per_node(experiment: Experiment) -> int:
 def training_resources(experiment: Experiment) -> dict[str, Any]:
     """Return the ``resources:`` of a training job, for all its processes on one machine together.
 
-    ``mem_mb`` grows with each attempt; ``runtime`` (minutes) does not, since a training run resumes. ``nodes`` is
-    set for several processes. Jobs on GPUs have ``gpu`` or ``gres``; jobs on CPUs of several machines have ``tasks``.
-
-    In a group job, Snakemake sums numeric resources but keeps a string resource once; runs that share a GPU therefore
-    request ``gres``. Runs on several machines request it too, where it applies to each machine.
+    - ``mem_mb``, a function that grows with each attempt, and ``runtime``, a constant number of minutes.
+    - ``nodes`` for a training run with several processes.
+    - ``tasks`` for jobs without a GPU on several machines.
+    - ``gres``, a text such as ``gpu:4``, for jobs on GPUs of several machines and for runs that share a GPU; else
+      ``gpu``, the number of GPUs.
     """
     training = experiment.training
     processes = processes_per_node(experiment)
+    # the time does not grow with the attempts, since a training run resumes
     resources: dict[str, Any] = {"mem_mb": scaled_by_attempt(_TRAINING_MB * processes), "runtime": _TRAINING_MINUTES}
     if training.processes > 1:  # without `nodes`, SLURM may spread the GPUs of one machine over several
         resources["nodes"] = training.nodes
@@ -120,6 +125,8 @@ def training_resources(experiment: Experiment) -> dict[str, Any]:
         if training.nodes > 1:
             resources["tasks"] = training.nodes  # the default is 1, and SLURM allocates no machine without a task
     elif training.nodes > 1 or training.trainings_per_gpu > 1:
+        # in a group job of runs that share a GPU, Snakemake sums numbers but keeps a text once; with several machines,
+        # `gres` applies to each machine
         resources["gres"] = f"gpu:{processes}"
     else:
         resources["gpu"] = processes

@@ -35,7 +35,10 @@ NAMES = [  # module and class, attribute, what would happen without the attribut
 
 
 def is_recorded_as_complete(workflow: Any, job: Any) -> bool:
-    """Return True if Snakemake's metadata record a job as finished, and not as started again since."""
+    """Return True if Snakemake's metadata record a job as finished, and no output of it as incomplete.
+
+    An output is incomplete after the job has started again without finishing.
+    """
     persistence = workflow.persistence
     outputs = [str(output) for output in job.output]
     return persistence.has_metadata(job) and not persistence._filter_incomplete_keys(outputs)
@@ -73,20 +76,22 @@ def touch_without_pauses() -> None:
 
 
 def prevent_retry(job: Any) -> None:
-    """Prevent another attempt of a job, or group of jobs, whose present attempt has failed."""
-    # the public setter would return more resources to the scheduler than the job has taken
+    """Prevent another attempt of a job, or group of jobs, whose present attempt has failed.
+
+    The number of the present attempt is set to the last one that Snakemake allows.
+    """
     last_attempt = job.restart_times + 1
-    job._attempt = last_attempt
+    job._attempt = last_attempt  # the public setter would return more resources to the scheduler than the job has taken
 
 
 def set_jobs_per_group(workflow: Any, group: str, job_count: int) -> str:
-    """Let Snakemake combine up to `job_count` jobs of a group that do not depend on each other; return the group.
+    """Let Snakemake combine up to `job_count` jobs of a group that do not depend on each other; return `group`.
 
-    A number that the user has set for the group is kept. Rules call this function when Snakemake evaluates their group:
-    the settings do not exist before.
+    A number that the user has set for the group is kept. Without group settings, such as for a summary, nothing
+    changes. Rules call this function when Snakemake evaluates their group: the settings do not exist before.
     """
     settings = workflow.group_settings
-    if settings is not None:  # None if nothing is executed, such as for a summary: then nothing changes
+    if settings is not None:  # None if nothing is executed
         number_by_group = {group: job_count}
         number_by_group.update(settings.group_components)  # replaces `job_count` by the user's number
         settings.group_components = number_by_group
@@ -94,9 +99,9 @@ def set_jobs_per_group(workflow: Any, group: str, job_count: int) -> str:
 
 
 def parse_runtime(runtime: int | str) -> float | None:
-    """Return the minutes of a resource `runtime`, which Snakemake also accepts as a text such as ``2h``.
+    """Return a resource `runtime` in minutes: a number of minutes, or a text such as ``2h``.
 
-    The result is None for another text, such as ``60 * attempt``, which Snakemake evaluates for each job.
+    The result is None for any other text, such as ``60 * attempt``, which Snakemake evaluates for each job.
     """
     from snakemake.exceptions import WorkflowError
     from snakemake.resources import Resource
@@ -112,7 +117,7 @@ def read_longest_limit(partition_file: Path, gpu: bool) -> float:
 
     Args:
         partition_file: the SLURM plugin's description of a cluster's partitions.
-        gpu: consider only partitions with GPUs.
+        gpu: True to consider only partitions with GPUs.
     """
     from snakemake_executor_plugin_slurm.partitions import read_partition_file  # imports pandas
 
