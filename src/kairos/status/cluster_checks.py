@@ -134,7 +134,7 @@ def check_job(visible: int) -> list[Finding]:
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         return [(True, "slurm job", "none: this is not a job of SLURM")]
-    variables = {name: os.environ[name] for name in _GPU_VARIABLES if os.environ.get(name)}
+    variables = {name: os.environ[name] for name in _GPU_VARIABLES if name in os.environ}
     assigned = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no GPU"
     fact = f"job {job_id} on {os.environ.get('SLURMD_NODENAME', '?')}, given: {assigned}; torch sees {visible}"
     if _count_assigned_gpus(variables) == visible:
@@ -150,6 +150,8 @@ def _count_assigned_gpus(variables: dict[str, str]) -> int:
     value may also hide all GPUs. Only without a list SLURM_GPUS_ON_NODE is used; a value that is not a number is
     treated as 0.
     """
+    if variables.get("CUDA_VISIBLE_DEVICES") == "":  # CUDA then hides all GPUs
+        return 0
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         devices = variables.get(name)  # such as "0,1"
         if devices:
@@ -195,7 +197,7 @@ def check_locks(results: Path) -> list[Finding]:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-lock-") as file:
                 fault = _try_lock(function, file)
         except OSError as error:
-            fault = str(error.strerror)  # None for an error without a number
+            fault = error.strerror or str(error)
         if not fault and function == "flock":
             fault = _find_local_lock_options(folder)
         if fault:

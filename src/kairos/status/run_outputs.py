@@ -133,13 +133,10 @@ class RunOutputs:
 
 
 def _list_files_by_step(folder: Path, suffix: str) -> list[Path]:
-    """Return the paths of the files with a suffix whose name is a step, by ascending step; empty without a folder.
-
-    A name that begins with a digit is treated as a step.
-    """
-    names = [name for name in list_names(folder) if name[:1].isdigit() and name.endswith(suffix)]
-    # steps have at least 7 digits: a longer name has the higher step
-    return [folder / name for name in sorted(names, key=lambda name: (len(name), name))]
+    """Return the paths of the files with a suffix whose name is a step, by ascending step; empty without a folder."""
+    names = [name for name in list_names(folder) if name.endswith(suffix)]
+    steps = [name.removesuffix(suffix) for name in names]
+    return [folder / f"{step}{suffix}" for step in sorted(filter(str.isdecimal, steps), key=int)]
 
 
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:

@@ -508,9 +508,9 @@ def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
 def _join_values(machines: list[dict[str, str]], fact: str) -> str:
     """Return the distinct values of a fact over machines as text, sorted, such as ``2.8/2.9``.
 
-    The value of a machine without the fact is ``?``. Without machines the text is empty.
+    The value of a machine without the fact, and the text without machines, is ``?``.
     """
-    return "/".join(sorted({machine.get(fact, "?") for machine in machines}))
+    return "/".join(sorted({machine.get(fact, "?") for machine in machines})) or "?"
 
 
 def _list_machines(results: Path) -> list[dict[str, str]]:
