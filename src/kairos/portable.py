@@ -52,8 +52,9 @@ _COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE of mkl.h
 def machine() -> dict[str, str]:
     """Return CPU model, instruction set and versions of libraries, on which the bits of results depend.
 
-    Records whose hashes should agree between machines must not contain them. The instruction set is ``AVX2 (portable)``
-    if the environment has the values of `VARIABLES`. Otherwise torch reports it; ``any`` if torch is not imported.
+    The keys are ``processor``, ``instruction_set``, ``libc``, ``python``, ``torch`` and ``numpy``. Records whose hashes
+    should agree between machines must not contain them. The instruction set is ``AVX2 (portable)`` if the environment
+    has the values of `VARIABLES`. Otherwise torch reports it; ``any`` if torch is not imported.
     """
     cpu_info = Path("/proc/cpuinfo")
     text = cpu_info.read_text() if cpu_info.exists() else ""

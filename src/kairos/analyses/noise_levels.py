@@ -40,8 +40,9 @@ def even_levels(bins: int) -> list[Level]:
 def area_levels(process: Process, r: float) -> list[Level]:
     """Return SpeeD's areas as levels, with their names in column ``area``.
 
-    The process is scaled to unit variance and divided into cells. Area `convergence` has the
-    times at which 1/alpha-bar exceeds `r`.
+    The areas are ``acceleration``, ``deceleration`` and ``convergence``, see `increments.Increments.area`. Area
+    `convergence` has the times at which 1/alpha-bar exceeds `r`. The process is scaled to unit variance and divided
+    into cells; a level consists of consecutive cells of one area.
     """
     increment_areas = increments("vp", process.schedule, r=r).area()
     # The increment from the paper's x_t, t = 1, 2, ..., belongs to cell t - 1; the one from t = 0 belongs to no cell.
@@ -58,10 +59,10 @@ def area_levels(process: Process, r: float) -> list[Level]:
 
 
 def log_snr_levels(process: Process, bins: int, least: float = -9.0, most: float = 9.0) -> list[Level]:
-    """Return levels that are equal ranges of ln SNR, the cleanest first, with their centres in column ``log_snr``.
+    """Return `bins` equal ranges of ln SNR as levels, the cleanest first, with their centres in column ``log_snr``.
 
-    The process may limit the range further. The schedule contains the ln SNR at the middles of the cells; between
-    middles it is interpolated linearly.
+    The ranges cover `least` to `most`, as far as the process reaches them. The schedule contains the ln SNR at the
+    middles of the cells; between middles it is interpolated linearly.
     """
     log_snr = np.log(process.schedule.snr)  # one value per cell, descending
     cell_middles = (np.arange(len(log_snr)) + 0.5) / len(log_snr)
