@@ -125,7 +125,13 @@ def _read_file_with_determinism(path: Path) -> dict[str, Any]:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML file; for the errors, see `_read_file_with_determinism`."""
+    """Return the content of a YAML file.
+
+    Raises:
+        OSError: the file cannot be read.
+        TypeError: the file does not contain a mapping.
+        YAMLError: the file is not YAML.
+    """
     import yaml
 
     values = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -46,8 +46,8 @@ def measure_interdependence(
 
     Returns:
         A row for each pair of a trained and a measured part, grouped by trained part. Column ``trained`` is the number
-        of the trained part from 0, or ``all`` for the whole process as a control, whose rows are the last.
-        `_compare_losses` describes the other columns.
+        of the trained part from 0, or ``all`` for the whole process as a control, whose rows are the last. The other
+        columns are the measured part and its losses before and after, see `_compare_losses`.
 
     Raises:
         DivergedError: a training diverges.

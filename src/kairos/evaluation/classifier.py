@@ -66,7 +66,7 @@ class Classifier(nn.Module):
 def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
     """Train the classifier on labels, write its weights into `folder` and return its manifest fields.
 
-    `train_on_task` describes the training and the fields.
+    The manifest fields include the accuracy on held-out images, see `train_on_task`.
 
     Raises:
         KairosError: the data set has no classes.

@@ -353,7 +353,7 @@ def _evaluation_protocol(
     return {
         **{name: sampling.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),  # None unless the solver has them
-        **but_name(scheduler),  # options of the solver
+        **but_name(scheduler),  # options of the solver; its name is field ``scheduler``
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],
@@ -382,6 +382,7 @@ def _open_training_latents(
     """
     assert job.milestone is not None
     snapshot = (record["identity"], record["step"])
+    # fields that samples of other projects lack are taken as equal
     sampled_snapshot = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
     if sampled_snapshot != snapshot:
         raise KairosError(

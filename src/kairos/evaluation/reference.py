@@ -82,7 +82,7 @@ def build_reference(
     extractor: Path,
     out: Path,
 ) -> dict[str, Any]:
-    """Write statistics.npz and reference.json of stage `reference` into `out`, and return the content of reference.json.
+    """Write statistics.npz and reference.json of stage `reference` into `out`; return the content of reference.json.
 
     It contains the reference rows, settings, hashes and warnings. The statistics of the real images are also stored in
     the cache, see `metrics.load_or_compute`. The temporary copy of the data set's images is deleted. Messages report

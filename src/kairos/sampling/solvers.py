@@ -171,7 +171,7 @@ def orders(intervals: int, to_image: bool) -> list[int]:
     end. A step that ends at the image, where the noise is 0, can only be of order 1.
     """
     threes, remainder = divmod(intervals, 3)
-    if remainder == 0:
+    if remainder == 0:  # the last three intervals as 2 + 1, so that the last step has order 1
         return [3] * (threes - 1) + [2, 1]
     if remainder == 1:
         return [3] * threes + [1]
