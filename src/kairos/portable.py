@@ -52,8 +52,9 @@ _COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE of mkl.h
 def machine() -> dict[str, str]:
     """Return CPU model, instruction set and versions of libraries, on which the bits of results depend.
 
-    Records whose hashes should agree between machines must not contain them. The instruction set is ``AVX2 (portable)``
-    if the environment has the values of `VARIABLES`. Otherwise torch reports it; ``any`` if torch is not imported.
+    The keys are ``processor``, ``instruction_set``, ``libc``, ``python``, ``torch`` and ``numpy``. Records whose hashes
+    should agree between machines must not contain them. The instruction set is ``AVX2 (portable)`` if the environment
+    has the values of `VARIABLES`. Otherwise torch reports it; ``any`` if torch is not imported.
     """
     cpu_info = Path("/proc/cpuinfo")
     text = cpu_info.read_text() if cpu_info.exists() else ""
@@ -124,7 +125,13 @@ def _read_file_with_determinism(path: Path) -> dict[str, Any]:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML file; for the errors, see `_read_file_with_determinism`."""
+    """Return the content of a YAML file.
+
+    Raises:
+        OSError: the file cannot be read.
+        TypeError: the file does not contain a mapping.
+        YAMLError: the file is not YAML.
+    """
     import yaml
 
     values = yaml.safe_load(path.read_text(encoding="utf-8"))

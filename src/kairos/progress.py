@@ -15,7 +15,7 @@ _BAR_INTERVAL = 0.5  # seconds between updates of the facts in a bar
 
 
 class Progress:
-    """Progress of a long loop, shown on stderr.
+    """Progress of a long loop, shown on stderr: as a bar if stderr is a terminal, else as lines.
 
     Args:
         total: number of units.
@@ -101,11 +101,15 @@ def table(rows: Sequence[Sequence[object]], left: Collection[int] = (0,)) -> str
         texts = [str(cell) for cell in cells]
         width = max(map(len, texts))
         columns.append([text.ljust(width) if index in left else text.rjust(width) for text in texts])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns))
+    lines = ["  ".join(row).rstrip() for row in zip(*columns)]
+    return "\n".join(lines)
 
 
 def log(text: str) -> None:
-    """Print a line for the user on stderr; if its reader has ended, such as `tee`, drop it and all further lines."""
+    """Print a line for the user on stderr.
+
+    If the program that reads stderr has ended, such as `tee`, the line and all further ones are dropped.
+    """
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:

@@ -95,6 +95,8 @@ def compute_gradient_moments(
     # factor of gradients: a number, or the root of the metric (parameters,)
     gradient_scale = 1.0 if metric is None else _flatten_metric(metric, parameters)
     count = len(x0) // len(levels)  # images of a level
+
+    # sums over the samples of each level
     losses = np.empty((len(levels), count))
     squared_norms = np.empty((len(levels), count))
     mean_gradients = []
@@ -125,6 +127,8 @@ def compute_gradient_moments(
             squared_norms[level, i] = torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
             mean_gradient = mean_gradient + gradient.double() / count
         mean_gradients.append(mean_gradient)
+
+    # unbiased estimates from the means over samples
     stacked = torch.stack(mean_gradients)  # (levels, parameters)
     products = (stacked @ stacked.T).cpu().numpy()
     # each level: the mean of ||g||² minus ||mean of g||² is the biased variance, which n / (n - 1) corrects

@@ -46,8 +46,8 @@ def measure_interdependence(
 
     Returns:
         A row for each pair of a trained and a measured part, grouped by trained part. Column ``trained`` is the number
-        of the trained part from 0, or ``all`` for the whole process as a control, whose rows are the last.
-        `_compare_losses` describes the other columns.
+        of the trained part from 0, or ``all`` for the whole process as a control, whose rows are the last. The other
+        columns are the measured part and its losses before and after, see `_compare_losses`.
 
     Raises:
         DivergedError: a training diverges.
@@ -118,10 +118,11 @@ def _prepare_training(
 def _compare_losses(
     losses_before: list[Tensor], losses_after: list[Tensor], parts: list[tuple[int, int]], cell_count: int
 ) -> Iterator[TableRow]:
-    """Yield a row per measured part with its fractions of the process and its mean losses over images.
+    """Yield a row per measured part with its mean losses over images before and after the training.
 
-    Losses are (images,) for each part. Column ``error`` is the standard error of the mean change over images, NaN with
-    one image. `parts` are first and end cells.
+    The columns are ``part`` (number from 0), ``u_low`` and ``u_high`` (its fractions of the process), ``before``,
+    ``after``, ``change`` and ``error``. Column ``error`` is the standard error of the mean change over images, NaN with
+    one image. Losses are (images,) for each part, and `parts` are first and end cells.
     """
     for part, (before, after) in enumerate(zip(losses_before, losses_after)):
         start, end = parts[part]

@@ -40,8 +40,9 @@ def even_levels(bins: int) -> list[Level]:
 def area_levels(process: Process, r: float) -> list[Level]:
     """Return SpeeD's areas as levels, with their names in column ``area``.
 
-    The process is scaled to unit variance and divided into cells. Area `convergence` has the
-    times at which 1/alpha-bar exceeds `r`.
+    The areas are ``acceleration``, ``deceleration`` and ``convergence``, see `increments.Increments.area`. Area
+    `convergence` has the times at which 1/alpha-bar exceeds `r`. The process is scaled to unit variance and divided
+    into cells; a level consists of consecutive cells of one area.
     """
     increment_areas = increments("vp", process.schedule, r=r).area()
     # The increment from the paper's x_t, t = 1, 2, ..., belongs to cell t - 1; the one from t = 0 belongs to no cell.
@@ -58,10 +59,10 @@ def area_levels(process: Process, r: float) -> list[Level]:
 
 
 def log_snr_levels(process: Process, bins: int, least: float = -9.0, most: float = 9.0) -> list[Level]:
-    """Return levels that are equal ranges of ln SNR, the cleanest first, with their centres in column ``log_snr``.
+    """Return `bins` equal ranges of ln SNR as levels, the cleanest first, with their centres in column ``log_snr``.
 
-    The process may limit the range further. The schedule contains the ln SNR at the middles of the cells; between
-    middles it is interpolated linearly.
+    The ranges cover `least` to `most`, as far as the process reaches them. The schedule contains the ln SNR at the
+    middles of the cells; between middles it is interpolated linearly.
     """
     log_snr = np.log(process.schedule.snr)  # one value per cell, descending
     cell_middles = (np.arange(len(log_snr)) + 0.5) / len(log_snr)
@@ -92,9 +93,10 @@ def measure_gradient_variance(
 
 
 def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device: torch.device) -> list[TableRow]:
-    """Compute the columns of `measure_gradient_variance` by SpeeD's areas, a row per loss and area.
+    """Compute density, loss and moments of the gradient by SpeeD's areas, a row per loss and area.
 
-    Column ``area`` is added. Source: Wang et al. 2025, figure 1.
+    The losses are ``training`` and ``vlb``. The columns are those of `measure_gradient_variance`, and ``area``, the
+    name of the area. Source: Wang et al. 2025, figure 1.
     """
     snapshot = open_milestone(folder, "raw", device)
     return _measure_levels(options, folder, snapshot, latents, area_levels(snapshot.process, options.r), _LOSSES)
@@ -103,11 +105,12 @@ def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device:
 def measure_agreement(
     options: AgreementOptions, folder: Path, latents: Latents, device: torch.device
 ) -> list[TableRow]:
-    """Compute the columns of `measure_gradient_variance` by ln SNR; they include cosines between levels.
+    """Compute density, loss and moments of the gradient by ranges of ln SNR, a row per loss and level.
 
-    Column ``log_snr`` is added. The cosines are between the E g of two levels. The loss is the training loss, of rows
-    ``training``. If the optimiser's state is available (at the last snapshot), rows of loss ``preconditioned`` follow,
-    measured in Adam's metric, g' D g with D = 1/(sqrt(v) + eps).
+    The columns are those of `measure_gradient_variance`, with the cosines between the E g of two levels, and
+    ``log_snr``, the centre of the level. Rows of loss ``training`` contain the training loss. If the optimiser's state
+    is available (at the last snapshot), rows of loss ``preconditioned`` follow. They contain the training loss too,
+    with moments in Adam's metric, g' D g with D = 1/(sqrt(v) + eps).
     """
     snapshot = open_milestone(folder, "raw", device)
     optimizer_state = load_optimizer_state(folder, snapshot, device)
@@ -153,9 +156,10 @@ def _measure_levels(
 ) -> list[TableRow]:
     """Measure losses and gradients of a snapshot by level, and return a row per loss and level, in their order.
 
-    The columns are ``loss``, ``level`` (number from 0) and the columns of `_describe_level` and `_moments_of_level`.
-    Levels have separate images, `options.images` each; all losses have equal images, noise and times. `metrics`
-    contains the diagonal metric of each loss's gradients, or None; every name but ``vlb`` means the training loss.
+    The columns are ``loss``, ``level`` (number from 0), the fractions, time and density of `_describe_level`, and the
+    moments of `_moments_of_level`. The density and the weights are read from the snapshot's strategy.csv. Levels have
+    separate images, `options.images` each; all losses have equal images, noise and times. `metrics` contains the
+    diagonal metric of each loss's gradients, or None; every name but ``vlb`` means the training loss.
     """
     strategy = parse_strategy_csv((folder / "strategy.csv").read_text(encoding="utf-8"))
     x0, conditions = _load_training_images(options, snapshot, latents, len(levels) * options.images)

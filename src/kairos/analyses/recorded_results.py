@@ -19,10 +19,10 @@ from kairos_timesteps.errors import KairosError
 def collect_densities(options: DensityOptions, experiment: Any, results: Path) -> list[TableRow]:
     """Collect the density of timesteps and the trained density at every snapshot, relative to the uniform density.
 
-    Column ``density`` is T p(t). Column ``trained`` is p(t) w(t) over its mean: loss weights are treated as
-    probabilities (Kim et al. 2025, figure 5). A row contains means over a group of consecutive timesteps. There are
-    `options.bins` groups, or one for each timestep if there are fewer. The densities are read from the ``strategy.csv``
-    of the snapshots.
+    The columns are ``method``, ``seed``, ``step``, ``t``, ``density`` and ``trained``. Column ``density`` is T p(t).
+    Column ``trained`` is p(t) w(t) over its mean: loss weights are treated as probabilities (Kim et al. 2025, figure
+    5). A row contains means over a group of consecutive timesteps. There are `options.bins` groups, or one for each
+    timestep if there are fewer. The densities are read from the ``strategy.csv`` of the snapshots.
 
     Raises:
         FileNotFoundError: a snapshot is missing.
@@ -47,12 +47,13 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
 
 
 def collect_relative_times(options: AnalysisOptions, experiment: Any, results: Path) -> list[TableRow]:
-    """Collect distance and time of every snapshot; ``relative_time`` is 1 when the baseline is at its best.
+    """Collect distance and time of every snapshot, a row per snapshot; ``relative_time`` is 1 at the baseline's best.
 
-    That unit is "1D" of Kim et al. 2025, figure 1: the mean time over seeds at which the baseline's mean distance over
-    seeds is lowest. Times are training times, including the computations of the sampler; the untrained network has time
-    0. Column ``selected`` is |S| of an adaptive sampler, else None. Column ``metric`` is the name of the reference's
-    Fréchet distance.
+    The other columns are ``method``, ``selected``, ``seed``, ``step``, ``seconds``, ``metric`` and ``distance``. The
+    unit of relative time is "1D" of Kim et al. 2025, figure 1: the mean time over seeds at which the baseline's mean
+    distance over seeds is lowest. Times are training times, including the computations of the sampler; the untrained
+    network has time 0. Column ``selected`` is |S| of an adaptive sampler, else None. Column ``metric`` is the name of
+    the reference's Fréchet distance.
 
     The caller ensures that the experiment has a baseline.
 

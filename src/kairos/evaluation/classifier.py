@@ -66,7 +66,7 @@ class Classifier(nn.Module):
 def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
     """Train the classifier on labels, write its weights into `folder` and return its manifest fields.
 
-    See `train_on_task`.
+    The manifest fields include the accuracy on held-out images, see `train_on_task`.
 
     Raises:
         KairosError: the data set has no classes.
@@ -176,7 +176,10 @@ def _optimise(kind: str, model: Classifier, options: ClassifierOptions, dataset:
 
 
 def _heldout_accuracy(model: Classifier, dataset: PreparedDataset, task: Task) -> float | None:
-    """Return the share of held-out images that the network classifies correctly; None without held-out images."""
+    """Return the share of held-out images that the network classifies correctly; None without held-out images.
+
+    The task gets the number of each batch as step, so that rotations are drawn by batch and position.
+    """
     heldout = dataset.heldout
     if not len(heldout):
         return None

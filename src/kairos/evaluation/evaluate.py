@@ -102,12 +102,17 @@ def run(
 
 
 def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[str]) -> Path:
-    """Return the folder of the extractor; a published extractor, selected by its name, is built in the cache.
+    """Return the folder of the extractor, after building a published extractor in the cache if it is not there.
 
-    Other folders are returned without a check that they exist. See `run` for the arguments.
+    Argument `extractor` is a folder, which is returned without a check that it exists, or the name of a published
+    extractor. If it is None, the reference decides:
+
+    * npz file: the published extractor that the metrics are defined for;
+    * other references: ``../extractor``, relative to the reference's folder.
 
     Raises:
         ConfigError: the metrics decide no extractor, or a folder here has the name of the published extractor.
+        KairosError: the weights of a published extractor are missing and cannot be downloaded.
     """
     if extractor is None and reference.suffix == ".npz":
         return cache_published_extractor(_extractor_of_metrics(metric_names))
@@ -126,7 +131,7 @@ def _find_extractor(reference: Path, extractor: Path | None, metric_names: list[
 
 
 def _extractor_of_metrics(names: list[str]) -> str:
-    """Return the one extractor that metrics are defined for; metrics that are defined for any extractor are ignored.
+    """Return the name of the one extractor that metrics are defined for; metrics for any extractor are ignored.
 
     Raises:
         ConfigError: a name is unknown, no metric is defined for one extractor, or two metrics for different ones.
@@ -141,11 +146,11 @@ def _extractor_of_metrics(names: list[str]) -> str:
 
 
 def _print_warnings(files_by_warning: dict[str, list[str]], printed: list[str]) -> None:
-    """Print each warning once, with the first of its files and the number of the others.
+    """Print each warning once, with the first of its files and the number of the others, unless `printed` contains it.
 
     Args:
         files_by_warning: samples files by warning.
-        printed: warnings that stage reference has printed, maybe with a prefix; they are not repeated.
+        printed: warnings that stage reference has printed, maybe with a prefix that ends with a colon.
     """
     for warning, (first, *others) in files_by_warning.items():
         was_printed = any(line == warning or line.endswith(f": {warning}") for line in printed)
@@ -314,7 +319,7 @@ def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) 
         file: the samples file, for messages.
 
     Raises:
-        KairosError: fewer images than one set has.
+        KairosError: the images fill no set: they are fewer than `num_samples`, or than `sets` if that is None.
     """
     if num_samples is None:
         set_size = images // sets
@@ -340,14 +345,15 @@ def _evaluation_protocol(
 ) -> dict[str, Any]:
     """Return all settings that decide the metrics, on one level; settings that an external samples file lacks are None.
 
-    Options of the solver are on that level too. ``n_samples`` is the number of images in a set. ``accuracy`` is not a
-    setting, but the extractor's accuracy as a classifier; None for a published extractor.
+    They are settings of the sampling, the reference and the extractor. Options of the solver are on that level too.
+    ``n_samples`` is the number of images in a set. ``accuracy`` is not a setting, but the extractor's accuracy as a
+    classifier; None for a published extractor.
     """
     scheduler = sampling.get("scheduler") or {}
     return {
         **{name: sampling.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),  # None unless the solver has them
-        **but_name(scheduler),  # options of the solver
+        **but_name(scheduler),  # options of the solver; its name is field ``scheduler``
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],
@@ -376,6 +382,7 @@ def _open_training_latents(
     """
     assert job.milestone is not None
     snapshot = (record["identity"], record["step"])
+    # fields that samples of other projects lack are taken as equal
     sampled_snapshot = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
     if sampled_snapshot != snapshot:
         raise KairosError(

@@ -116,7 +116,10 @@ def _classifier_obstacle(counts: ImageCounts) -> str:
 
 
 def _classifier_problems(counts: ImageCounts) -> list[str]:
-    """Return a list with the error message if a classifier cannot be trained on the images, else an empty list."""
+    """Return a list with the error message if a classifier cannot be trained on the images, else an empty list.
+
+    The caller ensures that numbers and labels of the images are known.
+    """
     obstacle = _classifier_obstacle(counts)
     if not obstacle:
         return []
@@ -162,9 +165,11 @@ def _image_count_problems(evaluation: EvaluationConfig, dataset: DatasetConfig, 
             image_counts.append(("dataset", counts.count + heldout_count, "images with the held-out ones"))
     hint = "; evaluation.extractor.features sets it" if hasattr(evaluation.extractor, "features") else ""
     allowed = f"more than {width}, the number of features of {name} (fewer make the Fréchet distance meaningless{hint})"
-    return [
-        f"{field}: got {number} {unit}, allowed: {allowed}" for field, number, unit in image_counts if number <= width
-    ]
+    problems = []
+    for field, number, unit in image_counts:
+        if number <= width:
+            problems.append(f"{field}: got {number} {unit}, allowed: {allowed}")
+    return problems
 
 
 def _count_separate_heldout(dataset: DatasetConfig) -> int | None:

@@ -70,6 +70,7 @@ class Inception(FeatureExtractorInceptionV3):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the requested layers of uint8 images (batch, 1 or 3, height, width), ``spatial`` last."""
+        # `expand` makes RGB of grey images; the inner call runs the hook, which sets `self.spatial`
         return (*super().forward(images.expand(-1, 3, -1, -1)), self.spatial)
 
 

@@ -70,7 +70,7 @@ def find_network(path: str) -> tuple[str, bool]:
 
 
 def _offline() -> bool:
-    """Return True if HF_HUB_OFFLINE forbids downloads."""
+    """Return True if environment variable HF_HUB_OFFLINE forbids downloads: it is set, and neither empty nor 0."""
     return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
 
 

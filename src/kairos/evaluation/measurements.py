@@ -49,7 +49,7 @@ class MomentSums:
     @property
     def mean_and_covariance(self) -> Gaussian:
         """Mean (d,) and unbiased covariance (d, d), as by numpy.cov, of all added vectors, two or more; float64."""
-        shifted_mean = self._sum / self.count
+        shifted_mean = self._sum / self.count  # mean of the differences; their covariance is the one of the vectors
         covariance = (self._products - self.count * torch.outer(shifted_mean, shifted_mean)) / (self.count - 1)
         return (self._shift + shifted_mean).numpy(), covariance.numpy()
 
@@ -116,10 +116,10 @@ def measure(
     needs: set[str],
     stored_indices: NDArray[np.int64] | None = None,
 ) -> ImageStatistics:
-    """Measure a set of images in one pass.
+    """Return mean and covariance of layers, features and logits of a set of images, as far as they are needed.
 
-    Features and logits are read from temporary files, whose space is freed with the result; another process cannot open
-    them.
+    The images are iterated once. Features and logits are read from temporary files, whose space is freed with the
+    result; another process cannot open them.
 
     Args:
         extractor: an opened extractor. The caller ensures that it has the layers that `needs` are measured on.

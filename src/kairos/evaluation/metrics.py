@@ -124,7 +124,8 @@ class Comparison:
 def statistics_to_store(statistics: ImageStatistics) -> RealStatistics:
     """Return the statistics to store from the measurements of real images.
 
-    Features are read into memory. Features that were not measured become an array (0, 0).
+    Logits, captions and pairs are left out. Features are read into memory; features that were not measured become an
+    array (0, 0).
     """
     if statistics.features is None:
         features = np.zeros((0, 0), np.float32)
@@ -246,6 +247,7 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
     for _ in range(options.subsets):
         x = samples[random.choice(len(samples), size, replace=False)]
         y = real[random.choice(len(real), size, replace=False)]
+        # unbiased estimate of the squared maximum mean discrepancy: `within` has only pairs of different images
         within = _sum_over_pairs(_kernel(x, x, gamma)) + _sum_over_pairs(_kernel(y, y, gamma))
         between = _kernel(x, y, gamma).sum(axis=0).sum()
         distances.append(within / (size * (size - 1)) - 2 * between / (size * size))
@@ -291,12 +293,12 @@ def psnr(options: MetricOptions, statistics: ImageStatistics, comparison: Compar
 
 
 def precision(options: PrecisionOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
-    """Compute the share of samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
+    """Compute the share of samples inside the manifold of the stored real images (Kynkäänniemi et al. 2019)."""
     return {"precision": share_inside(statistics.features, comparison.real.features, options.neighbours)}
 
 
 def recall(options: RecallOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:
-    """Compute the share of real images inside the manifold of the samples (Kynkäänniemi et al. 2019)."""
+    """Compute the share of stored real images inside the manifold of the samples (Kynkäänniemi et al. 2019)."""
     return {"recall": share_inside(comparison.real.features, statistics.features, options.neighbours)}
 
 

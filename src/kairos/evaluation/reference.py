@@ -82,17 +82,17 @@ def build_reference(
     extractor: Path,
     out: Path,
 ) -> dict[str, Any]:
-    """Write the folder of stage `reference` and return its record.
+    """Write statistics.npz and reference.json of stage `reference` into `out`; return the content of reference.json.
 
-    The files are statistics.npz and reference.json. The statistics of the real images are also stored in the cache, see
-    `metrics.load_or_compute`. The temporary copy of the data set's images is deleted. Messages report the rows and
-    warnings. Marks the end of start-up, see `resource_usage.end_startup`.
+    It contains the reference rows, settings, hashes and warnings. The statistics of the real images are also stored in
+    the cache, see `metrics.load_or_compute`. The temporary copy of the data set's images is deleted. Messages report
+    the rows and warnings. Marks the end of start-up, see `resource_usage.end_startup`.
 
     Args:
         evaluation: section `evaluation`.
         device: device of the extractor and the autoencoder.
         dataset, autoencoder, latents, extractor: folders of the stages before.
-        out: folder to write.
+        out: folder to write, created if necessary.
 
     Raises:
         KairosError: a folder is missing or damaged, there are too few images for the extractor's features, or an
@@ -146,13 +146,14 @@ def build_reference(
 
 
 def _check_image_counts(num_samples: int, real_images: int, width: int) -> list[str]:
-    """Check the sizes of the sets against the number of features `width`; print and return the warnings.
+    """Print and return warnings if a set has fewer than 10 images per feature; there are `width` features.
 
-    A returned warning begins with ``evaluation.num_samples: `` or ``real images: ``. The number of real images is 0 if
-    it is unknown, as for published moments.
+    Both `num_samples`, the images per set, and the number of real images are checked. A returned warning begins with
+    ``evaluation.num_samples: `` or ``real images: ``. The number of real images is 0 if it is unknown, as for published
+    moments; it is then not checked.
 
     Raises:
-        KairosError: too few images.
+        KairosError: a number of images is at most `width`.
     """
     warnings = []
     for name, count in {"evaluation.num_samples": num_samples, "real images": real_images}.items():
@@ -165,7 +166,9 @@ def _check_image_counts(num_samples: int, real_images: int, width: int) -> list[
 
 
 def open_reference(path: Path, extractor: Extractor) -> Reference:
-    """Open the output of stage `reference` from its folder or its reference.json.
+    """Open the output of stage `reference`, from its folder or its reference.json, after comparing files with hashes.
+
+    The metrics have the options in the record.
 
     Raises:
         KairosError: the reference is missing, or was computed with another extractor.
@@ -213,10 +216,10 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
 
 
 def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extractor) -> dict[str, Any]:
-    """Return the fields of a reference's record that fix settings for all its evaluations, and its hash.
+    """Return the record fields of a reference that all its evaluations use.
 
-    ``validation`` contains the settings of the losses. The hash includes the statistics of the real images and the
-    extractor.
+    ``reference_hash`` includes the statistics of the real images and the extractor. ``eval_seed`` and ``precision`` are
+    settings, and ``validation`` contains the number of images, strata and seed of the validation loss.
     """
     return {
         "reference_hash": sha256_json({"statistics": real.hash, "extractor": extractor.hash}),
@@ -232,6 +235,9 @@ def _real_statistics(
     """Return the statistics of the real images, cached by content; the metrics `selected` decide the measurements.
 
     `reference` is ``train``, ``all`` (with the held-out images) or the path of an npz file.
+
+    Raises:
+        KairosError: the npz file lacks a measurement, or contains too few images, see `load_external_statistics`.
     """
     needs = needs_of_real_images(selected)
     if reference not in ("train", "all"):
@@ -275,8 +281,9 @@ def _measure_cached(
 ) -> RealStatistics:
     """Return the statistics of uint8 images (N, height, width, channels) at `indices`, with the measurements `needs`.
 
-    They are from the cache if the present code has computed them before. `cache_key` identifies the images, by JSON
-    values. Features are stored for at most `metrics.MAX_STORED` images.
+    They are read from the cache if the present code has computed them before, or else computed and stored there.
+    `cache_key` identifies the images, by JSON values. Features are kept for at most `metrics.MAX_STORED` images; the
+    moments are of all images.
     """
     extractor_code = EXTRACTORS.find(extractor.manifest["kind"]).module()  # imported by name alone
     cache_key = {
@@ -303,11 +310,12 @@ def _compute_rows(
     extractor: Extractor,
     comparison: Comparison,
 ) -> dict[str, dict[str, Any]]:
-    """Return the reference rows by name, each with its number of images per set and the columns of the metrics.
+    """Return the reference rows by name, each with the columns of the metrics and ``n_samples``, its images per set.
 
     Rows ``floor`` and ``reconstruction`` have one set: the first ``num_samples`` held-out images, or all if they are
     fewer. They are missing if too few images are held out, see `_heldout_sources`. The other rows are `generated`, with
-    ``evaluation.sets`` sets. If metrics need captions, the first caption of each held-out image is used.
+    ``evaluation.sets`` sets, whose means and standard deviations they contain. If metrics need captions, the first
+    caption of each held-out image is used. Progress is shown by row.
     """
     heldout = dataset.heldout[: evaluation.num_samples]
     heldout_sources = _heldout_sources(
@@ -392,11 +400,11 @@ def _heldout_sources(
 
 
 def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, ImageSource]:
-    """Fit a Gaussian to the training latents; return the number of fitted latents and a source of decoded samples.
+    """Fit a Gaussian to random training latents; return their number and a source of decoded samples of the Gaussian.
 
-    At most `GAUSSIAN_IMAGES` latents, and `GAUSSIAN_VALUES` values in total (but at least two latents), are fitted.
-    They stay in memory as long as the source. Stochastic latents are sampled. The caller ensures that there are two
-    training images or more, and `count` is the number of images per set.
+    The source maps a set's number to its `count` images, yielded in uint8 batches. At most `GAUSSIAN_IMAGES` latents,
+    and `GAUSSIAN_VALUES` values in total (but at least two latents), are fitted. They stay in memory as long as the
+    source. Stochastic latents are sampled. The caller ensures that there are two training images or more.
     """
     dimension = int(np.prod(latents.shape))
     fitted_count = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
@@ -422,7 +430,10 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
 
 
 def _noise_source(shape: tuple[int, ...], count: int, seed: int) -> ImageSource:
-    """Return a source of sets of `count` uniformly random uint8 images (n, *shape), by seed and number of the set."""
+    """Return a function that maps a set's number to batches of its `count` uniformly random uint8 images (n, *shape).
+
+    The images depend on seed and number of the set alone.
+    """
 
     def images_of_set(number: int) -> Iterator[np.ndarray]:
         random = np.random.default_rng(derived_seed(seed, "noise images", number))

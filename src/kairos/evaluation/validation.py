@@ -90,8 +90,8 @@ def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: An
     """Compute the loss at eight equidistant times, fractions 0/8 to 7/8, assigned to the images in turn.
 
     The loss is the plain squared error of the network's prediction, as in the validation of MLPerf Training's Flux.1.
-    The result ``mlperf8`` is the mean over images. See `validation_loss` for the arguments; the number of strata is not
-    used.
+    The only field of the result, ``mlperf8``, is the mean over images. See `validation_loss` for the arguments; the
+    number of strata is not used.
     """
     fixed_loss = build_fixed_loss(milestone, latents, settings, device, kind="mlperf8")
     result = fixed_loss(milestone.model, compute.precision(settings.precision, torch.device(device)))

@@ -122,6 +122,7 @@ def build_guided_predictor(
         depends_on_time = guidance.power is not None or guidance.interval is not None
         if depends_on_time and bool((scale == 1).all()):
             return predict_conditional(x_t, t)
+        # the first half of the doubled batch has the conditions, the second half the null values
         output = process.predict(model, x_t.repeat(2, 1, 1, 1), t.repeat(2), doubled)
         conditional, null = output.to(x_t.dtype).chunk(2)
         guided_channels = guidance.channels or x_t.shape[1]

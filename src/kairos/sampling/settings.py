@@ -125,7 +125,7 @@ def resolve_solver(scheduler: SolverOptions, process: LibraryComponent) -> Solve
 
 
 def _allowed_spacings(process: LibraryComponent) -> tuple[str, ...]:
-    """Return the spacings of time grids that a process allows; the first is its default."""
+    """Return the spacings of time grids that a process allows, the default first; a flow allows only ``uniform``."""
     if process.name == "flow":  # its noise over signal is unbounded, so karras has no end points
         return ("uniform",)
     if process.get("timesteps") is not None:
@@ -136,18 +136,19 @@ def _allowed_spacings(process: LibraryComponent) -> tuple[str, ...]:
 def _restricted_options(
     scheduler: SolverOptions, process: LibraryComponent, spacings: tuple[str, ...]
 ) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return allowed values and the reason, by name of each option that the process or the spacing restricts.
+    """Return a tuple of allowed values and the reason, by name of each option that the process or spacing restricts.
 
-    The solver need not have these options. An example is ``{"end": (("image",), "process flow")}``.
+    An example is ``{"end": (("image",), "process flow")}``. The solver need not have these options. `spacings` are the
+    ones that the process allows.
     """
-    of_process = f"process {process.name}"
-    restricted: dict[str, tuple[tuple[Any, ...], str]] = {"spacing": (("auto", *spacings), of_process)}
+    process_reason = f"process {process.name}"
+    restricted: dict[str, tuple[tuple[Any, ...], str]] = {"spacing": (("auto", *spacings), process_reason)}
     if spacings != CONTINUOUS:  # churn needs continuous, unbounded noise levels
-        restricted["s_churn"] = ((0,), of_process)
+        restricted["s_churn"] = ((0,), process_reason)
     if scheduler.spacing != "leading":  # ``auto`` never becomes leading
         restricted["offset"] = ((0,), f"spacing {scheduler.spacing}")
     if process.get("timesteps") is None:
-        restricted["end"] = (("image",), of_process)
+        restricted["end"] = (("image",), process_reason)
     if process.get("variance") != "learned_range":
         fixed_variances = tuple(variance for variance in VARIANCES if variance != "learned_range")
         restricted["variance"] = (fixed_variances, f"variance {process.get('variance')}")

@@ -28,10 +28,11 @@ from kairos.shapes import Images, Output
 def ddpm(
     options: DdpmOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
 ) -> Images:
-    """Sample by DDPM's ancestral sampling (Ho et al. 2020, algorithm 2) on the points of the grid alone.
+    """Sample by DDPM's ancestral sampling (Ho et al. 2020, algorithm 2), with one step per interval of the grid.
 
-    Nichol and Dhariwal 2021, section 4, derive the step between two points that are not neighbours. The new x is the
-    mean of q(x_end | x, x0), with the predicted x0, plus noise of the reverse variance. No noise is added at the image.
+    An interval may skip timesteps, as in Nichol and Dhariwal 2021, section 4. The new x is the mean of q(x_end | x,
+    x0), with the predicted x0, plus noise of the reverse variance, see `_reverse_variance`. No noise is added at the
+    image.
 
     Returns:
         x0 (batch, channels, height, width).
@@ -100,7 +101,8 @@ def edm(
 ) -> Images:
     """Sample by EDM's algorithm 2 (Karras et al. 2022): ``heun``, and ``euler`` without its lines 9 to 11.
 
-    The number of evaluations per interval in `options` selects the method. With `s_churn` 0, only the noise of the
+    `options.evaluations`, the evaluations per interval, selects the method: 2 for ``heun``, 1 for ``euler``. Churn adds
+    noise before an interval if the noise level is between `s_min` and `s_max`. With `s_churn` 0, only the noise of the
     start is drawn.
 
     Returns:
@@ -169,7 +171,7 @@ def orders(intervals: int, to_image: bool) -> list[int]:
     end. A step that ends at the image, where the noise is 0, can only be of order 1.
     """
     threes, remainder = divmod(intervals, 3)
-    if remainder == 0:
+    if remainder == 0:  # the last three intervals as 2 + 1, so that the last step has order 1
         return [3] * (threes - 1) + [2, 1]
     if remainder == 1:
         return [3] * threes + [1]

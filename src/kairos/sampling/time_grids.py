@@ -61,7 +61,8 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
 def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
     """Return the times at which the intervals begin, (steps,), descending; timesteps for a discrete process.
 
-    The caller ensures that the process allows the spacing.
+    Spacing ``uniform`` has equal fractions of the process. Timesteps include the option `offset`, if there is one. The
+    caller ensures that the process allows the spacing.
 
     Raises:
         ConfigError: two noise levels of spacing karras fall on one timestep.
@@ -82,7 +83,10 @@ def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
 
 
 def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
-    """Return the grid points at `times`, (n,): timesteps of a discrete process, times of a continuous one."""
+    """Return the grid points at `times`, (n,): timesteps of a discrete process, times of a continuous one.
+
+    The coordinates are x_t for a flow (scale 1), and x_t over the signal coefficient for other processes (signal 1).
+    """
     signal, noise = process.coefficients(times)
     # a flow has signal + noise = 1 at all times, and its path is straight in x_t itself
     is_flow = np.isclose(signal + noise, 1)
@@ -138,7 +142,7 @@ def times_of_noise_levels(process: Any, sigma: Array) -> Array:
         timestep_levels = process.schedule.snr**-0.5  # (T,)
         nearest: Array = np.abs(timestep_levels[:, None] - sigma).argmin(0)
         return nearest
-    # the noise level grows with the fraction
+    # bisection of all fractions at once; the noise level grows with the fraction
     low_fraction = np.zeros_like(sigma)
     high_fraction = np.full_like(sigma, 2.0)  # churn adds noise beyond fraction 1
     for _ in range(_BISECTIONS):
