@@ -141,7 +141,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
 def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
     """Return positions along one side at twice the resolution, in pixels from the centre, float64 (2 side + taps - 2,).
 
-    Downsampling of an image with these positions, by a filter with `taps` taps, has `side` pixels.
+    An image at these positions has `side` pixels after downsampling by a filter with `taps` taps.
     """
     # the filter, with stride 2 and no padding, makes (count - taps) / 2 + 1 = side pixels
     count = 2 * side + taps - 2

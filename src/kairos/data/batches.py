@@ -117,8 +117,8 @@ class Batches:
         flip. Conditions are the stored ones among `self.conditions`; ``text`` is a random caption of the image. Visits
         have the form of `Batch.visit`.
         """
-        # This may run in the reader's thread, and torch's thread pool belongs to the main thread: torch computes nothing
-        # here. On the CPU, `Stream` computes with numpy.
+        # Torch computes nothing here: this may run in the reader's thread, and torch's thread pool belongs to the main
+        # thread. On the CPU, `Stream` computes with numpy.
         visit_arrays = self._visit(step)
         image_indices = self.latents.train[visit_arrays["item"]]
         flips = None
