@@ -125,8 +125,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     y = _fine_positions(height, taps, images.device)
     positions = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
     # positions of the image that appear there, (n, fine height, fine width, 2): linear (q - shift) for row vectors q
-    shifted_positions = positions - shift[:, None, None]
-    source_positions = shifted_positions @ linear.transpose(1, 2)[:, None]
+    source_positions = (positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]
     source_x, source_y = source_positions.unbind(-1)
     # grid_sample expects -1 and 1 at the edges of `fine`. They are fine.shape / 2 fine pixels from the centre, which
     # are fine.shape / 4 pixels of the image.
