@@ -13,15 +13,15 @@ Descriptions = dict[str, dict[str, Any]]  # by name, as in the manifest of a dat
 
 
 def zero(values: Tensor, description: dict[str, Any]) -> Tensor:
-    """Return zeros, the null value of a condition that is a tensor per image, such as an embedding or an image.
+    """Return zeros with the shape and type of `values`: the null values of a condition that is a tensor per image.
 
-    Its description is ``{"kind": "tensor", "shape": [...]}``.
+    Such a condition is an embedding or an image, with description ``{"kind": "tensor", "shape": [...]}``.
     """
     return torch.zeros_like(values)
 
 
 def no_class(values: Tensor, description: dict[str, Any]) -> Tensor:
-    """Return the null class, one past the last class, for each image; int64 (batch,).
+    """Return the null class, which is number `num_classes`, for each image, with the shape and type of `values`.
 
     The description of the condition is ``{"kind": "class", "num_classes": 10}``.
     """
@@ -29,10 +29,10 @@ def no_class(values: Tensor, description: dict[str, Any]) -> Tensor:
 
 
 def no_text(values: Tensor, description: dict[str, Any]) -> Tensor:
-    """Return NaN as the null value of encoded texts, with the shape (batch, *shape) and type of `values`.
+    """Return NaN as the null values of encoded texts, with the shape (batch, *shape) and type of `values`.
 
-    The description of the condition is ``{"kind": "text", "shape": [77, 768], "null": "empty"}``. NaN marks a dropped
-    text; the model replaces NaN by its null value, which may be trained.
+    NaN marks a dropped text; the model replaces NaN by its null value, which may be trained. The description of the
+    condition is ``{"kind": "text", "shape": [77, 768], "null": "empty"}``.
     """
     return torch.full_like(values, torch.nan)
 
@@ -56,14 +56,12 @@ def nulls(conditions: dict[str, Tensor], descriptions: Descriptions) -> dict[str
 
 
 def drop(conditions: dict[str, Tensor], descriptions: Descriptions, dropped: Tensor) -> dict[str, Tensor]:
-    """Return conditions with null values for the samples where `dropped`, bool (batch,), is True.
-
-    All conditions of such a sample are null. The arguments do not change.
+    """Return new conditions by name, in which all conditions of the samples that `dropped` selects are null values.
 
     Args:
         conditions: conditions by name, each (batch, ...).
         descriptions: descriptions of at least these conditions.
-        dropped: mask of the samples, on the device of the conditions.
+        dropped: True for each sample that loses its conditions, bool (batch,), on the device of the conditions.
     """
     null_values = nulls(conditions, descriptions)
     new_conditions = {}

@@ -52,13 +52,12 @@ class Requirement:
     exists: Callable[[], bool] | None = None
 
     def locate(self, download: bool = False) -> tuple[str | None, str]:
-        """Return the location of the files and "", or None and the problem.
+        """Return the location of the files and ""; or None and the message of a KairosError of `find` or `download`.
 
-        The problem is "" if the files are missing and nothing else is wrong, also if they are still missing after a
-        download. A KairosError becomes the problem; other errors are raised.
+        The message is "" if the files are missing without an error, also after a download. Other errors are raised.
 
         Args:
-            download: download missing files, after a message, unless the user must provide them.
+            download: log a message and download missing files, unless the user must provide them.
         """
         try:
             location = self.find()
@@ -71,9 +70,9 @@ class Requirement:
         return location, ""
 
     def describe_absence(self, problem: str = "") -> str:
-        """Return `problem`, the second result of `locate`; if it is empty, a text with the remedy for missing files.
+        """Return why the files are absent: `problem`, the second result of `locate`, unless it is empty.
 
-        Example: ``not here; kairos fetch brings it``.
+        Otherwise the files are missing, and the text contains the remedy, as in ``not here; kairos fetch brings it``.
         """
         if problem:
             return problem
@@ -85,9 +84,9 @@ def list_requirements(experiment: Experiment) -> list[Requirement]:
     """Return the data sets, networks and captions that the jobs of an experiment read from outside the results folder.
 
     The order is: data sets, a pretrained autoencoder, files of captions, a text encoder, CLIP if the metrics list it,
-    and the weights of the extractor (Inception or DINOv2). Digits, and networks that kairos trains, are not
-    requirements. Further inputs are not included: lists of images, an ``.npz`` reference, plugins, and the weights of
-    `training.start_from`.
+    and the weights of the extractor (Inception or DINOv2). Digits are part of scikit-learn and not included. Neither
+    are lists of images, an ``.npz`` reference, plugins, and the weights of `training.start_from`. The files are not
+    looked for.
     """
     sections = [section for section in experiment.dataset.sections if section.source != "digits"]
     requirements = [_dataset(section) for section in sections]
@@ -101,10 +100,10 @@ def list_requirements(experiment: Experiment) -> list[Requirement]:
 
 
 def warn_of_missing(experiment: Experiment) -> list[str]:
-    """Return a warning for each missing network or file that `Experiment.resolve` does not check.
+    """Return a line of text for each missing input of an experiment that `Experiment.resolve` does not check.
 
-    They are held-out images in files, and the requirements of `_networks_and_captions`. Networks are not read, since
-    they may have gigabytes. Held-out images on the hub are not checked.
+    These inputs are held-out images in files, and the requirements of `_networks_and_captions`. Networks are looked for
+    but not read, since they may have gigabytes. Held-out images on the hub are not checked.
     """
     _, *heldout_sections = experiment.dataset.sections  # the first section has the training images
     requirements = [_dataset(section) for section in heldout_sections if section.source not in ("digits", "hub")]
@@ -123,8 +122,8 @@ def warn_of_missing(experiment: Experiment) -> list[str]:
 def _networks_and_captions(experiment: Experiment) -> list[Requirement]:
     """Return the requirements of an experiment other than its images and its feature extractor.
 
-    They are a pretrained autoencoder, files of captions, a text encoder, and CLIP for a metric, in this order. Metrics
-    that are None, the defaults of the extractor, do not include CLIP.
+    They are, in this order and as far as the experiment has them: a pretrained autoencoder, files of captions, a text
+    encoder, and CLIP for a metric. Without configured metrics CLIP is not needed.
     """
     requirements = []
     if experiment.autoencoder.kind == "pretrained":
@@ -143,7 +142,7 @@ def _networks_and_captions(experiment: Experiment) -> list[Requirement]:
 
 
 def _captions(path: str) -> Requirement:
-    """Return the requirement of a file of captions, which the user must provide."""
+    """Return the requirement of a file of captions, which the user must provide; its content is not checked."""
     return Requirement(
         name=f"captions {path}",
         find=lambda: path if os.path.isfile(path) else None,
@@ -153,10 +152,10 @@ def _captions(path: str) -> Requirement:
 
 
 def _dataset(dataset: DatasetConfig) -> Requirement:
-    """Return the requirement of a data set: one on the hub, or files that the user must provide.
+    """Return the requirement of a data set, which is on the hub, or in files that the user must provide.
 
-    The path of files may be a pattern such as ``images/*.parquet``; the files exist if one matches, and are not read.
-    The caller ensures that the source is not ``digits``, which has no path.
+    The path of files may be a pattern such as ``images/*.parquet``. They count as present if the path exists or a file
+    matches, and are not read. The caller ensures that the source is not ``digits``, which has no path.
     """
     if dataset.source == "hub":
         return _hub_dataset(str(dataset.path), dataset.split)
@@ -174,10 +173,10 @@ def _dataset(dataset: DatasetConfig) -> Requirement:
 
 
 def _hub_dataset(path: str, split: str) -> Requirement:
-    """Return the requirement of a data set on the hub; its functions load the data set in another process.
+    """Return the requirement of a data set on the hub; `find` and `download` load the data set in another process.
 
-    Its `find` loads from the cache alone, and treats any error there as missing files. Its `download` raises
-    KairosError with the error of the load.
+    `find` loads it from the cache alone, and treats any error as missing files. `download` loads it with access to the
+    hub, which fills the cache, and raises KairosError with the message of any error.
     """
 
     def find() -> str | None:  # with hub access off, like a job
@@ -211,8 +210,8 @@ except Exception as error:
 def _load_in_subprocess(path: str, split: str, offline: bool) -> tuple[bool, str]:
     """Load a split of a hub data set in another process; return True and the number of rows, or False and the error.
 
-    Both are texts; the error has at most 300 characters, and is empty if the process was killed. If `offline` is set,
-    the cache alone is used and nothing is shown; otherwise the progress of downloads is on stderr.
+    Number and error are texts. The error has at most 300 characters, and is empty if the process was killed. With
+    `offline`, the cache alone is used and nothing is shown; otherwise the progress of downloads is on stderr.
     """
     # another process, because hub access can only be switched before `datasets` is imported
     environment = {name: value for name, value in os.environ.items() if name != OFFLINE}
@@ -227,19 +226,19 @@ def _load_in_subprocess(path: str, split: str, offline: bool) -> tuple[bool, str
 def _network(
     kind: str, path: str | None, field: str, layout: tuple[str, str], further_files: tuple[str, ...] = ()
 ) -> Requirement:
-    """Return the requirement of a network in a folder or on the hub.
+    """Return the requirement of a network, which can be downloaded from the hub, or is in a folder of the user.
 
-    A network on the hub can be downloaded. The user must provide a folder. Nothing is read here: `find` verifies the
-    files, `exists` looks only for the configuration.
+    This function reads no file. `find` of the result verifies the files (`_verify_network`), and `exists` only looks
+    for the configuration.
 
     Args:
         kind: kind of network, for messages.
         path: the folder, or the hub id; the check of the experiment file ensures that it is not None.
         field: field of the experiment file that contains the path.
-        layout: file of the weights and field of config.json, `_DIFFUSERS` or `_TRANSFORMERS`. Existing weights in the
-            older file `_FORMER_WEIGHTS` are accepted too.
-        further_files: files to download, as far as they exist, such as files of a tokenizer. Only with further files,
-            weights in the older file are downloaded if the hub has no others.
+        layout: `_DIFFUSERS` or `_TRANSFORMERS`: file of the weights, and field of config.json with the kind of network.
+            Existing weights in the older file `_FORMER_WEIGHTS` are accepted too.
+        further_files: further files to download, as far as they exist, such as files of a tokenizer. Only with further
+            files are weights in the older file downloaded, if the hub has no others.
     """
     path = str(path)
     weights_file, _ = layout
@@ -270,13 +269,13 @@ def _network(
 
 
 def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
-    """Return the folder of a network if its configuration and weights are complete; None if a file is missing.
+    """Return the folder of a network if its configuration and weights are complete; None if one is missing.
 
-    A file in the hub's cache whose hash differs is deleted and treated as missing. A folder with weights in torch's
-    older format alone is returned without a check. The `layout` is `_DIFFUSERS` or `_TRANSFORMERS`.
+    A file in the hub's cache that does not match the hash in its name is deleted and treated as missing. A folder with
+    weights in torch's older format alone is returned without a check. The `layout` is `_DIFFUSERS` or `_TRANSFORMERS`.
 
     Raises:
-        KairosError: a file is damaged or belongs to another kind of network.
+        KairosError: a file is damaged, there are no weights in it, or config.json lacks the kind of network.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -303,10 +302,10 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
 
 
 def _inception(configured: str | None) -> Requirement:
-    """Return the requirement of the Inception weights; only those at the default path are downloaded.
+    """Return the requirement of the Inception weights at the path `configured`, or at the default path if it is None.
 
-    A file with another hash than the one in its name is treated as missing; a name without a hash matches every file.
-    The path in the experiment file, `configured`, is None for the default path.
+    Only weights at the default path can be downloaded. A file with another hash than the one in its name is treated as
+    missing; a name without a hash matches every file.
     """
     path = Path(configured) if configured else inception_weights.default_path()
     advice = f"put the file from {inception_weights.URL} there: {path}"

@@ -8,7 +8,7 @@ from kairos_timesteps.errors import ConfigError, KairosError
 
 
 def is_hub_id(path: str) -> bool:
-    """Return True if a path has the form of a hub id, OWNER/NAME, and is not an existing folder."""
+    """Return True if a text has the form of a hub id, OWNER/NAME, and there is no folder with this path."""
     has_form = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None  # not ./folder or ../folder
     return has_form and not Path(path).is_dir()
 
@@ -16,7 +16,8 @@ def is_hub_id(path: str) -> bool:
 def download_files(path: str, files: Iterable[str], cached: bool = False) -> Path:
     """Download files of a network into the Hugging Face cache, and return their folder there.
 
-    If the hub cannot be reached, a copy in the cache is returned as it is.
+    Files that the cache has already are not downloaded again. If the hub cannot be reached, a copy in the cache is
+    returned, which may lack files.
 
     Args:
         path: hub id of the network.
@@ -37,9 +38,9 @@ def download_files(path: str, files: Iterable[str], cached: bool = False) -> Pat
 
 
 def find_network_folder(path: str, field: str, files: Iterable[str], needed: str) -> Path:
-    """Return the folder of a network, after a download from the hub if necessary.
+    """Return `path` if it is a folder; otherwise download the files of this hub id, and return their folder.
 
-    The content of a folder is not checked.
+    The function does not check that the folder contains the files.
 
     Args:
         path: a folder, or a hub id.
@@ -68,7 +69,10 @@ def find_network_folder(path: str, field: str, files: Iterable[str], needed: str
 
 
 def is_available(path: str, file: str = "config.json") -> bool:
-    """Return True if a network's folder, or the Hugging Face cache for a hub id, contains a file, which is not read."""
+    """Return True if a network's folder, or the Hugging Face cache for a hub id, contains a file.
+
+    The file is not read, and nothing is downloaded.
+    """
     if not is_hub_id(path):
         return Path(path, file).is_file()
     from huggingface_hub import try_to_load_from_cache

@@ -29,7 +29,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """Parse ``KofN``, shard K of N.
+        """Return the shard that a text ``KofN`` describes: shard K of N, such as ``1of4``.
 
         Raises:
             ConfigError: the text has another form, or K is not in 1 ... N.
@@ -40,9 +40,10 @@ class Shard:
         return cls(number=int(match[1]), of=int(match[2]))
 
     def rows(self, count: int, batch_size: int) -> range:
-        """Return the indices of the shard's images, which are whole batches of the job; only the last may be shorter.
+        """Return the indices of the shard's images in the job, which are consecutive and form whole batches.
 
-        Shards differ by at most one batch. With fewer batches than shards, some shards are empty.
+        Only the last batch of the job may be shorter. Shards differ by at most one batch. With fewer batches than
+        shards, some shards are empty.
 
         Args:
             count: number of images of the job.
@@ -55,22 +56,30 @@ class Shard:
         return range(min(first_batch * batch_size, count), min(end_batch * batch_size, count))
 
     def record(self, count: int, batch_size: int) -> dict[str, int]:
-        """Return the record of this shard, with keys ``number``, ``of``, ``batch_size``, ``first`` and ``end``.
+        """Return a record of this shard with keys ``number``, ``of``, ``batch_size``, ``first`` and ``end``.
 
-        The shard contains images `first` ... `end` - 1 of the job's `count`.
+        The shard contains images `first` ... `end` - 1 of the `count` images of the job.
         """
         rows = self.rows(count, batch_size)
-        return {**vars(self), "batch_size": batch_size, "first": rows.start, "end": rows.stop}
+        return {
+            "number": self.number,
+            "of": self.of,
+            "batch_size": batch_size,
+            "first": rows.start,
+            "end": rows.stop,
+        }
 
 
 def in_order(
     parts: list[tuple[Path, dict[str, Any]]], identity: dict[str, Any], count: int, batch_size: int
 ) -> list[int]:
-    """Return the positions in `parts` of all shards of a job, in the order of their images.
+    """Return the positions in `parts` of all shards of a job, in the order of their images, after checking the shards.
+
+    Without parts the result is empty.
 
     Args:
-        parts: path and record of each shard, in any order; a record contains the fields of `identity`, and ``shard``,
-            see `Shard.record`. Other fields are not compared. Without parts the result is empty.
+        parts: path and record of each shard, in any order. The record must contain the fields of `identity`, and
+            ``shard`` as `Shard.record` returns it. Other fields are not compared.
         identity: settings that determine the result of the job.
         count: number of images of the job.
         batch_size: images per batch.
@@ -79,12 +88,12 @@ def in_order(
         KairosError: a shard belongs to another job, occurs twice or is missing. The message contains the path of the
             shard, or of a present one if a shard is missing.
     """
-    # N parts that all have `of` = N and different numbers from 1 to N are complete: no shard is missing
+    # A missing shard needs no check: N parts, all of `of` = N and with different numbers, are all shards.
     position_by_number: dict[int, int] = {}
     for position, (path, record) in enumerate(parts):
         shard = record.get("shard") or {}  # empty for the result of a whole job, which the comparison below rejects
         number = shard.get("number", 0)
-        if shard.get("of", len(parts)) != len(parts):  # without `of`, the comparison below raises the error
+        if "of" in shard and shard["of"] != len(parts):
             raise KairosError(f"{path}: is one of {shard['of']} parts, but {len(parts)} are given; give all of them")
         expected = {**identity, "shard": Shard(number, len(parts)).record(count, batch_size)}
         for name, value in expected.items():

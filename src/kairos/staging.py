@@ -25,14 +25,14 @@ _LOCAL_FOLDERS = ("KAIROS_LOCAL", "SLURM_TMPDIR", "TMPDIR")  # the first variabl
 
 @contextmanager
 def staged(latents: Path) -> Iterator[Path]:
-    """Copy latents to a local disk, and provide the folder to read them from while the context lasts.
+    """Copy latents to a local disk, and yield the folder to read them from, for the time of the context.
 
-    Data are copied in SLURM jobs, and if KAIROS_LOCAL is set; else the original folder is used, without a message. The
-    copy includes the data set of the latents, and their encoded captions. Images, which training on latents does not
-    read, are linked. At the end of the context the copy is deleted, unless another process reads it.
+    Data are copied in SLURM jobs, and if KAIROS_LOCAL is set; otherwise `latents` itself is yielded, without a message.
+    The copy includes the data set of the latents, and their encoded captions. Images, which training on latents does
+    not read, are linked. At the end of the context the copy is deleted, unless another process reads it.
 
-    The original folder is also used if the local disk has an error, or this user's folder belongs to another user.
-    Without a complete copy, a reason in `_reason_not_to_copy` has this effect too. A message reports folder and reason.
+    `latents` is also yielded, and a message reports the reason, if the local disk has an error or the folder for copies
+    belongs to another user. A reason of `_reason_not_to_copy` counts only if there is no complete copy yet.
 
     Raises:
         KairosError: the latents, their data set or their encoded captions are not complete.
@@ -48,14 +48,16 @@ def staged(latents: Path) -> Iterator[Path]:
     dataset = latents / manifest["dataset"]
     dataset_manifest = open_record(dataset, f"prepare --config F --out {dataset}")
     copied = _files_to_copy(latents, manifest, dataset, dataset_manifest)
-    size = sum((folder / name).stat().st_size for folder, files in copied.values() for name in files)  # bytes
+    size = 0  # bytes
+    for folder, files in copied.values():
+        size += sum((folder / name).stat().st_size for name in files)
 
-    # the copy, or the reason for reading the original
+    # make the copy, or determine the reason for reading the original
     local = _local_folder()
     user_folder = local / f"kairos-{os.getuid()}"
-    home = user_folder / sha256_json([manifest, dataset_manifest])[:16]
+    home = user_folder / sha256_json([manifest, dataset_manifest])[:16]  # folder of the copy and its locks
     with ExitStack() as at_end:
-        reason = None  # not to read from a copy
+        reason = None  # reason for reading the original; None: read the copy
         try:
             user_folder.mkdir(mode=0o700, exist_ok=True)
             if user_folder.stat().st_uid != os.getuid():
@@ -64,8 +66,8 @@ def staged(latents: Path) -> Iterator[Path]:
                 reason = _reason_not_to_copy(local, latents, size)
             if reason is None:
                 home.mkdir(exist_ok=True)
-                # at the end of the context, in reverse order: `used` is closed, then the copy is deleted if no other
-                # process reads it
+                # At the end of the context these run in reverse order: `used` is closed, and then the copy is deleted
+                # if no other process reads it.
                 at_end.callback(_remove_unused, user_folder, home)
                 used = at_end.enter_context(open(home / "used", "w"))
                 _copy(home, used, copied)
@@ -81,10 +83,10 @@ def staged(latents: Path) -> Iterator[Path]:
 
 
 def _files_to_copy(latents: Path, manifest: dict[str, Any], dataset: Path, dataset_manifest: dict[str, Any]) -> Copied:
-    """Return the files that training reads, by the folders ``latents``, ``dataset`` and ``text`` of the copy.
+    """Return the files that training reads: original folder, and file hashes by name, for each folder of the copy.
 
-    The images of the data set are left out unless the model is trained on pixels. The encoded captions in ``text`` are
-    only in the result if the latents have them.
+    The folders of the copy are ``latents``, ``dataset`` and, if the latents have encoded captions, ``text``. The images
+    of the data set are left out unless the model is trained on pixels.
 
     Raises:
         KairosError: the encoded captions are not complete.
@@ -101,7 +103,7 @@ def _files_to_copy(latents: Path, manifest: dict[str, Any], dataset: Path, datas
 
 
 def _local_folder() -> Path:
-    """Return the folder of the first variable in `_LOCAL_FOLDERS` that is set and not empty.
+    """Return the folder of the local disk: the first environment variable of `_LOCAL_FOLDERS` that is not empty.
 
     Without such a variable it is the system's temporary folder.
     """
@@ -113,15 +115,17 @@ def _local_folder() -> Path:
 
 
 def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
-    """Return the reason not to copy data to a local folder; None if they should be copied.
+    """Return the reason not to copy data of `size` bytes to a local folder, as text; None if they should be copied.
 
-    With KAIROS_LOCAL set, even to an empty text, the only reason is too little free space: less than twice the size.
-    Without it, a local folder on the same file system or in main memory is also a reason. `size` is in bytes.
+    Free space of less than twice the size is a reason. If KAIROS_LOCAL is not set, a local folder on the same file
+    system or in main memory is also a reason. A variable that is set to an empty text counts as set.
     """
-    if "KAIROS_LOCAL" not in os.environ and local.stat().st_dev == latents.stat().st_dev:
-        return "it is on the same file system"
-    if "KAIROS_LOCAL" not in os.environ and mount(local)[0] in ("tmpfs", "ramfs"):
-        return "it is in main memory"
+    if "KAIROS_LOCAL" not in os.environ:
+        if local.stat().st_dev == latents.stat().st_dev:
+            return "it is on the same file system"
+        file_system, _ = mount(local)
+        if file_system in ("tmpfs", "ramfs"):
+            return "it is in main memory"
     free = shutil.disk_usage(local).free
     if free < 2 * size:  # as much space as the copy takes stays free
         return f"{free / 1e9:.3g} GB are free, twice {size / 1e9:.3g} are needed"
@@ -129,10 +133,10 @@ def _reason_not_to_copy(local: Path, latents: Path, size: int) -> str | None:
 
 
 def mount(path: Path) -> tuple[str, list[str]]:
-    """Return the type of the file system of a folder, such as ext4, and its mount options.
+    """Return the type of the file system that contains a folder, such as ext4, and its mount options.
 
-    Both are empty if the folder is in no mounted file system. If several are mounted at one folder, the last one is
-    returned.
+    Both are empty if the folder is in no mounted file system. If several file systems are mounted at one folder, the
+    last one is used.
 
     Raises:
         OSError: the system has no /proc/mounts.
@@ -141,7 +145,7 @@ def mount(path: Path) -> tuple[str, list[str]]:
     mounts = {}
     for line in lines:
         _, mount_point, kind, options, *_ = line.split()
-        mounts[mount_point] = kind, options.split(",")
+        mounts[mount_point] = (kind, options.split(","))
     path = path.resolve()
     for folder in (path, *path.parents):
         if str(folder) in mounts:
@@ -152,28 +156,31 @@ def mount(path: Path) -> tuple[str, list[str]]:
 def _remove_unused(user_folder: Path, current: Path) -> None:
     """Delete a user's copies that no process reads: the current one of this job, and copies of killed jobs.
 
-    Files that cannot be deleted are left, without an error. The folders stay, with their files ``lock`` and ``used``.
+    `current` is the folder of this job's copy. Copies that are in use or cannot be deleted stay, without an error. The
+    folders of deleted copies stay, with their files ``lock`` and ``used``.
     """
     for home in user_folder.iterdir():
         with suppress(OSError), open(home / "lock", "w") as lock, open(home / "used", "w") as used:
-            # another process may hold the lock of the current copy for a moment, so this process waits for it
+            # Another process may hold the lock of the current copy for a moment, so this process waits for it. In all
+            # other cases a lock of another process raises an OSError, and the copy is skipped.
             lock_options = fcntl.LOCK_EX if home == current else fcntl.LOCK_EX | fcntl.LOCK_NB
             fcntl.flock(lock, lock_options)
-            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if another process reads
+            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clear(home)
 
 
 def _clear(home: Path) -> None:
-    """Delete the copy in a folder, complete or not, and temporary files of jobs that were killed while copying."""
+    """Delete the copy in folder `home`, complete or not, and what jobs left that were killed while copying."""
     for leftover in (*home.glob(".tmp-*"), *home.glob("copy")):
         shutil.rmtree(leftover)
 
 
 def _copy(home: Path, used: IO[str], copied: Copied) -> None:
-    """Copy files to `home`/copy, or wait for the process that is copying them.
+    """Copy files to folder ``copy`` in `home`, unless a complete copy is there; replace an incomplete one.
 
-    A complete copy is kept. An incomplete one is deleted before. Files that are not in `copied` are linked. No process
-    deletes the copy until the open file `used`, in folder `home`, is closed.
+    If another process copies the files, wait for it. Further files of the original folders are linked. The function
+    locks the open file ``used`` of `home`: no process deletes the copy until `used` is closed. The copied manifest of
+    the latents contains the paths of the other folders in the copy.
 
     Raises:
         DamagedError: an original file does not match its record.
@@ -190,14 +197,14 @@ def _copy(home: Path, used: IO[str], copied: Copied) -> None:
                 for file in sorted(path for path in source.rglob("*") if path.is_file()):
                     relative = file.relative_to(source).as_posix()
                     _copy_or_link(file, folder / name / relative, digest=files.get(relative))
-            # the manifest of the latents contains the paths of the other folders, which are next to it in the copy
+            # set the paths of the other folders, which are next to the latents in the copy
             manifest = folder / "latents" / "manifest.json"
             relative_paths = {name: f"../{name}" for name in copied if name != "latents"}
             write_json(manifest, {**read_json(manifest), **relative_paths})
 
 
 def _is_complete(home: Path, copied: Copied) -> bool:
-    """Return True if all copied files have the size of the original and each folder has its record.
+    """Return True if all copied files are in `home` with the size of the original, and each folder has its record.
 
     Linked files are not checked, and contents are not compared.
     """

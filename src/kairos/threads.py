@@ -1,6 +1,7 @@
 """Functions that run in several threads of a job: computation in the order of the arguments, and slow reads."""
 
 import functools
+import math
 import os
 import time
 from collections import deque
@@ -20,11 +21,10 @@ _Outcome = tuple[list[Result], BaseException | None]  # results of a chunk, and 
 
 
 def count_job_threads() -> int:
-    """Return the number of threads that this job may compute with.
+    """Return the number of threads that this job may compute with: ``OMP_NUM_THREADS``, but at most the usable CPUs.
 
-    Snakemake and the launcher of several processes set ``OMP_NUM_THREADS`` to the number of threads of a job. Without
-    a whole number in the variable, the result is the number of CPUs that this process may use. It is at least 1, also
-    for the number 0, and never exceeds that number of CPUs.
+    Snakemake and the launcher of several processes set the variable to the number of threads of a job. Without a whole
+    number in it, the result is the number of CPUs that this process may use. The result is at least 1.
     """
     usable_cpus = len(os.sched_getaffinity(0))
     configured = os.environ.get("OMP_NUM_THREADS", "")
@@ -36,9 +36,9 @@ def count_job_threads() -> int:
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
     """Yield ``function(item)`` for all items, in their order; several threads compute ahead if the calls are slow.
 
-    The results and the first error are as in a loop in one thread. A few items per thread are in flight, so memory does
-    not grow with the number of items. Threads start after two consecutive slow calls: fast calls, such
-    as decoding images of 8×8 pixels, would only wait for Python's lock.
+    An error of a call is raised after the results of the calls before it, as in a loop in one thread. A few items per
+    thread are in flight, so memory does not grow with the number of items. Threads start after two consecutive slow
+    calls: fast calls, such as decoding images of 8×8 pixels, would only wait for Python's lock.
 
     Args:
         function: function that several threads may call at a time.
@@ -50,7 +50,10 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], thre
     for item in remaining:
         start = time.perf_counter()
         result = function(item)
-        slow_calls = slow_calls + 1 if time.perf_counter() - start > _SLOW_CALL else 0
+        if time.perf_counter() - start > _SLOW_CALL:
+            slow_calls += 1
+        else:
+            slow_calls = 0
         yield result
         if threads > 1 and slow_calls == 2:
             break
@@ -58,12 +61,15 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], thre
 
 
 def _map_in_threads(function: Callable[[Item], Result], items: Iterator[Item], threads: int) -> Iterator[Result]:
-    """Yield ``function(item)`` for all items, in their order, computed by several threads; see `map_in_order`."""
-    chunks = iter(lambda: list(islice(items, _CHUNK)), [])  # lists of items, up to an empty list
+    """Yield ``function(item)`` for all items, in their order, computed by several threads.
+
+    An error of a call is raised after the results of the calls before it. Calls that have not started are then
+    cancelled, also if the caller takes no more results.
+    """
     with ThreadPoolExecutor(threads) as pool:
-        pending: deque[Future[_Outcome[Result]]] = deque()
+        pending: deque[Future[_Outcome[Result]]] = deque()  # chunks in the order of the items
         try:
-            for chunk in chunks:
+            while chunk := list(islice(items, _CHUNK)):  # the next items, until there are none
                 pending.append(pool.submit(_call_until_error, function, chunk))
                 if len(pending) > 2 * threads:  # one chunk in work and one in reserve for each thread
                     yield from _results_or_error(pending.popleft())
@@ -75,7 +81,7 @@ def _map_in_threads(function: Callable[[Item], Result], items: Iterator[Item], t
 
 
 def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
-    """Call a function that reads data for all items; many threads call it if the reads are slow.
+    """Call ``read(item)`` for all items, and return when all reads have ended; many threads read if reads are slow.
 
     Reads of a network file system take about a millisecond each, whatever their size, so waiting for several at a
     time is faster. Threads start after two consecutive slow reads. Short reads from memory take microseconds, so they
@@ -86,7 +92,7 @@ def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
         items: arguments of the calls.
 
     Raises:
-        Exception: a read raised it. Other reads may have happened, and with threads others may still run afterwards.
+        Exception: a read raised it. The items after it may be unread, and with threads other reads may still run.
     """
     slow_reads = 0  # in succession
     for index, item in enumerate(items):
@@ -95,28 +101,32 @@ def read_all(read: Callable[[Item], None], items: Sequence[Item]) -> None:
             return
         start = time.perf_counter()
         read(item)
-        slow_reads = slow_reads + 1 if time.perf_counter() - start > _SLOW_READ else 0
+        if time.perf_counter() - start > _SLOW_READ:
+            slow_reads += 1
+        else:
+            slow_reads = 0
 
 
 def _read_in_threads(read: Callable[[Item], None], items: Sequence[Item]) -> None:
-    """Call a function for all items in several threads, each of which takes a slice of the items.
+    """Call ``read(item)`` for all items in up to 32 threads, each of which takes a slice of the items.
 
     An error of a read ends its slice. The error of the first such slice is raised, while later slices may still run.
     """
-    slice_size = -(-len(items) // _READERS)  # rounded up
+    slice_size = math.ceil(len(items) / _READERS)
 
     def read_slice(start: int) -> None:
         for item in items[start : start + slice_size]:
             read(item)
 
-    futures = [_reading_pool().submit(read_slice, start) for start in range(0, len(items), slice_size)]
+    pool = _reading_pool()
+    futures = [pool.submit(read_slice, start) for start in range(0, len(items), slice_size)]
     for future in futures:
         future.result()  # raises the error of a read
 
 
 @functools.cache
 def _reading_pool() -> ThreadPoolExecutor:
-    """Return the threads of this process for slow reads, which start with the first slow read and then wait."""
+    """Return the pool of 32 threads for slow reads, which the first call in this process creates."""
     return ThreadPoolExecutor(_READERS, thread_name_prefix="slow-reads")
 
 
@@ -124,7 +134,10 @@ os.register_at_fork(after_in_child=_reading_pool.cache_clear)  # a fork has no t
 
 
 def _call_until_error(function: Callable[[Item], Result], items: list[Item]) -> "_Outcome[Result]":
-    """Return the results of calls up to the first error, and the error; None if there is no error."""
+    """Call ``function(item)`` for items up to the first error; return the results and the error, or None without one.
+
+    Errors of all types are caught, also KeyboardInterrupt and SystemExit.
+    """
     results: list[Result] = []
     for item in items:
         try:
@@ -135,7 +148,7 @@ def _call_until_error(function: Callable[[Item], Result], items: list[Item]) -> 
 
 
 def _results_or_error(future: "Future[_Outcome[Result]]") -> Iterator[Result]:
-    """Yield the results of a chunk, and then raise its error if there is one."""
+    """Wait for a chunk of calls, yield its results, and then raise its error if there is one."""
     results, error = future.result()
     yield from results
     if error is not None:

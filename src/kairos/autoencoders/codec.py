@@ -34,29 +34,29 @@ class Codec:
     device: torch.device
 
     def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
-        """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w) of the latents z.
+        """Return mean and log-variance (n, c, h, w) of the latents z of images (n, C, H, W) in [-1, 1].
 
-        The log-variance is None if the encoder is deterministic. Here, without an autoencoder, the mean is `images`
-        itself.
+        Without an autoencoder they are `images` itself and None. Subclasses return None as log-variance if the encoder
+        is deterministic.
         """
         return images, None
 
     def decode(self, x0: EncodedImages) -> Images:
-        """Decode x0 in model space (n, c, h, w) to images (n, C, H, W), here x0 itself.
+        """Return the images (n, C, H, W) of x0 in model space (n, c, h, w): without an autoencoder, x0 itself.
 
         The values of the images may exceed [-1, 1] slightly.
         """
         return x0
 
     def to_model_space(self, z: EncodedImages) -> EncodedImages:
-        """Convert latents z to x0 = (z − shift) · scale, by the manifest; shift and scale are 0 and 1 for pixels."""
+        """Convert latents z to x0 = (z − shift) · scale, with shift and scale of the manifest (0 and 1 for pixels)."""
         x0: EncodedImages = (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
         return x0
 
     def reconstruct(self, images: Images) -> np.ndarray:
-        """Return the clipped reconstructions of images (n, C, H, W) in [-1, 1] from their mean latents.
+        """Encode images (n, C, H, W) in [-1, 1] as mean latents, and return the decoded images.
 
-        They are uint8 (n, H, W, C), in main memory.
+        They are uint8 (n, H, W, C) in main memory, clipped to the range of the pixels.
         """
         mean, _ = self.encode(images)
         return to_uint8(self.decode(self.to_model_space(mean)))
@@ -79,7 +79,7 @@ class AutoencoderCodec(Codec):
 
     @torch.no_grad()
     def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
-        """Encode images (n, C, H, W) in [-1, 1] as mean and log-variance (n, c, h, w) of the latents z.
+        """Return mean and log-variance (n, c, h, w) of the latents z of images (n, C, H, W) in [-1, 1].
 
         Both are on the codec's device, and the images may be on another one. The log-variance is None if the encoder is
         deterministic. The latents are not scaled, see `to_model_space`.
@@ -94,9 +94,9 @@ class AutoencoderCodec(Codec):
 
     @torch.no_grad()
     def decode(self, x0: EncodedImages) -> Images:
-        """Decode x0 in model space (n, c, h, w), on any device, to images (n, C, H, W) on the codec's device.
+        """Convert x0 (n, c, h, w), on any device, to latents z, and decode them to images on the codec's device.
 
-        The values of the images may exceed [-1, 1] slightly.
+        The images are (n, C, H, W), and their values may exceed [-1, 1] slightly.
         """
         z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
         images: Images = self.model.decode(z).sample
@@ -104,9 +104,10 @@ class AutoencoderCodec(Codec):
 
 
 def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
-    """Load the codec in a folder that stage autoencoder wrote, after checking its files.
+    """Load the codec in a folder that stage autoencoder wrote, after comparing its files with their hashes.
 
-    With kind ``none``, the result is a plain `Codec`, which has no files.
+    The result is an `AutoencoderCodec` on the device. If the record has kind ``none``, it is a plain `Codec`, which
+    needs no other files.
 
     Raises:
         KairosError: the folder is missing or not complete, or the autoencoder cannot be loaded.
@@ -124,7 +125,8 @@ def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str)
     """Return a codec with an autoencoder of diffusers, which is moved to the device and frozen.
 
     `model` itself changes: it is in evaluation mode afterwards, and its weights require no gradients. `manifest`
-    contains scaling_factor, shift_factor and image_shape at least.
+    contains at least ``scaling_factor``, ``shift_factor`` and ``image_shape``. The images of the codec are grey if they
+    have one channel and the model takes three.
     """
     model = model.to(device).eval().requires_grad_(False)
     image_channels, _, _ = manifest["image_shape"]
@@ -133,10 +135,10 @@ def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str)
 
 
 def load_model(folder: Path | str) -> Any:
-    """Load an autoencoder of diffusers from a folder, in float32; its config.json contains the class.
+    """Load an autoencoder of diffusers from a folder, on the CPU, in float32 and in evaluation mode.
 
-    The autoencoder is on the CPU, in evaluation mode. Warnings of diffusers are switched off for this process, and stay
-    off. Nothing is downloaded.
+    The folder's config.json contains the class, one of `KINDS`. Warnings of diffusers stay switched off for this
+    process. Nothing is downloaded.
 
     Raises:
         ConfigError: the folder contains another kind of network, or its config.json states no class.
@@ -162,7 +164,7 @@ def load_model(folder: Path | str) -> Any:
 
 
 def downsampling(model: Any) -> int:
-    """Return the factor by which an autoencoder of diffusers reduces the sides of an image, a power of two."""
+    """Return the factor by which an autoencoder of diffusers reduces the sides of an image: 2 ** (levels - 1)."""
     # AutoencoderTiny has no such option but one for the encoder and one for the decoder
     level_channels = model.config.get("block_out_channels") or model.config.encoder_block_out_channels
     return int(2 ** (len(level_channels) - 1))  # every level except the last halves the sides
@@ -177,7 +179,7 @@ def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str)
         autoencoder: name of the autoencoder in the error message.
 
     Raises:
-        ConfigError: one is not; the message contains the multiples just below and above each side that does not fit.
+        ConfigError: a side is not a multiple; the message contains the nearest multiples below and above it.
     """
     _, height, width = shape
     proposals = []
@@ -185,8 +187,9 @@ def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str)
         if side % factor:
             size_below = max(factor, math.floor(side / factor) * factor)
             size_above = math.ceil(side / factor) * factor
-            nearest_sizes = " or ".join(str(size) for size in sorted({size_below, size_above}))  # they may be equal
-            proposals.append(f"{nearest_sizes} instead of {side}")
+            nearest_sizes = sorted({size_below, size_above})  # one if the side is smaller than the factor
+            sizes_text = " or ".join(str(size) for size in nearest_sizes)
+            proposals.append(f"{sizes_text} instead of {side}")
     if proposals:
         raise ConfigError(
             f"dataset.resolution: images are {height}×{width}, but {autoencoder} needs sides that are multiples of "

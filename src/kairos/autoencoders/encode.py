@@ -38,23 +38,23 @@ def encode(
     text: Path | None = None,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Encode a data set, write the folder and return its manifest.
+    """Encode the images of a data set as latent moments, write the folder and return its manifest.
 
-    With `shard`, the folder and the manifest describe a shard, which only a later call with `parts` reads. Without an
-    autoencoder no array is written, since training reads the pixels of the data set. A complete earlier result in
-    `out` is deleted first; an earlier shard is replaced at the end. An interrupted call resumes, except that joining
-    starts over.
+    With `shard`, only a slice of the images is encoded, and a later call with `parts` joins the shards. Without an
+    autoencoder no array is written, since training reads the pixels of the data set. An earlier result in `out` is
+    deleted first; an earlier shard is replaced at the end. An interrupted call resumes, except that joining starts
+    over.
 
     Args:
         dataset: the prepared data set.
         codec: the autoencoder.
         out: the folder to write.
         flips: encode horizontally flipped images too.
-        batch_size: images per encoding step. Shards must have been encoded with an equal number.
+        batch_size: images per encoding step; with `parts`, the number that the shards were encoded with.
         shard: the shard of the images to encode, without captions; None: all images.
-        parts: folders of all shards, which are joined instead of encoding; empty: encode. Ignored with a shard, and
-            without an autoencoder.
-        factor: downsampling factor of the condition ``low_resolution``; None: no such condition.
+        parts: folders of all shards, which are joined instead of encoding images; empty: encode. Ignored with `shard`,
+            and without an autoencoder.
+        factor: downsampling factor of condition ``low_resolution``; None: no such condition.
         text: folder of stage text, whose states are a condition of the training runs; None: no captions. Ignored with
             a shard.
         dtype: data type of the latents on disk, ``float32`` or ``float16``.
@@ -111,9 +111,16 @@ def _describe_content(
 ) -> dict[str, Any]:
     """Return the fields of the manifest that determine the training data, and their hash ``content_sha256``.
 
-    Paths are not included: `encode` adds the paths of the data set and of stage text, so that the hash does not depend
-    on them. `files` contains the hash of each array file, and is empty for pixels. `factor` and `text_manifest` are
-    None without the condition.
+    `encode` adds the paths of the data set and of stage text later, so that the hash does not depend on them.
+
+    Args:
+        dataset: the prepared data set, whose conditions are included.
+        codec: the autoencoder.
+        files: hash of each array file by name; empty for pixels.
+        flips: flipped images were encoded too.
+        factor: downsampling factor of condition ``low_resolution``; None: no such condition.
+        text_manifest: manifest of stage text, for condition ``text``; None: no captions.
+        dtype: data type of the latents on disk.
     """
     manifest: dict[str, Any] = {
         "kind": "moments" if files else "pixels",
@@ -139,12 +146,12 @@ def _describe_content(
 
 
 def _record_dtype(dtype: str) -> dict[str, str]:
-    """Return the record of the data type of latents on disk; empty for float32, which older records do not contain."""
+    """Return ``{"dtype": dtype}`` for a record, or nothing for float32, so that hashes of older records stay valid."""
     return {} if dtype == "float32" else {"dtype": dtype}
 
 
 def _relative_path(folder: Path, start: Path) -> str:
-    """Return the path of a folder relative to the folder `start`, with slashes; both may be symbolic links."""
+    """Return the path of a folder relative to the folder `start`, with slashes, after resolving symbolic links."""
     return Path(os.path.relpath(folder.resolve(), start.resolve())).as_posix()
 
 
@@ -172,9 +179,9 @@ def _encode_shard(
 ) -> dict[str, Any]:
     """Encode one shard of the images, write its folder, and return its manifest.
 
-    The arrays are computed in the hidden folder ``.<name of out>`` next to `out`, from which an interrupted job
-    resumes. Folder `out` is replaced at the end: a killed job leaves there the old folder, nothing or the complete new
-    folder.
+    The manifest contains `identity`, `Shard.record` under ``shard``, and ``files``. The arrays are computed in the
+    hidden folder ``.<name of out>`` next to `out`, from which an interrupted job resumes. It replaces `out` at the end:
+    a killed job leaves there the old folder, nothing or the complete new folder.
 
     Raises:
         ConfigError: there is no autoencoder, so nothing is encoded.
@@ -196,7 +203,9 @@ def _encode_shard(
 
 
 def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows: range) -> dict[str, str]:
-    """Concatenate the arrays of all shards into a private folder, and return the hash of each file.
+    """Concatenate the arrays of all shards into a private folder, and return the hash of each file by name.
+
+    The files of the shards are first compared with their hashes.
 
     Args:
         parts: folders of the shards, at least one, in any order.
@@ -212,8 +221,8 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
     records = [open_record(part, "encode --shard KofN") for part in parts]
     batch_size = identity["batch_size"]
 
-    # check the shards. Device and version of torch must equal the first shard's; this process may have others, because
-    # joining computes nothing.
+    # Check the shards. Joining computes nothing, so this process may have another device or version of torch than they:
+    # the expected values are those of the first shard.
     shard_identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
     shard_identity["dtype"] = identity.get("dtype")  # None for float32, which is absent from the records of shards
     ordered_positions = in_order(list(zip(parts, records)), shard_identity, len(rows), batch_size)
@@ -221,7 +230,8 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
         check_files(part, record["files"], AGAIN)
 
     # open the arrays of the shards, in the order of their images
-    arrays, batches = {}, {}
+    arrays = {}  # shape of a row, and data type, by name
+    batches = {}  # iterator over the rows of all shards by name
     for file in records[0]["files"]:
         shard_arrays = [ArrayFile(parts[position] / file) for position in ordered_positions]
         name = Path(file).stem
@@ -230,8 +240,8 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
         batches[name] = iterate_blocks(shard_arrays, batch_size)
     shutil.rmtree(partial, ignore_errors=True)  # joining cannot resume: `batches` start at the first image
 
-    # `fill_arrays` computes batches in order, and all shards except the last end at the end of a batch: the next blocks
-    # are therefore the rows `indices`
+    # `fill_arrays` requests the batches in order, and each shard except the last ends at the end of a batch. The next
+    # blocks of the iterators are therefore the rows `indices`.
     def read_batch(indices: np.ndarray) -> dict[str, np.ndarray]:
         return {name: next(blocks) for name, blocks in batches.items()}
 
@@ -245,8 +255,8 @@ def _encode_moments(
 ) -> dict[str, str]:
     """Encode the images with indices `rows` into arrays in a private folder, and return the hash of each file by name.
 
-    `_moments` names the arrays. Arrays of flipped images have the suffix ``_flipped``, as in ``mean_flipped.npy``. An
-    interrupted computation resumes. A missing ``dtype`` in `identity` means float32.
+    The files are ``mean.npy`` and the other arrays of `_moments`. With flips there are also arrays of flipped images,
+    such as ``mean_flipped.npy``. An interrupted computation resumes. ``dtype`` is missing in `identity` for float32.
 
     Raises:
         KairosError: a latent is too large for the data type on disk.
@@ -271,9 +281,9 @@ def _encode_moments(
 
 
 def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Convert latents to the data type on disk.
+    """Return latents with the data type on disk; the array itself if it has this type already.
 
-    Infinite values and NaN are kept. The array is not copied if it has the data type already.
+    Infinite values and NaN are kept.
 
     Raises:
         KairosError: a finite value is too large for the data type.
@@ -290,8 +300,8 @@ def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:
     """Return the arrays to store for images (n, C, H, W) by name, each (n, c, h, w), on the codec's device.
 
-    They are ``mean``, and ``logvar`` if the autoencoder is stochastic. With a factor, ``low_mean`` is the mean of the
-    images in low resolution.
+    They are ``mean``, and ``logvar`` if the autoencoder is stochastic. With a downsampling factor, ``low_mean`` is the
+    mean of the images in low resolution.
     """
     mean, logvar = codec.encode(images)
     moments = {"mean": mean}

@@ -34,9 +34,9 @@ class AutoencoderConfig(Section):
     shards: int = field(1, "number of jobs that encode the images in parallel; does not change the latents", ge=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that a pretrained autoencoder has a path, any other no scaling, and pixels data type float32.
+        """Check that a pretrained autoencoder has a path, other kinds no scaling, and kind ``none`` data type float32.
 
-        An empty path is treated as none. Other kinds may have a path, which is ignored.
+        An empty path is treated as missing. Other kinds may have a path, which is ignored.
 
         Raises:
             ConfigError: a field does not fit the kind.
@@ -52,9 +52,9 @@ class AutoencoderConfig(Section):
 
     @model_serializer(mode="wrap")
     def _omit_default_dtype(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the plain values, without `dtype` if it is float32.
+        """Return the values of the fields as plain data, without `dtype` if it is float32.
 
-        The plain values, and so the hashes, of experiments from before the field existed do not change.
+        So the hashes of experiments from before the field existed do not change.
         """
         values: dict[str, Any] = serialize(self)
         if self.dtype == "float32":

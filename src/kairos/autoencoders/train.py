@@ -33,19 +33,20 @@ _MAX_GRADIENT_NORM = 1.0
 def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> AutoencoderKL:
     """Return an untrained autoencoder for images of `shape` (channels, height, width).
 
-    The autoencoder is on the CPU, in training mode. Its initial weights depend on the configured seed alone. Torch's
-    generator of the CPU has its previous state afterwards; generators of GPUs are seeded anew.
+    The autoencoder is on the CPU, in training mode. Its random initial weights are a function of the configured seed.
+    The state of torch's CPU generator is restored; generators of GPUs keep the new seed.
 
     Raises:
         ConfigError: the sides of the images cannot be halved at every level except the last.
     """
     levels = len(config.channels)
     check_image_size(shape, 2 ** (levels - 1), f"an autoencoder with {levels} levels (autoencoder.channels)")
+    # The number of groups of the normalisation must divide the channels of every level. Select the largest such number
+    # that leaves 4 channels or more to each group, or else 1.
     common_divisor = math.gcd(*config.channels)
-    # number of groups of the normalisation: it must divide the channels of every level, so it divides their common
-    # divisor. At most a quarter of that divisor leaves 4 channels or more to a group; with a divisor below 8 it is 1.
     most_groups = max(1, common_divisor // 4)
-    groups = max(count for count in range(1, most_groups + 1) if common_divisor % count == 0)
+    possible_groups = [count for count in range(1, most_groups + 1) if common_divisor % count == 0]
+    groups = max(possible_groups)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(config.seed, "autoencoder/weights"))
         return AutoencoderKL(
@@ -65,13 +66,12 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
 def train(
     config: AutoencoderConfig, dataset: PreparedDataset, state: Path, device: torch.device, flips: bool = False
 ) -> AutoencoderKL:
-    """Train an autoencoder on the training images.
+    """Train an autoencoder on the training images, and return it on the device, in evaluation mode.
 
     The loss is the mean squared error per pixel and, weighted, the KL divergence from a standard normal per latent
     dimension. The learning rate has a short linear warm-up and a cosine decay to zero. A checkpoint is written every
-    200 steps and at the end, and a progress bar shows the steps. With the checkpoint of the last step, no step is
-    computed. The returned autoencoder is on the device, in evaluation mode, with diffusers' default for its scaling
-    factor.
+    200 steps and at the end; with one of the last step, no step is computed. Messages report the progress. The scaling
+    factor of the autoencoder stays diffusers' default.
 
     Args:
         config: section `autoencoder`.
@@ -85,7 +85,7 @@ def train(
     Raises:
         ConfigError: the sides of the images cannot be halved at every level except the last.
     """
-    # model, optimiser, and their state in a checkpoint of this training run
+    # model and optimiser, with their state in the checkpoint if it is of this training run
     model = build_model(config, dataset.shape).to(device).train()
     optimizer = Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
     settings = {
@@ -133,9 +133,10 @@ def train(
 
 
 def _load_batch(config: AutoencoderConfig, dataset: PreparedDataset, step: int, flips: bool) -> torch.Tensor:
-    """Load the random training images of a step, (batch, C, H, W) in [-1, 1], flipped at random if `flips`.
+    """Load the random training images of a step on the CPU, (batch, C, H, W) in [-1, 1].
 
-    The images are drawn with replacement, and are on the CPU.
+    The images are drawn with replacement, as a function of seed and step. With `flips`, each is flipped horizontally
+    with probability 1/2.
     """
     sample_indices = range(config.batch_size)
     positions = Stream(config.seed, "autoencoder/order").integers(step, len(dataset.train), sample_indices)
@@ -147,14 +148,17 @@ def _load_batch(config: AutoencoderConfig, dataset: PreparedDataset, step: int, 
 
 
 def _learning_rate(config: AutoencoderConfig, step: int) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up times a cosine decay to 0 after the last step."""
+    """Return the learning rate of a step, from 0: a linear warm-up times a cosine decay to 0 at `config.steps`."""
     warm_up = min(1.0, (step + 1) / _WARM_UP_STEPS)
     decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
     return config.learning_rate * (warm_up * decay)
 
 
 def _save_checkpoint(state: Path, identity: str, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Write model and optimiser after `step` steps to the checkpoint, atomically."""
+    """Write the states of model and optimiser, and the number of finished steps, to file `state`, atomically.
+
+    The file also contains the identity, which `_resume` compares.
+    """
     content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     buffer = io.BytesIO()  # torch.save to a file would hide the error of a full disk
     torch.save({"identity": identity, "step": step, **content}, buffer)
@@ -163,10 +167,10 @@ def _save_checkpoint(state: Path, identity: str, step: int, model: Any, optimize
 
 
 def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Load model and optimiser from the checkpoint if its identity is equal, and return the number of steps done.
+    """Load model and optimiser from the checkpoint if its identity is equal, and return its number of finished steps.
 
-    Without such a checkpoint, or if it is damaged, the result is 0, and model and optimiser are unchanged. A damaged
-    checkpoint and a resumed training run are logged. The next save replaces a checkpoint with another identity.
+    If the checkpoint is missing or damaged, or has another identity, the result is 0, and model and optimiser are
+    unchanged. A damaged checkpoint and a resumed training run are logged. The file itself is not changed.
     """
     if not state.is_file():
         return 0
@@ -186,10 +190,10 @@ def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optim
 def latent_statistics(
     model: Any, dataset: PreparedDataset, batch_size: int, device: torch.device
 ) -> tuple[float, float]:
-    """Return mean and standard deviation of samples of the latents, over the training images and all dimensions.
+    """Return mean and standard deviation of the latents of the training images, over images and all dimensions.
 
-    They are computed in float64 from mean and variance of each latent, without drawing samples. Flipped images are not
-    included.
+    They include the variance of each latent's distribution, and are computed from its mean and variance in float64,
+    without samples. Flipped images are not included.
 
     Args:
         model: autoencoder of diffusers with a distribution of latents (AutoencoderKL).

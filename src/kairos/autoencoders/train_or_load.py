@@ -30,11 +30,11 @@ _STATE = ".state.pt"  # checkpoint of an interrupted training run
 def make_autoencoder(
     config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool = False
 ) -> dict[str, Any]:
-    """Train or load the autoencoder, write its folder and return its manifest; kind ``none`` has only a manifest.
+    """Train or load the autoencoder, write its folder and return its manifest.
 
-    Shapes in the manifest are channels, height and width. `_measure_and_save` describes further fields, of which
-    ``psnr`` is None and ``psnr_of`` is missing with kind ``none``. A shift factor that the autoencoder's configuration
-    lacks, or that is null there, is 0.
+    The folder contains configuration, weights, a picture of reconstructions and the manifest; with kind ``none`` only
+    the manifest, where ``psnr`` is None and ``psnr_of`` is missing. Shapes in the manifest are channels, height and
+    width. A shift factor that is missing in the autoencoder's configuration is 0.
 
     An existing manifest is deleted first, so that it exists only in a complete folder. The checkpoint of the training
     run is deleted at the end. The end of start-up is marked, see `resource_usage.end_startup`.
@@ -80,10 +80,10 @@ def make_autoencoder(
 
 
 def _train(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool) -> Any:
-    """Train an autoencoder on the data set, and set its shift and scaling factor by the statistics of its latents.
+    """Train an autoencoder on the data set, and return it with shift and scaling factor in its configuration.
 
-    x0 = (z - shift) · scale then has mean 0 and standard deviation 1 over the training images. An interrupted training
-    run resumes from its checkpoint in `out`. Start-up ends after the imports.
+    With these, x0 = (z - shift) · scale has mean 0 and standard deviation 1 over the training images. An interrupted
+    training run resumes from its checkpoint in `out`. The end of start-up is marked after the imports.
     """
     from kairos.autoencoders.train import latent_statistics, train
 
@@ -95,10 +95,10 @@ def _train(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, devic
 
 
 def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
-    """Load a pretrained autoencoder from a folder or the hub, and set its configured scaling factor.
+    """Load a pretrained autoencoder from a folder or the hub, with the configured scaling factor in its configuration.
 
     Without a configured factor, a VQModel that has diffusers' default gets factor 1, and others keep theirs. An
-    autoencoder of three channels also accepts images with one. Start-up ends after the loading and includes a download.
+    autoencoder of three channels also accepts images with one. The end of start-up is marked after loading.
 
     Raises:
         ConfigError: the path is neither a folder nor a hub id, files are missing, or the folder contains another kind
@@ -131,8 +131,8 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
     """Measure the reconstruction error, save the autoencoder and a picture, and return their fields of the manifest.
 
     At most 512 held-out images are measured, or training images if none are held out; the picture shows the first 16.
-    ``psnr`` is in dB. ``sha256`` identifies the autoencoder by its configuration and weights, and ``files`` contains
-    the hash of each written file. The path in the configuration of `codec` is emptied.
+    The fields are ``latent_shape``, ``psnr`` (dB), ``psnr_of`` (which images), ``files`` (hash of each file) and
+    ``sha256`` (hash of configuration and weights). The path in the configuration of `codec` is emptied.
     """
     # reconstructions, and the shape of the latents of one image
     if len(dataset.heldout):
@@ -140,8 +140,8 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
     else:
         measured_kind, indices = "training images", dataset.train[:_PSNR_IMAGES]
     images = dataset.images[indices]
-    batch_starts = range(batch_size, len(indices), batch_size)  # without 0: `split` cuts there
-    index_batches = np.split(indices, batch_starts)
+    later_batch_starts = range(batch_size, len(indices), batch_size)  # of all batches but the first, where `split` cuts
+    index_batches = np.split(indices, later_batch_starts)
     reconstructions = np.concatenate([codec.reconstruct(dataset.load_tensor(batch)) for batch in index_batches])
     mean, _ = codec.encode(dataset.load_tensor(indices[:1]))
 
@@ -162,7 +162,7 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
 
 
 def psnr(images: np.ndarray, reconstructions: np.ndarray) -> float:
-    """Return the peak signal-to-noise ratio in dB of uint8 images, from the mean squared error over all images.
+    """Return the peak signal-to-noise ratio of uint8 images in dB, from the mean squared error over all images.
 
     An error below 1e-12 is treated as 1e-12, so that exact reconstructions have 168 dB.
     """
@@ -171,14 +171,15 @@ def psnr(images: np.ndarray, reconstructions: np.ndarray) -> float:
 
 
 def _write_picture(path: Path, images: np.ndarray, reconstructions: np.ndarray) -> None:
-    """Write a picture of uint8 images (n, h, w, channels), with each row of originals above its reconstructions.
+    """Write a PNG picture of uint8 images (n, h, w, channels), with each row of originals above its reconstructions.
 
     A row has 8 images, or all if there are fewer, and white images fill the last row. The caller ensures that there is
     at least one image.
     """
     shape = images.shape[1:]
     columns = min(_PICTURE_COLUMNS, len(images))
-    missing_in_last_row = -len(images) % columns
+    rows = math.ceil(len(images) / columns)
+    missing_in_last_row = rows * columns - len(images)
     white = np.full((missing_in_last_row, *shape), 255, np.uint8)
     original_rows = np.concatenate([images, white]).reshape(-1, columns, *shape)
     reconstruction_rows = np.concatenate([reconstructions, white]).reshape(-1, columns, *shape)

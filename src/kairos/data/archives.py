@@ -36,9 +36,10 @@ class ZipArchive:
             raise ConfigError(f"dataset.path: got {self._path!r}, allowed: a zip of images ({error})") from None
 
     def list_images(self) -> tuple[list[str], list[int]]:
-        """Return the sorted names of all images in the zip, and the class of each name, in the same order.
+        """Return the sorted names of all images in the zip, and the class number of each image in this order.
 
-        An image is a file with one of `SUFFIXES`, in any case. The list of classes is empty if the zip has no labels.
+        An image is a file with one of `SUFFIXES`, in upper or lower case, outside of folder ``__MACOSX``. The second
+        list is empty if the zip has no labels.
 
         Raises:
             ConfigError: the zip contains no image, or its dataset.json cannot be used, see `_read_labels`.
@@ -56,9 +57,9 @@ class ZipArchive:
         return names, [label_by_name[name] for name in names]
 
     def _read_labels(self, image_names: list[str]) -> dict[str, int]:
-        """Return the class of each image by name, from dataset.json; empty without the file or its ``labels``.
+        """Return the class number of each image by name, from dataset.json; empty without the file or its ``labels``.
 
-        ``labels`` that are null are treated as missing. A name that occurs several times gets its last class.
+        ``labels`` that are null or empty are treated as missing. A name that occurs several times has its last class.
 
         Raises:
             ConfigError: the file cannot be read or has another form, a class is not an integer from 0, or the names are
@@ -76,7 +77,7 @@ class ZipArchive:
         invalid = [label for label in labels.values() if type(label) is not int or label < 0]
         if invalid:
             raise ConfigError(f"{where} holds the class {invalid[0]!r}, allowed: integers from 0")
-        unmatched = sorted(labels.keys() ^ set(image_names))  # names that only dataset.json or only the zip has
+        unmatched = sorted(set(labels).symmetric_difference(image_names))  # only in dataset.json, or only in the zip
         if unmatched:
             raise ConfigError(
                 f"{where} holds {len(labels)} names and the zip {len(image_names)} images, allowed: equal names; "
@@ -97,7 +98,7 @@ class ZipArchive:
             raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 
     def _open(self) -> zipfile.ZipFile:
-        """Return the zip file, which the first call in each process opens and which stays open."""
+        """Return the open zip file; the first call in each process opens it, and it is never closed."""
         if self._process != os.getpid():
             self._file = zipfile.ZipFile(self._path)
             self._process = os.getpid()
@@ -107,13 +108,13 @@ class ZipArchive:
 def select_listed_files(config: DatasetConfig, names: list[str], labels: list[Label]) -> tuple[list[str], list[Label]]:
     """Return the names and labels of the files that `dataset.files` lists, in its order; all files without a list.
 
-    A listed name selects the file with this name. Otherwise it selects one that differs in its suffix alone, the last
-    in `names` of several. A file that is selected several times is returned once, at its first position.
+    A listed name selects the file with this name, or else one with this name and another suffix. If several have other
+    suffixes, the last one in `names` is selected. A file that is selected several times is returned once.
 
     Args:
         config: section `dataset`.
-        names: all files below `dataset.path`.
-        labels: the label of each file; empty without labels, as in the result.
+        names: names of all files below `dataset.path`, relative to it.
+        labels: the label of each file; empty without labels, and the result is then empty too.
 
     Raises:
         ConfigError: the list cannot be read, is empty, or contains a file that does not exist.
@@ -121,7 +122,8 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
     if config.files is None:
         return names, labels
     path, line_value = _split_list_option(config.files)
-    # keys without suffix, since Taming's lists of CelebA-HQ name arrays (.npy); then complete names, which replace them
+    # Keys are names without suffix, because Taming's lists of CelebA-HQ contain names of arrays (.npy), and complete
+    # names, which take precedence over equal names without suffix.
     index_by_name = {os.path.splitext(name)[0]: index for index, name in enumerate(names)}
     index_by_name |= {name: index for index, name in enumerate(names)}
     listed = list(dict.fromkeys(_read_list(path, line_value)))  # each name once
@@ -146,18 +148,18 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
 
 
 def _split_list_option(files: str) -> tuple[str, str]:
-    """Split ``LIST:N``, where N consists of digits, into ("LIST", "N"). Any other text is a path with the value ""."""
+    """Split ``LIST:N``, where N consists of digits, into ("LIST", "N"); return any other text and "" as the value."""
     path, _, line_value = files.rpartition(":")
-    if not line_value.isdigit():  # a path that may contain a colon
+    if not line_value.isdigit():  # `files` is a path, which may contain a colon
         return files, ""
     return path, line_value
 
 
 def _read_list(path: str, line_value: str) -> list[str]:
-    """Return the names in a list of files, stripped, in its order and with repetitions, without blank lines.
+    """Return the names in a text file that lists files, one per line, in its order and with repetitions.
 
-    Each line is a name. With `line_value` it is ``name value``, and only lines with this value are used (CelebA's
-    partition).
+    Names are stripped, and blank lines skipped. If `line_value` is not empty, lines are ``name value``, and only lines
+    with this value are used (CelebA's partition).
 
     Raises:
         ConfigError: the list cannot be read, or selects nothing.

@@ -59,9 +59,9 @@ class ArrayFile:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Read a copy of some rows, selected by an integer, a slice, a mask, or an array of indices (n,).
+        """Read rows from the file, selected by an integer, a slice, a mask, or an array of indices (n,), in this order.
 
-        An integer selects one row, without the first axis.
+        The result is a new array. An integer selects one row, without the first axis.
 
         Raises:
             IndexError: an index is out of range.
@@ -81,7 +81,7 @@ class ArrayFile:
         return rows
 
     def write(self, first: int, rows: np.ndarray) -> None:
-        """Write rows (n, ...), converted to the file's data type, from row `first` on.
+        """Write rows (n, ...), converted to the file's data type, to rows `first` ... `first` + n - 1 of the file.
 
         The caller ensures that the file is writable and has these rows: rows beyond its end would make it longer.
         """
@@ -93,7 +93,12 @@ class ArrayFile:
         os.fsync(self._file)
 
     def _transfer(self, operation: Callable[[int, list[Any], int], int], content: np.ndarray, first_row: int) -> None:
-        """Read rows into the bytes `content` by `os.preadv`, or write it by `os.pwritev`, from row `first_row` on.
+        """Fill `content` with bytes of the file, or write its bytes to the file, from row `first_row` on.
+
+        Args:
+            operation: `os.preadv` to read, `os.pwritev` to write.
+            content: bytes of the rows, uint8 (bytes,).
+            first_row: row of the file.
 
         Raises:
             DamagedError: the file ends early.
@@ -112,7 +117,7 @@ def row_indices(index: Any, count: int) -> np.ndarray:
     """Convert an integer, slice, mask or array of indices to row indices from 0, int64: () for an integer, else (n,).
 
     Args:
-        index: index of an array with `count` rows; negative indices count from the end, and the length of a mask is not
+        index: index of an array with `count` rows. Negative indices count from the end. The length of a mask is not
             checked.
         count: number of rows.
 
@@ -120,24 +125,25 @@ def row_indices(index: Any, count: int) -> np.ndarray:
         IndexError: an index is out of range.
     """
     if isinstance(index, slice):
-        return np.arange(*index.indices(count))
+        start, stop, step = index.indices(count)
+        return np.arange(start, stop, step)
     indices = np.asarray(index)
     if indices.dtype == bool:
         indices = np.flatnonzero(indices)
     indices = indices.astype(np.int64)  # also an empty list, which numpy makes an array of floats
     if ((indices < -count) | (indices >= count)).any():
         raise IndexError(f"row {indices} of {count}")
-    return indices % count
+    return indices % count  # negative indices become indices from the start
 
 
 def _find_runs(indices: np.ndarray) -> list[tuple[int, int]]:
-    """Return start and end of each run of consecutive indices: (0, 3) and (3, 5) for indices 5, 6, 7, 2, 3.
+    """Return start and end positions of the runs of consecutive indices: (0, 3) and (3, 5) for indices 5, 6, 7, 2, 3.
 
     Args:
         indices: indices from 0, int64 (n,).
     """
-    # a run starts where an index is not its predecessor + 1; the first index, 0 or more, has predecessor -2, so that a
-    # run starts there
+    # A run starts where an index is not its predecessor + 1. The first index gets predecessor -2, so that a run always
+    # starts there.
     starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1).tolist()
     ends = [*starts[1:], indices.size]
     return list(zip(starts, ends))
@@ -151,7 +157,7 @@ def iterate_blocks(arrays: Iterable[ArrayFile], size: int) -> Iterator[np.ndarra
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> ArrayFile:
-    """Create a .npy file of zeros and open it for writing.
+    """Create a .npy file of zeros, and return it open for reading and writing.
 
     An existing file is overwritten. The space on the disk is allocated at once, so that a full disk is noticed before
     the computation.
@@ -184,7 +190,10 @@ def truncate_array(path: Path, count: int) -> None:
 
 
 def write_npy_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Write the header of a .npy file, for rows in C order, at the position of an open file; the first row follows."""
+    """Write the header of a .npy file, for rows in C order, at the current position of a file that is open for bytes.
+
+    The position is then that of the first row.
+    """
     description = npy.dtype_to_descr(dtype)
     npy.write_array_header_1_0(file, {"descr": description, "fortran_order": False, "shape": shape})
 

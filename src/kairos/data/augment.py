@@ -29,10 +29,10 @@ _SHIFT_STD = 0.125  # standard deviation of a translation, as a fraction of the 
 def augment_images(
     images: Images, p: float, seed: int, step: int, sample_indices: range
 ) -> tuple[Images, AugmentationLabels]:
-    """Augment images (n, c, h, w), and return them with their augmentation labels, float32 (n, 9).
+    """Return augmented images, with the shape and type of `images`, and their augmentation labels, float32 (n, 9).
 
-    Each image is flipped in x with probability 1/2, and in y with probability `p` / 2. Every other augmentation is
-    applied with probability `p`. The result has the shape and type of `images`. Labels, in this order, are 0 for
+    Each image is flipped in x with probability 1/2, and in y with probability `p` / 2. Scale, rotation, stretch and
+    translation are each applied with probability `p`. `images` itself does not change. Labels, in this order, are 0 for
     augmentations that are not applied:
 
     * x flip and y flip, 1 for a flipped image;
@@ -42,7 +42,7 @@ def augment_images(
     * translation in x and y, in standard deviations.
 
     Args:
-        images: images with any range of values.
+        images: images (n, c, h, w) with any range of values.
         p: probability of each augmentation other than the flips.
         seed: seed of the training run.
         step: training step.
@@ -91,15 +91,16 @@ def _rotation(angle: PerSample) -> Matrices:
 
 
 def _diagonal(x: PerSample, y: PerSample) -> Matrices:
-    """Return diagonal matrices (n, 2, 2) that scale x and y."""
+    """Return matrices (n, 2, 2) with the elements of `x` and `y`, (n,) each, on the diagonal: they scale x and y."""
     return torch.diag_embed(torch.stack([x, y], 1))
 
 
 def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
-    """Transform images affinely: position q of the result shows position ``linear (q - shift)`` of the image.
+    """Return affinely transformed images: position q of the result shows position ``linear (q - shift)`` of the image.
 
-    Positions are in pixels from the centre. Each image is padded by its whole size, by reflection at its edges. EDM
-    pads by the largest amount that an image of the batch needs; here images of a batch do not depend on each other.
+    Positions are in pixels from the centre. The images are resampled at twice their resolution, with filter `_SYM6`.
+    Each image is padded by its whole size, by reflection at its edges. EDM pads by the largest amount that an image of
+    the batch needs; here images of a batch do not depend on each other.
 
     Args:
         images: (n, c, h, w).
@@ -108,23 +109,24 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     """
     channels, height, width = images.shape[1:]
     # EDM treats the filter as centred on its middle, although its centre of mass is 0.2 pixels away. Rotated images
-    # therefore move by 0.2 pixels, also in kairos.
+    # therefore move by 0.2 pixels, in kairos as in EDM.
     taps = len(_SYM6)
     kernel = _filter(images.device, images.dtype).expand(channels, 1, 1, taps)
     # `fine` holds the padded images, which are upsampled, transformed and downsampled
     fine = functional.pad(images, (width - 1, width - 1, height - 1, height - 1), mode="reflect")
     # Upsample by 2 along the width, then along the height. With padding (taps - 2) / 2, a side of the result is
-    # 2 (side - 1) + taps - 2 padding = 2 side. The taps sum to sqrt(2), half of it on even and half on odd ones. Here a
-    # pixel sums even or odd taps alone, with factor sqrt(2); below it sums all taps, with factor 1 / sqrt(2). The sum
-    # is 1 in both cases, which keeps the mean.
+    # 2 (side - 1) + taps - 2 padding = 2 side. The factors of the filter, sqrt(2) here and 1 / sqrt(2) below, keep the
+    # mean of the images. All taps sum to sqrt(2), even taps to 1 / sqrt(2) and odd taps to 1 / sqrt(2). A pixel sums
+    # only the even or only the odd taps in upsampling, and all taps in downsampling.
     for weights, stride, padding in _separable_filters(kernel * math.sqrt(2), (taps - 2) // 2):
         fine = functional.conv_transpose2d(fine, weights, stride=stride, padding=padding, groups=channels)
-    # positions of those pixels of the doubled resolution that the final downsampling reads
+    # positions of the pixels that the final downsampling reads, in double resolution
     x = _fine_positions(width, taps, images.device)
     y = _fine_positions(height, taps, images.device)
     positions = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
-    # positions of the image that appear there, (n, fine height, fine width) each; `positions` are row vectors
-    source_x, source_y = ((positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
+    # positions of the image that appear there, (n, fine height, fine width, 2): linear (q - shift) for row vectors q
+    source_positions = (positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]
+    source_x, source_y = source_positions.unbind(-1)
     # grid_sample expects -1 and 1 at the edges of `fine`. They are fine.shape / 2 fine pixels from the centre, which
     # are fine.shape / 4 pixels of the image.
     grid = torch.stack([4 * source_x / fine.shape[3], 4 * source_y / fine.shape[2]], -1).to(images.dtype)
@@ -136,8 +138,11 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
 
 
 def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
-    """Return positions along one side at twice the resolution, in pixels from the centre, (2 side + taps - 2,)."""
-    # the final filter, with stride 2 and no padding, makes (count - taps) / 2 + 1 = side pixels
+    """Return positions along one side at twice the resolution, in pixels from the centre, float64 (2 side + taps - 2,).
+
+    An image at these positions has `side` pixels after downsampling by a filter with `taps` taps.
+    """
+    # the filter, with stride 2 and no padding, makes (count - taps) / 2 + 1 = side pixels
     count = 2 * side + taps - 2
     centre = (count - 1) / 2
     return (torch.arange(count, device=device, dtype=torch.float64) - centre) / 2
@@ -145,12 +150,12 @@ def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _filter(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the filter `_SYM6`, (taps,), on a device; the cache avoids a copy, and so a synchronisation, per step."""
+    """Return the filter `_SYM6` as a tensor (taps,) on a device; a cache avoids copying it in every step."""
     return torch.tensor(_SYM6, device=device, dtype=dtype)
 
 
 def _separable_filters(kernel: Tensor, padding: int) -> tuple[tuple[Tensor, tuple[int, int], tuple[int, int]], ...]:
-    """Return weights, stride and padding of two convolutions, which filter the width and then the height with stride 2.
+    """Return weights, stride and padding of two convolutions with stride 2: along the width, then along the height.
 
     Args:
         kernel: one-dimensional filter, (channels, 1, 1, taps).

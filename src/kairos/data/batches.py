@@ -13,6 +13,7 @@ copied to the device asynchronously, and all random numbers that x0 depends on a
 """
 
 import functools
+import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,19 +83,20 @@ class Batches:
     augment: float | None = None
 
     def steps(self, first: int, end: int) -> Iterator[Batch]:
-        """Yield the batches of steps `first` ... `end` - 1.
+        """Yield the batches of steps `first` ... `end` - 1 in order.
 
         A thread reads the data of the next two steps, unless training runs on the CPU with all data in memory.
         """
-        if self.device.type == "cpu" and self.latents.are_in_memory:
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and self.latents.are_in_memory:
             for step in range(first, end):
                 yield self._to_device(step, *self._read(step))
             return
-        first_prefetched = range(first, min(first + _PREFETCHED_STEPS, end))
+        read = self._read if on_cpu else self._read_packed  # `PackedTensors` are copied to a GPU at once
         with ThreadPoolExecutor(1) as reader:
-            # on the CPU the data need no copy
-            read = self._read if self.device.type == "cpu" else self._read_packed
-            pending: deque[Future[Any]] = deque(reader.submit(read, step) for step in first_prefetched)
+            pending: deque[Future[Any]] = deque()  # data of the next steps
+            for step in range(first, min(first + _PREFETCHED_STEPS, end)):
+                pending.append(reader.submit(read, step))
             for step in range(first, end):
                 data = pending.popleft().result()
                 if step + _PREFETCHED_STEPS < end:
@@ -105,19 +107,18 @@ class Batches:
                     yield self._to_device(step, *data)
 
     def _read_packed(self, step: int) -> "PackedTensors":
-        """Read the data of a step into one buffer on the CPU, which is pinned if the device is a GPU of CUDA."""
+        """Read the data of a step, see `_read`, into one buffer on the CPU, which is pinned if the device is CUDA."""
         return PackedTensors.pack(self._read(step), pin=self.device.type == "cuda")
 
     def _read(self, step: int) -> list[dict[str, Tensor]]:
-        """Read the data of a step on the CPU, and return three dictionaries: stored rows, conditions and visits.
+        """Read the data of a step on the CPU, and return three dictionaries: rows, conditions and visits.
 
-        Their forms are described at `Latents.read_rows` and `Batch.visit`. The conditions are the stored ones of
-        `conditions`; `_to_device` adds the others. Images are flipped with probability 1/2 if the latents have flipped
-        images. In every visit, condition ``text`` is a random caption of the image.
-
-        No arithmetic of torch runs here: its thread pool belongs to the main thread, and this may be the reader's
-        thread. `Stream` computes with numpy on the CPU.
+        Rows are the result of `Latents.read_rows`, where each image is flipped with probability 1/2 if the latents can
+        flip. Conditions are the stored ones among `self.conditions`; ``text`` is a random caption of the image. Visits
+        have the form of `Batch.visit`.
         """
+        # Torch computes nothing here: this may run in the reader's thread, and torch's thread pool belongs to the main
+        # thread. On the CPU, `Stream` computes with numpy.
         visit_arrays = self._visit(step)
         image_indices = self.latents.train[visit_arrays["item"]]
         flips = None
@@ -134,12 +135,13 @@ class Batches:
         return [rows, conditions, visit]
 
     def _visit(self, step: int) -> dict[str, np.ndarray]:
-        """Return ``item``, ``epoch`` and ``items`` of each sample of a step, int64 (n,) by name; see `Batch.visit`.
+        """Return ``item``, ``epoch`` and ``items`` of this rank's samples of a step, int64 (n,); see `Batch.visit`.
 
-        All samples of a run form one sequence of epochs. With 10 training images, the sample at index 23 of the
-        sequence is the image at index 3 in the order of epoch 2. All indices begin at 0.
+        All samples of a run form one sequence of epochs, each in its own random order. With 10 training images, sample
+        23 of the sequence is image 3 in the order of epoch 2. All numbers begin at 0.
         """
         train_count = len(self.latents.train)
+        # positions in the sequence of all samples of the run
         positions = step * self.size + np.arange(self.sample_indices.start, self.sample_indices.stop)
         epochs = positions // train_count
         items = np.empty_like(positions)
@@ -152,11 +154,11 @@ class Batches:
     def _to_device(
         self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor], visit: dict[str, Tensor]
     ) -> Batch:
-        """Compute x0 and the conditions of a batch from the data of a step, which are on the device.
+        """Return the batch of a step: x0 and conditions, computed from the data of `_read`, which are on the device.
 
-        Condition ``low_resolution`` is computed from the images before augmentation. Stochastic latents get fresh
-        noise. A sample loses all its conditions with probability `dropout`. Augmentation comes last and adds condition
-        ``augment``, which is never dropped.
+        Condition ``low_resolution`` is computed from the images before augmentation. Stochastic latents are sampled
+        with noise of the step. A sample loses all its conditions with probability `dropout`. Augmentation comes last
+        and adds condition ``augment``, which is never dropped. Dictionary `conditions` itself changes.
         """
         if "low_resolution" in self.conditions:
             conditions["low_resolution"] = self.latents.compute_low_resolution(rows)
@@ -178,7 +180,7 @@ class PackedTensors:
 
     Attributes:
         buffer: bytes of the tensors, uint8 (bytes,).
-        layout: offset in the buffer, type and shape of each tensor, in the groups and under the names of the tensors.
+        layout: offset in the buffer, type and shape of each tensor by name, in one dictionary for each group.
     """
 
     buffer: Tensor
@@ -186,41 +188,52 @@ class PackedTensors:
 
     @staticmethod
     def pack(groups: list[dict[str, Tensor]], pin: bool) -> "PackedTensors":
-        """Copy tensors of the CPU to a new buffer; a GPU can copy it asynchronously only if it is pinned."""
-        # lay the tensors out, each from a multiple of `_ALIGNMENT` on
+        """Copy groups of tensors by name, which are on the CPU, to a new buffer.
+
+        With `pin` the buffer is in pinned memory: only then can a GPU copy it asynchronously.
+        """
+        # select the offset of each tensor, a multiple of `_ALIGNMENT`
         layout: list[dict[str, tuple[int, torch.dtype, torch.Size]]] = []
         size = 0  # bytes so far
         for tensors in groups:
             slots = {}
             for name, values in tensors.items():
                 slots[name] = (size, values.dtype, values.shape)
-                size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
+                size += math.ceil(values.nbytes / _ALIGNMENT) * _ALIGNMENT
             layout.append(slots)
-        # copy them to views of the buffer
+        # copy the tensors to views of the buffer
         packed = PackedTensors(torch.empty(size, dtype=torch.uint8, pin_memory=pin), layout)
         for tensors, copies in zip(groups, packed.unpack(), strict=True):
             for name, values in tensors.items():
-                copies[name].numpy()[...] = values.numpy()  # by numpy: torch's threads belong to the main thread
+                # by numpy: torch's threads belong to the main thread
+                view_of_buffer = copies[name].numpy()
+                view_of_buffer[...] = values.numpy()
         return packed
 
     def to(self, device: torch.device) -> list[dict[str, Tensor]]:
-        """Copy all tensors to a device, by one copy, which is asynchronous from pinned memory."""
+        """Return all tensors on a device, grouped and named as in `pack`; one copy, asynchronous from pinned memory."""
         return PackedTensors(self.buffer.to(device, non_blocking=True), self.layout).unpack()
 
     def unpack(self) -> list[dict[str, Tensor]]:
-        """Return the tensors as views of the buffer."""
+        """Return the tensors as views of the buffer, in the groups and under the names of `layout`."""
         groups = []
         for slots in self.layout:
-            groups.append({name: self._view(*slot) for name, slot in slots.items()})
+            tensors = {}
+            for name, (offset, dtype, shape) in slots.items():
+                tensors[name] = self._view(offset, dtype, shape)
+            groups.append(tensors)
         return groups
 
     def _view(self, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        """Return the tensor that begins at byte `start` of the buffer."""
+        """Return the tensor that begins at byte `start` of the buffer, as a view."""
         end = start + dtype.itemsize * shape.numel()
         return self.buffer[start:end].view(dtype).view(shape)
 
 
 @functools.lru_cache(maxsize=4)
 def _image_order_of_epoch(seed: int, epoch: int, count: int) -> Any:
-    """Return the random order of the `count` training images in an epoch, int64 (count,); the last four are cached."""
+    """Return the random order of the `count` training images in an epoch: a permutation, int64 (count,) of numpy.
+
+    The four results that were used last are cached.
+    """
     return random_order(Stream(seed, "order"), count, epoch).numpy()

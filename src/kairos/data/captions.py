@@ -64,21 +64,33 @@ class Captions:
         """Read the captions with these indices, a sequence (n,), from the file, as text."""
         texts = []
         for index in indices:
-            start = self.ends[index - 1] if index else 0
-            texts.append(self.content[int(start) : int(self.ends[index])].tobytes().decode())
+            start = int(self.ends[index - 1]) if index else 0
+            end = int(self.ends[index])
+            texts.append(self.content[start:end].tobytes().decode())
         return texts
 
 
 def open_captions(folder: Path, command: str) -> Captions:
-    """Open the captions in the folder of a prepared data set; `command` writes the folder, for error messages."""
+    """Open the captions in the folder of a prepared data set; the texts are read from their file on access.
+
+    Args:
+        folder: folder of the data set.
+        command: kairos command that writes the folder, for error messages.
+
+    Raises:
+        KairosError: an array file is missing.
+        DamagedError: an array file ends early, or is not an array.
+    """
     content, ends, firsts = (open_array(folder / f"{name}.npy", command) for name in ARRAYS)
-    return Captions(content, ends[:], firsts[:])
+    return Captions(content, ends[:], firsts[:])  # [:] reads the two arrays of integers into memory
 
 
 def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
-    """Convert the captions of each image to `content`, `ends` and `firsts` of `Captions`, by their names in `ARRAYS`.
+    """Convert the captions of each image to the three arrays that a prepared data set stores, by their names `ARRAYS`.
 
-    `firsts` has an entry for each image and, last, the number of captions. A lone surrogate becomes a question mark.
+    ``captions`` contains the UTF-8 bytes of all texts, uint8 (bytes,). ``caption_ends`` is the end of each text there,
+    int64 (captions,). ``caption_firsts`` is the index of each image's first caption and, last, the number of captions,
+    int64 (images + 1,). A lone surrogate becomes a question mark.
     """
     texts: list[bytes] = []
     for image_captions in captions:
@@ -91,11 +103,12 @@ def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
 
 
 def add_captions(source: "Source", config: "DatasetConfig") -> "Source":
-    """Return a source with the captions that `dataset.captions` selects: a JSON file of COCO, or a text file per image.
+    """Return a copy of a source with the captions that `dataset.captions` selects.
 
-    The source is returned unchanged if no captions are configured, or if it is a table, which has its captions already.
+    They come from a JSON file in COCO's format, or with ``sidecar`` from a text file with the name of each image. The
+    source itself is returned if no captions are configured, or if it is a table, which has its captions already.
     An image without captions gets an empty list. `Source.unmatched_captions` contains captions of a JSON file that
-    belong to no image; a text file without an image is not looked for.
+    belong to no image; text files without an image are ignored.
 
     Raises:
         ConfigError: a file of captions cannot be read or has another format, or a name in it matches several images.
@@ -116,7 +129,9 @@ def clean_texts(texts: list[Any]) -> list[str]:
 
 
 def _read_sidecar(image: Path) -> list[str]:
-    """Return the captions of an image: stripped lines, not blank, of the .txt file with its name; empty without a file.
+    """Return the captions of an image: the lines of the .txt file with its name, stripped and without blank lines.
+
+    The list is empty if there is no such file.
 
     Raises:
         ConfigError: the file is not UTF-8.
@@ -131,12 +146,13 @@ def _read_sidecar(image: Path) -> list[str]:
 def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], UnmatchedCaptions]:
     """Read captions from a JSON file in COCO's format.
 
-    Captions keep the order of the file. A blank text, or a caption that is not a text, is dropped, and is not unmatched
-    if its image exists.
+    Captions keep the order of the file. Blank texts and captions that are not texts are dropped; they are unmatched
+    only if their image does not exist. A name in the file selects the image with this path, or else the one with this
+    file name.
 
     Args:
         path: the JSON file.
-        names: paths of the images; the file may contain them without folders.
+        names: paths of the images.
 
     Returns:
         The captions of each image, an empty list for an image without any; and the captions that belong to no image, as
@@ -202,9 +218,10 @@ def captions_from_column(name: str, cells: list[Any]) -> list[list[str]]:
 
 
 def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dict[str, int]]:
-    """Select the images that have a caption; all images if the data set has no captions.
+    """Return the indices of the images that have a caption, and the numbers of images and captions left out.
 
-    If images or captions are left out, a message reports their numbers.
+    All images are selected if the data set has no captions. If images or captions are left out, a message reports their
+    numbers.
 
     Returns:
         Indices of the selected images, increasing, and the numbers ``images_without`` (captions) and

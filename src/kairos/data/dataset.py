@@ -51,14 +51,17 @@ class PreparedDataset:
         return channels, height, width
 
     def load_tensor(self, indices: Any) -> "torch.Tensor":
-        """Read the images with these indices (n,), as CPU float32 (n, channels, height, width) in [-1, 1]."""
+        """Read the images with these indices (n,), as float32 (n, channels, height, width) in [-1, 1] on the CPU."""
         import torch
 
         return to_float(torch.from_numpy(self.images[np.asarray(indices)]))
 
 
 def to_float(images: "torch.Tensor") -> "torch.Tensor":
-    """Convert uint8 images (n, height, width, channels) to float32 (n, channels, height, width) in [-1, 1]."""
+    """Convert uint8 images (n, height, width, channels) to float32 (n, channels, height, width) in [-1, 1].
+
+    The result is contiguous and on the device of the images.
+    """
     import torch
 
     channels_first = images.permute(0, 3, 1, 2)
@@ -86,7 +89,7 @@ def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
 def to_uint8(images: "torch.Tensor") -> np.ndarray:
     """Convert images (n, channels, height, width) in [-1, 1] to uint8 (n, height, width, channels) on the CPU.
 
-    Values are rounded, and clipped outside of [-1, 1].
+    Values are rounded to the nearest level; values outside of [-1, 1] become 0 or 255.
     """
     pixels = ((images.float() + 1) * 127.5).round().clamp(0, 255).byte()
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
@@ -95,7 +98,8 @@ def to_uint8(images: "torch.Tensor") -> np.ndarray:
 def open_dataset(folder: Path | str) -> PreparedDataset:
     """Open the folder that stage prepare wrote.
 
-    Hashes of files are not compared. Pixels are read only when `images` is indexed.
+    The split is read into memory. Pixels, conditions and texts are read from their files on access. Hashes of files are
+    not compared.
 
     Raises:
         KairosError: the folder is missing or not complete, or an array file is missing.
@@ -122,8 +126,12 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
 
 
 def _open_images(folder: Path, manifest: dict[str, Any], command: str) -> "ArrayFile | LinkedImages":
-    """Open the images of a prepared data set, which are in its folder or in the source that they came from."""
-    if "refers" in manifest:  # section `dataset` of the source
+    """Return the images of a prepared data set, which are read on access.
+
+    They are in ``images.npy``, or still in their source if the manifest has ``refers``. The errors are those of
+    `open_array` and `LinkedImages`.
+    """
+    if "refers" in manifest:  # section `dataset` that selects the source
         from kairos.data.linked_images import LinkedImages
 
         return LinkedImages(folder, manifest, command)

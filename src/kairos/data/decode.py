@@ -12,7 +12,7 @@ RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.L
 
 
 def read_image(data: bytes | Path) -> Image.Image:
-    """Decode an image file completely, and rotate it as its EXIF orientation requires.
+    """Decode an image file completely, and return it upright, rotated or mirrored as its EXIF orientation requires.
 
     Args:
         data: content or path of the file.
@@ -39,7 +39,7 @@ def to_pixels(
     Values of `crop`:
 
     * ``center``: cut out the largest centred square.
-    * ``pad``: centre the image on a black square with side `resolution`, or without one with the image's longer side.
+    * ``pad``: centre the image on a black square. Its side is `resolution`, or without one the image's longer side.
     * ``none``: accept square images only.
     * ``adm``: the cropping of ADM, DiT, U-ViT and SpeeD. Halve the image by averaging while its short side is at least
       twice the resolution, resize it, then cut out the centre. The caller ensures that there is a resolution.
@@ -78,7 +78,7 @@ def to_pixels(
             )
     else:
         side = min(width, height)
-    # cut it out; with pad the corner is negative and rounded towards 0, which // would not do
+    # Cut it out. With pad the corner is negative; `int` rounds it towards 0, and // would not.
     left = int((width - side) / 2)
     top = int((height - side) / 2)
     image = image.crop((left, top, left + side, top + side))  # black beyond the edges of the image
@@ -88,7 +88,11 @@ def to_pixels(
 
 
 def _resize_short_side(image: Image.Image, resolution: int, resample: Image.Resampling) -> Image.Image:
-    """Resize an image so that its short side is `resolution`, as `center_crop_arr` in ADM's image_datasets.py does."""
+    """Resize an image so that its short side is `resolution`, as `center_crop_arr` in ADM's image_datasets.py does.
+
+    The image is first halved by averaging while its short side is at least twice the resolution. `resample` is the
+    filter of the last step.
+    """
     while min(image.size) >= 2 * resolution:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = resolution / min(image.size)
@@ -96,11 +100,11 @@ def _resize_short_side(image: Image.Image, resolution: int, resample: Image.Resa
 
 
 def _to_eight_bit(image: Image.Image) -> Image.Image:
-    """Convert an image to an opaque one with 8 bits per channel, grey or RGB.
+    """Return an image as an opaque one with 8 bits per channel, grey or RGB.
 
-    Transparency is composed over white. Integers of 16 or 32 bits are clipped to [0, 65535] and divided by 257. Floats
-    are multiplied by 255 if none in the image exceeds 1, and then clipped to [0, 255]. Other modes, such as palettes
-    and CMYK, become RGB. An opaque image with mode L or RGB is returned itself.
+    Transparency is composed over white and becomes RGB. Integers of 16 or 32 bits are clipped to [0, 65535] and divided
+    by 257, with rounding. Floats are multiplied by 255 if none in the image exceeds 1, then rounded and clipped to
+    [0, 255]. Other modes, such as palettes and CMYK, become RGB. An opaque image with mode L or RGB is returned itself.
     """
     if image.mode.startswith("I"):  # 16 or 32 bits; PIL has no 16-bit colour, so these images are grey
         sixteen_bit = np.asarray(image).astype(np.int64).clip(0, 65535)

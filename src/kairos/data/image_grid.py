@@ -23,12 +23,13 @@ def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int
         side: each image is enlarged, by an integer factor, until its longer side has at least this many pixels.
 
     Returns:
-        The picture, uint8 (height, width, channels); cells of the last row without an image are white.
+        The picture, uint8 (height, width, channels), without a margin; cells without an image are white.
     """
     count, height, width, channels = images.shape
     factor = max(1, math.ceil(side / max(height, width)))
     images = images.repeat(factor, axis=1).repeat(factor, axis=2)
-    columns = columns or math.ceil(math.sqrt(count))
+    if not columns:
+        columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
     # every cell is an image with a white line below and a white line to the right of it
     cell_height = height * factor + GAP
@@ -42,7 +43,7 @@ def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int
 
 
 def write_image_grid(path: Path, images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> None:
-    """Write a grid of images, see `tile_images`, as a PNG file, atomically; images with one channel are grey."""
+    """Write the picture that `tile_images` returns as a PNG file, atomically; images with one channel are grey."""
     picture = tile_images(images, columns, side)
     if picture.shape[-1] == 1:  # PIL takes grey images without a channel dimension
         picture = picture[..., 0]

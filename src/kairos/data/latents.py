@@ -54,7 +54,7 @@ class Latents:
 
     @property
     def heldout(self) -> np.ndarray:
-        """Indices of the held-out images, int64."""
+        """Indices of the held-out images among all images of the data set, increasing, int64."""
         return self.dataset.heldout
 
     @property
@@ -69,9 +69,9 @@ class Latents:
 
     @property
     def condition_kinds(self) -> dict[str, dict[str, Any]]:
-        """Descriptions of the conditions by name, as in the manifest.
+        """Description of each condition by name, as in the manifest, such as ``{"kind": "class", "num_classes": 10}``.
 
-        The description of encoded captions also contains ``empty``, the state of an empty caption.
+        The description of ``text`` (encoded captions) also contains ``empty``, the state of an empty caption.
         """
         kinds: dict[str, dict[str, Any]] = dict(self.manifest["conditions"])
         if self.text is not None:
@@ -80,18 +80,18 @@ class Latents:
 
     @property
     def are_in_memory(self) -> bool:
-        """True if `read_rows` and `load_conditions` read no file; False with encoded captions, which stay in a file."""
-        if self.text is not None:
+        """True if `read_rows` and `load_conditions` read no file; False with encoded captions or linked images."""
+        if self.text is not None:  # encoded captions stay in their file
             return False
         arrays_of_x0 = self.moments.values() or [self.dataset.images]  # without moments, x0 is the pixels
         arrays = [*self.dataset.conditions.values(), *arrays_of_x0]
         return all(isinstance(array, np.ndarray) for array in arrays)
 
     def with_small_arrays_in_memory(self) -> "Latents":
-        """Return a copy that holds each array of at most 16 MiB in memory, so that rows are read faster.
+        """Return a copy of this object with each moment and condition of at most 16 MiB in memory.
 
-        Images of the data set are loaded only if x0 is pixels and they are not linked. Encoded captions stay in their
-        file.
+        Larger arrays and encoded captions stay in their files. If x0 is pixels, the limit also applies to the images of
+        the data set; linked images are never loaded.
         """
         moments = {name: _read_if_small(array) for name, array in self.moments.items()}
         conditions = {name: _read_if_small(array) for name, array in self.dataset.conditions.items()}
@@ -99,7 +99,9 @@ class Latents:
         return replace(self, moments=moments, dataset=replace(self.dataset, conditions=conditions, images=images))
 
     def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
-        """Read the stored arrays that x0 and the low-resolution condition of some images are computed from.
+        """Read pixels or moments of some images, from which `compute_x0` computes x0.
+
+        Pixels are flipped in memory. Moments of flipped images were encoded, and are read in place of the others.
 
         Args:
             indices: indices of the images, (n,).
@@ -132,9 +134,9 @@ class Latents:
         return rows
 
     def compute_x0(self, rows: dict[str, Tensor], noise: Images | None = None) -> Images:
-        """Compute images in model space, float32 (n, c, h, w), on the device of their rows.
+        """Compute x0 in model space, (n, c, h, w), from pixels or moments, on their device.
 
-        Moments of another type than float32 keep their type.
+        The result is float32 for pixels, and has the type of the moments otherwise.
 
         Args:
             rows: result of `read_rows`, on any device.
@@ -147,14 +149,14 @@ class Latents:
             if z.device.type == "cpu":
                 z = z + std * noise
             else:
-                z = torch.addcmul(z, std, noise)  # one kernel; rounds once less, so that the bits are not the CPU's
+                z = torch.addcmul(z, std, noise)  # one kernel; rounds once less, so that the bits differ from the CPU's
         return self._in_model_space(z)
 
     def compute_low_resolution(self, rows: dict[str, Tensor]) -> Images:
         """Compute condition ``low_resolution`` in model space, float32 (n, c, h, w), from the result of `read_rows`.
 
-        It is the latent of the images in low resolution if that was encoded. Otherwise pixels are reduced, see
-        `reduce_resolution`.
+        If latents of the images in low resolution were encoded, their means are used. Otherwise the resolution of the
+        pixels is reduced by `reduce_resolution`.
         """
         if "low_mean" in rows:
             return self._in_model_space(rows["low_mean"])
@@ -197,9 +199,9 @@ class Latents:
     def load_stored_conditions(
         self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
     ) -> dict[str, Tensor]:
-        """Load the conditions that are stored in files, as opposed to conditions that are computed from the images.
+        """Load all conditions except ``low_resolution``, which is computed from the images, by name.
 
-        Conditions of kind image are flipped with the images. Captions are included if they were encoded. See
+        Conditions of kind ``image`` are flipped with the images. ``text`` is included if captions were encoded. See
         `load_conditions` for the arguments and tensors.
         """
         indices = np.asarray(indices)
@@ -216,16 +218,16 @@ class Latents:
         return conditions
 
     def measure_sigma_data(self) -> float:
-        """Measure the standard deviation of x0 over the training images, to four significant digits.
+        """Return the standard deviation of x0 over all elements of the training images, to four significant digits.
 
         At most 2,000 training images are read, evenly spaced. The variance of stochastic latents is included. Flipped
-        images are not measured. Latents are converted to float64 first, and pixels to float32.
+        images are not measured. The computation is in float64 for latents, and in float32 for pixels.
         """
         count = min(len(self.train), _MOST_MEASURED)
         positions = np.linspace(0, len(self.train) - 1, count).astype(np.int64)
         rows = {}
         for name, values in self.read_rows(self.train[positions]).items():
-            rows[name] = values.double()  # for the sums over many numbers; `compute_x0` makes pixels float32
+            rows[name] = values.double()  # precise sums of latents; `compute_x0` converts pixels to float32 again
         # law of total variance: the variance of the means plus the mean of the variances
         variance = self.compute_x0(rows).var(correction=0)
         if "logvar" in rows:
@@ -234,15 +236,16 @@ class Latents:
 
 
 def _read_if_small(array: Any) -> Any:
-    """Return the content of an array file of at most 16 MiB; return larger files and other arrays as they are."""
+    """Return the content of an array file of at most 16 MiB; return any other argument unchanged."""
     is_small = isinstance(array, ArrayFile) and math.prod(array.shape) * array.dtype.itemsize <= _SMALL_BYTES
     return array[:] if is_small else array
 
 
 def open_latents(folder: Path | str) -> Latents:
-    """Open the folder that stage encode wrote, its data set, and its encoded captions if it has any.
+    """Open the folder that stage encode wrote, with its data set, and its encoded captions if there are any.
 
-    Images and moments are read from files on access.
+    Data set and captions are in other folders, whose paths are in the manifest. Images and moments are read from files
+    on access.
 
     Raises:
         KairosError: the folder, its data set or its encoded captions are missing or incomplete, or do not belong

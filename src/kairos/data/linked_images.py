@@ -33,12 +33,12 @@ _ADVICE = "bring it back as it was, or make the folder again with: kairos prepar
 
 
 def checksum(pixels: np.ndarray) -> np.ndarray:
-    """Return the BLAKE2 hash of an image's pixels, uint8 (16,)."""
+    """Return the 16 bytes of the BLAKE2 hash of an image's pixels, uint8 (16,); the shape is not included."""
     return np.frombuffer(hashlib.blake2b(pixels.data, digest_size=16).digest(), np.uint8)
 
 
 def create_temporary_copy(folder: Path, shape: tuple[int, ...]) -> ArrayFile | None:
-    """Create the file of a temporary copy of decoded images, open for writing, with zeros as pixels.
+    """Create the array file for a temporary copy of decoded images, filled with zeros, and return it open for writing.
 
     Return None if the copy exceeds 32 GiB, if ten copies do not fit into the free space, or if the file cannot be
     created.
@@ -57,7 +57,7 @@ def create_temporary_copy(folder: Path, shape: tuple[int, ...]) -> ArrayFile | N
 
 
 def delete_temporary_copy(folder: Path) -> None:
-    """Delete the temporary copy of a prepared data set's images, if there is one; open files remain readable."""
+    """Delete the temporary copy of images in a data set's folder, if there is one; processes can read open copies."""
     (folder / TEMPORARY_COPY).unlink(missing_ok=True)
 
 
@@ -97,7 +97,7 @@ class LinkedImages:
     def __getitem__(self, index: Any) -> np.ndarray:
         """Read uint8 images (n, height, width, channels), selected by an integer, a slice, a mask, or indices (n,).
 
-        An integer selects one image without the first axis.
+        An integer selects one image without the first axis. The threads of the job decode several images at a time.
 
         Raises:
             IndexError: an index is out of range.
@@ -105,14 +105,15 @@ class LinkedImages:
             DamagedError: an image differs from the one that stage prepare read, or any image of the data set is missing
                 or has another name.
         """
-        rows = row_indices(index, len(self))
-        image_dtype = np.dtype((np.uint8, self.shape[1:]))
+        rows = row_indices(index, len(self))  # (n,), or () for an integer
+        image_shape = self.shape[1:]
+        image_dtype = np.dtype((np.uint8, image_shape))  # an element of this type is an image
         decoded = map_in_order(self._read, rows.flat, count_job_threads())
         images = np.fromiter(decoded, image_dtype, count=rows.size)  # stores each image as it arrives
-        return images.reshape((*rows.shape, *self.shape[1:]))
+        return images.reshape((*rows.shape, *image_shape))
 
     def _open_copy(self) -> ArrayFile | None:
-        """Open the temporary copy; return None if there is none, or if it is damaged or does not fit the record."""
+        """Open the temporary copy; return None if it is missing or damaged, or has another shape or type of pixels."""
         try:
             copy = ArrayFile(self._folder / TEMPORARY_COPY)
         except (OSError, ValueError, EOFError):
@@ -122,7 +123,8 @@ class LinkedImages:
     def _read(self, row: int) -> np.ndarray:
         """Read and verify one image, uint8 (height, width, channels), from the temporary copy or else from the source.
 
-        The image is decoded if the pixels of the copy do not match their checksum; for errors see `_decode`.
+        The source is used if there is no copy, or if the image cannot be read there or does not match its checksum. See
+        `_decode` for the errors.
         """
         if self._copy is not None:
             with suppress(DamagedError, OSError):  # the copy has become shorter, or its disk fails
@@ -132,7 +134,9 @@ class LinkedImages:
         return self._decode(row)
 
     def _decode(self, row: int) -> np.ndarray:
-        """Decode and verify one image of the source, uint8 (height, width, channels).
+        """Decode one image of the source, uint8 (height, width, channels), and compare it with its checksum.
+
+        The first call opens the source and compares the names of all images.
 
         Raises:
             KairosError: the source cannot be opened on this machine, or the image no longer fits `dataset.crop`.
@@ -160,14 +164,14 @@ class LinkedImages:
 
     @property
     def _source(self) -> Source:
-        """The source of the images, which the first access opens; other threads wait for it."""
-        with self._source_lock:
+        """The source of the images, which the first access opens; see `_open_source` for the errors."""
+        with self._source_lock:  # other threads wait while one opens the source
             if self._opened_source is None:
                 self._opened_source = self._open_source()
             return self._opened_source
 
     def _open_source(self) -> Source:
-        """Open the source of the images, and check that all their names are unchanged.
+        """Open the source of the images, and check that the names of all prepared images are unchanged.
 
         Raises:
             KairosError: the source cannot be opened on this machine.

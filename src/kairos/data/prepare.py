@@ -84,6 +84,8 @@ class _DecodedImages:
 class _ImageWriter:
     """Array file that images are appended to; its hash is computed meanwhile.
 
+    The file is created at once, with space for `most` images; `close` cuts off the unused space.
+
     Args:
         path: file to write.
         most: largest number of images.
@@ -100,23 +102,24 @@ class _ImageWriter:
         self._hash = hashlib.sha256(header.getvalue())
 
     def append(self, pixels: np.ndarray) -> None:
-        """Write the next image."""
+        """Write the next image, uint8 (height, width, channels), and add it to the hash."""
         self._file.write(self._count, pixels)
         self._hash.update(np.ascontiguousarray(pixels).data)
         self._count += 1
 
     def close(self) -> str:
-        """Make the file durable, shorten it to the images that were written, and return its SHA-256 hash."""
+        """Make the file durable, shorten it to the appended images, and return the SHA-256 hash of the whole file."""
         self._file.flush()
         if self._count == self._most:
             return self._hash.hexdigest()
-        truncate_array(self._path, self._count)  # changes the header, which the hash includes
+        truncate_array(self._path, self._count)  # changes the header, so that `_hash` is not the file's hash
         return sha256_file(self._path)
 
 
 def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
-    """Write the folder of a data set, and return its manifest.
+    """Open the source of section `dataset`, write the folder of the prepared data set, and return its manifest.
 
+    The folder contains arrays of pixels, conditions, split and captions, and ``manifest.json``, which is written last.
     An earlier data set in `out` is deleted once the source is open. Messages report the progress. The caller ensures
     that `dataset.store` is ``copy`` or ``refer``: ``auto`` would copy the images.
 
@@ -130,7 +133,10 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
 
 
 def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
-    """Write the folder of a data set from a source that is already open, and return its manifest; see `prepare`."""
+    """Write the folder of a data set from a source that is already open, and return its manifest.
+
+    An earlier data set in the folder is deleted first. See `prepare` for the files and errors.
+    """
     _delete_old_files(out)
     selected, unmatched_counts = _select_images(config, source)
     decoded = _decode_images(config, source, selected, out)
@@ -171,7 +177,7 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
 
 
 def _delete_old_files(out: Path) -> None:
-    """Create the folder of a data set and its folder `conditions` if necessary, and delete an earlier data set in it.
+    """Delete an earlier data set in a folder; create the folder and its subfolder ``conditions`` if necessary.
 
     The manifest is deleted first. Temporary files of a call that failed or was killed are deleted too.
     """
@@ -186,14 +192,14 @@ def _delete_old_files(out: Path) -> None:
 
 
 def _write_arrays(out: Path, arrays: dict[str, np.ndarray], images_hash: str | None) -> dict[str, str]:
-    """Write arrays durably, rename the temporary file of the images, and return the hash of each file by path.
+    """Write arrays durably, rename the temporary file to ``images.npy``, and return the hash of each file by path.
 
     Paths are relative to the folder, such as ``conditions/class.npy``. The caller has created folder ``conditions``.
 
     Args:
         out: folder of the data set.
-        arrays: arrays by path without suffix.
-        images_hash: hash of the temporary file of the images; None: there is none.
+        arrays: arrays by path without the suffix ``.npy``.
+        images_hash: hash of the temporary file of the images; None: there is no such file.
     """
     files: dict[str, str] = {}
     if images_hash is not None:
@@ -221,16 +227,16 @@ def _pixel_statistics(decoded: _DecodedImages, train: np.ndarray) -> tuple[np.nd
 
 
 def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], dict[str, int]]:
-    """Select the images to decode: images with captions, if there are captions, and at most `dataset.limit` of them.
+    """Return the indices of the images to decode, and counts of images and captions that are left out.
 
-    The limit selects a random subset by `dataset.split_seed`. Held-out images of another path are all selected, in
-    addition to the limit.
+    Images without a caption are left out if the data set has captions. Then `dataset.limit` selects a random subset by
+    `dataset.split_seed`. Held-out images from another path are all selected, in addition to the limit.
 
     Returns:
-        Increasing indices of the images in the source, and the counts of `captions.select_captioned`.
+        Increasing indices of the images in the source, and the counts that `captions.select_captioned` returns.
 
     Raises:
-        KairosError: no held-out image of another path has a caption; or see `captions.select_captioned`.
+        KairosError: no held-out image from another path has a caption; or see `captions.select_captioned`.
     """
     usable, unmatched_counts = captioning.select_captioned(source, config)
     first_heldout = source.count - source.heldout_count
@@ -241,7 +247,7 @@ def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], di
         raise KairosError(
             f"dataset.heldout_captions: {captions!r} has none of the {source.heldout_count} held-out images"
         )
-    limit = first_heldout if config.limit is None else config.limit  # without a limit: all
+    limit = len(train) if config.limit is None else config.limit
     limited = _random_subset(train, limit, config.split_seed, stream="limit")
     return [*limited, *heldout], unmatched_counts
 
@@ -249,14 +255,14 @@ def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], di
 def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions in `indices` of training and of held-out images, increasing, int64.
 
-    If `dataset.heldout` is a share, a random subset by `dataset.split_seed` is held out. `indices` (n,) are the
-    prepared images' indices in the source.
+    Held-out images from another path are recognised by their index. If `dataset.heldout` is a share, a random subset by
+    `dataset.split_seed` is held out. `indices` (n,) are the prepared images' indices in the source.
 
     Raises:
         KairosError: fewer than two images are usable, or none is left for training.
         ConfigError: the number of training images is not `dataset.train_images`.
     """
-    if source.heldout_count:  # held-out images from another path are the last ones of the source
+    if source.heldout_count:  # held-out images from another path, which are the last ones of the source
         is_heldout = indices >= source.count - source.heldout_count
     else:
         count = config.heldout_count(len(indices))
@@ -273,19 +279,22 @@ def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[
 
 
 def _random_subset(indices: Sequence[int], count: int, seed: int, stream: str) -> list[int]:
-    """Return a random subset of `count` of the increasing indices, increasing; all of them if there are not more."""
+    """Return a random subset of `count` of the increasing indices, increasing; all of them if there are not more.
+
+    The subset has the lowest hashes of seed, stream and index. It therefore changes little if `indices` gets more
+    elements.
+    """
     if count >= len(indices):
         return list(indices)
-    # the lowest hashes: further images change few of the selected ones
     by_hash = sorted(indices, key=lambda index: derived_seed(seed, stream, index))
     return sorted(by_hash[:count])
 
 
 def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImages) -> dict[str, np.ndarray]:
-    """Return the arrays of the images other than pixels and split, by file name without suffix.
+    """Return the arrays to store in addition to pixels and split, by path without suffix, for the decoded images.
 
-    Names are ``conditions/<name>``, with captions also `captions.ARRAYS`. With ``store: refer`` there are also
-    ``numbers`` (indices in the source), ``checksums`` and ``names`` (as bytes).
+    They are ``conditions/<name>`` for each condition and, with captions, the arrays of `captions.pack_captions`. With
+    ``store: refer`` there are also ``numbers`` (indices in the source), ``checksums`` and ``names`` (as bytes).
     """
     indices = decoded.indices.tolist()
     arrays: dict[str, np.ndarray] = {}
@@ -300,10 +309,10 @@ def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImag
 
 
 def _decode_images(config: DatasetConfig, source: Source, selected: list[int], out: Path) -> _DecodedImages:
-    """Decode the selected images, and copy the usable ones into a temporary array file.
+    """Decode the selected images, write the usable ones to a file in `out`, and return their properties.
 
-    Linked images are copied only into a temporary copy, if there is space, see `create_temporary_copy`. Messages report
-    skipped images and the progress.
+    The pixels go into ``.tmp-images.npy``. With ``store: refer`` they go into a temporary copy for later stages, if
+    there is space (`create_temporary_copy`). Messages report skipped images and the progress.
 
     Raises:
         KairosError: no image is usable, one is broken and `dataset.broken` is ``refuse``, or one does not fit
@@ -315,10 +324,10 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
     checksums = np.empty((len(selected), 16), np.uint8)
     count = 0  # usable images so far
     skipped: list[str] = []
-    # created when the first usable image shows the shape of all images
+    # the following are created when the first usable image shows the shape of all images
     sums: Any = None
-    images: _ImageWriter | None = None  # None if the images are linked
-    temporary_copy: ArrayFile | None = None  # None if the images are not linked, or lack space
+    image_writer: _ImageWriter | None = None  # only with `store: copy`
+    temporary_copy: ArrayFile | None = None  # only with `store: refer`, if there is space
     progress = Progress(len(selected), f"prepare {config.source}", "image")
     decode = functools.partial(_decode_image, config, source)
     for image in map_in_order(decode, selected, count_job_threads()):
@@ -335,15 +344,15 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
             if config.store == "refer":
                 temporary_copy = create_temporary_copy(out, (len(selected), *shape))
             else:
-                images = _ImageWriter(out / _TEMPORARY_IMAGES, len(selected), shape)
+                image_writer = _ImageWriter(out / _TEMPORARY_IMAGES, len(selected), shape)
         elif pixels.shape != shape:
             raise ConfigError(
                 f"dataset.resolution: got null, but {name} has {pixels.shape[1]}×{pixels.shape[0]} "
                 f"pixels and those before it {shape[1]}×{shape[0]}; allowed: a resolution for all"
             )
         # store the image and its properties in row `count`
-        if images is not None:
-            images.append(pixels)
+        if image_writer is not None:
+            image_writer.append(pixels)
         if temporary_copy is not None:
             temporary_copy.write(count, pixels)
         if image.checksum is not None:
@@ -363,7 +372,7 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
         checksums=checksums[:count],
         sums=sums[:count],
         shape=shape,
-        images_hash=None if images is None else images.close(),
+        images_hash=None if image_writer is None else image_writer.close(),
     )
 
 
@@ -375,9 +384,10 @@ def _skip_broken(config: DatasetConfig, name: str, damage: str) -> None:
 
 
 def _decode_image(config: DatasetConfig, source: Source, index: int) -> _DecodedImage:
-    """Read an image, convert it and sum its pixels; several threads call this function at a time.
+    """Read the image with an index, convert it to the data set's format and sum its pixels.
 
-    The result for a broken image contains the reason and no pixels.
+    The result for a broken image contains only its index and the reason. The checksum is computed only with ``store:
+    refer``. Several threads may call this function at a time.
 
     Raises:
         KairosError: the size of the image does not fit `dataset.crop`.

@@ -5,16 +5,18 @@ from torch import Tensor
 
 from kairos_timesteps.randomness import Stream
 
-_CHUNK = 2**16  # keys made at a time
+_CHUNK = 2**16  # keys drawn at a time
 
 
 def random_order(stream: Stream, count: int, epoch: int = 0) -> Tensor:
-    """Return a permutation of 0 ... count - 1, int64 (count,) on the CPU: the order of random 64-bit keys.
+    """Return a random permutation of 0 ... count - 1, int64 (count,) on the CPU.
 
-    The key of each number is drawn from the stream with the epoch as `step` and the number as `index`.
+    The numbers are sorted by random 64-bit keys. The key of each number is drawn from the stream with the epoch as
+    `step` and the number as `index`, so the result is a function of the arguments.
     """
     keys = torch.empty(count, dtype=torch.int64)
     for start in range(0, count, _CHUNK):
-        words = stream.words(epoch, range(start, min(start + _CHUNK, count)), 2)
-        keys[start : start + _CHUNK] = (words[:, 0] << 32) + words[:, 1]
+        end = min(start + _CHUNK, count)
+        words = stream.words(epoch, range(start, end), 2)  # two words of 32 bits for each number
+        keys[start:end] = (words[:, 0] << 32) + words[:, 1]
     return keys.argsort(stable=True)

@@ -23,12 +23,12 @@ _SAVE_SECONDS = 2.0  # least time between two records of the progress
 def prepare_folder(out: Path, names: Iterable[str]) -> Path:
     """Create the folder of a stage if necessary, delete old results in it, and return the path of its private folder.
 
-    The private folder may be missing, or contain arrays of a killed job. It is deleted too if a manifest shows that the
-    stage was complete.
+    The private folder ``.partial`` is not created. A killed job may have left arrays in it, which are kept if `out` has
+    no manifest. A manifest shows that the stage was complete, and the private folder is then deleted too.
 
     Args:
         out: folder of the stage.
-        names: files that the stage may write there.
+        names: files that the stage may write there, which are deleted.
     """
     out.mkdir(parents=True, exist_ok=True)
     if (out / "manifest.json").exists():  # the stage was complete and is repeated from the beginning
@@ -40,9 +40,9 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
 
 
 def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
-    """Move the files of a manifest from the private folder to `out`, and write the manifest last.
+    """Move the files that `manifest["files"]` lists from the private folder to `out`, and write the manifest last.
 
-    The caller ensures that all of these files are in the private folder and complete. The private folder is deleted
+    The caller ensures that all listed files are in the private folder and complete. The private folder is then deleted
     with its other files.
     """
     for name in manifest["files"]:
@@ -64,14 +64,14 @@ def fill_arrays(
 ) -> dict[str, str]:
     """Compute arrays in batches, write them into a private folder, and return the hash of each file by name.
 
-    The file of an array is ``<name>.npy`` in the private folder. Its first row has the first index of `rows`. The keys
-    of the result are file names. The written rows are made durable and recorded after the last batch, and after each
-    batch that ends more than two seconds after the last record. Messages report the progress, and after which row a
-    killed job resumes.
+    The file of an array is ``<name>.npy``, which is also its key in the result. Its first row has the first index of
+    `rows`. Finished rows are made durable and recorded after the last batch, and after each batch that ends more than
+    two seconds after the previous record. An interrupted computation resumes after the recorded rows. Messages report
+    the progress.
 
     Args:
-        partial: the private folder; an interrupted computation with equal identity and rows resumes there, and other
-            content is deleted. The caller ensures that the folder above it exists.
+        partial: the private folder; content of a computation with another identity or other rows is deleted. The caller
+            ensures that the folder above it exists.
         identity: settings that, together with the rows, determine the content of the arrays.
         arrays: shape of a row, and dtype, of each array by name.
         rows: consecutive indices of the rows to compute.
@@ -85,11 +85,11 @@ def fill_arrays(
     paths = {name: partial / f"{name}.npy" for name in arrays}
     shapes = {paths[name]: (count, *row_shape) for name, (row_shape, _) in arrays.items()}
     done = _rows_done(partial, key, shapes)
-    # open the arrays of the killed job, or create arrays
+    # open the arrays of an interrupted computation, or create arrays
     if done:
         log(f"{label}: resumes after {unit} {rows.start + done}")
     else:
-        shutil.rmtree(partial, ignore_errors=True)  # also the old record, by which new rows would be treated as done
+        shutil.rmtree(partial, ignore_errors=True)  # with its record, which would mark rows of the new files as done
         partial.mkdir()
         for name, (_, dtype) in arrays.items():
             create_array(paths[name], shapes[paths[name]], dtype)
@@ -113,10 +113,15 @@ def fill_arrays(
 
 
 def _rows_done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
-    """Return the number of rows that an interrupted computation has finished.
+    """Return the number of rows that an interrupted computation in folder `partial` has recorded as finished.
 
     The result is 0 without such a computation, or if its record or an array is damaged or missing. It is also 0 if the
     computation has another key, or an array has another shape.
+
+    Args:
+        partial: the private folder, with the record ``progress.json``.
+        key: hash of identity and rows of the computation.
+        shapes: expected shape of each array by its path.
     """
     try:
         record = read_json(partial / "progress.json")

@@ -60,18 +60,19 @@ class DatasetConfig(Section):
     train_images: int | None = field(None, "number of training images, needed for lengths in epochs", ge=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the settings of the data set fit its source and each other."""
+        """Check that the settings of the data set fit its source and each other; raise ConfigError if they do not."""
         self._check_source()
         self._check_sizes()
         self._check_captions()
 
     def _check_source(self) -> None:
-        """Check path, list of files, flips and held-out images against the kind of source.
+        """Check that path, list of files, flips and held-out images fit the kind of source.
 
-        A text in `heldout` is not checked, except that digits need a share.
+        Digits have no flips, and `heldout` is a share; all other sources need a path. A share is at least 0 and below
+        1. The path of other held-out images is not checked. A list of files is for folders and zips only.
 
         Raises:
-            ConfigError: a field does not fit the source.
+            ConfigError: a field does not fit.
         """
         is_digits = self.source == "digits"
         if is_digits:
@@ -107,12 +108,13 @@ class DatasetConfig(Section):
             demand(is_divisor, "dataset.low_resolution", self.low_resolution, allowed)
 
     def _check_captions(self) -> None:
-        """Check that the captions have the form that the source has: a column of a table, or files; digits have none.
+        """Check that `captions` and `heldout_captions`, if they are set, have a form that fits the source.
 
-        Captions of held-out images need `captions`, and `heldout` that is not a share.
+        Parquet and hub need a column, zip a path ``*.json``, and folder such a path or ``sidecar``; digits have no
+        captions. `heldout_captions` also needs `captions`, and `heldout` that is not a share.
 
         Raises:
-            ConfigError: captions have another form.
+            ConfigError: a field does not fit.
         """
         for name in ("captions", "heldout_captions"):
             value = getattr(self, name)
@@ -135,11 +137,10 @@ class DatasetConfig(Section):
 
     @property
     def heldout_section(self) -> "DatasetConfig | None":
-        """The section that describes the held-out images alone, if they come from another path, split or list.
+        """Copy of this section that selects the held-out images alone; None if `heldout` is a share.
 
-        None if `heldout` is a share. In the returned section, the value of `heldout` replaces the split (hub), the list
-        of files (if there is one) or the path. `heldout` is 0, any number of images is allowed, and the captions are
-        `heldout_captions` or else `captions`.
+        The value of `heldout` replaces the split (hub), the list of files (if there is one) or else the path. In the
+        copy `heldout` is 0, `images` is None, and `captions` are `heldout_captions` or else `captions`.
         """
         if not isinstance(self.heldout, str):
             return None
@@ -155,7 +156,7 @@ class DatasetConfig(Section):
 
     @property
     def sections(self) -> "tuple[DatasetConfig, ...]":
-        """The section itself, and `heldout_section` if there is one."""
+        """Tuple of this section and, unless it is None, of `heldout_section`."""
         heldout = self.heldout_section
         return (self,) if heldout is None else (self, heldout)
 
@@ -166,20 +167,26 @@ class DatasetConfig(Section):
         return [path for path in captions if path is not None and path.endswith(".json")]
 
     def check_count(self, count: int) -> None:
-        """Raise ConfigError if `dataset.images` is set and is not the source's number of images, `count`."""
+        """Raise ConfigError if `dataset.images` is set and differs from `count`, the number of images of the source."""
         if self.images not in (None, count):
             raise ConfigError(f"dataset.images: got {self.images}, but {self.path or self.source} holds {count} images")
 
     def find_label_column(self, columns: Collection[str]) -> str | None:
-        """Return `label_column`, even if it is not in `columns`; or else ``label`` if it is in `columns`; else None."""
+        """Return the name of the column of labels; None without one.
+
+        It is `label_column` if that is set, even if `columns` lacks it. Otherwise it is ``label`` if `columns` has it.
+        """
         if self.label_column:
             return self.label_column
         return "label" if "label" in columns else None
 
     def heldout_count(self, count: int) -> int:
-        """Return how many of one or more images are held out if `heldout` is a share; a path raises ValueError.
+        """Return the number of held-out images of `count` images, at least one, if `heldout` is a share.
 
         The number is 0 for share 0. Otherwise it is the rounded product, at least 1 and at most `count` - 1.
+
+        Raises:
+            ValueError: `heldout` is a path, split or list.
         """
         share = float(self.heldout)
         if share == 0:

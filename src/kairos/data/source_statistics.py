@@ -42,11 +42,11 @@ class ImageCounts:
 
 
 def count_images(config: DatasetConfig) -> ImageCounts:
-    """Count the images and classes of a data set, without preparing it.
+    """Return the numbers of images and classes of a data set that may not be prepared yet.
 
     The counts follow `dataset.limit` and `dataset.heldout`. With a limit, the size of the smallest class is the one
     expected in a random subset, rounded down. Broken images and images without captions are counted. If the source
-    cannot be read, the counts are None, and `ImageCounts.unknown` contains the reason.
+    cannot be read, all counts are None, and `ImageCounts.unknown` contains the reason.
 
     Raises:
         ConfigError: the number of images is known, and is not `dataset.images`.
@@ -55,14 +55,14 @@ def count_images(config: DatasetConfig) -> ImageCounts:
     count_source = counting_functions.get(config.source, _count_files)
     try:
         count, class_sizes = count_source(config)
-    except (ConfigError, OSError, ValueError, LookupError) as error:  # errors of arrow are of the latter two types
+    except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow raises subclasses of the last two types
         return ImageCounts(unknown=" ".join(str(error).split()))
     config.check_count(count)
     used_count = count if config.limit is None else min(count, config.limit)
     heldout_count = 0 if isinstance(config.heldout, str) else config.heldout_count(used_count)
     if not class_sizes:
         return ImageCounts(train=used_count - heldout_count, count=used_count)
-    smallest = min(class_sizes.values()) * used_count // count
+    smallest = min(class_sizes.values()) * used_count // count  # smaller by the share of the images that are used
     return ImageCounts(train=used_count - heldout_count, smallest=smallest, count=used_count, classes=len(class_sizes))
 
 
@@ -71,15 +71,15 @@ def count_images(config: DatasetConfig) -> ImageCounts:
 
 
 def _count_digits(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Return the known counts of scikit-learn's digits; every class has the count of the rarest one."""
+    """Return the counts of scikit-learn's digits from constants; each class gets the count of the rarest digit."""
     return _DIGIT_COUNT, dict.fromkeys(range(10), _RAREST_DIGIT_COUNT)
 
 
 def _count_files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Count the images of a folder or a zip, and the images of each class, without reading images.
+    """Return the number of images of a folder or a zip, and the number of each class, without reading images.
 
     Raises:
-        ConfigError: the folder, zip or list is missing or contains no image.
+        ConfigError: the folder, zip or list cannot be used, for example since it is missing or contains no image.
     """
     from kairos.data.sources import OPENERS
 
@@ -89,7 +89,7 @@ def _count_files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
 
 
 def _count_parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Count the rows of parquet files, and the rows of each class; only the column of labels is read.
+    """Return the number of rows of parquet files, and the number of each class; only the column of labels is read.
 
     Raises:
         ConfigError: there are no such files.
@@ -106,9 +106,9 @@ def _count_parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
 
 
 def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Count images and classes in the hub's cache, which contains each split as Arrow files; nothing is downloaded.
+    """Return the number of images of a hub data set, and the number of each class, from the cache on this machine.
 
-    The first folder by name is used if the cache has several versions of the data set.
+    Nothing is downloaded. If the cache has several versions of the data set, the first folder by name is used.
 
     Raises:
         ConfigError: the split is not in the cache.
@@ -118,6 +118,7 @@ def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
 
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets")).expanduser()
+    # the cache contains each split as one Arrow file or several:
     # OWNER___my_images/<configuration>/<version>/<hash>/my_images-train-00000-of-00002.arrow
     folder_pattern = f"{_cache_folder_name(str(config.path))}/*/*/*"
     files = sorted(
@@ -141,7 +142,10 @@ def _cache_folder_name(hub_id: str) -> str:
 
 
 def _count_rows(tables: list[Any], label_column: str | None) -> tuple[int, dict[Any, int]]:
-    """Count the rows of several tables of arrow, and the rows of each class; no classes without a label column."""
+    """Return the number of rows of several tables of arrow, and the number of each class.
+
+    Without a label column the dictionary of classes is empty.
+    """
     class_sizes: Counter[Any] = Counter()
     if label_column:
         for table in tables:
@@ -165,7 +169,7 @@ class ImageProperties:
 
     @property
     def cropping(self) -> tuple[int, float]:
-        """Number of images that are not square, and the fraction of their area that a centre crop removes.
+        """Number of images that are not square, and the fraction of their total area that a square crop removes.
 
         Both are 0 if all images are square.
         """
@@ -177,14 +181,14 @@ class ImageProperties:
 
 
 def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperties:
-    """Determine sizes and colours of a folder's images, or of at most 20,000 evenly spaced ones if there are more.
+    """Return sizes and colours of a folder's images, or of at most 20,000 evenly spaced ones if there are more.
 
-    Images that cannot be read are in the result, without an error. Sizes include the rotation by the EXIF orientation,
-    which is ignored in the header of a PNG file.
+    Images that cannot be read are listed in the result, and raise no error. Sizes include the rotation by the EXIF
+    orientation, except that of a PNG file without `decode`.
 
     Args:
         config: section `dataset`, of source ``folder``.
-        decode: decode the images completely, which finds damaged ones and colours; False: read the headers only.
+        decode: decode the images completely, to find damaged and grey ones; False: read the headers only.
 
     Raises:
         ConfigError: the folder does not exist, or contains no image.
@@ -213,7 +217,7 @@ def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperti
 
 
 def _is_grey(image: Any) -> bool:
-    """Return True if the three colour channels of a PIL image are equal."""
+    """Return True if the red, green and blue channels of a PIL image of any mode are equal."""
     from PIL import ImageChops
 
     red, *others = image.convert("RGB").split()
@@ -232,5 +236,6 @@ def _size_in_header(path: Path) -> tuple[int, int]:
         if image.format == "PNG":  # PIL would decode a PNG to look for EXIF
             return image.size
         width, height = image.size
-        sides_are_swapped = image.getexif().get(_EXIF_ORIENTATION, 1) >= 5
+        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+        sides_are_swapped = orientation >= 5
         return (height, width) if sides_are_swapped else (width, height)

@@ -57,7 +57,10 @@ class Source:
 
     @property
     def conditions(self) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
-        """Description and values of all conditions by name; ``class`` is the first if there are classes."""
+        """Description and values (a row per image) of each condition by name; with classes, ``class`` is the first.
+
+        The description of ``class`` is ``{"kind": "class", "num_classes": 10}``, and its values are `labels`.
+        """
         if self.labels is None or self.classes is None:
             return self.other_conditions
         description = {"kind": "class", "num_classes": len(self.classes)}
@@ -65,14 +68,15 @@ class Source:
 
 
 def open_source(config: DatasetConfig) -> Source:
-    """Open the images of section `dataset`, with their captions and the held-out images.
+    """Return a source with the images of section `dataset` and with their captions, if captions are configured.
 
-    Held-out images of another path, split or list are the last images of the source. `dataset.limit` is not applied.
+    If `dataset.heldout` is another path, split or list, its images are the last ones of the source. If it is a share,
+    the source does not split the images. `dataset.limit` is not applied. No image is decoded.
 
     Raises:
         ConfigError: the folder, file, data set or column does not exist, or contains no image. Also if the number of
             images, without held-out images from another path, is not `dataset.images`. Also if captions cannot be read,
-            or if held-out images have classes, conditions or files that do not fit the others.
+            if held-out images have other conditions or unknown classes, or if both lists of files share an image.
         KairosError: `datasets` cannot load the data set.
     """
     opener = OPENERS[config.source]
@@ -83,14 +87,14 @@ def open_source(config: DatasetConfig) -> Source:
     try:
         heldout = add_captions(opener(config.heldout_section), config.heldout_section)
     except KairosError as error:
-        # the experiment file has no section of held-out images: the message must name the field `dataset.heldout`,
-        # from which path or files of that section were taken, or `dataset.heldout_captions`
+        # The experiment file has no section of held-out images: its path, files and captions come from the fields
+        # `dataset.heldout` and `dataset.heldout_captions`. The message must contain these names instead.
         message = re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)
         message = message.replace("dataset.captions", "dataset.heldout_captions", 1)
         raise type(error)(message) from None
     if config.files:
         _check_disjoint(config, source, heldout)
-    # without a file of their own, the held-out images have their captions in `dataset.captions`, too
+    # without `dataset.heldout_captions`, the captions of both sources come from `dataset.captions`
     return _append_heldout(source, heldout, one_caption_file=config.heldout_captions is None)
 
 
@@ -112,7 +116,8 @@ def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> No
 def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> Source:
     """Return a source with the training images followed by the held-out images.
 
-    Captions are dropped unless both sources have them. The classes have the names of the training images' classes.
+    The result has the classes of `train`; classes of held-out images are renumbered. Captions are dropped unless both
+    sources have them.
 
     Args:
         train: the training images.
@@ -152,9 +157,9 @@ def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> S
 
 
 def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
-    """Return the classes of the training images and then of the held-out images, int64 (n,); None without classes.
+    """Return the labels of the training images and then of the held-out images, int64 (n,); None without classes.
 
-    The held-out images' classes are renumbered by name.
+    Labels of held-out images become the numbers that classes of equal name have among the training images.
 
     Raises:
         ConfigError: the held-out images have classes that the training images do not have, or only one of the sources
@@ -170,13 +175,15 @@ def _concatenate_labels(train: Source, heldout: Source) -> np.ndarray | None:
     # labels and classes of a source are both None or both set; the type checker needs all three tests
     if train.classes is None or heldout.classes is None or train.labels is None:
         return None
-    # element i is the number among the training classes of held-out class i
-    train_number_of_class = np.array([train.classes.index(name) for name in heldout.classes], np.int64)
-    return np.concatenate([train.labels, train_number_of_class[heldout.labels]])
+    # element i: number, among the training classes, of the class that has number i among the held-out classes
+    train_numbers = np.array([train.classes.index(name) for name in heldout.classes], np.int64)
+    return np.concatenate([train.labels, train_numbers[heldout.labels]])
 
 
 def _concatenate_conditions(train: Source, heldout: Source) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
-    """Return the conditions other than the class, with the values of the training and then of the held-out images.
+    """Return description and values of each condition other than the class, by name.
+
+    The values are those of the training images followed by those of the held-out images.
 
     Raises:
         ConfigError: the two sources have different conditions, or describe a condition differently.
@@ -196,7 +203,7 @@ def _concatenate_conditions(train: Source, heldout: Source) -> dict[str, tuple[d
 
 
 def _open_digits(config: DatasetConfig) -> Source:
-    """Open the 8×8 images of digits in scikit-learn, with values from 0 to 255 and the digits as classes."""
+    """Open the 1,797 grey 8×8 images of digits in scikit-learn, with values from 0 to 255 and the digits as classes."""
     # scikit-learn's file is read directly: the import of sklearn.datasets takes 2 s of CPU time
     spec = importlib.util.find_spec("sklearn")
     assert spec is not None and spec.submodule_search_locations is not None
@@ -217,8 +224,9 @@ def _open_digits(config: DatasetConfig) -> Source:
 def _open_folder(config: DatasetConfig) -> Source:
     """Open all images below a folder; if all are in two or more direct subfolders, the subfolders are the classes.
 
-    There are no classes otherwise. Hidden files and folders are skipped. Images are named by their relative paths and
-    sorted by name, or are the listed ones in the order of `dataset.files`. A class without a listed image is left out.
+    There are no classes otherwise. An image is a file with one of `SUFFIXES`; hidden files and folders are skipped.
+    Images are named by their relative paths and sorted by name. With `dataset.files`, only the listed images are used,
+    in the order of the list, and a class without a listed image is left out.
 
     Raises:
         ConfigError: the folder does not exist or contains no image, or the list of files cannot be used.
@@ -248,10 +256,10 @@ def _open_folder(config: DatasetConfig) -> Source:
 
 
 def _open_zip(config: DatasetConfig) -> Source:
-    """Open the images in a zip, which is not unpacked, with the classes in its dataset.json, if it has labels.
+    """Open the images in a zip, which is not unpacked; their classes are the labels in its dataset.json, if it has any.
 
-    Images are sorted by name, or are the listed ones in the order of `dataset.files`. The classes are named 0 to the
-    largest label of these images.
+    Images are sorted by name. With `dataset.files`, only the listed images are used, in the order of the list. The
+    names of the classes are the numbers from 0 to the largest label of these images.
 
     Raises:
         ConfigError: the zip is missing or contains no image, or its labels or the list of files cannot be used.
@@ -278,10 +286,12 @@ def _number_classes(names: list[str]) -> tuple[np.ndarray, list[str]]:
 
 
 def parquet_files(config: DatasetConfig) -> list[str]:
-    """Return the sorted parquet files of `dataset.path`: a file, a glob pattern or a folder with its subfolders.
+    """Return the paths of the parquet files of `dataset.path`: a file, a glob pattern or a folder with its subfolders.
+
+    The paths are sorted. Files that a path or a pattern selects may have any suffix; in a folder it is ``.parquet``.
 
     Raises:
-        ConfigError: there are no such files.
+        ConfigError: there are no such files, or a pattern matches a folder.
     """
     path = str(config.path)
     if os.path.isdir(path):
@@ -297,6 +307,8 @@ def parquet_files(config: DatasetConfig) -> list[str]:
 
 def _open_parquet(config: DatasetConfig) -> Source:
     """Open the images in the rows of parquet files, in the order of the files.
+
+    The name of an image is its row within its file, such as ``row 7 of train-00001.parquet``.
 
     Raises:
         ConfigError: a file is missing or is not parquet, or the table cannot be used, see `_open_table`.
@@ -314,14 +326,15 @@ def _open_parquet(config: DatasetConfig) -> Source:
         raise KairosError(f"dataset.path: {path!r} cannot be read as parquet ({error.__cause__ or error})") from None
 
     def name(index: int) -> str:
-        file_index = int(np.searchsorted(first_rows, index, side="right")) - 1  # the last file that begins before it
+        # the last file whose first row is `index` or smaller
+        file_index = int(np.searchsorted(first_rows, index, side="right")) - 1
         return f"row {index - first_rows[file_index]} of {os.path.basename(files[file_index])}"
 
     return _open_table(table, config, name)
 
 
 def _count_rows(file: str) -> int:
-    """Return the number of rows of a parquet file; raise ConfigError if it is not one."""
+    """Return the number of rows in the metadata of a parquet file; raise ConfigError if the file is not parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -332,7 +345,9 @@ def _count_rows(file: str) -> int:
 
 
 def _open_hub(config: DatasetConfig) -> Source:
-    """Open the images of a data set on the Hugging Face hub, after a download if the cache on this machine lacks it.
+    """Open the images of `dataset.split` of a data set on the Hugging Face hub.
+
+    The data set is downloaded if the cache on this machine lacks it. The name of an image is ``row ROW of ID (SPLIT)``.
 
     Raises:
         ConfigError: the table cannot be used, see `_open_table`.
@@ -364,7 +379,9 @@ def _load_dataset(source: str, **options: Any) -> Any:
 
 
 def _open_table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Source:
-    """Return a source for the rows of a `datasets.Dataset`, with their labels and captions; `name` names a row.
+    """Return a source for the rows of a `datasets.Dataset`, with their labels and captions, if it has them.
+
+    Function `name` returns the name of the row with an index. Images are read and decoded only by `Source.read`.
 
     Raises:
         ConfigError: the table is empty, or lacks a column of images, labels or captions; or values cannot be used.
@@ -417,17 +434,25 @@ class _ImageColumn:
             cells = self._cells
         cell = cells[index][self._column]
         if isinstance(cell, dict):  # Image(decode=False) gives the bytes of the image file, or its path
-            cell = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")
-        if not cell:
+            content = cell.get("bytes")
+            content_or_path = content if content is not None else cell.get("path")
+        else:
+            content_or_path = cell
+        if not content_or_path:
             raise ValueError("the cell is empty")
-        return read_image(Path(cell) if isinstance(cell, str) else bytes(cell))
+        if isinstance(content_or_path, str):
+            return read_image(Path(content_or_path))
+        return read_image(bytes(content_or_path))
 
 
 def _find_image_column(features: Any, config: DatasetConfig) -> str:
-    """Return `dataset.image_column`, or else the only column that contains images or bytes.
+    """Return the name of the column of images: `dataset.image_column`, or else the only column of images or bytes.
+
+    `features` are the features of a `datasets.Dataset` by column.
 
     Raises:
-        ConfigError: there is no such column, or there are several.
+        ConfigError: the configured column contains no images; or none is configured, and there is no such column or
+            several.
     """
     from datasets import Image as ImageFeature
 

@@ -29,12 +29,12 @@ def encode_captions(
 ) -> dict[str, Any]:
     """Encode the captions of a data set, write the folder and return its manifest.
 
-    The folder contains ``states.npy``, of `text_encoder.dtype`, ``empty.npy``, float32 (1, ...), and the manifest.
-    Older results there are deleted before the captions are encoded. The end of start-up is marked when the encoder is
-    loaded.
+    The folder contains ``states.npy`` (a row per caption, of `text_encoder.dtype`), ``empty.npy`` (the state of the
+    empty caption, float32, with one row) and the manifest. Older results there are deleted before the captions are
+    encoded, and an interrupted call resumes. The end of start-up is marked when the encoder is loaded.
 
-    In the manifest, ``content_sha256`` is the hash of all keys before it. ``length`` is the number of tokens to which
-    the encoder pads, ``longest`` the tokens of the longest caption, and ``truncated`` the number of truncated captions.
+    In the manifest, ``length`` is the number of tokens to which the encoder pads, ``longest`` the tokens of the longest
+    caption, and ``truncated`` the number of truncated captions. ``content_sha256`` is the hash of all fields but these.
 
     Args:
         config: section `text_encoder`, without ``auto``.

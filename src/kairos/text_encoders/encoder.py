@@ -27,7 +27,7 @@ _UNLIMITED = 10**6  # tokenizers without a limit report a larger one
 def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Path:
     """Return the folder of a network and its tokenizer, after a download from the hub if necessary.
 
-    The weights may be in either file of `WEIGHTS`. The files are not read.
+    The folder has config.json, weights in either file of `WEIGHTS`, and the files of a tokenizer. They are not read.
 
     Args:
         path: a folder, or a hub id.
@@ -42,7 +42,7 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
     needed = "config.json, model.safetensors and tokenizer.json (or vocab.json and merges.txt)"
     weights, former_weights = WEIGHTS
     folder = find_network_folder(path, field, files, needed)
-    if not (folder / weights).is_file():  # an older network; both downloads go into one folder of the cache
+    if not (folder / weights).is_file():  # an older network; both downloads are in one folder of the cache
         folder = find_network_folder(path, field, [former_weights], needed)
     existing = {file.name for file in folder.iterdir() if file.is_file()}
     missing = []
@@ -58,9 +58,9 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
 
 
 def load_pretrained(path: Any, cls: Any, field: str, weights: bool = False) -> Any:
-    """Load a model or tokenizer of transformers from a folder.
+    """Load a model or tokenizer of transformers from a folder, without access to the hub.
 
-    A model is returned in evaluation mode, on the CPU. Progress bars of transformers are switched off for this process.
+    A model is returned in evaluation mode, on the CPU. Progress bars of transformers stay off for this process.
 
     Args:
         path: the folder.
@@ -69,7 +69,7 @@ def load_pretrained(path: Any, cls: Any, field: str, weights: bool = False) -> A
         weights: the class is a model, which must have all weights; False for a class without weights.
 
     Raises:
-        KairosError: the folder cannot be read, or lacks weights, which transformers would initialise at random.
+        KairosError: the folder cannot be read, or lacks weights of the model, which would be random.
     """
     from transformers.utils import logging
 
@@ -79,7 +79,7 @@ def load_pretrained(path: Any, cls: Any, field: str, weights: bool = False) -> A
             return cls.from_pretrained(path, local_files_only=True)
         model, loading = cls.from_pretrained(path, local_files_only=True, output_loading_info=True)
         if loading["missing_keys"]:
-            # caught below
+            # transformers would initialise them at random; the error is caught below
             raise ValueError(f"lacks weights: {', '.join(sorted(loading['missing_keys'])[:3])} ...")
         return model.eval()
     except Exception as error:  # damaged folders raise errors of many types
@@ -107,16 +107,17 @@ class TextEncoder:
     device: torch.device
 
     def count_tokens(self, texts: list[str]) -> list[int]:
-        """Return the number of tokens of each text, with start and end tokens, before truncation."""
+        """Return the number of tokens of each text, with start and end tokens, without padding or truncation."""
         token_ids = self.tokenizer(texts, verbose=False)["input_ids"]  # verbose would warn of long texts
         return [len(ids) for ids in token_ids]
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> Tensor:
-        """Encode texts, and return their states on the CPU, float32.
+        """Return the states of texts, float32 on the CPU.
 
-        The shape is (n, length, width) with output ``tokens``, and (n, width) with ``pooled``. Longer texts are
-        truncated without a message. The states of padding are included with ``tokens``.
+        With output ``tokens`` they are (n, length, width), including the states of padding. With ``pooled`` they are
+        (n, width): CLIP's pooled state, or else the mean over the tokens that are not padding. Texts of more than
+        `length` tokens are truncated without a message.
         """
         options = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
         tokens = self.tokenizer(texts, **options)
@@ -133,13 +134,13 @@ class TextEncoder:
 
 
 def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder:
-    """Load the text encoder of a section; the caller ensures that the section has no ``auto``.
+    """Load the network and the tokenizer of section `text_encoder`, in which the caller has replaced ``auto``.
 
     A network on the hub is downloaded if necessary. The network is in evaluation mode.
 
     Args:
         config: section `text_encoder`.
-        device: device that this function moves the network to, for the computation.
+        device: device to which the network is moved.
 
     Raises:
         ConfigError: the path lacks a file or has a tokenizer of another network, or the length is not allowed.
@@ -167,11 +168,11 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
 
 
 def _select_length(config: TextEncoderConfig, tokenizer: Any, network_config: Any) -> int:
-    """Return the number of tokens to which texts are padded: the configured one, or the most that the encoder takes.
+    """Return the number of tokens to which texts are padded.
 
-    A configured number may exceed the limit of the tokenizer, but not the limit of the network. A network that declares
-    no limit, such as T5, takes any number below a million. `network_config` is the network's configuration of
-    transformers.
+    It is the configured number, or else the smaller of the limits of tokenizer and network. A configured number may
+    exceed the limit of the tokenizer, but not the limit of the network. A network that declares no limit, such as T5,
+    takes any number below a million. `network_config` is the network's configuration of transformers.
 
     Raises:
         ConfigError: the configured number is too large, or none is configured and the encoder has no limit.
@@ -187,14 +188,14 @@ def _select_length(config: TextEncoderConfig, tokenizer: Any, network_config: An
 
 
 def _check_tokenizer(tokenizer: Any, network_config: Any, is_clip: bool, path: str) -> None:
-    """Check that a tokenizer belongs to a network: its vocabulary, its padding, and the end token that CLIP pools by.
+    """Check that a tokenizer can belong to a network.
 
-    `network_config` is the network's configuration of transformers. The wrong end token that early CLIP networks have
-    there is accepted.
+    It must not have more tokens than the network, and needs a padding token. With CLIP, which pools the state of the
+    end token, the end tokens must be equal; the wrong one in configurations of early CLIP networks is accepted.
+    `network_config` is the network's configuration of transformers.
 
     Raises:
-        ConfigError: the tokenizer has more tokens than the network or no padding token, or CLIP's network has another
-            end token.
+        ConfigError: the tokenizer does not belong to the network.
     """
     end = tokenizer.eos_token_id
     has_unknown_tokens = len(tokenizer) > network_config.vocab_size

@@ -26,10 +26,10 @@ class TextEncoderConfig(Section):
     dtype: Literal["float32", "float16"] = field("float32", "of the states on disk")
 
     def resolve_auto(self, model_input: str | None) -> "TextEncoderConfig":
-        """Return the section with values of `output` and `dropped` in place of ``auto``.
+        """Return a copy of the section where ``auto`` is replaced in `output` and `dropped`.
 
-        `output` becomes the model's input, or ``tokens`` if the model takes either. `dropped` becomes ``empty`` for
-        tokens and ``random`` for pooled states. Other values stay.
+        In `output` it becomes the model's input, or ``tokens`` if the model takes either. In `dropped` it becomes
+        ``empty`` if the output is ``tokens``, and ``random`` if it is ``pooled``.
 
         Args:
             model_input: states that the model takes, ``tokens`` or ``pooled``; None: either.
