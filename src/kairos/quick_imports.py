@@ -15,20 +15,23 @@ _enabled = False
 
 
 def enable() -> None:
-    """Let this process import diffusers without the packages of its pipelines."""
+    """Enable quick imports: from now on `without_pipeline_packages` hides the packages of diffusers' pipelines."""
     global _enabled
     _enabled = True
 
 
 def disable() -> None:
-    """Let this process import diffusers with the packages of its pipelines, which is the default."""
+    """Disable quick imports, which is the default: `without_pipeline_packages` then hides nothing."""
     global _enabled
     _enabled = False
 
 
 @contextmanager
 def without_pipeline_packages() -> Iterator[None]:
-    """Hide the packages of diffusers' pipelines from imports if quick imports are enabled; imported ones stay."""
+    """Hide the packages of diffusers' pipelines from imports inside a with block, if quick imports are enabled.
+
+    An import of a hidden package raises ModuleNotFoundError. Packages that were imported before stay visible.
+    """
     hidden = [name for name in _PIPELINE_PACKAGES if _enabled and name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # documented: the import then finds no such module

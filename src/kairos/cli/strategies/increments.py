@@ -52,16 +52,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _render_csv(result: Increments) -> str:
-    """Return a CSV with a header and a row per increment: the columns of `Increments`, and last its area."""
+    """Return a CSV with a header and a row per increment: the columns of `Increments`, and last the area's name."""
     csv_lines = strategy_csv(result.columns()).splitlines()
     area_column = ["area", *result.area()]  # header and cells
     return "".join(f"{line},{cell}\n" for line, cell in zip(csv_lines, area_column, strict=True))
 
 
 def _render_table(result: Increments, title: str) -> str:
-    """Return a description of the areas, and a table of means over ranges of timesteps with bars of the variance.
+    """Return the lines of `_describe_areas`, and a table of means over ranges of timesteps, as one text.
 
-    A range with increments of several areas has all their names.
+    A range with increments of several areas has all their names. The last column has bars of the mean variance.
     """
     rows = [["t", *_TABLE_COLUMNS.values(), "area", ""]]
     areas = result.area()
@@ -77,7 +77,7 @@ def _render_table(result: Increments, title: str) -> str:
 
 
 def _describe_areas(result: Increments, title: str) -> dict[str, str]:
-    """Return lines about the process, by label: where its areas begin, and number and share of increments in each area.
+    """Return lines about a process, by label: where its areas begin, and number and share of increments in each area.
 
     The labels are ``process``, ``slows at``, ``converges``, and the areas that have increments. If an area does not
     begin at any time, the line contains the reason, or ``not reached``.
@@ -101,5 +101,5 @@ def _describe_areas(result: Increments, title: str) -> dict[str, str]:
 
 
 def _format_time(t: float | None, otherwise: str) -> str:
-    """Return a time as text, or another text if there is none."""
+    """Return a time as text, such as ``t = 250``, or the text `otherwise` for None."""
     return otherwise if t is None else f"t = {t:.6g}"

@@ -113,7 +113,7 @@ def _read_checkpoint(file: Path) -> dict[str, Any]:
     `Strategy.state_dict()`, alone or as entry ``strategy``; its other content is left out. Tensors are on the CPU.
 
     Raises:
-        KairosError: the file is neither.
+        KairosError: the file is neither, or is damaged.
     """
     import pickle
 
@@ -139,7 +139,8 @@ def _view_of_checkpoint(
 ) -> View:
     """Return the view of the strategy whose state is in a checkpoint.
 
-    The plugins that the record lists are imported first. Without a record, the arguments describe the strategy.
+    The plugins that the record lists are imported first. Without a record, the arguments describe the strategy. A note
+    contains the step and the file.
 
     Raises:
         ConfigError: arguments contradict the record, or are missing without one.
@@ -170,13 +171,15 @@ def _view_of_checkpoint(
 
 
 def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) -> StrategySettings:
-    """Return sampler and weighting with their options, and the forward process, of a snapshot's record.
+    """Return sampler and weighting with their options, and the forward process, from the record of a snapshot.
 
-    The arguments may repeat the name of the recorded strategy; they may contain no other setting. The process has the
-    recorded `sigma_data` if its option is null.
+    The arguments may repeat the name of the recorded strategy, or of its sampler alone. The process has the recorded
+    `sigma_data` if its option is null.
 
     Raises:
-        ConfigError: the arguments contain another strategy, or a setting that the record contains, even if it is equal.
+        ConfigError: the arguments contain another strategy, or set the process, the prediction target or an option of
+            the strategy, even to the recorded value.
+        KeyError: the record lacks an entry.
     """
     method = record["config"]["methods"][record["method"]]
     recorded_sampler, recorded_weighting = method["sampler"]["name"], method["weighting"]["name"]
@@ -199,5 +202,5 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
 
 
 def _is_per_image(sampler: str) -> bool:
-    """Return True if the density of the sampler with a name differs between images; False for an unknown name."""
+    """Return True if the density of a sampler differs between images; False for an unknown name of a sampler."""
     return sampler in SAMPLERS and SAMPLERS[sampler].component.per_image
