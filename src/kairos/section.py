@@ -21,8 +21,8 @@ S = TypeVar("S", bound=BaseModel)
 class Section(BaseModel):
     """Base class of a section of an experiment file.
 
-    A section cannot be changed. It rejects unknown fields, infinities and NaN, and does not convert types. Subclasses
-    check in `model_post_init` the conditions that involve several fields.
+    A section cannot be changed. It rejects unknown fields, values of another type, infinities and NaN. Subclasses check
+    in `model_post_init` the conditions that involve several fields.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)

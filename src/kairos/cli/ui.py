@@ -142,13 +142,18 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]
                 return
         except OSError:
             time.sleep(0.2)
+    raise KairosError(f"MLflow's server did not start: {_find_reason(log)[:300]}")
 
-    # the server has not started: report its output
-    log.seek(0)  # the server has written to the file, and this process reads it from the start
+
+def _find_reason(log: IO[str]) -> str:
+    """Return the last error in the output of the server, or else its last line, or ``no answer`` without output.
+
+    The file is read from its start, blank lines are ignored.
+    """
+    log.seek(0)  # the server has written to the file
     lines = [line.strip() for line in log if line.strip()]
     if not lines:
-        lines = ["no answer"]
+        return "no answer"
     # last lines of tracebacks, such as "mlflow.exceptions.MlflowException: ..."
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    reason = errors[-1] if errors else lines[-1]
-    raise KairosError(f"MLflow's server did not start: {reason[:300]}")
+    return errors[-1] if errors else lines[-1]

@@ -267,10 +267,10 @@ def _join_columns(views: list[View]) -> dict[str, Array]:
 
 
 def find_faults(columns: dict[str, Array]) -> list[str]:
-    """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn.
+    """Return a sentence for each kind of fault of a table; an empty list without faults.
 
-    Each kind of fault has one sentence, with the number of timesteps and the first and last time. A table without
-    faults gives an empty list.
+    The kinds are weights that are negative, weights that are not finite, and timesteps that are never drawn. A sentence
+    has the number of timesteps, and the first and the last of their times.
     """
     faults = []
     affected_timesteps = {  # boolean mask, (T,), by fault
@@ -475,27 +475,46 @@ def _curriculum_length(sampler: Any) -> int:
 
 
 def _render_table(views: list[View]) -> str:
-    """Return the descriptions of one or two views, a table with a row per range of times, and the sums of p and p w.
+    """Return, as one text, the descriptions of one or two views, a table, and the sums of p and p w of each view.
 
-    A row contains the mass of p, the mean of w and the share of p w, each with a column per view. The bar in the last
-    column is the share of p w of the first view. The ranges of the first view are used; both views have equal times.
+    The table has a row per range of times, see `_range_rows`.
     """
-    # header
-    first = views[0]
-    is_discrete = first.process == "discrete"
-    header = ["timesteps" if is_discrete else PROCESSES[first.process].component.time_symbol]
+    descriptions = ["".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views]
+    sums = ""
+    for view in views:
+        p_sum, effective_sum = view.columns["p"].sum(), view.columns["effective"].sum()
+        sums += f"sum of p = {p_sum:.15g}, sum of p*w = {effective_sum:.6g}\n"
+    rows = [_table_header(views), *_range_rows(views)]
+    return "\n".join(descriptions) + f"\n{align_columns(rows)}{sums}"
+
+
+def _table_header(views: list[View]) -> list[str]:
+    """Return the header of the table of one or two views; the column of bars, the last, has none.
+
+    The times are those of the first view. Column ``compared`` belongs to the second view.
+    """
+    process = views[0].process
+    header = ["timesteps" if process == "discrete" else PROCESSES[process].component.time_symbol]
     for quantity in ("mass of p", "mean w", "share of p*w"):
         header.append(quantity)
         if len(views) > 1:
             header.append("compared")
-    rows = [[*header, ""]]  # the column of bars has no header
+    return [*header, ""]
 
-    # a row per range of times
+
+def _range_rows(views: list[View]) -> list[list[str]]:
+    """Return a row of cells per range of times: times, mass of p, mean of w, share of p w, and a bar.
+
+    Each quantity has a cell per view. The bar is the share of p w of the first view. The ranges are those of the first
+    view; both views have equal times.
+    """
+    first = views[0]
     ranges = timestep_ranges(len(first.columns["t"]))
     shares = [_effective_shares(view, ranges) for view in views]
     finite_shares = [share for share in shares[0] if np.isfinite(share)]
     largest_share = max(finite_shares, default=0.0)  # 0 if all shares are NaN: no bars
     range_texts = _describe_ranges(first.columns["t"], ranges)
+    rows = []
     for index, timesteps in enumerate(ranges):
         masses = [f"{100 * view.columns['p'][timesteps].sum():.2f} %" for view in views]
         with np.errstate(invalid="ignore", over="ignore"):  # weights may be infinite, which `find_faults` reports
@@ -503,14 +522,7 @@ def _render_table(views: list[View]) -> str:
         percentages = [f"{100 * view_shares[index]:.2f} %" for view_shares in shares]
         bar = text_bar(shares[0][index], largest_share)
         rows.append([range_texts[index], *masses, *weights, *percentages, bar])
-
-    # descriptions above the table, sums below it
-    descriptions = ["".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views]
-    sums = ""
-    for view in views:
-        p_sum, effective_sum = view.columns["p"].sum(), view.columns["effective"].sum()
-        sums += f"sum of p = {p_sum:.15g}, sum of p*w = {effective_sum:.6g}\n"
-    return "\n".join(descriptions) + f"\n{align_columns(rows)}{sums}"
+    return rows
 
 
 def _describe_ranges(t: Array, ranges: list[slice]) -> list[str]:

@@ -53,17 +53,7 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
     presets = []  # of each view, None for a strategy
     for view_arguments in arguments_of_views:
         presets.append(_build_preset(view_arguments) if is_preset(view_arguments.strategy) else None)
-
-    # the process of the presets' time
-    units = {preset.name: _time_unit(_ROWS[preset.name]) for preset in presets if preset is not None}
-    if len(set(units.values())) > 1:
-        times = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
-        raise ConfigError(f"--compare: got {times}; allowed: presets in the same time")
-    preset_name, unit = next(iter(units.items()))  # a second preset has an equal unit
-    for option in (*_PROCESS_ARGUMENTS, "progress"):
-        value = getattr(arguments, option)
-        demand(value is None, option, value, f"none, since {preset_name} determines it")
-    process = LibraryComponent.select(PROCESSES, PROCESS_BY_TIME_UNIT[unit])
+    process = _select_process([preset.name for preset in presets if preset is not None], arguments)
     process_arguments = {"process": process.name, "schedule": process.get("schedule")}
 
     views = []
@@ -74,6 +64,23 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
             arguments_on_process = argparse.Namespace(**{**vars(view_arguments), **process_arguments})
             views.append(build_initial_view(arguments_on_process, context))
     return views
+
+
+def _select_process(preset_names: list[str], arguments: argparse.Namespace) -> LibraryComponent:
+    """Return the process whose time is the time of one or two presets.
+
+    Raises:
+        ConfigError: two presets have different times, or ``--progress`` or an option of the process is set.
+    """
+    units = {name: _time_unit(_ROWS[name]) for name in preset_names}
+    if len(set(units.values())) > 1:
+        times = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
+        raise ConfigError(f"--compare: got {times}; allowed: presets in the same time")
+    preset_name, unit = next(iter(units.items()))  # a second preset has an equal unit
+    for option in (*_PROCESS_ARGUMENTS, "progress"):
+        value = getattr(arguments, option)
+        demand(value is None, option, value, f"none, since {preset_name} determines it")
+    return LibraryComponent.select(PROCESSES, PROCESS_BY_TIME_UNIT[unit])
 
 
 def _time_unit(row: Row) -> str:
