@@ -58,8 +58,9 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
         lines = [str(error)]
     except ValidationError as error:
         lines = [_error_line(item, model, values) for item in error.errors()]
-    header = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} fields cannot be used\n  "
-    raise ConfigError(header + "\n  ".join(lines))
+    if len(lines) == 1:
+        raise ConfigError(f"{source}: {lines[0]}")
+    raise ConfigError("\n  ".join([f"{source}: {len(lines)} fields cannot be used", *lines]))
 
 
 _TYPES = ("int", "float", "str")  # in locations, see `_field_name`

@@ -264,7 +264,7 @@ def _render_table(rows: _Table) -> str:
     lines: _Table = []
     for row in rows:
         wrapped_cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths)]  # lines of each cell
-        lines += zip_longest(*wrapped_cells, fillvalue="")
+        lines += zip_longest(*wrapped_cells, fillvalue="")  # line i of the row has line i of each cell
     header, *body = lines
     rule = tuple("-" * width for width in widths)
     return table([header, rule, *body], left=range(len(header)))

@@ -69,9 +69,10 @@ def _render_table(result: Increments, title: str) -> str:
         t = result.t[timesteps]
         times = f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}"
         means = {attribute: getattr(result, attribute)[timesteps].mean() for attribute in _TABLE_COLUMNS}
+        mean_cells = [f"{mean:.4g}" for mean in means.values()]
         area_names = "/".join(area for area in AREAS if area in areas[timesteps])
         bar = text_bar(means["variance"], largest=result.variance.max())
-        rows.append([times, *(f"{mean:.4g}" for mean in means.values()), area_names, bar])
+        rows.append([times, *mean_cells, area_names, bar])
     description = "".join(f"{label:13} {text}\n" for label, text in _describe_areas(result, title).items())
     return f"{description}\n{align_columns(rows)}"
 

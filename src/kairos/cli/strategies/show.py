@@ -248,7 +248,7 @@ def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[di
     provided = {*context, "progress", "step"}  # progress and step follow from option --progress
     missing = sorted(sampler.requires_context - provided)
     if missing:
-        examples = [f"--context {key}={4096 if key == 'tokens' else 1}" for key in missing]
+        examples = ["--context tokens=4096" if key == "tokens" else f"--context {key}=1" for key in missing]
         raise ConfigError(f"{name} depends on {', '.join(missing)} of a sample; add {', '.join(examples)}")
     properties = {key: value for key, value in context.items() if key in sampler.context_names}
     return properties, [f"{key} = {value}" for key, value in properties.items()]
